@@ -1,0 +1,1 @@
+"""HTTP floor. Empty until the server issue lands; its place in the import order is held here."""

@@ -1,0 +1,1 @@
+"""Composition root of the control side: wires planes to concrete back-ends. Never imports torch."""

@@ -1,0 +1,1 @@
+"""The control plane: planning, reconciler, lifecycle actions, budgets. The only place where planes meet."""

@@ -1,0 +1,1 @@
+"""Facts and state machines, ports, errors, digests. No I/O."""

@@ -1,0 +1,135 @@
+"""Every error Posttrain raises on purpose, drawn as a tree.
+
+::
+
+    PosttrainError                    exit  meaning
+    ├── InputError                      2   what was written cannot be run: fix the named field
+    │   └── NotFoundError               2   a ref, run, channel or asset nobody knows
+    ├── GateRejectedError               3   a gate said FAIL or ERROR; nothing shipped
+    ├── GateInconclusiveError           4   the evidence is too thin; nothing shipped
+    ├── JobFailedError                  5   a job ended in a way that a retry would repeat
+    ├── InfrastructureError             6   a job was lost more often than allowed   (retryable)
+    ├── BudgetExceededError             7   the run's declared budget is spent
+    ├── IntegrityError                  8   bytes do not match their digest, or a chain is broken
+    ├── ConflictError                   9   somebody moved first (compare-and-set lost)  (retryable)
+    │   └── StaleWriteError             9   a ledger row changed since it was read       (retryable)
+    ├── WorkspaceError                 10   no workspace, read-only, disk full, newer schema
+    ├── StoppedError                   11   the run was stopped by a person
+    └── DeadlineError                  12   a wait reached its deadline               (retryable)
+
+Exit 0 is success, 1 an unexpected error (a bug in Posttrain), 130 a detached Ctrl-C. The message is one line: what,
+the constraint, the offending value, the next action. Whether a retry can help is in the type (`retryable`).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class PosttrainError(Exception):
+    """Base of the tree. `str(error)` is one line fit for a terminal."""
+
+    exit_code: ClassVar[int] = 1
+    retryable: ClassVar[bool] = False
+
+
+class InputError(PosttrainError):
+    """What was written cannot be run."""
+
+    exit_code = 2
+
+
+class NotFoundError(InputError):
+    """A name nobody knows."""
+
+
+class GateRejectedError(PosttrainError):
+    """A gate said FAIL or ERROR."""
+
+    exit_code = 3
+
+
+class GateInconclusiveError(PosttrainError):
+    """The evidence is too thin to pass."""
+
+    exit_code = 4
+
+
+class JobFailedError(PosttrainError):
+    """A job ended in a way that a blind retry would repeat."""
+
+    exit_code = 5
+
+
+class InfrastructureError(PosttrainError):
+    """A job was lost more often than the run allows."""
+
+    exit_code = 6
+    retryable = True
+
+
+class BudgetExceededError(PosttrainError):
+    """The run's declared budget is spent."""
+
+    exit_code = 7
+
+
+class IntegrityError(PosttrainError):
+    """Bytes do not match their digest, or a chain is broken."""
+
+    exit_code = 8
+
+
+class ConflictError(PosttrainError):
+    """Somebody moved first."""
+
+    exit_code = 9
+    retryable = True
+
+
+class StaleWriteError(ConflictError):
+    """A ledger row changed since it was read: read again and decide again."""
+
+
+class WorkspaceError(PosttrainError):
+    """The workspace cannot be used as it stands."""
+
+    exit_code = 10
+
+
+class StoppedError(PosttrainError):
+    """The run was stopped by a person."""
+
+    exit_code = 11
+
+
+class DeadlineError(PosttrainError):
+    """A wait reached its deadline."""
+
+    exit_code = 12
+    retryable = True
+
+
+class FailureClass(StrEnum):
+    """Why an attempt failed; decides what happens next (see `control`)."""
+
+    INFRASTRUCTURE = "infrastructure"  # lost process or node: retry, resume from checkpoint
+    PREEMPTED = "preempted"  # requeue, no attempt consumed
+    OUT_OF_MEMORY = "out_of_memory"
+    DIVERGED = "diverged"  # NaN loss, reward collapse
+    BAD_INPUT = "bad_input"
+    BUG = "bug"  # never blindly retried
+    BUDGET = "budget"
+
+    @property
+    def retried(self) -> bool:
+        """Whether the control plane retries this class by itself."""
+        return self in (FailureClass.INFRASTRUCTURE, FailureClass.PREEMPTED)
+
+    @property
+    def error(self) -> type[PosttrainError]:
+        """The error (and so the exit code) a run ends with when a stage fails for this reason."""
+        if self.retried:
+            return InfrastructureError
+        return {FailureClass.BUDGET: BudgetExceededError, FailureClass.BAD_INPUT: InputError}.get(self, JobFailedError)

@@ -1,0 +1,77 @@
+"""What a job says while it runs: values, streamed as JSON lines into the attempt folder's event segments.
+
+The engine makes them and knows neither store nor telemetry; whoever reads them back gets the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from posttrain.domain.errors import IntegrityError
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Numbers of one step, e.g. `Metric(step=12, values={"reward/mean": 0.41}, at=1.7e9)`."""
+
+    step: int
+    values: Mapping[str, float]
+    at: float  # seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the job is. `step` is the liveness counter: it grows while the job lives, whatever the clocks say."""
+
+    step: int
+    total: int
+    phase: str  # "sft", "grpo", "evaluate" …
+    tokens: int  # spent so far by this attempt's lineage (trained + generated): what the budget meters
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A timed hand-off: `[started, started + seconds)`."""
+
+    name: str
+    step: int
+    started: float
+    seconds: float
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line for a person: a warning, or what is going on."""
+
+    message: str
+    at: float
+    level: str = "info"
+
+
+Fact = Metric | Progress | Span | Note
+FactSink = Callable[[Fact], None]
+_KINDS: dict[str, type[Any]] = {"metric": Metric, "progress": Progress, "span": Span, "note": Note}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def fact_to_json(fact: Fact) -> dict[str, Any]:
+    """A JSON object whose `type` names the fact."""
+    return {"type": _NAMES[type(fact)], **asdict(fact)}
+
+
+def fact_from_json(value: Mapping[str, Any]) -> Fact:
+    """The inverse of `fact_to_json`.
+
+    Raises:
+        IntegrityError: an unknown `type` or a missing field.
+    """
+    try:
+        fields = {key: item for key, item in value.items() if key != "type"}
+        fact: Fact = _KINDS[value["type"]](**fields)
+    except (KeyError, TypeError) as error:
+        raise IntegrityError(f"event segment holds a fact that cannot be read: {error}; the job's version differs") from error
+    return fact

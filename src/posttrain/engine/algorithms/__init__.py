@@ -1,0 +1,1 @@
+"""Pure functions on packed tensors: advantages, losses, KL estimators."""

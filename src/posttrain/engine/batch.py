@@ -1,0 +1,1 @@
+"""Frozen packed batches."""

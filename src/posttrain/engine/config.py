@@ -1,0 +1,1 @@
+"""What a training or evaluation job reads. No torch."""

@@ -1,0 +1,1 @@
+"""THE dataflow: prompts, trajectories, rewards, advantages, update, weights."""

@@ -1,0 +1,1 @@
+"""What was admitted, consumed and in flight: the data cursor of a training job."""

@@ -1,0 +1,1 @@
+"""Function rewards, evaluated in a killable worker process."""

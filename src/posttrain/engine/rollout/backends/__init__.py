@@ -1,0 +1,1 @@
+"""One file per rollout back-end. They do not know each other."""

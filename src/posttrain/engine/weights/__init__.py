@@ -1,0 +1,1 @@
+"""Checkpoints and views of the trained weights."""

@@ -1,0 +1,1 @@
+"""One file per place a job can run. They do not know each other."""

@@ -1,0 +1,1 @@
+"""Pure scheduling arithmetic (admission, staleness, balancing). No torch."""

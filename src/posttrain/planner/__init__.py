@@ -1,0 +1,1 @@
+"""Pure arithmetic: token, time and statistical-power estimates."""

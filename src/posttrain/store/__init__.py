@@ -1,0 +1,1 @@
+"""Database, blobs and attempt folders."""

@@ -1,0 +1,1 @@
+"""One file per blob back-end. They do not know each other."""

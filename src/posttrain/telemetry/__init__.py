@@ -1,0 +1,1 @@
+"""Reads the ledger and attempt folders; renders curves and progress, judges signals."""
