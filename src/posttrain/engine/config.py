@@ -1,1 +1,185 @@
-"""What a training or evaluation job reads. No torch."""
+"""What a training or evaluation job reads. Torch-free, so that a plan can be checked on the control side.
+
+One class per stage kind. A field's comment gives meaning, unit and the reason for its default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$")]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class OptimizerConfig(_Frozen):
+    """AdamW with linear warm-up, then cosine or linear decay to `final_ratio` of the peak."""
+
+    learning_rate: float = Field(default=1e-5, gt=0, le=1)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: NonNegative = 10  # a fresh Adam needs it
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    final_ratio: float = Field(default=0.1, ge=0, le=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+
+class RuntimeConfig(_Frozen):
+    """Where and how a job computes."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bf16 on CUDA, fp32 on CPU
+    threads: Positive = 1  # one thread is fastest for models under ~10 M parameters (measured)
+    micro_batch_tokens: Positive = 16384  # packed tokens per forward; gradients do not depend on it
+    checkpoint_every: Positive = 50  # steps
+
+
+class SFTConfig(_Frozen):
+    """Supervised fine-tuning on prompt + completion (or messages) rows; loss on completion tokens, token mean."""
+
+    kind: ClassVar[str] = "sft"
+    model: Word = "base"
+    data: Word
+    steps: Positive
+    batch_size: Positive = 64  # documents per optimiser step
+    max_length: Positive | None = None  # tokens; None: the model's context. A longer row is refused, never cut
+    optimizer: OptimizerConfig = OptimizerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        return {"model": ("model", self.model), "data": ("dataset", self.data)}
+
+
+class ProbeConfig(_Frozen):
+    """A small held-out measurement during training, for the learning curve only: no gate reads it."""
+
+    data: Word
+    every: Positive = 40  # steps
+    items: Positive = 128
+    extract: str = r"(?s)(.*)"  # group 1 of the last match is compared with the row's answer
+
+
+class KLConfig(_Frozen):
+    """KL penalty against the frozen starting policy, in the loss. k1 as a loss has zero expected gradient: not offered."""
+
+    coefficient: float = Field(gt=0)
+    estimator: Literal["k2", "k3"] = "k3"
+
+
+class GRPOConfig(_Frozen):
+    """GRPO with clip-higher (DAPO); groups without reward spread carry no gradient and are not trained on."""
+
+    kind: ClassVar[str] = "grpo"
+    model: Word = "base"
+    data: Word
+    reward: Word
+    steps: Positive
+    prompts_per_step: Positive = 32
+    group_size: Annotated[int, Field(ge=2)] = 8  # samples per prompt; a group of one has no baseline
+    max_new_tokens: Positive = 64
+    temperature: float = Field(default=1.0, gt=0)
+    mini_batches: Positive = 1  # optimiser steps per rollout batch
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    kl: KLConfig | None = None
+    reward_timeout: float = Field(default=10.0, gt=0)  # seconds for one batch of completions
+    probe: ProbeConfig | None = None
+    optimizer: OptimizerConfig = OptimizerConfig(betas=(0.9, 0.99), schedule="linear", final_ratio=0.2)
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        slots = {"model": ("model", self.model), "data": ("dataset", self.data), "reward": ("reward", self.reward)}
+        if self.probe:
+            slots["probe"] = ("dataset", self.probe.data)
+        return slots
+
+
+class SuiteConfig(_Frozen):
+    """One evaluation suite: rows with a prompt and an answer (JSONL or Parquet)."""
+
+    data: Word
+    extract: str = r"(?s)(.*)"  # group 1 of the last match in the response is compared with the row's answer
+    samples: NonNegative = 0  # sampled responses per item beside the greedy one
+    temperature: float = Field(default=1.0, gt=0)
+    pass_at: tuple[Positive, ...] = ()  # k values, each <= samples
+    max_new_tokens: Positive = 64
+
+    @model_validator(mode="after")
+    def _pass_at_within_samples(self) -> SuiteConfig:
+        for k in self.pass_at:
+            if k > self.samples:
+                raise ValueError(f"pass_at must be <= samples ({self.samples}), got {k}")
+        return self
+
+    def metrics(self, suite: str) -> dict[str, bool]:
+        """Metric name → whether it is binary per item."""
+        names = {"accuracy": True, "response_tokens": False, "truncated": True}
+        if self.samples:
+            names["sampled_accuracy"] = False
+        names |= {f"pass@{k}": False for k in self.pass_at}
+        return {f"{suite}/{name}": binary for name, binary in names.items()}
+
+
+class EvaluateConfig(_Frozen):
+    """Greedy and sampled evaluation of one model on suites; per-item results as Parquet."""
+
+    kind: ClassVar[str] = "evaluate"
+    model: Word
+    suites: dict[str, SuiteConfig] = Field(min_length=1)
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        return {"model": ("model", self.model)} | {f"suites.{n}": ("dataset", s.data) for n, s in self.suites.items()}
+
+
+class InitModelConfig(_Frozen):
+    """A randomly initialised model in Hugging Face format with a character tokenizer and chat template: no download."""
+
+    kind: ClassVar[str] = "init_model"
+    architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    characters: str = "0123456789+-*/=();:,.<>? \nabcdefghijklmnopqrstuvwxyzQAS"  # the vocabulary besides special tokens
+    hidden_size: Positive = 64
+    intermediate_size: Positive = 192
+    layers: Positive = 2
+    heads: Positive = 2
+    kv_heads: Positive = 1
+    context_length: Positive = 512
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> InitModelConfig:
+        if self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size must be a multiple of heads ({self.heads}), got {self.hidden_size}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads ({self.kv_heads}), got {self.heads}")
+        if len(set(self.characters)) != len(self.characters):
+            raise ValueError("characters must not repeat")
+        return self
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """A model from nothing has no inputs."""
+        return {}
+
+
+StageConfig = SFTConfig | GRPOConfig | EvaluateConfig | InitModelConfig
+STAGE_CONFIGS: dict[str, type[StageConfig]] = {c.kind: c for c in (SFTConfig, GRPOConfig, EvaluateConfig, InitModelConfig)}
+
+
+def stage_config(kind: str, params: dict[str, Any]) -> StageConfig:
+    """Validate the parameters of a stage.
+
+    Raises:
+        KeyError: an unknown kind.
+        pydantic.ValidationError: an unknown or ill-typed parameter.
+    """
+    return STAGE_CONFIGS[kind].model_validate(params)

@@ -1,0 +1,123 @@
+"""Rows of the ledger as frozen values. Times are seconds since the epoch; digests are `sha256:<hex>`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """A versioned thing: `Asset(kind="dataset", name="sort-train", version=1, digest="sha256:…", form="file")`."""
+
+    kind: str  # dataset | model | reward
+    name: str
+    version: int
+    digest: str
+    form: str  # file | tree
+    created_at: float
+    created_by: str
+    meta: Mapping[str, Any] = field(default_factory=dict)  # rows, columns, guideline, entry point, source file …
+    parents: tuple[str, ...] = ()  # digests it was made from
+
+    @property
+    def ref(self) -> str:
+        """`kind:name@version`."""
+        return f"{self.kind}:{self.name}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run: one submitted manifest."""
+
+    id: str
+    name: str
+    manifest_digest: str
+    state: str
+    owner: str
+    created_at: float
+    generation: int = 0
+    reason: str = ""  # machine-readable, CamelCase: WaitingForInputs, GateFailed …
+    message: str = ""  # one sentence for a person
+    next_action: str = ""
+    lease_owner: str | None = None
+    lease_expires: float | None = None
+    started_at: float | None = None
+    finished_at: float | None = None
+    desired: str = "running"  # what a person asked for: running | stopped
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """One stage of a run."""
+
+    run_id: str
+    name: str
+    position: int  # topological order
+    kind: str
+    state: str
+    generation: int = 0
+    reason: str = ""
+    message: str = ""
+    next_action: str = ""
+    cache_key: str | None = None
+    cached_from: str | None = None  # "<run>/<stage>" whose outputs are reused
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # slot → InputBlob fields, bound when the stage becomes ready
+    outputs: Mapping[str, Any] = field(default_factory=dict)  # name → {"digest", "form"}
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tokens: int = 0  # spent, over all attempts
+    started_at: float | None = None
+    finished_at: float | None = None
+    not_before: float | None = None  # back-off: do not launch earlier
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """One try at a stage; owns a folder."""
+
+    run_id: str
+    stage: str
+    number: int  # 1, 2, …
+    name: str  # deterministic external name
+    folder: str
+    state: str
+    generation: int = 0
+    executor: str = "local"
+    handle: str | None = None
+    resume: str | None = None  # checkpoint tree digest it resumed from
+    reason: str = ""
+    message: str = ""
+    failure_signature: str | None = None
+    tokens: int = 0
+    created_at: float = 0.0
+    finished_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseEntry:
+    """One line of a channel's append-only history; the last one is what is live."""
+
+    sequence: int
+    channel: str
+    model_digest: str
+    run_id: str | None
+    action: str  # promote | rollback
+    actor: str
+    at: float
+    report_digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One fact of the audit log. `sequence`, `previous_hash` and `hash` are None until the sealer has passed."""
+
+    id: int  # insertion order, may have gaps
+    kind: str  # run.running, stage.succeeded, channel.promote …
+    subject: str  # run id, run/stage, run/stage/attempt, channel name, asset ref
+    actor: str
+    at: float
+    payload: Mapping[str, Any]
+    sequence: int | None = None
+    previous_hash: str | None = None
+    hash: str | None = None
