@@ -1,0 +1,214 @@
+"""Gate rules as a person writes them, and the verdicts that judging them leaves. Values only: judging is in `decision`.
+
+A rule takes exactly one of three forms::
+
+    {name: accuracy,      metric: heldout/accuracy, at_least: 0.9}                       # absolute (or at_most)
+    {name: no-regression, metric: heldout/accuracy, not_worse_than: channel, margin: 0.02, if_channel_empty: pass}
+    {name: shorter,       metric: heldout/response_tokens, direction: lower, better_than: channel, by: 0.5}
+
+`channel` is the model that the run's release channel points at when the gate looks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from posttrain.domain.canonical import digest_json
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_FORMS = ("at_least", "at_most", "not_worse_than", "better_than")
+_RELATIVE_KEYS = ("margin", "by", "direction", "if_channel_empty")
+
+
+class Outcome(StrEnum):
+    """What a gate says. Only PASS ships."""
+
+    PASS = "pass"
+    INCONCLUSIVE = "inconclusive"  # the estimate meets the threshold, its confidence limit does not; or too few items
+    FAIL = "fail"  # the estimate itself misses the threshold
+    ERROR = "error"  # the evidence cannot be used
+
+    @property
+    def severity(self) -> int:
+        """0 for PASS up to 3 for ERROR."""
+        return list(Outcome).index(self)
+
+
+def worst(outcomes: Iterable[Outcome]) -> Outcome:
+    """The outcome of several gates: ERROR > FAIL > INCONCLUSIVE > PASS. No gate at all is an ERROR (fail closed)."""
+    return max(outcomes, key=lambda outcome: outcome.severity, default=Outcome.ERROR)
+
+
+class Direction(StrEnum):
+    """Which way a metric improves."""
+
+    HIGHER = "higher"
+    LOWER = "lower"
+
+
+class GateRule(BaseModel):
+    """One gate of a run.
+
+    Raises:
+        pydantic.ValidationError: two forms or none, a key the form does not use, a number out of range. The message
+            names gate, field, constraint and value.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str  # unique in the run; lower case
+    metric: str  # as the evaluation reports it, e.g. heldout/accuracy
+    at_least: FiniteFloat | None = None  # in units of the metric
+    at_most: FiniteFloat | None = None
+    not_worse_than: Literal["channel"] | None = None  # non-inferiority: the loss stays within `margin`
+    better_than: Literal["channel"] | None = None  # superiority: the gain is `by` or more
+    margin: FiniteFloat | None = None  # in units of the metric; required by `not_worse_than`
+    by: FiniteFloat | None = None  # in units of the metric; `better_than` takes 0 when it is left out
+    direction: Direction | None = None  # which way the metric improves; relative forms take `higher` when left out
+    if_channel_empty: Literal["pass", "fail"] | None = None  # relative forms take `fail` when left out
+    confidence: FiniteFloat = 0.95  # one-sided, so 0.95 is the lower end of a two-sided 90 % interval
+    min_items: int = 20  # fewer items are not judged: limits of a handful of items say little
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        """Write the defaults of the relative forms out, so that a locked rule says all that it means."""
+        if not isinstance(data, Mapping) or all(data.get(key) is None for key in ("not_worse_than", "better_than")):
+            return data
+        filled = {key: value for key, value in data.items() if value is not None}
+        filled.setdefault("direction", Direction.HIGHER)
+        filled.setdefault("if_channel_empty", "fail")
+        if "better_than" in filled:
+            filled.setdefault("by", 0.0)
+        return filled
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"gate {self.name!r}: name must be 1-64 of a-z 0-9 . _ - and start with a letter or digit")
+        if not self.metric.strip():
+            raise ValueError(f"gate {self.name!r}: metric must not be empty, got {self.metric!r}")
+        self._check_form()
+        self._check_ranges()
+        return self
+
+    def _check_form(self) -> None:
+        forms = [key for key in _FORMS if getattr(self, key) is not None]
+        if len(forms) != 1:
+            given = " and ".join(forms) or "none"
+            raise ValueError(f"gate {self.name!r}: exactly one of {', '.join(_FORMS)} must be given, got {given}")
+        form = forms[0]
+        used = {
+            "not_worse_than": ("margin", "direction", "if_channel_empty"),
+            "better_than": ("by", "direction", "if_channel_empty"),
+        }.get(form, ())
+        for key in _RELATIVE_KEYS:
+            if getattr(self, key) is not None and key not in used:
+                raise ValueError(
+                    f"gate {self.name!r}: {key} has no meaning beside {form}, got {getattr(self, key)}; remove it"
+                )
+        if form == "not_worse_than" and self.margin is None:
+            raise ValueError(
+                f"gate {self.name!r}: not_worse_than needs margin, the loss that is acceptable, e.g. margin: 0.02"
+            )
+
+    def _check_ranges(self) -> None:
+        for key in ("margin", "by"):
+            value = getattr(self, key)
+            if value is not None and value < 0:
+                raise ValueError(f"gate {self.name!r}: {key} must be >= 0, got {value}")
+        if not 0.5 < self.confidence <= 0.999:
+            raise ValueError(f"gate {self.name!r}: confidence must be > 0.5 and <= 0.999, got {self.confidence}")
+        if self.min_items < 2:
+            raise ValueError(f"gate {self.name!r}: min_items must be >= 2, got {self.min_items}")
+
+    @property
+    def needs_baseline(self) -> bool:
+        """Whether the rule compares with the channel's current model."""
+        return self.not_worse_than is not None or self.better_than is not None
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Which side of the threshold is good."""
+        return self.at_least is not None or self.direction is Direction.HIGHER
+
+    @property
+    def threshold(self) -> float:
+        """The bound for the confidence limit: of the metric (absolute forms), of candidate - baseline (relative)."""
+        for bound in (self.at_least, self.at_most):
+            if bound is not None:
+                return bound
+        gain = -self.margin if self.margin is not None else (self.by or 0.0)
+        return (gain if self.higher_is_better else -gain) + 0.0  # + 0.0 turns -0.0 into 0.0
+
+
+class Verdict(BaseModel):
+    """What one gate said, with the numbers it said it from. All numbers are finite, so it is canonical JSON.
+
+    `limit` and `threshold` are in the metric's units; for a relative rule both are about `difference`, which is
+    candidate - baseline.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gate: str
+    metric: str
+    outcome: Outcome
+    reason: str  # one sentence for a person, with the numbers
+    test: str  # the method, e.g. "Wilson score limit"
+    confidence: FiniteFloat  # one-sided
+    items: int = Field(ge=0)
+    estimate: FiniteFloat | None = None  # mean of the candidate over items
+    baseline_estimate: FiniteFloat | None = None  # mean of the baseline over the same items
+    difference: FiniteFloat | None = None  # candidate - baseline
+    limit: FiniteFloat | None = None  # the one-sided confidence limit that is compared
+    threshold: FiniteFloat | None = None
+    missed_by: FiniteFloat | None = None  # how far `limit` falls short: > 0 missed, <= 0 met with that much to spare
+    details: dict[str, FiniteFloat] = Field(default_factory=dict)  # e.g. discordance, mcnemar_p
+
+
+class GateReport(BaseModel):
+    """All verdicts of one gate stage: what a promotion is decided on. Its digest names it in the release history.
+
+    Raises:
+        pydantic.ValidationError: an `outcome` that is not the worst of the verdicts.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    outcome: Outcome
+    verdicts: tuple[Verdict, ...]
+    candidate: str  # digest of the model that was judged
+    baseline: str | None = None  # digest of the model the channel pointed at; None: the channel was empty
+    evaluator: str | None = None  # digest of what measured both: suite, code, parameters
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        expected = worst(verdict.outcome for verdict in self.verdicts)
+        if self.outcome is not expected:
+            raise ValueError(f"gate report: outcome must be {expected} (the worst of its verdicts), got {self.outcome}")
+        return self
+
+    @classmethod
+    def of(
+        cls, verdicts: Iterable[Verdict], *, candidate: str, baseline: str | None = None, evaluator: str | None = None
+    ) -> GateReport:
+        """The report of these verdicts; none at all is an ERROR."""
+        rows = tuple(verdicts)
+        outcome = worst(verdict.outcome for verdict in rows)
+        return cls(outcome=outcome, verdicts=rows, candidate=candidate, baseline=baseline, evaluator=evaluator)
+
+    @property
+    def digest(self) -> str:
+        """`sha256:…` of the report's canonical JSON."""
+        return digest_json(self.model_dump(mode="json"))
+
+    @property
+    def decisive(self) -> tuple[Verdict, ...]:
+        """The verdicts that made the outcome what it is: the gates to look at first."""
+        return tuple(verdict for verdict in self.verdicts if verdict.outcome is self.outcome)
