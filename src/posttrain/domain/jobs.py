@@ -22,6 +22,7 @@ class InputBlob:
     digest: str
     form: str
     name: str = ""  # human name: dataset:sort-train@1
+    meta: Mapping[str, Any] = field(default_factory=dict)  # a reward's {"entry": "score", "dialect": "auto"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,29 @@
+"""The stage cache: the same code, parameters, seed and input digests need not be computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.jobs import InputBlob
+from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.ports import BlobStore
+from posttrain.domain.records import StageRecord
+
+
+def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, InputBlob]) -> str:
+    """What decides a stage's outputs, and nothing else: names of stages and assets are not part of it."""
+    return digest_json(
+        {
+            "code": manifest.code[stage.trainer],
+            "kind": stage.kind,
+            "params": stage.params,
+            "seed": manifest.seed,
+            "inputs": {slot: {"digest": blob.digest, "meta": dict(blob.meta)} for slot, blob in inputs.items()},
+        }
+    )
+
+
+def usable(stage: StageRecord, blobs: BlobStore) -> bool:
+    """Whether a cached stage's outputs are still there. A missing blob is a miss, never an error."""
+    return bool(stage.outputs) and all(blobs.has(output["digest"]) for output in stage.outputs.values())

@@ -1,0 +1,97 @@
+"""The immutable manifest: a run.yaml in which every word has become a digest. Its own digest is the run's identity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import InputError
+from posttrain.domain.gates import GateRule
+from posttrain.domain.runspec import Budget, Frozen, ReleaseSpec
+
+MANIFEST_SCHEMA = 1
+
+
+class InputRef(Frozen):
+    """Where a stage's input comes from: an asset (pinned by digest), another stage, or a channel (bound when the stage starts)."""
+
+    source: Literal["asset", "stage", "channel"]
+    name: str  # dataset:sort-train@1 | sft | prod
+    digest: str | None = None  # asset only
+    form: Literal["file", "tree"] = "tree"
+    output: str | None = None  # stage only: which output
+    meta: dict[str, Any] = {}  # a reward's entry point: it decides results, so it is part of the digest
+
+
+class StageManifest(Frozen):
+    """One stage with normalised parameters (defaults filled in) and resolved inputs."""
+
+    name: str
+    kind: str  # sft | grpo | evaluate | init_model | gate | release
+    trainer: str  # "control" for gate and release: they need no process
+    inputs: dict[str, InputRef]
+    params: dict[str, Any]
+    outputs: dict[str, str] = {}  # name → file | tree
+
+    def upstream(self) -> set[str]:
+        """Names of the stages this one waits for."""
+        return {ref.name for ref in self.inputs.values() if ref.source == "stage"}
+
+
+class Manifest(Frozen):
+    """Everything that decides a run's result, frozen before anything launches."""
+
+    manifest: Literal[1] = MANIFEST_SCHEMA
+    name: str
+    owner: str
+    seed: int
+    stages: tuple[StageManifest, ...]  # topological order
+    gates: tuple[GateRule, ...]
+    budget: Budget
+    release: ReleaseSpec | None
+    code: dict[str, str]  # trainer → digest of the sources and engine versions that decide results
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; `Manifest.model_validate` is its inverse."""
+        return self.model_dump(mode="json")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON."""
+        return digest_json(self.to_json())
+
+    def stage(self, name: str) -> StageManifest:
+        """A stage by name.
+
+        Raises:
+            InputError: there is none.
+        """
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise InputError(f"manifest has no stage {name!r}; it has {', '.join(s.name for s in self.stages)}")
+
+    def assets(self) -> Iterator[tuple[str, str, InputRef]]:
+        """`(stage, slot, ref)` of every pinned asset."""
+        for stage in self.stages:
+            for slot, ref in stage.inputs.items():
+                if ref.source == "asset":
+                    yield stage.name, slot, ref
+
+
+def topological(edges: Mapping[str, set[str]]) -> list[str]:
+    """Stage names so that each comes after what it waits for; ties keep the order of writing.
+
+    Raises:
+        InputError: a cycle.
+    """
+    order: list[str] = []
+    waiting = dict(edges)
+    while waiting:
+        free = [name for name, upstream in waiting.items() if not (upstream & waiting.keys())]
+        if not free:
+            raise InputError(f"stages: must not wait for each other in a circle, got {' → '.join(sorted(waiting))}")
+        order.append(free[0])
+        del waiting[free[0]]
+    return order

@@ -1,0 +1,173 @@
+"""`run.yaml`: what a person writes. Words, not digests; `control.planning` turns it into a `Manifest`.
+
+::
+
+    name: sort
+    owner: ada
+    seed: 17
+    model: model:tiny-sort
+    data: {train: dataset:sort-train@1, heldout: dataset:sort-heldout@1}
+    rewards: {exact: reward:sort}
+    stages:
+      sft:      {kind: sft, data: train, steps: 350}
+      grpo:     {kind: grpo, model: sft, data: train, reward: exact, steps: 240}
+      evaluate: {kind: evaluate, model: grpo, suites: {heldout: {data: heldout}}}
+    gates:
+      - {name: accuracy, metric: heldout/accuracy, at_least: 0.9}
+    budget: {tokens: 5e6, wall_clock: 10m}
+    release: {channel: prod, model: grpo}
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from posttrain.domain.errors import InputError
+from posttrain.domain.gates import GateRule
+from posttrain.domain.validation import explain
+
+RESERVED_STAGES = frozenset({"base", "gate", "release"})
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+_DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h|d)?$")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_duration(value: Any) -> Any:
+    """`90`, `90s`, `10m`, `2h`, `1d` → seconds."""
+    if isinstance(value, str):
+        match = _DURATION.match(value.strip())
+        if not match:
+            raise ValueError(f"must be a duration such as 90s, 10m or 2h, got {value!r}")
+        return float(match[1]) * _UNITS[match[2] or "s"]
+    return value
+
+
+def parse_count(value: Any) -> Any:
+    """`5e6` in YAML is a string or a float; a budget of tokens is a whole number."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError as error:
+            raise ValueError(f"must be a whole number such as 5000000 or 5e6, got {value!r}") from error
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class Frozen(BaseModel):
+    """Immutable, and a key nobody knows is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Budget(Frozen):
+    """Hard limits of a run. None means that nobody declared one."""
+
+    tokens: Annotated[int, BeforeValidator(parse_count), Field(ge=1)] | None = None  # trained + generated
+    wall_clock: Annotated[float, BeforeValidator(parse_duration), Field(gt=0)] | None = None  # seconds of running
+    attempts: Annotated[int, Field(ge=1, le=20)] = 5  # per stage, for infrastructure failures
+
+
+class ReleaseSpec(Frozen):
+    """Which stage's model ships to which channel when every gate passes."""
+
+    channel: Name
+    model: Name
+
+
+class StageSpec(Frozen):
+    """One stage: its kind, its trainer, and parameters that the trainer checks."""
+
+    kind: str
+    trainer: str = "native"
+    params: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("must be a map with at least `kind`")
+        if "kind" not in value:
+            raise ValueError("`kind` is required: one of sft, grpo, evaluate, init_model")
+        known = {key: value[key] for key in ("kind", "trainer") if key in value}
+        return {**known, "params": {key: item for key, item in value.items() if key not in known}}
+
+
+class RunSpec(Frozen):
+    """The whole file."""
+
+    name: Name
+    owner: str = Field(min_length=1)
+    seed: int = Field(ge=0, lt=2**53)
+    model: str | None = None  # the base model's ref; stages name it `base`
+    data: dict[Name, str] = {}
+    rewards: dict[Name, str] = {}
+    stages: dict[Name, StageSpec] = Field(min_length=1)
+    gates: tuple[GateRule, ...] = ()
+    budget: Budget = Budget()
+    release: ReleaseSpec | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunSpec:
+        for name in self.stages:
+            if name in RESERVED_STAGES or name.startswith("baseline"):
+                raise ValueError(f"stages.{name}: this name is reserved, got {name!r}; choose another")
+        if self.release and not self.gates:
+            raise ValueError("release needs at least one gate: without one nothing may ship; add gates")
+        if self.gates and not self.release:
+            raise ValueError("gates need a release: name the channel and the stage whose model they judge")
+        names = [gate.name for gate in self.gates]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"gates: names must be unique, got {twice!r} twice")
+        return self
+
+
+def load_run_spec(path: Path) -> RunSpec:
+    """Read and validate a `run.yaml`.
+
+    Raises:
+        InputError: no such file, not YAML, an unknown key (with the nearest known one), a value out of range.
+    """
+    return parse_run_spec(read_yaml(path), str(path))
+
+
+def parse_run_spec(raw: Any, source: str) -> RunSpec:
+    """Validate an already parsed `run.yaml`; `source` names it in errors."""
+    try:
+        return RunSpec.model_validate(raw)
+    except ValidationError as error:
+        raise explain(error, source, RunSpec) from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML map; duplicate keys are refused.
+
+    Raises:
+        InputError: no such file, not YAML, or not a map.
+    """
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader subclass)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: must be a map of keys, got {type(raw).__name__}")
+    return raw
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML silently keeps the last of two equal keys; a run file must not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} appears twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)

@@ -1,0 +1,69 @@
+"""Turns a pydantic error into one line that names file, field, constraint, offending value and the nearest known name."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from posttrain.domain.errors import InputError
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or the known names when nothing is near; empty when nothing is known."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if close:
+        return f" (did you mean {close[0]!r}?)"
+    return f" (known: {', '.join(names)})" if names else ""
+
+
+def explain(error: ValidationError, source: str, model: type[BaseModel]) -> InputError:
+    """The first complaint of a validation as one line.
+
+    Args:
+        source: the file (and dotted path in it) the value came from.
+        model: the class that was validated; its fields give the nearest known name.
+    """
+    first = error.errors(include_url=False)[0]
+    location: Sequence[int | str] = [part for part in first["loc"] if not _is_tag(part)]
+    where = f"{source}: " + ".".join(map(str, location)) + (": " if location else "")
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(model, location[:-1])
+        return InputError(f"{where}unknown key{nearest(str(location[-1]), known)}; remove or rename it")
+    if first["type"] == "missing":
+        return InputError(f"{where}is required; add it")
+    message = first["msg"].removeprefix("Value error, ")
+    given = first.get("input")
+    shown = "" if isinstance(given, dict | list) or "got" in message else f", got {given!r}"
+    return InputError(f"{where}{message}{shown}")
+
+
+def _is_tag(part: int | str) -> bool:
+    return isinstance(part, str) and part.startswith("function-")
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    current: Any = model
+    for part in location:
+        found = _model_of(current)
+        current = found.model_fields[str(part)].annotation if found and str(part) in found.model_fields else _inner(current)
+    found = _model_of(current)
+    return list(found.model_fields) if found else []
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, typing.Annotated):
+        return next(filter(None, map(_model_of, typing.get_args(annotation))), None)
+    return None
+
+
+def _inner(annotation: Any) -> Any:
+    arguments = typing.get_args(annotation)
+    return arguments[-1] if arguments and arguments[-1] is not Ellipsis else arguments[0] if arguments else None

@@ -1,0 +1,122 @@
+"""The native trainer: Posttrain's own engine, launched as a process, never imported here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import ValidationError
+
+from posttrain.domain.canonical import digest_bytes, digest_json
+from posttrain.domain.errors import InputError
+from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
+from posttrain.domain.validation import explain, nearest
+from posttrain.engine.config import STAGE_CONFIGS, EvaluateConfig, GRPOConfig, SFTConfig, StageConfig, stage_config
+from posttrain.execution.ports import StageContract
+from posttrain.store.attempts import AttemptFolder
+
+# Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
+_DECIDING_ROOMS = ("engine", "jobs", "domain/seeds.py", "domain/canonical.py")
+_DECIDING_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
+
+
+class NativeTrainer:
+    """Compiles stages to `python -m posttrain.jobs.…`."""
+
+    name: ClassVar[str] = "native"
+    modules: ClassVar[Mapping[str, str]] = {
+        "sft": "posttrain.jobs.train",
+        "grpo": "posttrain.jobs.train",
+        "evaluate": "posttrain.jobs.evaluate",
+        "init_model": "posttrain.jobs.init_model",
+    }
+
+    def code_digest(self) -> str:
+        """Digest of the engine's sources and the versions of the libraries under it."""
+        return _code_digest()
+
+    def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
+        """Validate and normalise; words that name inputs are replaced by their slot, so that naming decides nothing.
+
+        Raises:
+            InputError: an unknown kind or parameter, a value out of range.
+        """
+        if kind not in STAGE_CONFIGS:
+            raise InputError(f"kind: unknown stage kind {kind!r}{nearest(kind, STAGE_CONFIGS)}")
+        try:
+            config = stage_config(kind, dict(params))
+        except ValidationError as error:
+            raise explain(error, kind, STAGE_CONFIGS[kind]) from error
+        inputs = config.inputs()
+        return StageContract(
+            params=_name_by_slot(config),
+            inputs=inputs,
+            outputs={"metrics": "file", "items": "file"} if kind == "evaluate" else {"model": "tree"},
+            metrics=_metrics(config),
+            work=_work(config),
+        )
+
+    def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
+        """The process to launch. OpenMP settings must be there before torch is imported (spin-waiting costs 9x)."""
+        threads = str(order.params.get("runtime", {}).get("threads", 1))
+        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
+        environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+        return JobSpec(order.name, self.modules[order.kind], str(attempt_dir), environment)
+
+    def collect(self, attempt: AttemptFolder) -> JobResult | None:
+        """The job's own word on how it ended; None while there is none."""
+        return attempt.read_result()
+
+
+@functools.cache
+def _code_digest() -> str:
+    found = find_spec("posttrain")
+    if found is None or not found.submodule_search_locations:
+        raise InputError("posttrain: is not an installed package, so its sources cannot be digested; install it")
+    root = Path(found.submodule_search_locations[0])
+    sources = [p for room in _DECIDING_ROOMS for p in ([root / room] if room.endswith(".py") else (root / room).rglob("*.py"))]
+    files = {p.relative_to(root).as_posix(): digest_bytes(p.read_bytes()) for p in sorted(sources)}
+    return digest_json({"files": files, "libraries": {name: _version(name) for name in _DECIDING_LIBRARIES}})
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _name_by_slot(config: StageConfig) -> dict[str, Any]:
+    params: dict[str, Any] = config.model_dump(mode="json")
+    for slot in config.inputs():
+        first, _, rest = slot.partition(".")
+        if rest:
+            params[first][rest]["data"] = slot
+        elif isinstance(params[first], dict):
+            params[first]["data"] = slot
+        else:
+            params[first] = slot
+    return params
+
+
+def _metrics(config: StageConfig) -> dict[str, bool]:
+    if not isinstance(config, EvaluateConfig):
+        return {}
+    return {name: binary for suite, c in config.suites.items() for name, binary in c.metrics(suite).items()}
+
+
+def _work(config: StageConfig) -> dict[str, float]:
+    """What the planner multiplies: documents trained on and tokens generated at the most."""
+    if isinstance(config, SFTConfig):
+        return {"steps": config.steps, "documents": config.steps * config.batch_size}
+    if isinstance(config, GRPOConfig):
+        samples = config.steps * config.prompts_per_step * config.group_size
+        return {"steps": config.steps, "documents": samples, "max_new_tokens": config.max_new_tokens}
+    if isinstance(config, EvaluateConfig):
+        most = max(suite.max_new_tokens for suite in config.suites.values())
+        return {"steps": len(config.suites), "samples": sum(1 + s.samples for s in config.suites.values()), "max_new_tokens": most}
+    return {"steps": 1}
