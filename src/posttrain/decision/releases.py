@@ -1,0 +1,103 @@
+"""When a release channel may move, and where a rollback goes. Pure rules: `control` does the compare-and-set.
+
+The append-only history is read as a stack. Promoting puts a model on top; rolling back takes models off until the
+target is on top. So a second rollback goes further back and never returns to the model that the first one left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError
+from posttrain.domain.gates import GateReport, Outcome
+from posttrain.domain.records import ReleaseEntry
+
+
+def promotion(current: str | None, expected: str | None, candidate: str, report: GateReport) -> bool:
+    """Whether the channel's pointer is to be moved to `candidate`. Only a PASS on exactly this candidate ships.
+
+    Args:
+        current: digest the channel points at now; None when it is empty.
+        expected: what it pointed at when the gate looked.
+        candidate: digest of the model to ship.
+        report: what the gates said.
+
+    Returns:
+        True to move the pointer; False when the candidate is live already (the promotion is being repeated).
+
+    Raises:
+        GateRejectedError: the report says FAIL or ERROR, or is about another model.
+        GateInconclusiveError: the report says INCONCLUSIVE.
+        ConflictError: the channel moved since the gate looked, so the comparison is out of date.
+    """
+    if report.candidate != candidate:
+        raise GateRejectedError(
+            f"promotion: the gate report must be about {candidate}, got one about {report.candidate}; judge this model"
+        )
+    _check_outcome(report)
+    if current == candidate:
+        return False
+    if report.baseline != expected:
+        raise ConflictError(
+            f"promotion: the gates compared with {_shown(report.baseline)}, but the channel held {_shown(expected)};"
+            " judge again"
+        )
+    if current != expected:
+        raise ConflictError(
+            f"promotion: the channel must still hold {_shown(expected)}, got {_shown(current)}; judge against it again"
+        )
+    return True
+
+
+def rollback_target(history: Sequence[ReleaseEntry], to: str | None = None) -> str:
+    """The model a rollback makes live again.
+
+    Args:
+        history: the channel's entries, oldest first.
+        to: digest of a model that was live before; None means the one below the live model.
+
+    Raises:
+        NotFoundError: the channel is empty, there is nothing below, or `to` was never live.
+        InputError: `to` is live already.
+    """
+    if not history:
+        raise NotFoundError("rollback: the channel must have a live model, got an empty history; promote one first")
+    channel, live = history[-1].channel, history[-1].model_digest
+    if to is None:
+        stack = _stack(history)
+        if len(stack) < 2:
+            raise NotFoundError(
+                f"rollback: channel {channel} has no earlier model than {live}; name one that was live before with --to"
+            )
+        return stack[-2]
+    if to == live:
+        raise InputError(f"rollback: {to} is live in channel {channel} already; nothing to do")
+    if all(entry.model_digest != to for entry in history):
+        raise NotFoundError(f"rollback: {to} was never live in channel {channel}; see its history with `posttrain get`")
+    return to
+
+
+def _stack(history: Sequence[ReleaseEntry]) -> list[str]:
+    """Models from the first promoted to the live one, without those that were rolled back."""
+    stack: list[str] = []
+    for entry in history:
+        digest = entry.model_digest
+        if entry.action == "rollback" and digest in stack:
+            while stack[-1] != digest:
+                stack.pop()
+        elif not stack or stack[-1] != digest:
+            stack.append(digest)
+    return stack
+
+
+def _check_outcome(report: GateReport) -> None:
+    if report.outcome is Outcome.PASS:
+        return
+    first = report.decisive[0] if report.decisive else None
+    said = f"gate {first.gate} says {first.outcome}: {first.reason}" if first else "no gate was judged; declare one"
+    error = GateInconclusiveError if report.outcome is Outcome.INCONCLUSIVE else GateRejectedError
+    raise error(f"promotion: {said}")
+
+
+def _shown(digest: str | None) -> str:
+    return digest or "nothing"

@@ -1,0 +1,159 @@
+"""The statistics of gates: one-sided confidence limits, paired tests, pass@k. Pure functions of arrays, no state.
+
+Everything is written for the lower limit; an upper limit is the mirror image (`upper(x) = -lower(-x)`, and for rates
+`upper(k, n) = 1 - lower(n - k, n)`), so that a rule and its mirror image can never disagree.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import brentq
+from scipy.special import ndtr, ndtri
+from scipy.stats import binomtest
+
+from posttrain.domain.errors import InputError
+
+Array = NDArray[np.float64]
+
+RESAMPLES = 9_999  # the 5 % quantile of the bootstrap distribution then has a standard error of about 0.02 deviations
+_DRAWS_AT_ONCE = 2_000_000  # bounds the memory of the bootstrap to some 32 MB, whatever the number of items
+
+
+def wilson_lower(successes: int, items: int, confidence: float) -> float:
+    """Lower one-sided limit of a binomial rate by the score test (Wilson 1927).
+
+    Args:
+        successes: items that are right, 0 ≤ successes ≤ items.
+        items: ≥ 1.
+        confidence: one-sided; 0.95 is the lower end of the two-sided 90 % interval.
+    """
+    z = _quantile(confidence)
+    rate = successes / items
+    centre = rate + z * z / (2 * items)
+    spread = z * math.sqrt(rate * (1 - rate) / items + z * z / (4 * items * items))
+    return max(0.0, (centre - spread) / (1 + z * z / items)) if successes else 0.0
+
+
+def paired_score(better: ArrayLike, worse: ArrayLike, items: int, difference: float) -> Array:
+    """Score statistic of "the paired difference of two rates equals `difference`" (Tango 1998, Stat. Med. 17, 891-908).
+
+    With `q` the maximum-likelihood estimate of P(only the baseline is right) under that hypothesis,
+    `Z = (better - worse - n δ) / sqrt(n (2 q + δ (1 - δ)))`. It falls as δ rises and is McNemar's statistic at δ = 0.
+
+    Args:
+        better: items that only the candidate gets right; any shape.
+        worse: items that only the baseline gets right; same shape.
+        items: all paired items, n.
+        difference: δ in (-1, 1), candidate - baseline.
+
+    Returns:
+        Z, standard normal under the hypothesis, in the shape of `better`; 0 where nothing is discordant and δ = 0.
+    """
+    gained, lost = np.asarray(better, dtype=np.float64), np.asarray(worse, dtype=np.float64)
+    linear = -gained - lost + (2 * items - gained + lost) * difference
+    constant = -lost * difference * (1 - difference)
+    root = np.sqrt(np.maximum(linear * linear - 8 * items * constant, 0.0))
+    only_baseline = (root - linear) / (4 * items)
+    variance = items * (2 * only_baseline + difference * (1 - difference))
+    excess = gained - lost - items * difference
+    deviation = np.sqrt(np.maximum(variance, 0.0))
+    certain = np.where(excess == 0, 0.0, np.copysign(np.inf, excess))
+    return np.divide(excess, deviation, out=np.asarray(certain, dtype=np.float64), where=deviation > 0)
+
+
+def paired_lower(better: int, worse: int, items: int, confidence: float) -> float:
+    """Lower one-sided limit of candidate - baseline for two rates measured on the same items (Tango 1998).
+
+    Args:
+        better: items that only the candidate gets right.
+        worse: items that only the baseline gets right; better + worse ≤ items.
+        items: all paired items.
+        confidence: one-sided.
+    """
+    z = _quantile(confidence)
+    estimate = (better - worse) / items
+
+    def excess(difference: float) -> float:
+        return float(paired_score(better, worse, items, difference)) - z
+
+    floor = -1 + 1e-12
+    if estimate <= floor or excess(floor) <= 0:
+        return -1.0
+    return float(brentq(excess, floor, estimate, xtol=1e-13, rtol=1e-13))
+
+
+def mcnemar_p(better: int, worse: int) -> float:
+    """Exact two-sided p-value of "the discordant items split evenly" (McNemar 1947); 1 when nothing is discordant."""
+    discordant = better + worse
+    return float(binomtest(better, discordant).pvalue) if discordant else 1.0
+
+
+def bootstrap_lower(values: Array, confidence: float, seed: int, resamples: int = RESAMPLES) -> float:
+    """Lower one-sided limit of a mean by the bias-corrected and accelerated bootstrap (Efron 1987, JASA 82).
+
+    Whole items are drawn, so an item's samples stay together: a row is an item's mean over its samples, which makes
+    this the clustered bootstrap with the item as cluster (Miller 2024, arXiv 2411.00640).
+
+    Args:
+        values: one finite number per item, [items].
+        confidence: one-sided.
+        seed: of the resampling; the same seed and values give the same limit.
+        resamples: bootstrap repetitions.
+    """
+    mean = float(values.mean())
+    centred = values - mean
+    scale = float(np.abs(centred).max())
+    if scale == 0:
+        return mean
+    centred = centred / scale  # so that no power of it over- or underflows
+    means = _resampled_means(centred, seed, resamples)
+    below = float(np.count_nonzero(means < 0) + np.count_nonzero(means <= 0)) / (2 * resamples)
+    bias = float(ndtri(min(max(below, 0.5 / resamples), 1 - 0.5 / resamples)))
+    acceleration = float(np.sum(centred**3) / (6 * np.sum(centred**2) ** 1.5))
+    shifted = bias - _quantile(confidence)
+    # a single far outlier can take the denominator through zero; the lowest repetition is the cautious answer then
+    level = float(ndtr(bias + shifted / max(1 - acceleration * shifted, 1e-9)))
+    return mean + scale * float(np.quantile(means, level))
+
+
+def _resampled_means(values: Array, seed: int, resamples: int) -> Array:
+    """Means of `resamples` draws with replacement, [resamples]."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    items = len(values)
+    step = max(1, _DRAWS_AT_ONCE // items)
+    chunks = [
+        values[generator.integers(items, size=(min(step, resamples - start), items))].mean(axis=1)
+        for start in range(0, resamples, step)
+    ]
+    return np.concatenate(chunks)
+
+
+def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> Array:
+    """Unbiased estimate of P(at least one of k samples is right), per item (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+
+    `1 - C(n - c, k) / C(n, k)`, as a product, so that nothing overflows.
+
+    Args:
+        samples: samples drawn per item, n; any shape.
+        correct: of those, right ones, c; same shape.
+        k: 1 ≤ k ≤ the fewest samples of any item.
+
+    Raises:
+        InputError: k out of range, or more right samples than samples.
+    """
+    drawn, right = np.broadcast_arrays(np.asarray(samples, dtype=np.int64), np.asarray(correct, dtype=np.int64))
+    if drawn.size and not 1 <= k <= int(drawn.min()):
+        raise InputError(f"pass@k: k must be between 1 and the samples per item ({int(drawn.min())}), got {k}")
+    if np.any((right < 0) | (right > drawn)):
+        raise InputError("pass@k: right samples must be between 0 and the samples of their item; check the item scores")
+    miss = np.ones(drawn.shape, dtype=np.float64)
+    for draw in range(k):
+        miss *= np.maximum(drawn - right - draw, 0) / (drawn - draw)
+    return np.asarray(1.0 - miss, dtype=np.float64)
+
+
+def _quantile(confidence: float) -> float:
+    return float(ndtri(confidence))
