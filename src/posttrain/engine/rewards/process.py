@@ -1,0 +1,219 @@
+"""The reward function in its own process: started once per job, killed when it passes its deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Self
+
+import posttrain.engine.rewards.worker as worker
+from posttrain.domain.errors import InputError
+from posttrain.engine.rewards.port import RewardCall, RewardError, Score, checked
+
+LIMITS: Mapping[str, int] = {
+    "RLIMIT_AS": 8 * 2**30,  # bytes of address space: numpy and friends reserve much and use little
+    "RLIMIT_FSIZE": 64 * 2**20,  # bytes per file written
+    "RLIMIT_NOFILE": 256,
+}
+START_TIMEOUT = 30.0  # seconds a worker may take to start and import the reward's source, on a busy machine
+
+
+class ProcessReward:
+    """A reward function in a worker process; see `open_reward`."""
+
+    def __init__(self, path: Path, entry: str | None, *, timeout: float, dialect: str | None, name: str) -> None:
+        self._timeout = timeout
+        self._name = name or path.name
+        self._process, self._channel, self._scratch = _start()
+        try:
+            order = {"op": "open", "path": str(path), "entry": entry, "dialect": dialect, "limits": dict(LIMITS)}
+            opened = self._ask(order, max(timeout, START_TIMEOUT), "load")
+        except BaseException:
+            self.close()
+            raise
+        self._where: str = opened["where"]
+        self.dialect: str = opened["dialect"]
+        self._notes = tuple(opened["notes"])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be confined, in words."""
+        return self._notes
+
+    def score(self, call: RewardCall) -> list[Score]:
+        """Score one batch within the time-out.
+
+        Raises:
+            RewardError: it raised, answered with something else than one finite number or None per completion, died, or
+                passed the time-out (it is killed then).
+        """
+        if not len(call):
+            return []
+        message = {"op": "score", **{field.name: getattr(call, field.name) for field in fields(call)}}
+        answer = self._ask(message, self._timeout, f"score {len(call)} completions")
+        return checked([(score, components) for score, components in answer["scores"]], call, self._where)
+
+    def close(self) -> None:
+        """Kill the worker and what it started; remove its scratch folder."""
+        self._channel.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, message: Mapping[str, Any], timeout: float, task: str) -> Any:
+        if self._channel.fileno() < 0:
+            raise InputError(f"reward {self._name} is closed; open it again to score")
+        channel = _Deadline(self._channel, time.monotonic() + timeout)
+        try:
+            worker.send(channel, message)
+            answer = worker.receive(channel)
+        except TimeoutError:
+            self.close()
+            raise RewardError(
+                f"reward {self._name} took longer than its time-out of {timeout:g} s to {task} and was killed; "
+                "make it faster or raise reward_timeout"
+            ) from None
+        except (EOFError, ConnectionError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)  # let it finish exiting, to tell its own exit code from our kill
+            self.close()
+            raise RewardError(
+                f"reward {self._name} ended its process ({self._ending()}) instead of answering"
+            ) from None
+        except (ValueError, TypeError) as error:
+            self.close()
+            raise RewardError(f"reward {self._name} was given or answered what is not JSON: {error}") from None
+        if "error" in answer:
+            kind, text = answer["error"]["kind"], answer["error"]["message"]
+            raise (InputError if kind == "load" else RewardError)(f"reward {self._name}: {text}")
+        return answer
+
+    def _ending(self) -> str:
+        code = self._process.returncode
+        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+class _Deadline:
+    """A socket whose operations all end at one moment."""
+
+    def __init__(self, channel: socket.socket, moment: float) -> None:
+        self._channel = channel
+        self._moment = moment
+
+    def sendall(self, data: bytes, /) -> None:
+        """As `socket.sendall`."""
+        self._arm()
+        self._channel.sendall(data)
+
+    def recv(self, count: int, /) -> bytes:
+        """As `socket.recv`."""
+        self._arm()
+        return self._channel.recv(count)
+
+    def _arm(self) -> None:
+        left = self._moment - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._channel.settimeout(left)
+
+
+def open_reward(
+    path: Path, entry: str | None = None, *, timeout: float, dialect: str | None = None, name: str = ""
+) -> ProcessReward:
+    """Start a worker for one reward function; close it when the job ends.
+
+    The function may be written in any dialect of `engine.rewards.dialects`. It runs with a minimal environment, a
+    scratch folder as home, resource limits and no network where the kernel allows (`notes` says when not), and dies
+    with the thread that opened it. It must give the same scores for the same call; Python's and numpy's global
+    generators are seeded from the call for that.
+
+    Args:
+        path: the source file, or a folder that holds it.
+        entry: `function`, `file.py:function` or `file.py:`; without a function name it is `score`, `compute_score` or
+        the
+            only public function; without a file name a folder must hold `reward.py` or one Python file.
+        timeout: seconds one batch may take.
+        dialect: one of `DIALECTS` when the parameter names do not tell.
+        name: how errors call it, e.g. `reward:exact@1`.
+
+    Raises:
+        InputError: no such file or function, not Python, parameters of no dialect, or an unknown dialect.
+        RewardError: its code raises or hangs while it is imported.
+    """
+    file, _, function = (entry or "").rpartition(":")
+    source = source_file(path, file)
+    return ProcessReward(source, function or None, timeout=timeout, dialect=dialect, name=name)
+
+
+def source_file(path: Path, file: str = "") -> Path:
+    """The reward's source: `path` itself, or the named / `reward.py` / only Python file of the folder `path`.
+
+    Raises:
+        InputError: there is no such file, or the folder holds several and none is called `reward.py`.
+    """
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise InputError(f"reward source {path.name} does not exist; give a Python file or a folder that holds one")
+    found = sorted(p.name for p in path.glob("*.py"))
+    chosen = file or ("reward.py" if "reward.py" in found else found[0] if len(found) == 1 else "")
+    if chosen not in found:
+        wanted = f"{file!r}" if file else "`reward.py` or a single Python file"
+        raise InputError(f"reward folder {path.name} must hold {wanted}, got {', '.join(found) or 'none'}")
+    return path / chosen
+
+
+def probe_call(prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], count: int = 4) -> RewardCall:
+    """A call on the first rows, answered with the rows' own answers: scored before step 1, a broken reward fails within
+    seconds instead of after an hour. The scores themselves mean nothing.
+    """
+    answers = [str(row.get("answer", "")) for row in rows[:count]]
+    none: list[list[int]] = [[] for _ in answers]
+    return RewardCall(list(prompts[:count]), answers, list(rows[:count]), none, none)
+
+
+def _start() -> tuple[subprocess.Popen[bytes], socket.socket, str]:
+    """Start a worker with a minimal environment: no variable of ours reaches the reward's code."""
+    ours, theirs = socket.socketpair()
+    scratch = tempfile.mkdtemp(prefix="posttrain-reward-")
+    source_root = Path(__file__).resolve().parents[3]
+    environment = {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": str(source_root),
+        "PYTHONHASHSEED": "0",  # iteration over sets of strings must not differ from run to run
+        "PYTHONDONTWRITEBYTECODE": "1",  # the source may lie in the shared cache
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-s", "-P", "-m", worker.__name__, str(theirs.fileno()), str(os.getpid())]
+    with theirs:
+        process = subprocess.Popen(
+            command,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            env=environment,
+            cwd=scratch,
+            start_new_session=True,
+        )
+    return process, ours, scratch
