@@ -37,6 +37,7 @@ class JobOrder:
     store_url: str
     cache_dir: str  # where trees are materialised by digest; shared, safe to delete
     resume: str | None = None  # digest of the checkpoint tree to resume from
+    tokens_inherited: int = 0  # already counted in that checkpoint
     token_allowance: int | None = None  # tokens this attempt's lineage may spend in all
     deadline: float | None = None  # seconds since the epoch
     schema: int = ORDER_SCHEMA

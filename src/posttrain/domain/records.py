@@ -70,6 +70,7 @@ class StageRecord:
     started_at: float | None = None
     finished_at: float | None = None
     not_before: float | None = None  # back-off: do not launch earlier
+    retried_after: int = 0  # attempts made before the last `retry`: they no longer count against the limit
 
 
 @dataclass(frozen=True, slots=True)

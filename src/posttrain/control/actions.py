@@ -1,0 +1,109 @@
+"""What a person asks for: stop, retry, promote, roll back."""
+
+from __future__ import annotations
+
+from posttrain.control.judging import read_report
+from posttrain.control.wiring import Wiring
+from posttrain.decision.releases import check_promotion, rollback_target
+from posttrain.domain.errors import ConflictError, InputError, NotFoundError, StaleWriteError
+from posttrain.domain.lifecycle import RunState, StageState, is_final
+from posttrain.domain.records import ReleaseEntry, RunRecord
+
+_TRIES = 20  # compare-and-set against a reconciler that ticks ten times a second
+
+
+def stop(wiring: Wiring, run_id: str) -> RunRecord:
+    """Ask a run to stop: its jobs checkpoint and end. Whoever drives the run carries it out.
+
+    Raises:
+        InputError: the run has already ended.
+    """
+    for _ in range(_TRIES):
+        run = wiring.ledger.run(run_id)
+        if is_final("run", run.state):
+            raise InputError(f"run {run.id}: has already ended ({run.state}), so it cannot be stopped")
+        try:
+            with wiring.ledger.transaction(wiring.actor) as transaction:
+                return transaction.update_run(run, desired="stopped", reason="StopRequested")
+        except StaleWriteError:
+            wiring.clock.sleep(0.02)
+    raise ConflictError(f"run {run_id}: changes faster than it could be stopped; try again")
+
+
+def retry(wiring: Wiring, run_id: str) -> RunRecord:
+    """Let a stopped or failed run go on: ended stages become pending again and resume from their checkpoints.
+
+    Raises:
+        InputError: the run is not stopped or failed.
+    """
+    run = wiring.ledger.run(run_id)
+    if run.state not in (RunState.STOPPED, RunState.FAILED):
+        hint = "submit it with --again for another run" if is_final("run", run.state) else "it is still under way"
+        raise InputError(f"run {run.id}: retry needs a stopped or failed run, got {run.state}; {hint}")
+    attempts = wiring.ledger.attempts(run.id)
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        for stage in wiring.ledger.stages(run.id):
+            if stage.state in (StageState.FAILED, StageState.STOPPED):
+                transaction.update_stage(
+                    stage,
+                    state=StageState.PENDING,
+                    reason="Retried",
+                    message="waiting to go on",
+                    next_action="",
+                    not_before=None,
+                    retried_after=sum(attempt.stage == stage.name for attempt in attempts),
+                )
+        return transaction.update_run(
+            run, state=RunState.RUNNING, desired="running", reason="Retried", message="going on", next_action=""
+        )
+
+
+def promote(wiring: Wiring, run_id: str, channel: str) -> ReleaseEntry:
+    """Point a channel at a run's judged model. Only a PASS report promotes, and only if the channel has not moved since.
+
+    Raises:
+        InputError: the run has no gate report.
+        GateRejectedError, GateInconclusiveError: the report does not say PASS.
+        ConflictError: the channel moved since the gate looked.
+    """
+    run = wiring.ledger.run(run_id)
+    stages = {stage.kind: stage for stage in wiring.ledger.stages(run.id)}
+    gate = stages.get("gate")
+    if gate is None or "report" not in gate.outputs:
+        raise InputError(f"run {run.id}: promote needs a gate report and it has none; its gates have not been judged")
+    report_digest = gate.outputs["report"]["digest"]
+    report = read_report(wiring, report_digest)
+    live = wiring.ledger.channel(channel)
+    current = live.model_digest if live else None
+    if current == report.candidate and live is not None:
+        return live  # asking twice is one promotion
+    check_promotion(current, report.baseline, report.candidate, report)
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        return transaction.append_release(
+            channel, report.candidate, run.id, "promote", expected=current, report_digest=report_digest
+        )
+
+
+def rollback(wiring: Wiring, channel: str, to: str | None = None) -> ReleaseEntry:
+    """Point a channel back at the model it served before. Waits for no gate.
+
+    Args:
+        to: a model digest prefix, a run id, or a release number of the channel's history; None: the previous model.
+
+    Raises:
+        NotFoundError: unknown channel, or nothing to return to.
+    """
+    history = wiring.ledger.history(channel)
+    if not history:
+        known = ", ".join(wiring.ledger.channels()) or "none yet"
+        raise NotFoundError(f"channel {channel!r} is unknown (known: {known}); a promotion creates it")
+    target = rollback_target(history, to)
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        return transaction.append_release(
+            channel,
+            target.model_digest,
+            target.run_id,
+            "rollback",
+            expected=history[-1].model_digest,
+            report_digest=target.report_digest,
+        )

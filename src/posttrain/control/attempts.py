@@ -1,0 +1,207 @@
+"""How an attempt goes from intent to result: launch once, observe, collect, retry what infrastructure broke."""
+
+from __future__ import annotations
+
+from posttrain.control import budgets
+from posttrain.control.wiring import Wiring
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import FailureClass
+from posttrain.domain.jobs import Failure, JobResult, JobSpec, JobState, Observation
+from posttrain.domain.lifecycle import AttemptState, RunState, StageState
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+from posttrain.execution.ports import Trainer
+from posttrain.store.trees import put_tree
+
+BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
+STOP_GRACE_SECONDS = 30.0
+
+
+def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: StageRecord) -> None:
+    """One look at the live attempt of a running stage, and what follows from it."""
+    attempt = wiring.ledger.attempts(run.id, stage.name)[-1]
+    trainer = wiring.trainers[manifest.stage(stage.name).trainer]
+    folder = wiring.folder(attempt)
+    spec = trainer.compile(folder.read_order(), folder.path)
+    if attempt.state == AttemptState.PLANNED:
+        if run.state == RunState.STOPPING:
+            _end(wiring, stage, attempt, JobResult("stopped"), {})
+            return
+        _launch(wiring, attempt, spec)
+        return
+    if attempt.state != AttemptState.LAUNCHED:  # it ended, and the process that recorded it died before the stage was
+        raise AssertionError(f"{attempt.name} is {attempt.state} while its stage runs: both are written in one transaction")
+    result = trainer.collect(folder) or _look(wiring, run, manifest, attempt, trainer, spec)
+    if isinstance(result, Observation):
+        if result.state not in (JobState.STARTING, JobState.RUNNING):
+            _lost(wiring, manifest, stage, attempt, result)
+        return
+    _finish(wiring, manifest, stage, attempt, result)
+
+
+def _launch(wiring: Wiring, attempt: AttemptRecord, spec: JobSpec) -> None:
+    crashpoint("attempt.after_intent")
+    handle = wiring.executor.launch(spec)
+    crashpoint("attempt.after_launch")
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.update_attempt(attempt, state=AttemptState.LAUNCHED, reason="Launched", handle=handle)
+    crashpoint("attempt.after_handle")
+
+
+def _look(
+    wiring: Wiring, run: RunRecord, manifest: Manifest, attempt: AttemptRecord, trainer: Trainer, spec: JobSpec
+) -> JobResult | Observation:
+    """Observe a job without a result; ask it to stop when a person or the budget says so."""
+    folder = wiring.folder(attempt)
+    if run.state == RunState.STOPPING:
+        wiring.executor.cancel(spec, STOP_GRACE_SECONDS)
+    else:
+        spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), wiring.clock.now())
+        over = budgets.exhausted(manifest, spent)
+        if over:
+            wiring.executor.cancel(spec, STOP_GRACE_SECONDS)
+            return JobResult("failed", tokens=_spent(wiring, attempt), failure=Failure(FailureClass.BUDGET, over, "budget"))
+    observation = wiring.executor.observe(spec)
+    if observation.state in (JobState.STARTING, JobState.RUNNING):
+        return observation
+    return trainer.collect(folder) or observation  # it may have ended between the two looks
+
+
+def _finish(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, result: JobResult) -> None:
+    """Publish what a job left, then record its end. Only the collector publishes."""
+    if result.status == "failed" and result.failure and result.failure.kind.retried:
+        _retry(wiring, manifest, stage, attempt, result.failure, AttemptState.FAILED)
+        return
+    crashpoint("collect.before_publish")
+    outputs = {}
+    if result.status == "succeeded":
+        for name, output in result.outputs.items():
+            path = wiring.folder(attempt).path / output.path
+            digest = put_tree(wiring.blobs, path) if output.form == "tree" else wiring.blobs.put_file(path)
+            outputs[name] = {"digest": digest, "form": output.form}
+    crashpoint("collect.after_publish")
+    _end(wiring, stage, attempt, result, outputs)
+    crashpoint("collect.after_commit")
+
+
+def _end(
+    wiring: Wiring, stage: StageRecord, attempt: AttemptRecord, result: JobResult, outputs: dict[str, dict[str, str]]
+) -> None:
+    now, failure = wiring.clock.now(), result.failure
+    attempt_state = AttemptState(result.status)
+    stage_state = StageState(result.status)
+    reason = {"succeeded": "Succeeded", "stopped": "Stopped"}.get(result.status) or _reason(failure)
+    message = failure.message if failure else {"stopped": "stopped by a person"}.get(result.status, "done")
+    action = "" if result.status == "succeeded" else _next_action(stage, failure)
+    tokens = _billed(wiring, attempt, result.tokens)
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.update_attempt(
+            attempt,
+            state=attempt_state,
+            reason=reason,
+            message=message,
+            failure_signature=failure.signature if failure else None,
+            tokens=tokens,
+            finished_at=now,
+        )
+        transaction.update_stage(
+            stage,
+            state=stage_state,
+            reason=reason,
+            message=message,
+            next_action=action,
+            outputs=outputs,
+            metrics=dict(result.metrics),
+            tokens=stage.tokens + tokens,
+            finished_at=now,
+        )
+        if result.status == "succeeded" and stage.cache_key:
+            transaction.put_cache(stage.cache_key, stage.run_id, stage.name)
+
+
+def _reason(failure: Failure | None) -> str:
+    if failure is None:
+        return "JobFailed"
+    return "BudgetExceeded" if failure.kind is FailureClass.BUDGET else "JobFailed:" + failure.kind.value
+
+
+def _next_action(stage: StageRecord, failure: Failure | None) -> str:
+    if failure is None:
+        return f"posttrain retry {stage.run_id} resumes it"
+    return {
+        FailureClass.BUDGET: "raise the budget in run.yaml and submit again",
+        FailureClass.BAD_INPUT: "correct what the message names and submit again",
+        FailureClass.OUT_OF_MEMORY: "lower runtime.micro_batch_tokens and submit again",
+        FailureClass.DIVERGED: "lower the learning rate and submit again",
+    }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; mend it, then posttrain retry {stage.run_id}")
+
+
+def _lost(
+    wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, seen: Observation
+) -> None:
+    """A job that is gone without a result."""
+    detail = seen.detail or (f"exit code {seen.exit_code}" if seen.exit_code is not None else "its process is gone")
+    killed = seen.exit_code is None or seen.exit_code < 0
+    # a kill says nothing about the job; an exit code does, and the same one twice will come a third time
+    signature = "" if killed else f"exit {seen.exit_code}"
+    failure = Failure(FailureClass.INFRASTRUCTURE, f"the job ended without a result ({detail})", signature)
+    _retry(wiring, manifest, stage, attempt, failure, AttemptState.LOST)
+
+
+def _retry(
+    wiring: Wiring,
+    manifest: Manifest,
+    stage: StageRecord,
+    attempt: AttemptRecord,
+    failure: Failure,
+    ended: AttemptState,
+) -> None:
+    """Back off and try again, unless the attempts are used up or the same thing happened twice in a row."""
+    counted = [a for a in wiring.ledger.attempts(stage.run_id, stage.name) if a.number > stage.retried_after]
+    same_twice = len(counted) > 1 and failure.signature and counted[-2].failure_signature == failure.signature
+    over = len(counted) >= manifest.budget.attempts
+    now = wiring.clock.now()
+    wait = BACKOFF_SECONDS[min(len(counted), len(BACKOFF_SECONDS)) - 1]
+    tokens = _billed(wiring, attempt, _spent(wiring, attempt))
+    if same_twice or over:
+        why = "the same failure twice in a row" if same_twice else f"{len(counted)} attempts, the budget's limit"
+        state, reason = StageState.FAILED, "CircuitOpen" if same_twice else "AttemptsExhausted"
+        message = f"{failure.message}; {why}"
+        action = f"posttrain logs {stage.run_id} {stage.name}; then posttrain retry {stage.run_id}"
+    else:
+        state, reason = StageState.READY, "BackOff"
+        message, action = f"{failure.message}; trying again in {wait:g} s", "none needed"
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.update_attempt(
+            attempt,
+            state=ended,
+            reason="Lost" if ended is AttemptState.LOST else _reason(failure),
+            message=failure.message,
+            failure_signature=failure.signature or None,
+            tokens=tokens,
+            finished_at=now,
+        )
+        transaction.update_stage(
+            stage,
+            state=state,
+            reason=reason,
+            message=message,
+            next_action=action,
+            tokens=stage.tokens + tokens,
+            not_before=now + wait,
+        )
+
+
+def _spent(wiring: Wiring, attempt: AttemptRecord) -> int:
+    """Tokens of the attempt's lineage by its own last word."""
+    progress = wiring.folder(attempt).last_progress()
+    return progress.tokens if progress else _inherited(wiring, attempt)
+
+
+def _inherited(wiring: Wiring, attempt: AttemptRecord) -> int:
+    return wiring.folder(attempt).read_order().tokens_inherited
+
+
+def _billed(wiring: Wiring, attempt: AttemptRecord, lineage_tokens: int) -> int:
+    """What this attempt itself spent: its lineage's tokens less those its checkpoint brought along."""
+    return max(0, lineage_tokens - _inherited(wiring, attempt))

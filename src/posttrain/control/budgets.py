@@ -1,0 +1,52 @@
+"""What a run has spent of its budget, and what the next attempt may still spend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import AttemptRecord, StageRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """Tokens and job seconds spent so far. Work that was lost and redone counts twice: it was paid twice."""
+
+    tokens: int
+    seconds: float
+
+
+def spending(stages: Sequence[StageRecord], attempts: Sequence[AttemptRecord], now: float) -> Spending:
+    """Sum over a run. A cached stage costs nothing."""
+    tokens = sum(stage.tokens for stage in stages)
+    seconds = sum((attempt.finished_at or now) - attempt.created_at for attempt in attempts)
+    return Spending(tokens, seconds)
+
+
+def token_allowance(manifest: Manifest, spent: Spending, inherited: int) -> int | None:
+    """The most tokens the next attempt's lineage may have spent when it ends; None: no token budget.
+
+    Args:
+        inherited: tokens already counted in the checkpoint it resumes from.
+    """
+    if manifest.budget.tokens is None:
+        return None
+    return manifest.budget.tokens - spent.tokens + inherited
+
+
+def deadline(manifest: Manifest, spent: Spending, now: float) -> float | None:
+    """When the next attempt must have ended (seconds since the epoch); None: no wall-clock budget."""
+    if manifest.budget.wall_clock is None:
+        return None
+    return now + manifest.budget.wall_clock - spent.seconds
+
+
+def exhausted(manifest: Manifest, spent: Spending) -> str | None:
+    """One sentence when a limit is reached, else None."""
+    budget = manifest.budget
+    if budget.tokens is not None and spent.tokens >= budget.tokens:
+        return f"token budget spent: {spent.tokens} of {budget.tokens} tokens; raise budget.tokens and submit again"
+    if budget.wall_clock is not None and spent.seconds >= budget.wall_clock:
+        return f"wall-clock budget spent: {spent.seconds:.0f} of {budget.wall_clock:.0f} s; raise budget.wall_clock and submit again"
+    return None

@@ -1,0 +1,79 @@
+"""What differs between two runs: their manifests, field by field, with the story of each changed asset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.control.wiring import Wiring
+from posttrain.domain.manifest import InputRef, Manifest
+
+_ABSENT = "(absent)"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field that is not the same: `stages.grpo.inputs.reward`, before, after, and lines that explain it."""
+
+    path: str
+    before: str
+    after: str
+    notes: tuple[str, ...] = ()
+
+
+def compare(wiring: Wiring, first: Manifest, second: Manifest) -> list[Difference]:
+    """Differences that decide results or release; names of the runs are not compared.
+
+    An asset that several stages use is told once.
+    """
+    found: dict[tuple[str, str], Difference] = {}
+    for path, before, after in _walk("", _plain(first), _plain(second)):
+        difference = _asset_difference(wiring, path, before, after) or Difference(path, _show(before), _show(after))
+        found.setdefault((difference.before, difference.after) if difference.notes else (path, ""), difference)
+    return list(found.values())
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    value = manifest.model_dump(mode="json", exclude={"manifest", "stages"})
+    value["gates"] = {gate["name"]: gate for gate in value["gates"]}
+    value["stages"] = {}
+    for stage in manifest.stages:
+        row = stage.model_dump(mode="json", exclude={"name", "inputs"})
+        value["stages"][stage.name] = {**row, "inputs": dict(stage.inputs)}
+    return value
+
+
+def _walk(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in sorted(before.keys() | after.keys()):
+            yield from _walk(f"{path}.{key}" if path else key, before.get(key, _ABSENT), after.get(key, _ABSENT))
+    elif before != after:
+        yield path, before, after
+
+
+def _show(value: Any) -> str:
+    return value.name if isinstance(value, InputRef) else str(value)
+
+
+def _asset_difference(wiring: Wiring, path: str, before: Any, after: Any) -> Difference | None:
+    if not (isinstance(before, InputRef) and isinstance(after, InputRef) and before.digest and after.digest):
+        return None
+    notes = [f"digest: {before.digest} → {after.digest}"]
+    old, new = (_described(wiring, ref) for ref in (before, after))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            notes.append(f"{key}: {old.get(key, _ABSENT)} → {new.get(key, _ABSENT)}")
+    return Difference(path, before.name, after.name, tuple(notes))
+
+
+def _described(wiring: Wiring, ref: InputRef) -> dict[str, Any]:
+    """What the registry knows of an asset; empty for a path that was never registered."""
+    for asset in wiring.ledger.assets_by_digest(ref.digest or ""):
+        if asset.ref == ref.name:
+            return {"registered by": asset.created_by, "registered at": asset.created_at, **_flat(dict(asset.meta))}
+    return {}
+
+
+def _flat(meta: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in meta.items() if isinstance(value, str | int | float)}

@@ -1,0 +1,134 @@
+"""The stages that need no process: judge the evidence, move the release pointer."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from posttrain.control.wiring import Wiring
+from posttrain.decision.gates import Evidence, judge_all
+from posttrain.decision.releases import check_promotion
+from posttrain.domain.canonical import canonical_json, digest_json
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import ConflictError, IntegrityError
+from posttrain.domain.gates import GateReport, Outcome
+from posttrain.domain.jobs import InputBlob
+from posttrain.domain.lifecycle import StageState
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.seeds import derive_seed
+from posttrain.store.trees import read_json
+
+_REASONS = {Outcome.FAIL: "GateFailed", Outcome.INCONCLUSIVE: "GateInconclusive", Outcome.ERROR: "GateError"}
+
+
+def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
+    """Judge every gate of the run on the bound evidence; only PASS lets the release stage start."""
+    inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
+    candidate, baseline = _read(wiring, inputs, "evidence."), _read(wiring, inputs, "baseline.")
+    channel = inputs.get("channel")
+    evaluators = {s.name: {"params": s.params, "code": manifest.code[s.trainer]} for s in manifest.stages if s.kind == "evaluate"}
+    report = judge_all(
+        manifest.gates,
+        candidate,
+        baseline,
+        channel_empty=channel is None,
+        candidate_digest=inputs["candidate"].digest,
+        baseline_digest=channel.digest if channel else None,
+        evaluator_digest=digest_json(evaluators),
+        seed=derive_seed(manifest.seed, "gate"),
+    )
+    digest = wiring.blobs.put(canonical_json(report.model_dump(mode="json")))
+    passed = report.outcome is Outcome.PASS
+    decisive = report.decisive
+    message = "; ".join(v.reason for v in decisive) if not passed else f"all {len(report.verdicts)} gates pass"
+    crashpoint("gate.before_commit")
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.update_stage(
+            stage,
+            state=StageState.SUCCEEDED if passed else StageState.REJECTED,
+            reason="GatePassed" if passed else _REASONS[report.outcome],
+            message=message,
+            next_action="" if passed else f"posttrain why {stage.run_id}",
+            outputs={"report": {"digest": digest, "form": "file"}},
+            metrics={f"{v.gate}/estimate": v.estimate for v in report.verdicts if v.estimate is not None},
+            finished_at=wiring.clock.now(),
+        )
+    crashpoint("gate.after_commit")
+
+
+def release_stage(
+    wiring: Wiring, run: RunRecord, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
+) -> None:
+    """Move the channel to the judged model, if it still points where it pointed when the gate looked."""
+    assert manifest.release is not None
+    inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
+    report = read_report(wiring, inputs["report"].digest)
+    channel, candidate = manifest.release.channel, inputs["candidate"].digest
+    crashpoint("promote.before_commit")
+    try:
+        live = wiring.ledger.channel(channel)
+        check_promotion(live.model_digest if live else None, report.baseline, candidate, report)
+        with wiring.ledger.transaction(wiring.actor) as transaction:
+            entry = transaction.append_release(
+                channel, candidate, run.id, "promote", expected=report.baseline, report_digest=inputs["report"].digest
+            )
+            transaction.update_stage(
+                stage,
+                state=StageState.SUCCEEDED,
+                reason="Promoted",
+                message=f"{channel} → {candidate[:19]} (release {entry.sequence})",
+                finished_at=wiring.clock.now(),
+            )
+    except ConflictError as error:
+        action = f"posttrain run again judges against what {channel} points at now (--again)"
+        with wiring.ledger.transaction(wiring.actor) as transaction:
+            transaction.update_stage(
+                stage, state=StageState.REJECTED, reason="ChannelMoved", message=str(error), next_action=action
+            )
+    crashpoint("promote.after_commit")
+
+
+def read_report(wiring: Wiring, digest: str) -> GateReport:
+    """A gate report by digest.
+
+    Raises:
+        IntegrityError: corrupt bytes.
+        NotFoundError: no such blob.
+    """
+    return GateReport.model_validate(read_json(wiring.blobs, digest))
+
+
+def _read(wiring: Wiring, inputs: Mapping[str, InputBlob], prefix: str) -> dict[str, Evidence]:
+    """Per-item values by metric, from the evaluations' `metrics.parquet` (metric, item_id, value, binary)."""
+    found: dict[str, Evidence] = {}
+    for slot, blob in inputs.items():
+        if slot.startswith(prefix):
+            found |= read_evidence(wiring.blobs.get(blob.digest), blob.name)
+    return found
+
+
+def read_evidence(data: bytes, source: str) -> dict[str, Evidence]:
+    """Per-item evidence of every metric in one evaluation file.
+
+    Raises:
+        IntegrityError: it is not such a file.
+    """
+    try:
+        table = pq.read_table(io.BytesIO(data), columns=["metric", "item_id", "value", "binary"]).to_pydict()
+    except (OSError, ValueError, KeyError) as error:
+        raise IntegrityError(f"{source}: evaluation results cannot be read: {error}; evaluate again") from error
+    rows: dict[str, list[tuple[str, float, bool]]] = {}
+    for metric, item, value, binary in zip(table["metric"], table["item_id"], table["value"], table["binary"], strict=True):
+        rows.setdefault(metric, []).append((item, float("nan") if value is None else value, binary))
+    return {
+        metric: Evidence(
+            item_ids=tuple(r[0] for r in values),
+            values=np.array([r[1] for r in values], dtype=np.float64),
+            binary=all(r[2] for r in values),
+        )
+        for metric, values in rows.items()
+    }

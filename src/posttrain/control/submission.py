@@ -1,0 +1,60 @@
+"""Submitting a manifest: the same digest attaches to the run that exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.control.wiring import Wiring
+from posttrain.domain.canonical import canonical_json
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import ConflictError
+from posttrain.domain.lifecycle import RunState, StageState
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import RunRecord, StageRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """The run, and whether it was there before."""
+
+    run: RunRecord
+    attached: bool
+
+
+def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False) -> Submitted:
+    """Record a run for this manifest, or attach to the newest one with the same digest.
+
+    Args:
+        again: start another run of the same manifest.
+    """
+    existing = wiring.ledger.runs(manifest_digest=manifest.digest)
+    if existing and not again:
+        return Submitted(existing[0], attached=True)
+    digest = wiring.blobs.put(canonical_json(manifest.to_json()))
+    run_id = f"{manifest.name}-{digest.removeprefix('sha256:')[:8]}"
+    if existing:
+        run_id += f".{len(existing) + 1}"
+    now = wiring.clock.now()
+    run = RunRecord(
+        id=run_id,
+        name=manifest.name,
+        manifest_digest=digest,
+        state=RunState.PENDING,
+        owner=manifest.owner,
+        created_at=now,
+        reason="Submitted",
+        message="waiting for a reconciler",
+        next_action=f"posttrain run, or posttrain get {run_id} --watch",
+    )
+    stages = [
+        StageRecord(run_id=run_id, name=s.name, position=i, kind=s.kind, state=StageState.PENDING, reason="WaitingForInputs")
+        for i, s in enumerate(manifest.stages)
+    ]
+    crashpoint("submit.before_commit")
+    try:
+        with wiring.ledger.transaction(wiring.actor) as transaction:
+            transaction.insert_run(run, stages)
+    except ConflictError:  # another submit of the same digest won the race: attach to it
+        return Submitted(wiring.ledger.run(run_id), attached=True)
+    crashpoint("submit.after_commit")
+    return Submitted(wiring.ledger.run(run_id), attached=False)

@@ -1,0 +1,47 @@
+"""What the control plane works with. `app` makes one; nothing here names a concrete back-end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from posttrain.control.planning import manifest_from_json
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.ports import BlobStore, Clock
+from posttrain.domain.records import AttemptRecord, RunRecord
+from posttrain.execution.ports import Executor, Trainer
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.ledger import Ledger
+from posttrain.store.trees import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Ledger, blobs, executor, trainers, clock and the workspace folder of one control plane."""
+
+    ledger: Ledger
+    blobs: BlobStore
+    executor: Executor
+    trainers: Mapping[str, Trainer]
+    clock: Clock
+    root: Path  # the workspace folder
+    actor: str  # who acts, as the audit log names it
+    slots: int = field(default_factory=lambda: max(1, os.cpu_count() or 1))  # jobs of one run at a time
+
+    def manifest(self, run: RunRecord) -> Manifest:
+        """The run's locked manifest.
+
+        Raises:
+            IntegrityError: its bytes no longer match the digest.
+        """
+        return manifest_from_json(read_json(self.blobs, run.manifest_digest))
+
+    def attempt_dir(self, run_id: str, stage: str, number: int) -> Path:
+        """Where attempt `number` lives."""
+        return self.root / "runs" / run_id / stage / f"{number:03d}"
+
+    def folder(self, attempt: AttemptRecord) -> AttemptFolder:
+        """The attempt's folder."""
+        return AttemptFolder(self.root / attempt.folder)
