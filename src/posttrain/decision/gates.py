@@ -242,12 +242,13 @@ def _sentence(rule: GateRule, outcome: Outcome, measured: _Measured, items: int,
         asked = f"the required {'at least' if rule.higher_is_better else 'at most'} {_number(rule.threshold)}"
     side = "lower" if rule.higher_is_better else "upper"
     shown = _signed(measured.limit) if rule.needs_baseline else _number(measured.limit)
-    limit = f"{side} {rule.confidence:.4g} confidence limit {shown}"
+    limit = f"{side} {100 * rule.confidence:.4g} % confidence limit {shown}"
     if outcome is Outcome.PASS:
         return f"{seen}; its {limit} meets {asked}."
     if outcome is Outcome.FAIL:
-        return f"{seen}, which misses {asked}; its {limit} misses by {_number(missed_by)}."
-    return f"{seen}, which meets {asked}, but its {limit} misses by {_number(missed_by)}: judge on more items."
+        short = _number(abs(rule.threshold - measured.quantity))
+        return f"{seen}, which misses {asked}, by {short}; its {limit} misses it by {_number(missed_by)}."
+    return f"{seen}, which meets {asked}, but its {limit} misses it by {_number(missed_by)}: judge on more items."
 
 
 def _judge_empty_channel(rule: GateRule, ours: Evidence, baseline: Evidence | None) -> Verdict:

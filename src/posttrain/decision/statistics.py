@@ -11,8 +11,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
-from scipy.special import ndtr, ndtri
-from scipy.stats import binomtest
+from scipy.special import bdtr, ndtr, ndtri
 
 from posttrain.domain.errors import InputError
 
@@ -88,7 +87,7 @@ def paired_lower(better: int, worse: int, items: int, confidence: float) -> floa
 def mcnemar_p(better: int, worse: int) -> float:
     """Exact two-sided p-value of "the discordant items split evenly" (McNemar 1947); 1 when nothing is discordant."""
     discordant = better + worse
-    return float(binomtest(better, discordant).pvalue) if discordant else 1.0
+    return min(1.0, 2 * float(bdtr(min(better, worse), discordant, 0.5)))
 
 
 def bootstrap_lower(values: Array, confidence: float, seed: int, resamples: int = RESAMPLES) -> float:

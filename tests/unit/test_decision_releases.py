@@ -1,0 +1,132 @@
+"""Promotion ships only a PASS on an unmoved channel; rollback walks back and never returns by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.decision.releases import promotion, rollback_target
+from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError
+from posttrain.domain.gates import GateReport, Outcome, Verdict
+from posttrain.domain.records import ReleaseEntry
+
+
+def report(outcome: Outcome = Outcome.PASS, candidate: str = "new", baseline: str | None = "old") -> GateReport:
+    row = Verdict(gate="accuracy", metric="m", outcome=outcome, reason="it is 0.4.", test="t", confidence=0.95, items=9)
+    return GateReport.of([row], candidate=candidate, baseline=baseline)
+
+
+def history(*steps: str) -> list[ReleaseEntry]:
+    """`"A"` promotes A, `"<A"` rolls back to A."""
+    return [
+        ReleaseEntry(
+            sequence=number,
+            channel="prod",
+            model_digest=step.lstrip("<"),
+            run_id=None,
+            action="rollback" if step.startswith("<") else "promote",
+            actor="test",
+            at=float(number),
+        )
+        for number, step in enumerate(steps, start=1)
+    ]
+
+
+def test_a_pass_on_an_unmoved_channel_is_promoted() -> None:
+    assert promotion("old", "old", "new", report())
+    assert promotion(None, None, "new", report(baseline=None))
+
+
+def test_repeating_a_promotion_changes_nothing() -> None:
+    assert promotion("new", "old", "new", report()) is False
+
+
+@pytest.mark.parametrize("current", ["other", None])
+def test_a_channel_that_moved_is_a_conflict(current: str | None) -> None:
+    with pytest.raises(ConflictError, match="must still hold old, got"):
+        promotion(current, "old", "new", report())
+
+
+def test_a_report_against_another_baseline_is_a_conflict() -> None:
+    with pytest.raises(ConflictError, match="compared with older, but the channel held old"):
+        promotion("old", "old", "new", report(baseline="older"))
+    with pytest.raises(ConflictError, match="compared with nothing"):
+        promotion("old", "old", "new", report(baseline=None))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [
+        (Outcome.FAIL, GateRejectedError),
+        (Outcome.ERROR, GateRejectedError),
+        (Outcome.INCONCLUSIVE, GateInconclusiveError),
+    ],
+)
+@pytest.mark.parametrize("current", ["old", "new", "other"])
+def test_anything_but_a_pass_ships_nothing(outcome: Outcome, error: type[Exception], current: str) -> None:
+    with pytest.raises(error, match=rf"gate accuracy says {outcome.value}: it is 0\.4"):
+        promotion(current, "old", "new", report(outcome))
+
+
+def test_a_report_without_gates_or_about_another_model_ships_nothing() -> None:
+    with pytest.raises(GateRejectedError, match="no gate was judged"):
+        promotion("old", "old", "new", GateReport.of([], candidate="new", baseline="old"))
+    with pytest.raises(GateRejectedError, match="must be about new, got one about elsewhere"):
+        promotion("old", "old", "new", report(candidate="elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "target"),
+    [
+        (["A", "C"], "A"),
+        (["A", "B", "C"], "B"),
+        (["A", "B", "C", "<B"], "A"),  # not C, which was just left
+        (["A", "B", "C", "<A", "D"], "A"),
+        (["A", "B", "<A", "B"], "A"),
+        (["A", "A", "B", "B"], "A"),
+        (["A", "B", "<A", "<B"], "A"),  # rolled forward by name
+        (["A", "B", "A"], "B"),
+    ],
+)
+def test_rollback_goes_to_the_model_below(steps: list[str], target: str) -> None:
+    assert rollback_target(history(*steps)) == target
+
+
+@pytest.mark.parametrize("steps", [["A"], ["A", "A"], ["A", "B", "<A"]])
+def test_rollback_refuses_when_nothing_is_below(steps: list[str]) -> None:
+    with pytest.raises(NotFoundError, match="channel prod has no earlier model than A"):
+        rollback_target(history(*steps))
+
+
+def test_rollback_of_an_empty_channel() -> None:
+    with pytest.raises(NotFoundError, match="empty history"):
+        rollback_target([])
+
+
+def test_rollback_to_a_named_model() -> None:
+    rows = history("A", "B", "C", "<B")
+    assert rollback_target(rows, to="A") == "A"
+    assert rollback_target(rows, to="C") == "C"
+    with pytest.raises(NotFoundError, match="Z was never live in channel prod"):
+        rollback_target(rows, to="Z")
+    with pytest.raises(InputError, match="B is live in channel prod already"):
+        rollback_target(rows, to="B")
+
+
+@given(st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=12))
+def test_repeated_rollbacks_end_and_never_repeat_what_they_left(promoted: list[str]) -> None:
+    rows = history(*promoted)
+    for _ in range(len(promoted) + 1):
+        try:
+            target = rollback_target(rows)
+        except NotFoundError:
+            break
+        assert target != rows[-1].model_digest
+        entry = replace(rows[-1], sequence=len(rows) + 1, model_digest=target, action="rollback")
+        rows.append(entry)
+    else:
+        pytest.fail("rolling back did not end")
+    assert rows[-1].model_digest == promoted[0]
