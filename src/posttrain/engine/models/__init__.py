@@ -1,1 +1,18 @@
-"""Loading Hugging Face models and tokenizers, packed attention, log-probabilities."""
+"""Hugging Face models and tokenizers, packed attention, log-probabilities; what a model can do is checked at load."""
+
+from posttrain.engine.models.language_model import LanguageModel, OutputHead, adopt_module
+from posttrain.engine.models.loading import copy_weights, load_model, load_tokenizer, restore_weights, save_model
+from posttrain.engine.models.logprobs import token_logprobs, token_logprobs_and_entropy
+
+__all__ = [
+    "LanguageModel",
+    "OutputHead",
+    "adopt_module",
+    "copy_weights",
+    "load_model",
+    "load_tokenizer",
+    "restore_weights",
+    "save_model",
+    "token_logprobs",
+    "token_logprobs_and_entropy",
+]
