@@ -1,0 +1,197 @@
+"""The ledger's database: opened, migrated, and its errors translated once, here.
+
+SQLite runs with a write-ahead log and `synchronous=FULL` (a committed transaction survives a power cut), and every
+write transaction begins IMMEDIATE: it waits for its turn at the start, where nothing is lost, instead of failing in
+the middle.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, create_engine, event, inspect, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+
+from posttrain.domain.errors import ConflictError, DeadlineError, PosttrainError, WorkspaceError
+from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE
+
+_MIGRATIONS = Path(__file__).parent / "migrations"
+_WRITE = "posttrain_write"
+
+
+class Database:
+    """A ledger database at the newest schema.
+
+    Args:
+        location: path of a SQLite file, or an SQLAlchemy URL (`sqlite:///…`, `postgresql+psycopg://…`).
+        busy_seconds: how long a transaction waits for another writer before it gives up.
+        create: whether a missing SQLite file is made.
+
+    Raises:
+        WorkspaceError: missing, read-only, full, not a database, or of a newer schema than this Posttrain knows.
+        DeadlineError: another process holds the database for longer than `busy_seconds`.
+    """
+
+    def __init__(self, location: str | Path, *, busy_seconds: float = 30.0, create: bool = True) -> None:
+        self._busy = busy_seconds
+        url = _url(location)
+        self._sqlite = url.get_backend_name() == "sqlite"
+        self.place = url.database if self._sqlite else url.render_as_string(hide_password=True)
+        if self._sqlite and (url.database or ":memory:") == ":memory:":
+            raise WorkspaceError("the ledger needs a file, got an in-memory database; name a path")
+        if self._sqlite and not create and not Path(str(url.database)).exists():
+            raise WorkspaceError(f"there is no ledger at {url.database}; run `posttrain init` first")
+        try:
+            self._engine = create_engine(url)
+        except (ArgumentError, ModuleNotFoundError) as error:
+            raise WorkspaceError(f"cannot use the ledger {self.place}: {_line(error)}; install its driver") from error
+        if self._sqlite:
+            event.listen(self._engine, "connect", self._on_connect)
+            event.listen(self._engine, "begin", self._on_begin)
+        try:
+            with self._translated():
+                self._prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A connection in a read transaction: everything read through it is one snapshot."""
+        with self._translated(), self._engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A connection in a write transaction, committed at the end, rolled back when anything is raised."""
+        with self._translated(), self._engine.connect() as connection:
+            connection = connection.execution_options(**{_WRITE: True})
+            with connection.begin():
+                yield connection
+
+    def close(self) -> None:
+        """Return every connection."""
+        self._engine.dispose()
+
+    def _on_connect(self, connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # the driver must not begin transactions by itself: _on_begin does
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {int(self._busy * 1000)}")
+        cursor.execute("PRAGMA synchronous = FULL")
+        cursor.execute("PRAGMA foreign_keys = ON")
+        cursor.close()
+
+    def _on_begin(self, connection: Connection) -> None:
+        write = connection.get_execution_options().get(_WRITE, False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    def _prepare(self) -> None:
+        if self._sqlite:
+            self._use_write_ahead_log()
+        with self.read() as connection:
+            version = _schema_version(connection)
+        if version != SCHEMA_VERSION:
+            _refuse_newer(version)
+            with self.write() as connection:
+                self._migrate(connection)
+
+    def _use_write_ahead_log(self) -> None:
+        """Switch the file over, once in its life. SQLite does not wait for others here, so we do."""
+        deadline = time.monotonic() + self._busy
+        while True:
+            connection = self._engine.raw_connection()
+            try:
+                if connection.cursor().execute("PRAGMA journal_mode").fetchone() == ("wal",):
+                    return
+                connection.cursor().execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                if _sqlite_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.01)
+            finally:
+                connection.close()
+
+    def _migrate(self, connection: Connection) -> None:
+        """Bring the schema up to date. Runs under the write lock: the second of two openers finds it done."""
+        if _schema_version(connection) == SCHEMA_VERSION:
+            return
+        from alembic import command  # 0.2 s of imports that only the first open of a workspace pays
+        from alembic.config import Config
+
+        config = Config()
+        config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = connection
+        command.upgrade(config, SCHEMA_VERSION)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except PosttrainError:
+            raise
+        except IntegrityError as error:
+            raise ConflictError(
+                f"the ledger refused a row: {error.orig}; somebody wrote it first, read it again"
+            ) from error
+        except DBAPIError as error:
+            raise self._translate(error.orig) from error
+        except sqlite3.Error as error:
+            raise self._translate(error) from error
+
+    def _translate(self, error: BaseException | None) -> PosttrainError:
+        code = _sqlite_code(error)
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return DeadlineError(
+                f"ledger {self.place} was locked by another process for more than {self._busy:g} s; "
+                "run the command again"
+            )
+        reason = {
+            sqlite3.SQLITE_FULL: "the disk is full; free some space and run the command again",
+            sqlite3.SQLITE_READONLY: "it is read-only; make the file and its folder writable",
+            sqlite3.SQLITE_CANTOPEN: "it cannot be opened; check that its folder exists and is writable",
+            sqlite3.SQLITE_IOERR: f"the disk failed ({_line(error)}); check its free space and its health",
+            sqlite3.SQLITE_NOTADB: "it is not a database; restore it from a copy",
+            sqlite3.SQLITE_CORRUPT: "it is damaged; restore it from a copy",
+        }.get(code, f"{_line(error)}; check its address and its schema")
+        return WorkspaceError(f"cannot use the ledger {self.place}: {reason}")
+
+
+def _url(location: str | Path) -> URL:
+    address = str(location)
+    if isinstance(location, Path) or "://" not in address:
+        return URL.create("sqlite", database=address)
+    try:
+        return make_url(address)
+    except ArgumentError as error:
+        raise WorkspaceError(f"ledger address must be a path or a database URL, got {address!r}") from error
+
+
+def _schema_version(connection: Connection) -> str | None:
+    if not inspect(connection).has_table(VERSION_TABLE):
+        return None
+    found = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+    return None if found is None else str(found)
+
+
+def _refuse_newer(version: str | None) -> None:
+    if version is not None and version > SCHEMA_VERSION:
+        raise WorkspaceError(
+            f"workspace schema {version} is newer than this Posttrain ({SCHEMA_VERSION}); upgrade posttrain"
+        )
+
+
+def _sqlite_code(error: BaseException | None) -> int:
+    """The primary result code of a SQLite error; -1 for anything else. Extended codes keep it in the low byte."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return -1 if code is None else int(code) & 0xFF
+
+
+def _line(error: BaseException | None) -> str:
+    return " ".join(str(error).split())

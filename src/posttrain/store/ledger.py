@@ -1,0 +1,120 @@
+"""The ledger: runs, stages, attempts, assets, releases, and the events that tell how they came about.
+
+Reading: each method of `Ledger` is a snapshot of its own; `snapshot()` asks several questions of one moment.
+Writing: `transaction(actor)`. Keep it short and do no work inside: on SQLite it holds the only write lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from posttrain.domain.ports import Clock
+from posttrain.domain.records import Asset, AttemptRecord, Event, ReleaseEntry, RunRecord, StageRecord
+from posttrain.store.clock import SystemClock
+from posttrain.store.database import Database
+from posttrain.store.snapshot import Snapshot
+from posttrain.store.transaction import Transaction
+
+
+class Ledger:
+    """The state of record, over one database.
+
+    Every method raises WorkspaceError (read-only, disk full, damaged) and DeadlineError (locked for too long).
+    """
+
+    def __init__(self, database: Database, clock: Clock | None = None) -> None:
+        self.database = database
+        self.clock: Clock = clock or SystemClock()
+
+    @contextmanager
+    def transaction(self, actor: str) -> Iterator[Transaction]:
+        """One write transaction. It commits when the block ends and leaves nothing when the block raises.
+
+        Args:
+            actor: who is written into every event, e.g. `user:ann` or `reconciler`.
+        """
+        with self.database.write() as connection:
+            yield Transaction(connection, actor, self.clock)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Several reads of one moment."""
+        with self.database.read() as connection:
+            yield Snapshot(connection)
+
+    def run(self, run_id: str) -> RunRecord:
+        """See `Snapshot.run`."""
+        with self.snapshot() as now:
+            return now.run(run_id)
+
+    def runs(
+        self, limit: int | None = None, state: str | None = None, manifest_digest: str | None = None
+    ) -> list[RunRecord]:
+        """See `Snapshot.runs`."""
+        with self.snapshot() as now:
+            return now.runs(limit, state, manifest_digest)
+
+    def find_run(self, prefix: str) -> RunRecord:
+        """See `Snapshot.find_run`."""
+        with self.snapshot() as now:
+            return now.find_run(prefix)
+
+    def stages(self, run_id: str) -> list[StageRecord]:
+        """See `Snapshot.stages`."""
+        with self.snapshot() as now:
+            return now.stages(run_id)
+
+    def attempts(self, run_id: str, stage: str | None = None) -> list[AttemptRecord]:
+        """See `Snapshot.attempts`."""
+        with self.snapshot() as now:
+            return now.attempts(run_id, stage)
+
+    def asset(self, kind: str, name: str, version: int | None = None) -> Asset:
+        """See `Snapshot.asset`."""
+        with self.snapshot() as now:
+            return now.asset(kind, name, version)
+
+    def assets(self, kind: str | None = None, name: str | None = None) -> list[Asset]:
+        """See `Snapshot.assets`."""
+        with self.snapshot() as now:
+            return now.assets(kind, name)
+
+    def assets_by_digest(self, digest: str) -> list[Asset]:
+        """See `Snapshot.assets_by_digest`."""
+        with self.snapshot() as now:
+            return now.assets_by_digest(digest)
+
+    def channel(self, name: str) -> ReleaseEntry | None:
+        """See `Snapshot.channel`."""
+        with self.snapshot() as now:
+            return now.channel(name)
+
+    def history(self, name: str) -> list[ReleaseEntry]:
+        """See `Snapshot.history`."""
+        with self.snapshot() as now:
+            return now.history(name)
+
+    def channels(self) -> list[str]:
+        """See `Snapshot.channels`."""
+        with self.snapshot() as now:
+            return now.channels()
+
+    def cached_stage(self, cache_key: str) -> StageRecord | None:
+        """See `Snapshot.cached_stage`."""
+        with self.snapshot() as now:
+            return now.cached_stage(cache_key)
+
+    def events(self, after: int = 0, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
+        """See `Snapshot.events`."""
+        with self.snapshot() as now:
+            return now.events(after, subject_prefix, limit)
+
+    def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
+        """See `Snapshot.pending_events`."""
+        with self.snapshot() as now:
+            return now.pending_events(subject_prefix, limit)
+
+    def close(self) -> None:
+        """Close the database."""
+        self.database.close()

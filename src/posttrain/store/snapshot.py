@@ -1,0 +1,158 @@
+"""Reading the ledger: everything asked of one `Snapshot` is of one moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Select, func, or_, select
+
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.records import Asset, AttemptRecord, Event, ReleaseEntry, RunRecord, StageRecord
+from posttrain.store.rows import Record, to_record
+from posttrain.store.schema import assets, attempts, events, releases, runs, stage_cache, stages
+
+_SHOWN = 5  # candidates named in an error
+
+
+class Snapshot:
+    """Reads over one connection. Inside a `Transaction` it sees what that transaction has written so far."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def run(self, run_id: str) -> RunRecord:
+        """The run of exactly this id.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        row = self._connection.execute(select(runs).where(runs.c.id == run_id)).one_or_none()
+        if row is None:
+            raise NotFoundError(f"there is no run {run_id}; `posttrain ls` shows them")
+        return to_record(RunRecord, row)
+
+    def runs(
+        self, limit: int | None = None, state: str | None = None, manifest_digest: str | None = None
+    ) -> list[RunRecord]:
+        """Runs, newest first."""
+        query = select(runs).order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
+        if state is not None:
+            query = query.where(runs.c.state == state)
+        if manifest_digest is not None:
+            query = query.where(runs.c.manifest_digest == manifest_digest)
+        return self._all(RunRecord, query)
+
+    def find_run(self, prefix: str) -> RunRecord:
+        """The run a person means: its id, else its name (the newest of that name), else the start of its id.
+
+        Raises:
+            NotFoundError: nothing matches.
+            InputError: several ids start like this; the message lists them.
+        """
+        newest = select(runs).order_by(runs.c.created_at.desc(), runs.c.id.desc())
+        exact = self._all(RunRecord, newest.where(or_(runs.c.id == prefix, runs.c.name == prefix)))
+        if exact:
+            return next((run for run in exact if run.id == prefix), exact[0])
+        starts = func.substr(runs.c.id, 1, len(prefix)) == prefix  # LIKE would fold case and read % as a wildcard
+        found = self._all(RunRecord, newest.where(starts).limit(_SHOWN + 1)) if prefix else []
+        if not found:
+            raise NotFoundError(f"there is no run {prefix!r}; `posttrain ls` shows them")
+        if len(found) > 1:
+            listed = ", ".join(f"{run.id} ({run.name})" for run in found[:_SHOWN])
+            more = ", …" if len(found) > _SHOWN else ""
+            raise InputError(f"run {prefix!r} is ambiguous: {listed}{more}; write more of the id")
+        return found[0]
+
+    def stages(self, run_id: str) -> list[StageRecord]:
+        """The stages of a run, by position."""
+        return self._all(
+            StageRecord, select(stages).where(stages.c.run_id == run_id).order_by(stages.c.position, stages.c.name)
+        )
+
+    def attempts(self, run_id: str, stage: str | None = None) -> list[AttemptRecord]:
+        """The attempts of a run, or of one of its stages, oldest first."""
+        query = select(attempts).where(attempts.c.run_id == run_id)
+        if stage is not None:
+            query = query.where(attempts.c.stage == stage)
+        return self._all(AttemptRecord, query.order_by(attempts.c.stage, attempts.c.number))
+
+    def asset(self, kind: str, name: str, version: int | None = None) -> Asset:
+        """One version of an asset; the latest without `version`.
+
+        Raises:
+            NotFoundError: no such name or version; the message says which there are.
+        """
+        versions = self.assets(kind, name)
+        if not versions:
+            known = sorted({asset.name for asset in self.assets(kind)})
+            listed = f"known are {', '.join(known[:_SHOWN])}" if known else f"there is no {kind} at all"
+            raise NotFoundError(f"there is no {kind}:{name}; {listed}; `posttrain asset ls` shows them")
+        if version is None:
+            return versions[-1]
+        for asset in versions:
+            if asset.version == version:
+                return asset
+        raise NotFoundError(f"there is no {kind}:{name}@{version}; versions are 1 to {versions[-1].version}")
+
+    def assets(self, kind: str | None = None, name: str | None = None) -> list[Asset]:
+        """Assets by kind, name and version."""
+        query = select(assets).order_by(assets.c.kind, assets.c.name, assets.c.version)
+        if kind is not None:
+            query = query.where(assets.c.kind == kind)
+        if name is not None:
+            query = query.where(assets.c.name == name)
+        return self._all(Asset, query)
+
+    def assets_by_digest(self, digest: str) -> list[Asset]:
+        """Every asset version with these bytes."""
+        query = select(assets).where(assets.c.digest == digest)
+        return self._all(Asset, query.order_by(assets.c.kind, assets.c.name, assets.c.version))
+
+    def channel(self, name: str) -> ReleaseEntry | None:
+        """What is live on a channel; None for a channel that nothing was ever released to."""
+        query = select(releases).where(releases.c.channel == name).order_by(releases.c.sequence.desc()).limit(1)
+        return next(iter(self._all(ReleaseEntry, query)), None)
+
+    def history(self, name: str) -> list[ReleaseEntry]:
+        """Everything that was ever live on a channel, oldest first."""
+        query = select(releases).where(releases.c.channel == name).order_by(releases.c.sequence)
+        return self._all(ReleaseEntry, query)
+
+    def channels(self) -> list[str]:
+        """The names of channels with a history."""
+        query = select(releases.c.channel).distinct().order_by(releases.c.channel)
+        return list(self._connection.execute(query).scalars())
+
+    def cached_stage(self, cache_key: str) -> StageRecord | None:
+        """The stage whose outputs answer this key, or None.
+
+        Whether its blobs are still there is for the caller to see.
+        """
+        where = (stages.c.run_id == stage_cache.c.run_id) & (stages.c.name == stage_cache.c.stage)
+        query = select(stages).join(stage_cache, where).where(stage_cache.c.cache_key == cache_key)
+        return next(iter(self._all(StageRecord, query)), None)
+
+    def events(self, after: int = 0, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
+        """Sealed events with `sequence > after`, in order: a cursor over them meets no gap and misses nothing.
+
+        Args:
+            subject_prefix: a subject and everything below it: `run1` gives `run1`, `run1/train`, `run1/train/2`, not
+                `run10`.
+        """
+        query = select(events).where(events.c.sequence > after).order_by(events.c.sequence).limit(limit)
+        return self._all(Event, query.where(*_below(subject_prefix)))
+
+    def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
+        """Committed events that the sealer has not passed yet, in id order; they have no `sequence`."""
+        query = select(events).where(events.c.sequence.is_(None)).order_by(events.c.id).limit(limit)
+        return self._all(Event, query.where(*_below(subject_prefix)))
+
+    def _all(self, kind: type[Record], query: Select[Any]) -> list[Record]:
+        return [to_record(kind, row) for row in self._connection.execute(query)]
+
+
+def _below(prefix: str | None) -> list[ColumnElement[bool]]:
+    if prefix is None:
+        return []
+    below = func.substr(events.c.subject, 1, len(prefix) + 1) == f"{prefix}/"
+    return [or_(events.c.subject == prefix, below)]

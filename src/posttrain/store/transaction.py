@@ -1,0 +1,289 @@
+"""Writing the ledger: state rows and the events that tell of them commit together or not at all.
+
+Every update is a compare-and-set on (id, generation): a writer that decided on an old row gets `StaleWriteError`,
+reads again and decides again. Leases are columns beside the state, changed without touching the generation: renewing
+one makes nobody's copy of the row stale, and a holder whose lease ran out is still stopped by the generation as soon
+as its successor has written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import Connection, Table, insert, or_, update
+from sqlalchemy.exc import IntegrityError as ConstraintError
+
+from posttrain.domain.canonical import canonical_json
+from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
+from posttrain.domain.lifecycle import check_transition
+from posttrain.domain.ports import Clock
+from posttrain.domain.records import Asset, AttemptRecord, ReleaseEntry, RunRecord, StageRecord
+from posttrain.store.rows import Record, to_columns
+from posttrain.store.schema import assets, attempts, events, releases, runs, stage_cache, stages
+from posttrain.store.snapshot import Snapshot
+
+_EXACT = 2**53  # integers beyond it are not the same number in every JSON reader
+_FIXED = frozenset(
+    {"id", "run_id", "stage", "number", "state", "generation", "created_at", "lease_owner", "lease_expires"}
+)
+_KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "stage", "number")}
+_TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempts}
+
+
+class Transaction:
+    """One write transaction of `actor`, open as long as the `with` block of `Ledger.transaction`."""
+
+    def __init__(self, connection: Connection, actor: str, clock: Clock) -> None:
+        self._connection = connection
+        self._actor = actor
+        self._clock = clock
+        self.snapshot = Snapshot(connection)  # reads that see this transaction's own writes
+
+    def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord]) -> None:
+        """A new run and all its stages.
+
+        Raises:
+            ConflictError: the id exists.
+        """
+        self._insert(runs, run, f"run {run.id}")
+        self.append_event(f"run.{run.state}", run.id, {"manifest": run.manifest_digest, "name": run.name})
+        for stage in run_stages:
+            self._insert(stages, stage, f"stage {run.id}/{stage.name}")
+            self.append_event(f"stage.{stage.state}", f"{run.id}/{stage.name}", {"kind": stage.kind})
+
+    def insert_attempt(self, attempt: AttemptRecord) -> None:
+        """A new attempt: the intent to launch.
+
+        Raises:
+            ConflictError: the number or the external name is taken.
+        """
+        self._insert(attempts, attempt, f"attempt {attempt.name}")
+        payload = {"name": attempt.name, "executor": attempt.executor, "resume": attempt.resume}
+        self.append_event(f"attempt.{attempt.state}", f"{attempt.run_id}/{attempt.stage}/{attempt.number}", payload)
+
+    def update_run(
+        self,
+        run: RunRecord,
+        *,
+        state: str | None = None,
+        event_payload: Mapping[str, Any] | None = None,
+        quiet: bool = False,
+        **columns: Any,
+    ) -> RunRecord:
+        """Change a run, if nobody did since `run` was read.
+
+        The event is `run.<state>`, or `run.updated` without a new state.
+
+        Args:
+            state: the new state; the transition must be in the table.
+            event_payload: said in the event beside the changed columns.
+            quiet: no event for a change of columns only.
+            columns: fields of `RunRecord` to set. Columns that have these values already are no change: with nothing
+                left to change nothing is written and `run` is returned.
+
+        Returns:
+            The row as it is now, one generation further.
+
+        Raises:
+            StaleWriteError: the row changed since it was read.
+            ConflictError: the transition is not in the table.
+            InputError: a column that cannot be set.
+        """
+        return self._update("run", run, run.id, state, event_payload, quiet, columns)
+
+    def update_stage(
+        self,
+        stage: StageRecord,
+        *,
+        state: str | None = None,
+        event_payload: Mapping[str, Any] | None = None,
+        quiet: bool = False,
+        **columns: Any,
+    ) -> StageRecord:
+        """Change a stage; everything as in `update_run`."""
+        return self._update("stage", stage, f"{stage.run_id}/{stage.name}", state, event_payload, quiet, columns)
+
+    def update_attempt(
+        self,
+        attempt: AttemptRecord,
+        *,
+        state: str | None = None,
+        event_payload: Mapping[str, Any] | None = None,
+        quiet: bool = False,
+        **columns: Any,
+    ) -> AttemptRecord:
+        """Change an attempt; everything as in `update_run`."""
+        subject = f"{attempt.run_id}/{attempt.stage}/{attempt.number}"
+        return self._update("attempt", attempt, subject, state, event_payload, quiet, columns)
+
+    def insert_asset(self, asset: Asset) -> Asset:
+        """Register a version of an asset. Registering the same thing again gives back what is there.
+
+        Args:
+            asset: `version` 0 asks for the next one.
+
+        Returns:
+            The latest version (or the one `asset` names) when its digest, form and meta are the same; else the new one.
+
+        Raises:
+            ConflictError: the version exists with other content, or would leave a gap.
+        """
+        versions = self.snapshot.assets(asset.kind, asset.name)
+        wanted = asset.version or None
+        same = [known for known in versions if _content(known) == _content(asset)]
+        for known in same:
+            if wanted == known.version or (wanted is None and known is versions[-1]):
+                return known
+        following = len(versions) + 1
+        if wanted is not None and wanted != following:
+            rule = "versions are immutable" if wanted < following else f"the next version is {following}"
+            raise ConflictError(f"cannot register {asset.ref}: {rule}; register it as version {following}")
+        new = replace(asset, version=following)
+        self._insert(assets, new, f"asset {new.ref}")
+        self.append_event("asset.registered", new.ref, {"digest": new.digest, "parents": list(new.parents)})
+        return new
+
+    def append_release(
+        self,
+        channel: str,
+        model_digest: str,
+        run_id: str | None,
+        action: str,
+        expected: str | None,
+        report_digest: str | None = None,
+    ) -> ReleaseEntry:
+        """Move a channel to another model: compare-and-set against what is live, appended to the channel's history.
+
+        Args:
+            action: `promote` or `rollback`; the event is `channel.<action>`.
+            expected: digest that the caller saw live; None for a channel that was empty.
+
+        Raises:
+            ConflictError: something else is live.
+        """
+        live = self.snapshot.channel(channel)
+        found = live.model_digest if live else None
+        if found != expected:
+            raise ConflictError(
+                f"channel {channel} moved: expected {expected or 'nothing'} live, found {found or 'nothing'}; "
+                "look at it and decide again"
+            )
+        sequence = live.sequence + 1 if live else 1
+        entry = ReleaseEntry(
+            sequence, channel, model_digest, run_id, action, self._actor, self._clock.now(), report_digest
+        )
+        self._insert(releases, entry, f"release {sequence} of channel {channel}")
+        payload = {"model": model_digest, "previous": expected, "run": run_id, "report": report_digest}
+        self.append_event(f"channel.{action}", channel, {**payload, "sequence": sequence})
+        return entry
+
+    def put_cache(self, cache_key: str, run_id: str, stage: str) -> None:
+        """Let `cache_key` be answered by this stage, whatever answered it before."""
+        values = {"run_id": run_id, "stage": stage}
+        changed = self._connection.execute(
+            update(stage_cache).where(stage_cache.c.cache_key == cache_key).values(**values)
+        )
+        if not changed.rowcount:
+            self._connection.execute(insert(stage_cache).values(cache_key=cache_key, **values))
+        self.append_event("stage.cached", f"{run_id}/{stage}", {"cache_key": cache_key})
+
+    def append_event(self, kind: str, subject: str, payload: Mapping[str, Any]) -> None:
+        """Tell of something that has no row of its own.
+
+        NaN and infinities become words: the hash needs canonical JSON.
+        """
+        values = json.loads(canonical_json(_auditable(payload)))
+        row = {"kind": kind, "subject": subject, "actor": self._actor, "at": self._clock.now(), "payload": values}
+        self._connection.execute(insert(events).values(**row))
+
+    def claim(self, run: RunRecord, owner: str, seconds: float) -> RunRecord | None:
+        """Take or renew the lease of a run: it is free, ran out, or is `owner`'s already.
+
+        Returns:
+            The run as it is now (it may have changed since `run` was read); None when somebody else holds the lease.
+        """
+        now = self._clock.now()
+        free = or_(runs.c.lease_owner.is_(None), runs.c.lease_owner == owner, runs.c.lease_expires <= now)
+        taken = self._connection.execute(
+            update(runs).where(runs.c.id == run.id, free).values(lease_owner=owner, lease_expires=now + seconds)
+        )
+        return self.snapshot.run(run.id) if taken.rowcount else None
+
+    def release_claim(self, run: RunRecord, owner: str) -> None:
+        """Give the lease back if it is `owner`'s."""
+        mine = (runs.c.id == run.id) & (runs.c.lease_owner == owner)
+        self._connection.execute(update(runs).where(mine).values(lease_owner=None, lease_expires=None))
+
+    def _insert(self, table: Table, record: Any, what: str) -> None:
+        try:
+            with self._connection.begin_nested():
+                self._connection.execute(insert(table).values(**to_columns(record)))
+        except ConstraintError as error:
+            raise ConflictError(f"{what} cannot be added: {error.orig}; read what is there and decide again") from error
+
+    def _update(
+        self,
+        machine: str,
+        record: Record,
+        subject: str,
+        state: str | None,
+        event_payload: Mapping[str, Any] | None,
+        quiet: bool,
+        columns: Mapping[str, Any],
+    ) -> Record:
+        before = to_columns(record)
+        changes = _changes(machine, before, columns)
+        if state is not None:
+            check_transition(machine, before["state"], state)
+        elif not changes:
+            return record
+        generation = before["generation"] + 1
+        values = {**changes, "generation": generation, "state": before["state"] if state is None else state}
+        table = _TABLES[machine]
+        keys = [table.c[key] == before[key] for key in _KEYS[machine]]
+        where = (*keys, table.c.generation == before["generation"])
+        if not self._connection.execute(update(table).where(*where).values(**values)).rowcount:
+            raise StaleWriteError(
+                f"{machine} {subject} changed since it was read (generation {before['generation']}); read it again"
+            )
+        if state is not None:
+            moved = {"from": before["state"], "to": state, "generation": generation}
+            self.append_event(f"{machine}.{state}", subject, {**moved, "changes": changes, **(event_payload or {})})
+        elif not quiet:
+            payload = {"generation": generation, "changes": changes, **(event_payload or {})}
+            self.append_event(f"{machine}.updated", subject, payload)
+        return replace(record, **values)  # type: ignore[type-var]
+
+
+def _content(asset: Asset) -> tuple[str, str, Any]:
+    columns = to_columns(asset)
+    return asset.digest, asset.form, columns["meta"]
+
+
+def _changes(machine: str, before: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns whose value really changes, as the ledger would give them back."""
+    unknown = sorted(name for name in columns if name not in before or name in _FIXED or name in _KEYS[machine])
+    if unknown:
+        allowed = ", ".join(sorted(set(before) - _FIXED - set(_KEYS[machine])))
+        raise InputError(f"column {unknown[0]!r} of a {machine} cannot be set; settable are {allowed}")
+    plain = {name: json.loads(json.dumps(value, default=_mapping)) for name, value in columns.items()}
+    return {name: value for name, value in plain.items() if value != before[name]}
+
+
+def _mapping(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def _auditable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _auditable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_auditable(item) for item in value]
+    inexact = (isinstance(value, float) and not math.isfinite(value)) or (
+        isinstance(value, int) and abs(value) >= _EXACT
+    )
+    return str(value) if inexact else value
