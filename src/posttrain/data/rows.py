@@ -107,8 +107,10 @@ def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
         _check_content(result[key], key, place)
     if result.get("completion") is not None and "prompt" in present:
         _check_content(result["completion"], "completion", place)
-        if isinstance(result["prompt"], str) != isinstance(result["completion"], str):
-            raise InputError(f"{place}: prompt and completion must both be text or both be messages")
+        if isinstance(result["prompt"], str) and not isinstance(result["completion"], str):
+            raise InputError(f"{place}: completion must be text like its prompt, got messages")
+        if not isinstance(result["prompt"], str) and isinstance(result["completion"], str):
+            result["completion"] = [{"role": "assistant", "content": result["completion"]}]
     answer = answer_of(result)
     if answer is not None:
         result["answer"] = answer

@@ -31,12 +31,17 @@ START_TIMEOUT = 30.0  # seconds a worker may take to start and import the reward
 class ProcessReward:
     """A reward function in a worker process; see `open_reward`."""
 
-    def __init__(self, path: Path, entry: str | None, *, timeout: float, dialect: str | None, name: str) -> None:
+    def __init__(
+        self, path: Path, entry: str | None, timeout: float, dialect: str, name: str, source: str = ""
+    ) -> None:
         self._timeout = timeout
-        self._name = name or path.name
+        self._name = name or f"reward {source or path.name}"
         self._process, self._channel, self._scratch = _start()
         try:
-            order = {"op": "open", "path": str(path), "entry": entry, "dialect": dialect, "limits": dict(LIMITS)}
+            if path.suffix != ".py":  # a blob: give it back its name, which errors show
+                path = Path(shutil.copyfile(path, Path(self._scratch, Path(source or "reward.py").name)))
+            wanted = None if dialect == "auto" else dialect
+            order = {"op": "open", "path": str(path), "entry": entry, "dialect": wanted, "limits": dict(LIMITS)}
             opened = self._ask(order, max(timeout, START_TIMEOUT), "load")
         except BaseException:
             self.close()
@@ -79,7 +84,7 @@ class ProcessReward:
 
     def _ask(self, message: Mapping[str, Any], timeout: float, task: str) -> Any:
         if self._channel.fileno() < 0:
-            raise InputError(f"reward {self._name} is closed; open it again to score")
+            raise InputError(f"{self._name} is closed; open it again to score")
         channel = _Deadline(self._channel, time.monotonic() + timeout)
         try:
             worker.send(channel, message)
@@ -87,22 +92,20 @@ class ProcessReward:
         except TimeoutError:
             self.close()
             raise RewardError(
-                f"reward {self._name} took longer than its time-out of {timeout:g} s to {task} and was killed; "
+                f"{self._name} took longer than its time-out of {timeout:g} s to {task} and was killed; "
                 "make it faster or raise reward_timeout"
             ) from None
         except (EOFError, ConnectionError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)  # let it finish exiting, to tell its own exit code from our kill
             self.close()
-            raise RewardError(
-                f"reward {self._name} ended its process ({self._ending()}) instead of answering"
-            ) from None
+            raise RewardError(f"{self._name} ended its process ({self._ending()}) instead of answering") from None
         except (ValueError, TypeError) as error:
             self.close()
-            raise RewardError(f"reward {self._name} was given or answered what is not JSON: {error}") from None
+            raise RewardError(f"{self._name} was given or answered what is not JSON: {error}") from None
         if "error" in answer:
             kind, text = answer["error"]["kind"], answer["error"]["message"]
-            raise (InputError if kind == "load" else RewardError)(f"reward {self._name}: {text}")
+            raise (InputError if kind == "load" else RewardError)(f"{self._name}: {text}")
         return answer
 
     def _ending(self) -> str:
@@ -135,7 +138,7 @@ class _Deadline:
 
 
 def open_reward(
-    path: Path, entry: str | None = None, *, timeout: float, dialect: str | None = None, name: str = ""
+    path: Path, entry: str | None = None, *, timeout: float, dialect: str = "auto", name: str = "", source: str = ""
 ) -> ProcessReward:
     """Start a worker for one reward function; close it when the job ends.
 
@@ -150,16 +153,16 @@ def open_reward(
         the
             only public function; without a file name a folder must hold `reward.py` or one Python file.
         timeout: seconds one batch may take.
-        dialect: one of `DIALECTS` when the parameter names do not tell.
+        dialect: one of `DIALECTS` when the parameter names do not tell; `auto` reads them.
         name: how errors call it, e.g. `reward:exact@1`.
+        source: the file's original name for error messages, when `path` is a blob called by its digest.
 
     Raises:
         InputError: no such file or function, not Python, parameters of no dialect, or an unknown dialect.
         RewardError: its code raises or hangs while it is imported.
     """
     file, _, function = (entry or "").rpartition(":")
-    source = source_file(path, file)
-    return ProcessReward(source, function or None, timeout=timeout, dialect=dialect, name=name)
+    return ProcessReward(source_file(path, file), function or None, timeout, dialect, name, source)
 
 
 def source_file(path: Path, file: str = "") -> Path:
