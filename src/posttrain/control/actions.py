@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from posttrain.control.judging import read_report
 from posttrain.control.wiring import Wiring
-from posttrain.decision.releases import check_promotion, rollback_target
+from posttrain.decision.releases import promotion, rollback_target
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError, StaleWriteError
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.records import ReleaseEntry, RunRecord
@@ -75,9 +77,8 @@ def promote(wiring: Wiring, run_id: str, channel: str) -> ReleaseEntry:
     report = read_report(wiring, report_digest)
     live = wiring.ledger.channel(channel)
     current = live.model_digest if live else None
-    if current == report.candidate and live is not None:
+    if not promotion(current, report.baseline, report.candidate, report) and live is not None:
         return live  # asking twice is one promotion
-    check_promotion(current, report.baseline, report.candidate, report)
     with wiring.ledger.transaction(wiring.actor) as transaction:
         return transaction.append_release(
             channel, report.candidate, run.id, "promote", expected=current, report_digest=report_digest
@@ -97,13 +98,23 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None) -> ReleaseEntr
     if not history:
         known = ", ".join(wiring.ledger.channels()) or "none yet"
         raise NotFoundError(f"channel {channel!r} is unknown (known: {known}); a promotion creates it")
-    target = rollback_target(history, to)
+    digest = rollback_target(history, _release_named(history, to))
+    target = next(entry for entry in reversed(history) if entry.model_digest == digest)
     with wiring.ledger.transaction(wiring.actor) as transaction:
         return transaction.append_release(
             channel,
-            target.model_digest,
+            digest,
             target.run_id,
             "rollback",
             expected=history[-1].model_digest,
             report_digest=target.report_digest,
         )
+
+
+def _release_named(history: Sequence[ReleaseEntry], to: str | None) -> str | None:
+    """The model digest a person means by a release number, a run id or a digest prefix; as written when nothing matches."""
+    for entry in history:
+        digest = entry.model_digest
+        if to in (str(entry.sequence), entry.run_id, digest) or (to and digest.removeprefix("sha256:").startswith(to)):
+            return digest
+    return to

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from posttrain.control.wiring import Wiring
 from posttrain.decision.gates import Evidence, judge_all
-from posttrain.decision.releases import check_promotion
+from posttrain.decision.releases import promotion
 from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError, IntegrityError
@@ -35,7 +35,6 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
         manifest.gates,
         candidate,
         baseline,
-        channel_empty=channel is None,
         candidate_digest=inputs["candidate"].digest,
         baseline_digest=channel.digest if channel else None,
         evaluator_digest=digest_json(evaluators),
@@ -71,16 +70,17 @@ def release_stage(
     crashpoint("promote.before_commit")
     try:
         live = wiring.ledger.channel(channel)
-        check_promotion(live.model_digest if live else None, report.baseline, candidate, report)
+        move = promotion(live.model_digest if live else None, report.baseline, candidate, report)
         with wiring.ledger.transaction(wiring.actor) as transaction:
-            entry = transaction.append_release(
-                channel, candidate, run.id, "promote", expected=report.baseline, report_digest=inputs["report"].digest
-            )
+            if move:
+                live = transaction.append_release(
+                    channel, candidate, run.id, "promote", expected=report.baseline, report_digest=inputs["report"].digest
+                )
             transaction.update_stage(
                 stage,
                 state=StageState.SUCCEEDED,
-                reason="Promoted",
-                message=f"{channel} → {candidate[:19]} (release {entry.sequence})",
+                reason="Promoted" if move else "AlreadyLive",
+                message=f"{channel} {'now points' if move else 'already pointed'} at {candidate[:19]}… (release {live and live.sequence})",
                 finished_at=wiring.clock.now(),
             )
     except ConflictError as error:

@@ -39,10 +39,15 @@ class Tick:
 
 
 class Reconciler:
-    """Brings runs to where they should be. `owner` names this process in the lease."""
+    """Brings runs to where they should be.
 
-    def __init__(self, wiring: Wiring, owner: str) -> None:
-        self._wiring, self._owner = wiring, owner
+    Args:
+        owner: names this process in the lease.
+        alive: whether another owner still lives, when that can be told: a dead one's lease need not run out first.
+    """
+
+    def __init__(self, wiring: Wiring, owner: str, alive: Callable[[str], bool] = lambda owner: True) -> None:
+        self._wiring, self._owner, self._alive = wiring, owner, alive
         self._manifests: dict[str, Manifest] = {}
 
     def tick(self, run_id: str) -> Tick | None:
@@ -54,14 +59,22 @@ class Reconciler:
         run = self._wiring.ledger.run(run_id)
         if is_final("run", run.state):
             return Tick(run, changed=False)
-        with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
-            claimed = transaction.claim(run, self._owner, LEASE_SECONDS)
+        claimed = self._claim(run)
         if claimed is None:
             return None
         try:
             return self._pass(claimed)
         except StaleWriteError:  # a person or another process moved first: read again
             return Tick(self._wiring.ledger.run(run_id), changed=True)
+
+    def _claim(self, run: RunRecord) -> RunRecord | None:
+        expires = (run.lease_expires or 0.0) - self._wiring.clock.now()
+        if run.lease_owner == self._owner and expires > LEASE_SECONDS / 2:
+            return run  # still ours for long enough: a renewal costs an fsync
+        with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
+            if run.lease_owner not in (None, self._owner) and not self._alive(str(run.lease_owner)):
+                transaction.release_claim(run, str(run.lease_owner))
+            return transaction.claim(run, self._owner, LEASE_SECONDS)
 
     def release(self, run_id: str) -> None:
         """Give the lease back, so that another process need not wait for it to expire."""

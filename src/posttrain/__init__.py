@@ -1,0 +1,59 @@
+"""Posttrain: declare a post-training run once; train, judge, ship, roll back.
+
+    import posttrain
+
+    run = posttrain.submit("run.yaml")
+    run.wait()
+    posttrain.channel("prod").rollback()
+
+Names are loaded when first used (PEP 562), so that an engine process does not load the database and the control side does not load
+the engine.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from posttrain._version import __version__
+
+if TYPE_CHECKING:
+    from posttrain.app.runs import Channel, Run, channel, plan, run, submit
+    from posttrain.app.workspace import Workspace, init_workspace, open_workspace
+    from posttrain.domain.errors import PosttrainError
+
+_ROOMS = {
+    "Channel": "posttrain.app.runs",
+    "PosttrainError": "posttrain.domain.errors",
+    "Run": "posttrain.app.runs",
+    "Workspace": "posttrain.app.workspace",
+    "channel": "posttrain.app.runs",
+    "init_workspace": "posttrain.app.workspace",
+    "open_workspace": "posttrain.app.workspace",
+    "plan": "posttrain.app.runs",
+    "run": "posttrain.app.runs",
+    "submit": "posttrain.app.runs",
+}
+__all__ = [
+    "Channel",
+    "PosttrainError",
+    "Run",
+    "Workspace",
+    "__version__",
+    "channel",
+    "init_workspace",
+    "open_workspace",
+    "plan",
+    "run",
+    "submit",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
+    return getattr(import_module(_ROOMS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,175 @@
+"""The Python face: submit and follow runs, move channels. The CLI prints what these return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.app.workspace import Workspace, open_workspace
+from posttrain.control import actions, compare, explain, lineage
+from posttrain.control.planning import Planned, plan_run
+from posttrain.control.submission import submit as submit_manifest
+from posttrain.domain.lifecycle import RunState
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import ReleaseEntry, RunRecord
+from posttrain.domain.runspec import RunSpec, load_run_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A handle on one run."""
+
+    workspace: Workspace
+    id: str
+    attached: bool = False  # submitted before: this submit started nothing
+
+    @property
+    def record(self) -> RunRecord:
+        """The run as it is now."""
+        return self.workspace.ledger.run(self.id)
+
+    @property
+    def state(self) -> str:
+        """`pending`, `running`, `succeeded`, `rejected`, `failed`, `stopping` or `stopped`."""
+        return self.record.state
+
+    @property
+    def manifest(self) -> Manifest:
+        """The locked manifest."""
+        return self.workspace.wiring.manifest(self.record)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`stage/metric` → value, of every stage that has ended."""
+        stages = self.workspace.ledger.stages(self.id)
+        return {f"{stage.name}/{name}": value for stage in stages for name, value in stage.metrics.items()}
+
+    def wait(
+        self, timeout: float | None = None, *, check: bool = False, watch: Callable[[RunRecord], None] | None = None
+    ) -> RunRecord:
+        """Drive the run in this process until it ends (or watch, while another process drives it).
+
+        Args:
+            timeout: seconds; None: the run's budget bounds it.
+            check: raise when it did not succeed.
+            watch: called about ten times a second with the run.
+
+        Raises:
+            DeadlineError: `timeout` passed; the run is not stopped by that.
+            PosttrainError: with `check`, the error of the run's outcome.
+        """
+        reconciler = self.workspace.reconciler
+        try:
+            record = reconciler.drive(self.id, timeout=timeout, watch=watch)
+        finally:
+            reconciler.release(self.id)
+            self.workspace.seal()
+        error = explain.outcome_error(record, tuple(self.workspace.ledger.stages(self.id)))
+        if check and error:
+            raise error
+        return record
+
+    def why(self) -> explain.Explanation:
+        """Where it is and why."""
+        return explain.explain_run(self.workspace.wiring, self.id)
+
+    def stop(self) -> RunRecord:
+        """Ask it to stop; whoever drives it carries that out."""
+        return actions.stop(self.workspace.wiring, self.id)
+
+    def retry(self) -> Run:
+        """Let a stopped or failed run go on; then `wait()`."""
+        actions.retry(self.workspace.wiring, self.id)
+        return self
+
+    def diff(self, other: Run) -> list[compare.Difference]:
+        """What differs in the manifests."""
+        return compare.compare(self.workspace.wiring, self.manifest, other.manifest)
+
+    def promote(self, channel: str) -> ReleaseEntry:
+        """Point a channel at this run's model, if its gates pass."""
+        return actions.promote(self.workspace.wiring, self.id, channel)
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A handle on one release channel."""
+
+    workspace: Workspace
+    name: str
+
+    @property
+    def live(self) -> ReleaseEntry | None:
+        """What it points at; None when nothing was ever promoted."""
+        return self.workspace.ledger.channel(self.name)
+
+    @property
+    def history(self) -> list[ReleaseEntry]:
+        """Every move, oldest first."""
+        return self.workspace.ledger.history(self.name)
+
+    def rollback(self, to: str | None = None) -> ReleaseEntry:
+        """Point it back at the model before, or at `to` (release number, run id, digest prefix)."""
+        entry = actions.rollback(self.workspace.wiring, self.name, to)
+        self.workspace.seal()
+        return entry
+
+    def lineage(self) -> lineage.Node:
+        """From its weights back to prompts, reward source, base model and manifest."""
+        return lineage.release_lineage(self.workspace.wiring, self.name)
+
+    def verify(self) -> lineage.VerifyReport:
+        """Hash all of the lineage again."""
+        self.workspace.seal()
+        return lineage.verify(self.workspace.wiring, self.lineage())
+
+
+def plan(path: str | Path, workspace: Workspace | None = None) -> Planned:
+    """Validate a run file and resolve it to a manifest. Writes nothing.
+
+    Raises:
+        InputError: naming file, field, constraint and value.
+    """
+    at = workspace or open_workspace()
+    spec, source = load_run_spec(Path(path)), Path(path)
+    return plan_spec(spec, at, source)
+
+
+def plan_spec(spec: RunSpec, workspace: Workspace, source: Path) -> Planned:
+    """Resolve an already read run file; relative paths in it start at its folder."""
+    resolve = workspace.catalog.resolver(source.parent)
+    return plan_run(spec, str(source), resolve, workspace.wiring.trainers)
+
+
+def submit(path: str | Path, *, again: bool = False, workspace: Workspace | None = None) -> Run:
+    """Lock a run file and record the run; a manifest that was submitted before attaches to its run.
+
+    Nothing computes until somebody drives the run: `run.wait()`, or `posttrain run` in any terminal.
+    """
+    at = workspace or open_workspace()
+    return submit_planned(plan(path, at), at, again=again)
+
+
+def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False) -> Run:
+    """Record a run of an already resolved manifest. A stopped run of it goes on."""
+    workspace.catalog.publish(planned.manifest)
+    submitted = submit_manifest(workspace.wiring, planned.manifest, again=again)
+    if submitted.run.state == RunState.STOPPED:
+        actions.retry(workspace.wiring, submitted.run.id)
+    return Run(workspace, submitted.run.id, submitted.attached)
+
+
+def run(prefix: str, workspace: Workspace | None = None) -> Run:
+    """A run by id, by a prefix of it, or the newest of a name.
+
+    Raises:
+        NotFoundError: no such run. InputError: the prefix names several.
+    """
+    at = workspace or open_workspace()
+    return Run(at, at.ledger.find_run(prefix).id, attached=True)
+
+
+def channel(name: str, workspace: Workspace | None = None) -> Channel:
+    """A release channel; it need not exist yet."""
+    return Channel(workspace or open_workspace(), name)

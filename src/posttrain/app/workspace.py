@@ -1,0 +1,130 @@
+"""A workspace: one folder with a ledger, blobs, attempt folders and a cache, wired to the local back-ends."""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import os
+import socket
+from pathlib import Path
+
+import psutil
+
+from posttrain.control.reconciler import Reconciler
+from posttrain.control.wiring import Wiring
+from posttrain.data.catalog import Catalog
+from posttrain.domain.errors import WorkspaceError
+from posttrain.execution.executors.local import LocalExecutor
+from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.blobs import open_blobs
+from posttrain.store.clock import SystemClock
+from posttrain.store.database import Database
+from posttrain.store.ledger import Ledger
+from posttrain.store.sealer import seal
+
+FOLDER = ".posttrain"
+VARIABLE = "POSTTRAIN_WORKSPACE"
+
+
+class Workspace:
+    """The control plane over one folder.
+
+    Raises:
+        WorkspaceError: no workspace there, read-only, disk full, or of a newer schema.
+    """
+
+    def __init__(self, root: Path, *, create: bool = False, actor: str | None = None) -> None:
+        self.root = root.resolve()
+        if create:
+            _make(self.root)
+        elif not (self.root / "ledger.db").exists():
+            raise WorkspaceError(f"{self.root}: is no workspace; run `posttrain init`, or set {VARIABLE} to one")
+        clock = SystemClock()
+        self.actor = actor or f"user:{_user()}"
+        self.ledger = Ledger(Database(self.root / "ledger.db", create=create), clock)
+        self.blobs = open_blobs(os.environ.get("POSTTRAIN_STORE") or str(self.root / "blobs"))
+        trainers = (NativeTrainer(),)
+        self.wiring = Wiring(
+            ledger=self.ledger,
+            blobs=self.blobs,
+            executor=LocalExecutor(),
+            trainers={trainer.name: trainer for trainer in trainers},
+            clock=clock,
+            root=self.root,
+            actor=self.actor,
+        )
+        self.catalog = Catalog(self.ledger, self.blobs, self.actor)
+
+    @functools.cached_property
+    def reconciler(self) -> Reconciler:
+        """This process as a reconciler."""
+        return Reconciler(self.wiring, process_name(), process_alive)
+
+    def seal(self) -> None:
+        """Chain the events committed so far."""
+        seal(self.ledger)
+
+    def close(self) -> None:
+        """Close the database."""
+        self.ledger.close()
+
+
+def find_workspace(start: Path | None = None) -> Path:
+    """`$POSTTRAIN_WORKSPACE`, or the nearest `.posttrain` at or above `start`.
+
+    Raises:
+        WorkspaceError: there is none.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    here = (start or Path.cwd()).resolve()
+    for folder in (here, *here.parents):
+        if (folder / FOLDER / "ledger.db").exists():
+            return folder / FOLDER
+    raise WorkspaceError(f"{here}: no workspace here or above; run `posttrain init`")
+
+
+def open_workspace(path: Path | None = None) -> Workspace:
+    """The workspace at `path` (the folder that holds `.posttrain`, or itself), or the nearest one."""
+    if path is None:
+        return Workspace(find_workspace())
+    return Workspace(path if (path / "ledger.db").exists() else path / FOLDER)
+
+
+def init_workspace(path: Path | None = None) -> Workspace:
+    """Make a workspace below `path` (default: here). Doing it again changes nothing."""
+    named = os.environ.get(VARIABLE)
+    root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
+    return Workspace(root, create=True)
+
+
+def process_name() -> str:
+    """`host:pid:start` of this process: it tells a reused pid from the same process."""
+    return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.2f}"
+
+
+def process_alive(owner: str) -> bool:
+    """Whether the process `owner` names may still live. A process of another host may."""
+    host, pid, started = (owner.rsplit(":", 2) + ["", ""])[:3]
+    if host != socket.gethostname() or not pid.isdigit():
+        return True
+    try:
+        return abs(psutil.Process(int(pid)).create_time() - float(started)) < 0.05
+    except (psutil.NoSuchProcess, ValueError):
+        return False
+
+
+def _make(root: Path) -> None:
+    try:
+        for folder in (root, root / "blobs", root / "runs", root / "cache"):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WorkspaceError(f"{root}: cannot be made: {error.strerror}; choose a folder you can write to") from error
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a passwd entry
+        return str(os.getuid())

@@ -1,0 +1,63 @@
+"""Why a run is where it is: the reason, which number missed and by how much, and what to do next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.control.judging import read_report
+from posttrain.control.wiring import Wiring
+from posttrain.domain.errors import (
+    FailureClass,
+    GateInconclusiveError,
+    GateRejectedError,
+    InfrastructureError,
+    JobFailedError,
+    PosttrainError,
+    StoppedError,
+)
+from posttrain.domain.gates import GateReport
+from posttrain.domain.lifecycle import AttemptState, RunState, StageState
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Everything `posttrain why` prints."""
+
+    run: RunRecord
+    stages: tuple[StageRecord, ...]
+    attempts: tuple[AttemptRecord, ...]
+    report: GateReport | None
+
+    @property
+    def lost(self) -> tuple[AttemptRecord, ...]:
+        """Attempts that did not end well."""
+        bad = (AttemptState.LOST, AttemptState.FAILED)
+        return tuple(attempt for attempt in self.attempts if attempt.state in bad)
+
+
+def explain_run(wiring: Wiring, run_id: str) -> Explanation:
+    """Gather the facts of one run."""
+    run = wiring.ledger.run(run_id)
+    stages = tuple(wiring.ledger.stages(run.id))
+    gate = next((stage for stage in stages if stage.kind == "gate" and "report" in stage.outputs), None)
+    report = read_report(wiring, gate.outputs["report"]["digest"]) if gate else None
+    return Explanation(run, stages, tuple(wiring.ledger.attempts(run.id)), report)
+
+
+def outcome_error(run: RunRecord, stages: tuple[StageRecord, ...]) -> PosttrainError | None:
+    """The error (and exit code) that a final run ends with; None when it succeeded."""
+    message = f"run {run.id}: {run.message}" + (f"; next: {run.next_action}" if run.next_action else "")
+    if run.state == RunState.STOPPED:
+        return StoppedError(message)
+    if run.state == RunState.REJECTED:
+        return (GateInconclusiveError if run.reason == "GateInconclusive" else GateRejectedError)(message)
+    if run.state != RunState.FAILED:
+        return None
+    reason = next((stage.reason for stage in stages if stage.state == StageState.FAILED), run.reason)
+    if reason in ("AttemptsExhausted", "CircuitOpen"):
+        return InfrastructureError(message)
+    if reason == "BudgetExceeded":
+        return FailureClass.BUDGET.error(message)
+    kind = reason.partition(":")[2]
+    return (FailureClass(kind).error if kind else JobFailedError)(message)

@@ -1,0 +1,152 @@
+"""From released weights back to prompts, reward source, base model and manifest; and the proof that all of it is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from posttrain.control.wiring import Wiring
+from posttrain.domain.errors import IntegrityError, NotFoundError
+from posttrain.domain.jobs import InputBlob
+from posttrain.domain.records import Asset, ReleaseEntry, StageRecord
+from posttrain.store.sealer import verify_chain
+from posttrain.store.trees import verify_tree
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One thing in a lineage: what it is, its name, its digest, and what it was made from."""
+
+    kind: str  # release | model | stage | dataset | reward | manifest | report | evaluation
+    name: str
+    digest: str | None
+    form: str | None = None  # file | tree, when it is stored under `digest`
+    details: tuple[tuple[str, str], ...] = ()
+    children: tuple[Node, ...] = ()
+
+    def walk(self) -> Iterator[Node]:
+        """This node and everything below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` hashed again, and what did not match."""
+
+    checked: int  # distinct digests
+    bytes: int
+    events: int  # sealed events whose chain was recomputed
+    problems: tuple[str, ...] = field(default=())
+
+
+def release_lineage(wiring: Wiring, channel: str) -> Node:
+    """The tree of what a channel serves.
+
+    Raises:
+        NotFoundError: unknown or empty channel.
+    """
+    live = wiring.ledger.channel(channel)
+    if live is None:
+        known = ", ".join(wiring.ledger.channels()) or "none yet"
+        raise NotFoundError(f"channel {channel!r} is unknown (known: {known}); a promotion creates it")
+    return _release_node(wiring, live)
+
+
+def run_lineage(wiring: Wiring, run_id: str) -> Node:
+    """The tree of what a run made, from its last model stage back."""
+    run = wiring.ledger.run(run_id)
+    stages = [stage for stage in wiring.ledger.stages(run.id) if "model" in stage.outputs]
+    children = tuple(_stage_node(wiring, stage) for stage in stages[-1:])
+    return Node("run", run.id, None, children=(*children, _manifest_node(wiring, run.id)), details=(("state", run.state),))
+
+
+def _release_node(wiring: Wiring, entry: ReleaseEntry) -> Node:
+    children: list[Node] = [_model_node(wiring, entry.model_digest, entry.run_id)]
+    if entry.report_digest:
+        children.append(Node("report", "gate report", entry.report_digest, "file"))
+    if entry.run_id:
+        children += _evaluations(wiring, entry.run_id)
+        children.append(_manifest_node(wiring, entry.run_id))
+    details = (("release", str(entry.sequence)), ("action", entry.action), ("by", entry.actor))
+    return Node("release", entry.channel, None, details=details, children=tuple(children))
+
+
+def _manifest_node(wiring: Wiring, run_id: str) -> Node:
+    run = wiring.ledger.run(run_id)
+    manifest = wiring.manifest(run)
+    details = (("owner", manifest.owner), ("seed", str(manifest.seed)), *((f"code.{k}", v) for k, v in manifest.code.items()))
+    return Node("manifest", run.id, run.manifest_digest, "file", details=details)
+
+
+def _evaluations(wiring: Wiring, run_id: str) -> list[Node]:
+    nodes = []
+    for stage in wiring.ledger.stages(run_id):
+        if stage.kind == "evaluate" and "metrics" in stage.outputs:
+            suites = tuple(
+                _input_node(wiring, slot, InputBlob(**blob)) for slot, blob in stage.inputs.items() if slot != "model"
+            )
+            nodes.append(Node("evaluation", f"{run_id}/{stage.name}", stage.outputs["metrics"]["digest"], "file", children=suites))
+    return nodes
+
+
+def _model_node(wiring: Wiring, digest: str, run_id: str | None) -> Node:
+    for stage in wiring.ledger.stages(run_id) if run_id else []:
+        if stage.outputs.get("model", {}).get("digest") == digest:
+            return _stage_node(wiring, stage)
+    return _asset_node(wiring, InputBlob(digest, "tree"))
+
+
+def _stage_node(wiring: Wiring, stage: StageRecord) -> Node:
+    """The model a stage made, with its inputs below it. A stage from the cache shows where it was computed."""
+    made_by = f"{stage.kind} in {stage.cached_from or f'{stage.run_id}/{stage.name}'}"
+    children = tuple(_input_node(wiring, slot, InputBlob(**blob)) for slot, blob in stage.inputs.items())
+    details = (("made by", made_by), *((("reused", "from the stage cache"),) if stage.cached_from else ()))
+    return Node("model", f"{stage.run_id}/{stage.name}", stage.outputs["model"]["digest"], "tree", details, children)
+
+
+def _input_node(wiring: Wiring, slot: str, blob: InputBlob) -> Node:
+    run_id, _, stage_name = blob.name.partition("/")
+    if slot == "model" and stage_name and not blob.name.startswith(("model:", "path:")):
+        for stage in wiring.ledger.stages(run_id):
+            if stage.name == stage_name and "model" in stage.outputs:
+                return _stage_node(wiring, stage)
+    return _asset_node(wiring, blob)
+
+
+def _asset_node(wiring: Wiring, blob: InputBlob) -> Node:
+    assets = wiring.ledger.assets_by_digest(blob.digest)
+    asset = next((a for a in assets if a.ref == blob.name), assets[0] if assets else None)
+    if asset is None:
+        return Node(blob.name.partition(":")[0] or "blob", blob.name or "unregistered", blob.digest, blob.form)
+    origin = asset.meta.get("run")
+    children = (_manifest_node(wiring, origin),) if origin else ()
+    return Node(asset.kind, asset.ref, asset.digest, asset.form, _asset_details(asset), children)
+
+
+def _asset_details(asset: Asset) -> tuple[tuple[str, str], ...]:
+    shown = ("rows", "source_digest", "guideline", "parameters", "architecture", "prompts_digest")
+    return (*((key, str(asset.meta[key])) for key in shown if key in asset.meta), ("registered by", asset.created_by))
+
+
+def verify(wiring: Wiring, tree: Node, progress: Callable[[int], None] = lambda done: None) -> VerifyReport:
+    """Hash everything in a lineage again, and recompute the event chain. Problems are collected, not raised."""
+    problems: list[str] = []
+    seen: set[str] = set()
+    size = 0
+    for node in tree.walk():
+        if node.digest is None or node.form is None or node.digest in seen:
+            continue
+        seen.add(node.digest)
+        try:
+            size += verify_tree(wiring.blobs, node.digest) if node.form == "tree" else len(wiring.blobs.get(node.digest))
+        except (IntegrityError, NotFoundError) as error:
+            problems.append(f"{node.kind} {node.name}: {error}")
+        progress(len(seen))
+    events = 0
+    try:
+        events = verify_chain(wiring.ledger).sealed
+    except IntegrityError as error:
+        problems.append(str(error))
+    return VerifyReport(len(seen), size, events, tuple(problems))
