@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.decision.releases import promotion, rollback_target
@@ -116,6 +116,7 @@ def test_rollback_to_a_named_model() -> None:
         rollback_target(rows, to="B")
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=12))
 def test_repeated_rollbacks_end_and_never_repeat_what_they_left(promoted: list[str]) -> None:
     rows = history(*promoted)

@@ -24,6 +24,7 @@ from posttrain.domain.errors import InputError
 CONFIDENCES = st.sampled_from([0.9, 0.95, 0.975, 0.99])
 
 
+@settings(deadline=None)
 @given(items=st.integers(1, 5000), share=st.floats(0, 1), confidence=CONFIDENCES)
 def test_wilson_equals_scipy(items: int, share: float, confidence: float) -> None:
     successes = round(items * share)
@@ -48,7 +49,7 @@ def profile_score(better: int, worse: int, items: int, difference: float) -> flo
     return (better - worse - items * difference) / np.sqrt(items * (2 * q + difference * (1 - difference)))
 
 
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(counts=st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 100)), difference=st.floats(-0.9, 0.9))
 def test_paired_score_has_the_likeliest_nuisance(counts: tuple[int, int, int], difference: float) -> None:
     better, worse, same = counts
@@ -58,6 +59,7 @@ def test_paired_score_has_the_likeliest_nuisance(counts: tuple[int, int, int], d
         assert ours == pytest.approx(profile_score(better, worse, items, difference), rel=1e-3, abs=1e-3)
 
 
+@settings(deadline=None)
 @given(better=st.integers(0, 60), worse=st.integers(0, 60), same=st.integers(0, 200), confidence=CONFIDENCES)
 def test_paired_limit_solves_the_score_equation(better: int, worse: int, same: int, confidence: float) -> None:
     items = better + worse + same
@@ -153,7 +155,7 @@ def test_bootstrap_covers_the_mean_about_as_often_as_promised() -> None:
     values=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40).map(np.array),
     scale=st.sampled_from([0.25, 2.0, 1024.0]),
 )
-@settings(max_examples=40)
+@settings(deadline=None, max_examples=40)
 def test_bootstrap_is_seeded_and_scales(values: np.ndarray, scale: float) -> None:
     limit = bootstrap_lower(values, 0.95, seed=5, resamples=500)
     assert limit == bootstrap_lower(values, 0.95, seed=5, resamples=500)
@@ -181,6 +183,7 @@ def test_memory_bound_does_not_change_the_draws_of_a_small_suite() -> None:
     )
 
 
+@settings(deadline=None)
 @given(samples=st.integers(1, 9), correct=st.integers(0, 9), k=st.integers(1, 9))
 def test_pass_at_k_counts_all_subsets(samples: int, correct: int, k: int) -> None:
     if correct > samples or k > samples:

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -112,6 +112,7 @@ def test_no_outcome_at_all_is_an_error() -> None:
     assert GateReport.of([], candidate="sha256:c").outcome is Outcome.ERROR
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(Outcome), min_size=1), st.sampled_from(Outcome))
 def test_another_verdict_never_improves_the_outcome(outcomes: list[Outcome], other: Outcome) -> None:
     assert worst([*outcomes, other]).severity >= worst(outcomes).severity
