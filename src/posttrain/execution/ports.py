@@ -1,0 +1,87 @@
+"""The two ports of the execution plane: where a job runs (`Executor`) and what the job is (`Trainer`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain.domain.jobs import JobOrder, JobResult, JobSpec, Observation
+from posttrain.store.attempts import AttemptFolder
+
+
+class Executor(Protocol):
+    """Runs jobs somewhere. Every implementation:
+
+    - knows a job by `spec.name` and its attempt folder; it needs nothing that a caller remembered, so any process may
+      launch, observe or cancel, before and after crashes of its own and of the executor's helpers;
+    - starts at most one job per attempt, ever: launching again finds it, running or ended, also when two processes
+      launch at once. A job that ended or was lost is never started again: that is a new attempt;
+    - lets the job outlive the process that launched it;
+    - passes `spec.environment` on top of its own environment and runs `python -m MODULE ATTEMPT_DIR`;
+    - bounds every wait.
+    """
+
+    @property
+    def name(self) -> str:
+        """`local`, `ray` …: what an attempt's record says."""
+
+    def launch(self, spec: JobSpec) -> str:
+        """Find the job of that name or create it; its handle, the same for every call.
+
+        Raises:
+            InfrastructureError: it could not be started; nothing runs, and trying again is safe.
+            WorkspaceError: the attempt folder cannot be written.
+        """
+
+    def observe(self, spec: JobSpec) -> Observation:
+        """One look at the job. Reports LOST only when nothing of the job runs any more (what is left is killed first).
+
+        EXITED carries the exit code, negative for the signal that killed the job.
+        """
+
+    def cancel(self, spec: JobSpec, grace_seconds: float) -> Observation:
+        """Stop the job and wait until it is gone: ask (control.json), after `grace_seconds` terminate, then kill.
+
+        Returns as soon as the job has ended, with the last observation; UNKNOWN for a job that was never launched. The
+        request stays in control.json, so a job that starts late ends at once.
+
+        Raises:
+            DeadlineError: it survived being killed (a process stuck in the kernel, an unreachable node).
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StageContract:
+    """What a trainer says of a stage before anything runs."""
+
+    params: Mapping[str, Any]  # normalised: defaults filled in
+    inputs: Mapping[str, tuple[str, str]]  # slot → (asset kind, word of run.yaml), e.g. "data" → ("dataset", "train")
+    outputs: Mapping[str, str]  # name → form: file | tree
+    metrics: Mapping[str, bool] = field(default_factory=dict)  # metrics it will produce → whether they are 0/1 per item
+    work: Mapping[str, float] = field(default_factory=dict)  # for the planner: steps, documents, max_new_tokens …
+
+
+class Trainer(Protocol):
+    """Knows what a stage kind means and compiles it to a process. Every implementation is pure but for `collect`."""
+
+    @property
+    def name(self) -> str:
+        """The word of `trainer:` in run.yaml."""
+
+    def code_digest(self) -> str:
+        """Digest of the sources and the engine versions that decide results: part of every stage's cache key."""
+
+    def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
+        """Validate and normalise a stage.
+
+        Raises:
+            InputError: naming the field, the constraint and the value.
+        """
+
+    def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
+        """The module to run and the environment it needs before its first import."""
+
+    def collect(self, attempt: AttemptFolder) -> JobResult | None:
+        """How the job ended by its own word; None while there is no word."""

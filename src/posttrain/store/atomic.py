@@ -1,0 +1,104 @@
+"""Files that are there whole or not at all, and survive a power cut once they are there.
+
+Written under a temporary name in the same folder, synced, renamed, and the folder synced. Only the standard library:
+the supervisor imports this and must start fast.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from posttrain.domain.errors import IntegrityError, WorkspaceError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`.
+
+    Raises:
+        WorkspaceError: the disk is full or the place cannot be written; what was at `path` is still there.
+    """
+    write_stream(path, lambda file: file.write(data))
+
+
+def write_stream(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
+    """Replace `path` by what `fill` writes into the open file; whatever `fill` raises leaves `path` as it was.
+
+    Raises:
+        WorkspaceError: as `write_atomic`.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+    try:
+        try:
+            with temporary.open("xb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable; the contents of its files are synced by whoever wrote them."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and its parents.
+
+    Raises:
+        WorkspaceError: it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by JSON. NaN and infinities are written as Python writes them: a metric may be one.
+
+    Raises:
+        WorkspaceError: as `write_atomic`.
+    """
+    write_atomic(path, json.dumps(value, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON at `path`; None when there is no such file.
+
+    Raises:
+        IntegrityError: it is not JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise IntegrityError(f"{path} is not JSON: {error}; remove it and run the command again") from error
+
+
+def unwritable(path: Path | str, error: OSError) -> WorkspaceError:
+    """The one-line error for an operating system that refused a write."""
+    if error.errno in _FULL:
+        return WorkspaceError(f"cannot write {path}: the disk is full; free some space and run the command again")
+    if error.errno in _READ_ONLY:
+        return WorkspaceError(f"cannot write {path}: it is read-only; make the folder writable")
+    return WorkspaceError(f"cannot write {path}: {error.strerror or error}; check the folder")

@@ -1,0 +1,236 @@
+"""The attempt folder: everything a job is told, says and leaves. Used on both sides of the process border.
+
+::
+
+    ATTEMPT_DIR/
+        job.json            JobOrder, written before the launch
+        control.json        inbound: {"stop": bool, "checkpoint": how many have been asked for}
+        events/000001.jsonl write-once segments of facts, numbered without gaps
+        checkpoints/step-00000120/   COMMIT last: a folder without it does not exist for anybody
+        outputs/            what the job leaves
+        result.json         JobResult, last and atomic: its presence means that the job ended by itself
+        spec.json supervisor.json exit.json log.txt      the local executor's
+
+Nothing is appended to and nothing is renamed over while somebody reads it, so the layout also works where the folder
+is an object-store prefix. Imports no database and no object store: a job has neither.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.domain.canonical import digest_chunks
+from posttrain.domain.errors import IntegrityError, NotFoundError
+from posttrain.domain.facts import Fact, Progress, fact_from_json, fact_to_json
+from posttrain.domain.jobs import JobOrder, JobResult
+from posttrain.store.atomic import make_folder, read_json, write_atomic, write_json
+
+CHECKPOINT_FORMAT = "posttrain.checkpoint/1"
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedCheckpoint:
+    """A checkpoint whose shards match its COMMIT."""
+
+    path: Path
+    step: int
+    tokens: int  # spent up to it, over the attempt's lineage (from its `state.json`; 0 without one)
+
+
+class AttemptFolder:
+    """One attempt's folder at `path`. Making the object touches nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.events = self.path / "events"
+        self.checkpoints = self.path / "checkpoints"
+        self.outputs = self.path / "outputs"
+        self.log = self.path / "log.txt"
+
+    def write_order(self, order: JobOrder) -> None:
+        """Create the folder and its `job.json`.
+
+        Raises:
+            WorkspaceError: the disk is full or read-only.
+        """
+        make_folder(self.path)
+        write_json(self.path / "job.json", order.to_json())
+
+    def read_order(self) -> JobOrder:
+        """The order.
+
+        Raises:
+            NotFoundError: there is no `job.json`.
+            IntegrityError: it cannot be read.
+        """
+        raw = read_json(self.path / "job.json")
+        if raw is None:
+            raise NotFoundError(f"there is no job.json in {self.path}; name an attempt folder")
+        try:
+            return JobOrder.from_json(raw)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _unreadable(self.path / "job.json", error) from error
+
+    def request_stop(self) -> None:
+        """Ask the job to write a checkpoint and end."""
+        self._control(stop=True)
+
+    def stop_requested(self) -> bool:
+        """Whether somebody asked the job to stop."""
+        return bool((read_json(self.path / "control.json") or {}).get("stop", False))
+
+    def request_checkpoint(self) -> None:
+        """Ask the job for one more checkpoint."""
+        self._control(checkpoint=self.checkpoints_requested() + 1)
+
+    def checkpoints_requested(self) -> int:
+        """How many checkpoints have been asked for so far: a job that served fewer owes one."""
+        return int((read_json(self.path / "control.json") or {}).get("checkpoint", 0))
+
+    def write_result(self, result: JobResult) -> None:
+        """Say how the job ended. The last thing a job does.
+
+        Raises:
+            WorkspaceError: the disk is full or read-only; there is no result then.
+        """
+        write_json(self.path / "result.json", result.to_json())
+
+    def read_result(self) -> JobResult | None:
+        """How the job ended by its own word; None while there is none.
+
+        Raises:
+            IntegrityError: it cannot be read.
+        """
+        raw = read_json(self.path / "result.json")
+        if raw is None:
+            return None
+        try:
+            return JobResult.from_json(raw)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _unreadable(self.path / "result.json", error) from error
+
+    def facts(self, after_segment: int = 0) -> tuple[list[Fact], int]:
+        """Facts of the segments behind `after_segment`, in the order they were said, and the last segment read.
+
+        Raises:
+            IntegrityError: a segment cannot be read.
+        """
+        found: list[Fact] = []
+        last = after_segment
+        while (segment := self._segment(last + 1)).exists():
+            found += _read_segment(segment)
+            last += 1
+        return found, last
+
+    def last_progress(self) -> Progress | None:
+        """The newest `Progress` the job said.
+
+        Raises:
+            IntegrityError: a segment cannot be read.
+        """
+        for segment in sorted(self.events.glob("*.jsonl"), reverse=True):
+            for fact in reversed(_read_segment(segment)):
+                if isinstance(fact, Progress):
+                    return fact
+        return None
+
+    def committed_checkpoints(self) -> list[Path]:
+        """Checkpoint folders with a COMMIT whose shards have the digests it lists, by step."""
+        folders = sorted(self.checkpoints.glob("step-*"))
+        return [folder for folder in folders if _verified_commit(folder) is not None]
+
+    def latest_checkpoint(self) -> CommittedCheckpoint | None:
+        """The newest committed checkpoint that verifies; older ones stand in for a damaged newer one."""
+        for folder in sorted(self.checkpoints.glob("step-*"), reverse=True):
+            commit = _verified_commit(folder)
+            if commit is not None:
+                state = read_json(folder / "state.json") if "state.json" in commit["shards"] else None
+                return CommittedCheckpoint(folder, int(commit["step"]), int((state or {}).get("tokens", 0)))
+        return None
+
+    def _control(self, **orders: Any) -> None:
+        path = self.path / "control.json"
+        write_json(path, {"stop": False, "checkpoint": 0, **(read_json(path) or {}), **orders})
+
+    def _segment(self, number: int) -> Path:
+        return self.events / f"{number:06d}.jsonl"
+
+
+class EventWriter:
+    """The job's fact sink: buffers facts and writes them as segments.
+
+    A segment is due after `most` facts, or when a fact comes `seconds` after the last segment; what is left is
+    written by `close`. Use it as a context manager. Numbering goes on from the segments that are there.
+
+    Raises:
+        WorkspaceError: the disk is full or read-only; the facts stay buffered, so a later call tries again.
+    """
+
+    def __init__(self, attempt: AttemptFolder, most: int = 256, seconds: float = 0.5) -> None:
+        self._folder, self._most, self._seconds = attempt.events, most, seconds
+        self._buffer: list[Fact] = []
+        self._flushed = float("-inf")
+        make_folder(self._folder)
+        self._next = 1 + max((int(path.stem) for path in self._folder.glob("*.jsonl")), default=0)
+
+    def __call__(self, fact: Fact) -> None:
+        """Say a fact."""
+        self._buffer.append(fact)
+        if len(self._buffer) >= self._most or time.monotonic() - self._flushed >= self._seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        if self._buffer:
+            lines = [json.dumps(fact_to_json(fact), sort_keys=True, ensure_ascii=False) + "\n" for fact in self._buffer]
+            write_atomic(self._folder / f"{self._next:06d}.jsonl", "".join(lines).encode())
+            self._next += 1
+            self._buffer.clear()
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.flush()
+
+    def __enter__(self) -> EventWriter:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+
+def _unreadable(path: Path, error: Exception) -> IntegrityError:
+    return IntegrityError(f"{path} does not have the fields it should: {error}; it is damaged or of another version")
+
+
+def _read_segment(path: Path) -> list[Fact]:
+    # split at "\n" only: JSON leaves other line separators inside strings
+    lines = path.read_bytes().decode().split("\n")
+    try:
+        return [fact_from_json(json.loads(line)) for line in lines if line]
+    except (ValueError, AttributeError) as error:
+        raise IntegrityError(f"event segment {path} cannot be read: {error}; remove it to go on without") from error
+
+
+def _verified_commit(folder: Path) -> dict[str, Any] | None:
+    """The COMMIT of a checkpoint folder, if every shard it lists is there with its digest."""
+    try:
+        commit = json.loads((folder / "COMMIT").read_bytes())
+        if commit["format"] != CHECKPOINT_FORMAT or not commit["shards"]:
+            return None
+        matches = all(digest_chunks(_chunks(folder / name)) == digest for name, digest in commit["shards"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # half-written, pruned while we looked, or damaged: it does not count
+    return commit if matches else None
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
