@@ -46,7 +46,7 @@ class ProcessReward:
         except BaseException:
             self.close()
             raise
-        self._where: str = opened["where"]
+        self.where: str = opened["where"]
         self.dialect: str = opened["dialect"]
         self._notes = tuple(opened["notes"])
 
@@ -66,7 +66,7 @@ class ProcessReward:
             return []
         message = {"op": "score", **{field.name: getattr(call, field.name) for field in fields(call)}}
         answer = self._ask(message, self._timeout, f"score {len(call)} completions")
-        return checked([(score, components) for score, components in answer["scores"]], call, self._where)
+        return checked([(score, components) for score, components in answer["scores"]], call, self.where)
 
     def close(self) -> None:
         """Kill the worker and what it started; remove its scratch folder."""

@@ -1,0 +1,258 @@
+"""What can be said of a data set, a reward or a model before it is registered, without running any of it.
+
+Each `inspect_…` returns the asset's `meta`: a JSON map of what a person or a plan asks about. Reward sources are
+parsed, never executed; model weights are measured from their headers.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.rows import is_parquet, prompt_text, read_rows
+from posttrain.domain.canonical import digest_bytes, digest_json
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.validation import nearest
+
+Meta = dict[str, Any]
+REWARD_DIALECTS = ("auto", "trl", "openrlhf", "row", "areal", "verifiers", "verl", "slime")
+_CONVENTIONAL = ("score", "compute_score")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_MAX_HEADER = 100 * 2**20  # bytes; a safetensors header is JSON
+
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+
+def inspect_dataset(path: Path, *, name: str = "") -> Meta:
+    """`{"rows", "columns", "format", "prompts", "prompts_digest", "answers", "characters"}` of a JSON-lines or Parquet
+    file.
+
+    `prompts` counts distinct prompts, `answers` rows with an answer, `characters` is {min, mean, max} of prompt
+    lengths.
+
+    Raises:
+        NotFoundError: no such file.
+        InputError: no rows, a malformed line (`file:line`) or row.
+    """
+    if path.is_dir():
+        raise InputError(f"{name or path.name}: a data set must be one JSON-lines or Parquet file, got a folder")
+    rows = read_rows(path, name=name)
+    texts = [prompt_text(row) for row in rows]
+    lengths, prompts = [len(text) for text in texts], prompt_digests(texts)
+    return {
+        "rows": len(rows),
+        "columns": sorted({key for row in rows for key in row}),
+        "format": "parquet" if is_parquet(path) else "jsonl",
+        "prompts": len(prompts),
+        "prompts_digest": digest_json(sorted(prompts)),
+        "answers": sum("answer" in row for row in rows),
+        "characters": {"min": min(lengths), "mean": round(sum(lengths) / len(lengths), 1), "max": max(lengths)},
+    }
+
+
+def prompt_digests(texts: Iterable[str]) -> frozenset[str]:
+    """Digests of prompts, blanks at the ends ignored: equal digests are the same task."""
+    return frozenset(digest_bytes(text.strip().encode()) for text in texts)
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def inspect_reward(
+    path: Path, entry: str | None = None, *, dialect: str = "auto", guideline: Path | None = None
+) -> Meta:
+    """`{"entry", "dialect", "parameters", "async", "source", "source_digest", "guideline"}` of a reward's source.
+
+    Args:
+        path: a Python file, or a folder that holds it.
+        entry: `function` or `file.py:function`; by default `score`, `compute_score` or the only public function.
+        dialect: how the function is called, when its parameter names do not tell.
+        guideline: a text file that says what is rewarded; by default the function's docstring, or the module's.
+
+    Raises:
+        NotFoundError: no such source, function or guideline file.
+        InputError: not Python (`file:line`), no clear entry, an unknown dialect.
+    """
+    if dialect not in REWARD_DIALECTS:
+        raise InputError(f"dialect must be one of {', '.join(REWARD_DIALECTS)}, got {dialect!r}")
+    file, _, function = (entry or "").rpartition(":")
+    source = _reward_source(path, file)
+    data = source.read_bytes()
+    try:
+        module = ast.parse(data, filename=source.name)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise InputError(f"{source.name}{f':{line}' if line else ''} is not valid Python: {error}") from error
+    name, node = _entry_node(module, function, source.name)
+    text = _guideline_text(guideline) if guideline else (node and ast.get_docstring(node)) or ast.get_docstring(module)
+    return {
+        "entry": f"{source.name}:{name}" if path.is_dir() else name,
+        "dialect": dialect,
+        "parameters": _parameters(node) if node else [],
+        "async": isinstance(node, ast.AsyncFunctionDef),
+        "source": source.name,
+        "source_digest": digest_bytes(data),
+        "guideline": text or "",
+    }
+
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _reward_source(path: Path, file: str) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise NotFoundError(f"reward source {path} does not exist; give a Python file or a folder that holds one")
+    found = sorted(p.name for p in path.glob("*.py"))
+    chosen = file or ("reward.py" if "reward.py" in found else found[0] if len(found) == 1 else "")
+    if chosen not in found:
+        wanted = repr(file) if file else "`reward.py` or a single Python file"
+        raise InputError(f"reward folder {path.name} must hold {wanted}, got {', '.join(found) or 'none'}")
+    return path / chosen
+
+
+def _entry_node(module: ast.Module, entry: str, source: str) -> tuple[str, _Function | None]:
+    """The entry's name and definition; None for a name that is imported or assigned."""
+    functions = {node.name: node for node in module.body if isinstance(node, _Function)}
+    public = [name for name in functions if not name.startswith("_")]
+    if not entry:
+        entry = next((name for name in _CONVENTIONAL if name in functions), public[0] if len(public) == 1 else "")
+    if not entry:
+        defined = ", ".join(public) or "none"
+        raise InputError(f"{source} must define a function `score`, or one public function; it defines {defined}")
+    if entry not in functions and entry not in _bound_names(module):
+        raise NotFoundError(f"{source} has no function {entry!r}{nearest(entry, public)}")
+    return entry, functions.get(entry)
+
+
+def _bound_names(module: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in module.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ClassDef):
+            names.add(node.name)
+    return names
+
+
+def _parameters(node: _Function) -> list[str]:
+    arguments = node.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return names + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])
+
+
+def _guideline_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError as error:
+        raise NotFoundError(f"guideline {path} does not exist; check the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"guideline {path} cannot be read as text: {error}") from error
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def inspect_model(folder: Path) -> Meta:
+    """`{"architecture", "model_type", "context_length", "vocab_size", "parameters", "dtypes", "tokenizer",
+    "chat_template"}`.
+
+    Args:
+        folder: a model in Hugging Face format, weights in safetensors.
+
+    Raises:
+        NotFoundError: no such folder, no config.json, no weights, a shard missing.
+        InputError: pickled files, code to execute, a config or header that cannot be read.
+    """
+    if not folder.is_dir():
+        raise NotFoundError(f"model folder {folder} does not exist; check the path")
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES)
+    if pickles:
+        raise InputError(
+            f"model {folder.name} must not hold pickled files, got {pickles[0]}; convert it to safetensors"
+        )
+    config = _json_file(folder / "config.json", folder.name)
+    if "auto_map" in config:
+        raise InputError(
+            f"model {folder.name}: config.json asks for code in the folder (auto_map), which is never executed"
+        )
+    architectures = config.get("architectures") or []
+    if not architectures:
+        raise InputError(f"model {folder.name}: config.json must name `architectures`, got none")
+    text = config.get("text_config") or config
+    tensors = [tensor for shard in _shards(folder) for tensor in _header(shard).values()]
+    tokenizer = folder / "tokenizer_config.json"
+    templated = (folder / "chat_template.jinja").is_file() or (
+        tokenizer.is_file() and bool(_json_file(tokenizer, folder.name).get("chat_template"))
+    )
+    return {
+        "architecture": architectures[0],
+        "model_type": config.get("model_type", ""),
+        "context_length": next(
+            (text[k] for k in ("max_position_embeddings", "n_positions", "n_ctx") if text.get(k)), None
+        ),
+        "vocab_size": text.get("vocab_size"),
+        "parameters": sum(_size(tensor["shape"]) for tensor in tensors),
+        "dtypes": sorted({tensor["dtype"] for tensor in tensors}),
+        "tokenizer": any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json")),
+        "chat_template": templated,
+    }
+
+
+def _json_file(path: Path, model: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise NotFoundError(f"model {model} has no {path.name}; give a folder in Hugging Face format") from error
+    except ValueError as error:
+        raise InputError(f"model {model}: {path.name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"model {model}: {path.name} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(_json_file(index, folder.name).get("weight_map", {}).values()))
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise NotFoundError(f"model {folder.name} has no weights {name}; give a folder with safetensors weights")
+    return [folder / name for name in names]
+
+
+def _header(path: Path) -> Mapping[str, Any]:
+    """Tensor name → {"dtype", "shape", "data_offsets"}: an 8-byte little-endian length, then JSON, then the data."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 0 < length <= min(size - 8, _MAX_HEADER):
+            raise InputError(
+                f"{path.name} is not safetensors or cut short: its header cannot be {length} of {size} bytes"
+            )
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise InputError(f"{path.name} is not safetensors: its header is not JSON") from error
+    tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    wanted = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    if size != wanted:
+        raise InputError(f"{path.name} must be {wanted} bytes by its header, got {size}; copy it again")
+    return tensors
+
+
+def _size(shape: Iterable[int]) -> int:
+    total = 1
+    for length in shape:
+        total *= length
+    return total

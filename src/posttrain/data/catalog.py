@@ -1,0 +1,159 @@
+"""The registry of versioned assets: adding them, and resolving the refs of a run file to pinned inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.assets import inspect_dataset, inspect_model, inspect_reward
+from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.domain.ports import BlobStore
+from posttrain.domain.records import Asset
+from posttrain.domain.validation import nearest
+from posttrain.store.ledger import Ledger
+from posttrain.store.trees import file_digest, put_tree, tree_digest
+
+_FORMS = {"dataset": "file", "reward": "file", "model": "tree"}
+_DECIDING_META = ("entry", "dialect")  # of a reward: they decide results, so they enter the manifest
+
+
+class Catalog:
+    """Assets of one workspace. Versions are immutable; the same content under the same name is the same version."""
+
+    def __init__(self, ledger: Ledger, blobs: BlobStore, actor: str) -> None:
+        self._ledger, self._blobs, self._actor = ledger, blobs, actor
+        self._local: dict[str, tuple[Path, str]] = {}  # digest → where its bytes lie, form: not published yet
+
+    def add_dataset(self, path: Path, name: str) -> Asset:
+        """Register a JSON-lines or Parquet file.
+
+        Raises:
+            InputError: empty, malformed (file:line), or an ill-formed name.
+        """
+        return self._register("dataset", name, path, inspect_dataset(path))
+
+    def add_reward(
+        self, path: Path, name: str, *, entry: str | None = None, dialect: str = "auto", guideline: Path | None = None
+    ) -> Asset:
+        """Register a reward's source file with the guideline it implements. Parsed, never executed.
+
+        Raises:
+            InputError: not Python, no such function.
+        """
+        meta = inspect_reward(path, entry, dialect=dialect, guideline=guideline)
+        return self._register("reward", name, path, meta, form="tree" if path.is_dir() else "file")
+
+    def add_model(
+        self, folder: Path, name: str, *, origin: dict[str, Any] | None = None, parents: tuple[str, ...] = ()
+    ) -> Asset:
+        """Register a model folder in Hugging Face format with safetensors weights.
+
+        Args:
+            origin: what made it, e.g. `{"run": "tiny-sort-1f2e3d4c"}`.
+            parents: digests it was made from.
+
+        Raises:
+            InputError: pickled weights, code in the folder, an unreadable config or header.
+        """
+        return self._register("model", name, folder, {**inspect_model(folder), **(origin or {})}, parents=parents)
+
+    def _register(
+        self, kind: str, name: str, path: Path, meta: dict[str, Any], *, form: str = "", parents: tuple[str, ...] = ()
+    ) -> Asset:
+        if not NAME.fullmatch(name):
+            raise InputError(f"{kind} name must match {NAME.pattern}, got {name!r}")
+        form = form or _FORMS[kind]
+        digest = put_tree(self._blobs, path) if form == "tree" else self._blobs.put_file(path)
+        asset = Asset(
+            kind=kind,
+            name=name,
+            version=0,  # the next one, unless this content is the latest already
+            digest=digest,
+            form=form,
+            created_at=self._ledger.clock.now(),
+            created_by=self._actor,
+            meta=meta,
+            parents=parents,
+        )
+        with self._ledger.transaction(self._actor) as transaction:
+            return transaction.insert_asset(asset)
+
+    def find(self, text: str, kind: str | None = None) -> Asset:
+        """The asset of `kind:name[@version]`.
+
+        Raises:
+            NotFoundError: unknown name or version, with the nearest known one.
+        """
+        ref = parse_ref(text, kind or text.partition(":")[0])
+        if ref.source is not Source.REGISTRY:
+            raise InputError(f"ref {text!r}: must name a registered asset such as dataset:sort-train@1")
+        return self._registered(ref)
+
+    def resolver(self, base: Path) -> Callable[[str, str], InputRef]:
+        """Resolves the refs of a run file that lies in `base`. Reads and hashes; writes nothing."""
+
+        def resolve(kind: str, text: str) -> InputRef:
+            ref = parse_ref(text, kind)
+            if ref.source is Source.REGISTRY:
+                return self._pinned(self._registered(ref))
+            return self._from_files(ref, local_path(ref, base))
+
+        return resolve
+
+    def _registered(self, ref: AssetRef) -> Asset:
+        versions = self._ledger.assets(ref.kind, ref.name)
+        if not versions:
+            known = {asset.name for asset in self._ledger.assets(ref.kind)}
+            hint = (
+                nearest(ref.name, known) if known else f"; register it: posttrain asset add {ref.kind}:{ref.name} PATH"
+            )
+            raise NotFoundError(f"{ref}: no {ref.kind} of that name is registered{hint}")
+        if ref.version is None:
+            return versions[-1]
+        found = next((asset for asset in versions if asset.version == ref.version), None)
+        if found is None:
+            raise NotFoundError(f"{ref}: there is no version {ref.version}; the latest is {versions[-1].version}")
+        return found
+
+    def _pinned(self, asset: Asset) -> InputRef:
+        if not self._blobs.has(asset.digest):
+            raise NotFoundError(
+                f"{asset.ref}: its bytes ({asset.digest}) are missing from the store; register it again"
+            )
+        meta = {key: asset.meta[key] for key in _DECIDING_META if key in asset.meta}
+        return InputRef(source="asset", name=asset.ref, digest=asset.digest, form=_form(asset.form), meta=meta)
+
+    def _from_files(self, ref: AssetRef, path: Path) -> InputRef:
+        if ref.source is Source.HUB and ref.kind == "dataset":
+            raise InputError(f"ref {ref}: a hub dataset is a folder of files; name one by its path, or register it")
+        inspect = {"dataset": inspect_dataset, "reward": inspect_reward, "model": inspect_model}[ref.kind]
+        found = inspect(path)
+        form = "tree" if path.is_dir() else "file"
+        digest = tree_digest(path) if form == "tree" else file_digest(path)
+        self._local[digest] = (path, form)
+        meta = {key: found[key] for key in _DECIDING_META if ref.kind == "reward" and key in found}
+        name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
+        return InputRef(source="asset", name=name, digest=digest, form=_form(form), meta=meta)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Put what a manifest names by path into the store, before the run is recorded.
+
+        Raises:
+            InputError: a file changed since it was planned.
+        """
+        for _, _, ref in manifest.assets():
+            path, form = self._local.get(ref.digest or "", (None, ""))
+            if path is None:
+                continue
+            digest = put_tree(self._blobs, path) if form == "tree" else self._blobs.put_file(path)
+            if digest != ref.digest:
+                raise InputError(
+                    f"{path}: changed while it was being submitted ({ref.digest} → {digest}); submit again"
+                )
+
+
+def _form(form: str) -> Any:
+    return form

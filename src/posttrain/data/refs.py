@@ -1,0 +1,131 @@
+"""How a person names an asset: `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.validation import nearest
+
+KINDS = ("dataset", "model", "reward")
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FOLDERS = {"dataset": "datasets", "model": "models"}
+
+
+class Source(StrEnum):
+    """Where a referenced thing lies."""
+
+    REGISTRY = "registry"  # a version registered in this workspace
+    PATH = "path"  # a local file or folder
+    HUB = "hub"  # the local cache of the Hugging Face hub
+
+
+@dataclass(frozen=True, slots=True)
+class AssetRef:
+    """A parsed reference: `AssetRef("dataset", Source.REGISTRY, "sort-train", version=1)`."""
+
+    kind: str
+    source: Source
+    name: str  # registry name, path as written, or org/name on the hub
+    version: int | None = None  # registry only; None is the latest
+    revision: str | None = None  # hub only
+
+    def __str__(self) -> str:
+        if self.source is Source.HUB:
+            return f"hf:{self.name}@{self.revision}"
+        if self.source is Source.PATH:
+            return self.name
+        return f"{self.kind}:{self.name}" + (f"@{self.version}" if self.version is not None else "")
+
+
+def parse_ref(text: str, kind: str) -> AssetRef:
+    """Read a reference where an asset of `kind` is expected.
+
+    A text with a slash, a leading dot or tilde, or a suffix of a known file type is a path.
+
+    Raises:
+        InputError: an unknown or other kind (with the nearest known one), an ill-formed name or version, a hub
+        reference
+            without revision.
+    """
+    if kind not in KINDS:
+        raise InputError(f"asset kind must be one of {', '.join(KINDS)}, got {kind!r}{nearest(kind, KINDS)}")
+    head, colon, rest = text.partition(":")
+    if colon and head == "hf":
+        return _hub_ref(rest, kind, text)
+    if _is_path(text):
+        return AssetRef(kind, Source.PATH, text)
+    if not colon:
+        raise InputError(
+            f"ref must be kind:name@version, hf:org/name@revision or a path, got {text!r}; write {kind}:{text}"
+        )
+    if head not in KINDS:
+        raise InputError(f"ref {text!r}: unknown kind {head!r}{nearest(head, KINDS)}; expected {kind}:NAME@VERSION")
+    if head != kind:
+        raise InputError(f"ref {text!r}: a {kind} is expected here, got a {head}; write {kind}:NAME@VERSION")
+    name, at, version = rest.partition("@")
+    if not NAME.fullmatch(name):
+        raise InputError(f"ref {text!r}: name must match {NAME.pattern}, got {name!r}")
+    if at and not (version.isascii() and version.isdigit() and int(version) >= 1):
+        raise InputError(f"ref {text!r}: version must be a whole number >= 1, got {version!r}")
+    return AssetRef(kind, Source.REGISTRY, name, int(version) if at else None)
+
+
+def _hub_ref(rest: str, kind: str, text: str) -> AssetRef:
+    name, _, revision = rest.partition("@")
+    if kind not in _HUB_FOLDERS:
+        raise InputError(f"ref {text!r}: a {kind} cannot come from the hub; give a Python file or {kind}:NAME@VERSION")
+    if not _HUB_NAME.fullmatch(name):
+        raise InputError(f"ref {text!r}: must be hf:org/name@revision, got name {name!r}")
+    if not revision:
+        raise InputError(f"ref {text!r}: a hub ref must name its revision, got none; write hf:{name}@COMMIT")
+    return AssetRef(kind, Source.HUB, name, revision=revision)
+
+
+def _is_path(text: str) -> bool:
+    suffixes = (".jsonl", ".json", ".parquet", ".py")
+    return text.startswith((".", "~", "/")) or "/" in text or text.endswith(suffixes)
+
+
+def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.environ) -> Path:
+    """Where the files of a path or hub reference lie on this machine.
+
+    Args:
+        base: folder that relative paths are relative to: the run file's.
+        environment: read for the hub's cache folder (HF_HUB_CACHE, HF_HOME).
+
+    Raises:
+        InputError: a registry reference, which has no path.
+        NotFoundError: no such file; for the hub, with the command that fetches it.
+    """
+    if ref.source is Source.REGISTRY:
+        raise InputError(f"ref {ref} names a registered asset, not a file")
+    if ref.source is Source.PATH:
+        path = base / Path(ref.name).expanduser()
+        if not path.exists():
+            raise NotFoundError(f"{ref.kind} {ref.name}: no such file or folder ({path}); check the path")
+        return path
+    return _hub_snapshot(ref, environment)
+
+
+def _hub_snapshot(ref: AssetRef, environment: Mapping[str, str]) -> Path:
+    home = Path(environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
+    cache = Path(environment.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    folder = cache / f"{_HUB_FOLDERS[ref.kind]}--{ref.name.replace('/', '--')}"
+    revision = ref.revision or ""
+    if ".." in revision.split("/") or revision.startswith("/"):
+        raise InputError(f"ref {ref}: revision must be a commit, branch or tag, got {revision!r}")
+    pointer = folder / "refs" / revision
+    commit = pointer.read_text().strip() if pointer.is_file() else revision
+    snapshot = folder / "snapshots" / commit
+    if not snapshot.is_dir():
+        what = "--repo-type dataset " if ref.kind == "dataset" else ""
+        command = f"hf download {what}{ref.name} --revision {revision}"
+        raise NotFoundError(f"ref {ref}: not in the local cache {cache}; fetch it with: {command}")
+    return snapshot
