@@ -138,16 +138,32 @@ def packed_attention(
         )
     if packing_plan.windows is not None:
         packing_plan.windows.append(sliding_window)
-    rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # [T, heads, head_dim]
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    out = attend_packed(
+        query, key, value, packing_plan, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap
+    )
+    return out[None], None
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: PackingPlan,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention inside each document: [T, heads, head_dim] and key-value heads → [T, heads, head_dim]."""
     parts: list[Tensor] = []
-    for block in packing_plan.blocks:
-        gathered = rows if packing_plan.inverse is None else [states.index_select(0, block.index) for states in rows]
-        q, k, v = (states.reshape(block.rows, block.length, *states.shape[1:]).transpose(1, 2) for states in gathered)
-        out = _causal_attention(q, k, v, scaling, dropout, sliding_window, softcap)
+    for block in plan.blocks:
+        states = [s if plan.inverse is None else s.index_select(0, block.index) for s in (query, key, value)]
+        q, k, v = (s.reshape(block.rows, block.length, *s.shape[1:]).transpose(1, 2) for s in states)
+        out = _causal_attention(q, k, v, scaling, dropout, window, softcap)
         parts.append(out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3]))
-    if packing_plan.inverse is None:
-        return parts[0][None], None
-    return torch.cat(parts).index_select(0, packing_plan.inverse)[None], None
+    return parts[0] if plan.inverse is None else torch.cat(parts).index_select(0, plan.inverse)
 
 
 def _causal_attention(
@@ -196,7 +212,9 @@ def _masked_attention(
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        # Finite, so that a padding row that may attend to nothing gets a meaningless value and not NaN.
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), p=dropout)
     return weights @ value
 

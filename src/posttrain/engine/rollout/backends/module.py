@@ -1,0 +1,120 @@
+"""Decoding with any causal language model of transformers, by its own forward and its own key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.engine.batch import Trajectory
+from posttrain.engine.models import LanguageModel
+from posttrain.engine.rollout.decoding import Rows, decode_request
+from posttrain.engine.rollout.port import SamplingParams, check_request
+
+_DROP_SHARE = 0.15  # the cache is copied when rows are dropped, so it pays for several at a time
+
+
+class ModuleRollout:
+    """`RolloutEngine` over the module of a `LanguageModel`."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    @property
+    def name(self) -> str:
+        """Which implementation this is."""
+        return "module"
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int,
+        sampling: SamplingParams,
+        prompt_keys: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
+    ) -> list[Trajectory]:
+        """See `RolloutEngine.generate`."""
+        model = self._model
+        request = check_request(prompts, samples, sampling, prompt_keys, limits, context_length=model.context_length)
+        training = model.module.training
+        model.module.eval()
+        try:
+            return decode_request(request, lambda rows: _ModuleSession(model, rows), model.eos_token_ids, model.device)
+        finally:
+            model.module.train(training)
+
+
+class _ModuleSession:
+    """Rows padded on the left, with whatever cache the module returns.
+
+    A cache whose layers can select rows holds each prompt once until it is spread over its rows, and drops ended
+    rows. Any other cache starts with all rows and keeps them. A module that returns no cache reads its whole rows at
+    every step.
+    """
+
+    def __init__(self, model: LanguageModel, rows: Rows) -> None:
+        self._module = model.module
+        self._rows = rows
+        self._device = model.device
+        self._cache: Any = None
+        self.drop_share: float | None = _DROP_SHARE
+        width = max(len(prompt) for prompt in rows.prompts)
+        padding = [width - len(prompt) for prompt in rows.prompts]
+        self._tokens = torch.tensor([[0] * pad + list(p) for pad, p in zip(padding, rows.prompts, strict=True)])
+        self._tokens = self._tokens.to(self._device)
+        columns = torch.arange(width, device=self._device)
+        self._mask = (columns >= torch.tensor(padding, device=self._device)[:, None]).long()
+
+    def prefill(self) -> Tensor:
+        """[rows, vocabulary]: the logits after each row's prompt."""
+        rows = torch.tensor(self._rows.prompt_of_row, device=self._device)
+        logits = self._forward(self._tokens)
+        if self._cache is not None and not _can_select(self._cache):
+            self._cache, self.drop_share = None, None
+            self._select(rows)
+            return self._forward(self._tokens)
+        self._select(rows)
+        return logits[rows]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """[slots, vocabulary]: the logits after one more token in every slot."""
+        self._tokens = torch.cat([self._tokens, tokens[:, None]], 1)
+        self._mask = torch.cat([self._mask, torch.ones_like(tokens)[:, None]], 1)
+        return self._forward(self._tokens if self._cache is None else tokens[:, None])
+
+    def drop(self, count: int, free: Tensor, moved: Tensor) -> None:
+        """Move rows from the last slots into free ones and forget the rest."""
+        index = torch.arange(count, device=self._device)
+        index[free] = moved
+        self._select(index)
+
+    def _select(self, index: Tensor) -> None:
+        self._tokens, self._mask = self._tokens[index], self._mask[index]
+        if self._cache is not None:
+            self._cache.batch_select_indices(index)
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        positions = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        output = self._module(
+            input_ids=tokens,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._cache = output.get("past_key_values")
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+def _can_select(cache: Any) -> bool:
+    """Whether every layer of the cache can pick rows."""
+    layers = getattr(cache, "layers", None)
+    if not layers or not hasattr(cache, "batch_select_indices"):
+        return False
+    return all(hasattr(layer, "batch_select_indices") for layer in layers)

@@ -1,0 +1,223 @@
+"""A hand-written decoder for Llama, Qwen2 and Qwen3 weights: zero-copy, packed prompts, ended rows dropped.
+
+It computes what the module computes, in fewer and larger operations: one product for query, key and value and one for
+gate and up; the residual added inside the product; scores and mask in one batched product in which the query heads of
+a key-value head form a matrix, so that keys and values are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.batch import Trajectory
+from posttrain.engine.models import LanguageModel
+from posttrain.engine.models.attention import PackingPlan, attend_packed, plan_packing
+from posttrain.engine.rollout.decoding import Rows, decode_request
+from posttrain.engine.rollout.fused_weights import (
+    FusedLinear,
+    FusedWeights,
+    LayerWeights,
+    fuse_weights,
+    why_not_fusable,
+)
+from posttrain.engine.rollout.port import SamplingParams, check_request
+
+
+class NativeRollout:
+    """`RolloutEngine` over the weights of a `LanguageModel`, read where they are.
+
+    Opening it re-points the module's parameters at fused buffers; their values, names and shapes stay.
+
+    Raises:
+        InputError: a model for which `why_not_fusable` has a reason.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        reason = why_not_fusable(model.module)
+        if reason is not None:
+            raise InputError(
+                f"native rollout must have a plain Llama, Qwen2 or Qwen3 model, got {reason}; use the module rollout"
+            )
+        self._model = model
+        self._weights = fuse_weights(model.module)
+
+    @property
+    def name(self) -> str:
+        """Which implementation this is."""
+        return "native"
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int,
+        sampling: SamplingParams,
+        prompt_keys: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
+    ) -> list[Trajectory]:
+        """See `RolloutEngine.generate`."""
+        model = self._model
+        request = check_request(prompts, samples, sampling, prompt_keys, limits, context_length=model.context_length)
+        self._weights.check()
+        return decode_request(
+            request, lambda rows: _NativeSession(self._weights, rows), model.eos_token_ids, model.device
+        )
+
+
+class _NativeSession:
+    """Rows with a key-value cache [2 * layers, rows, kv_heads, time, head_dim].
+
+    Prompts are aligned right in the cache, so that every row writes its next key at the same time index.
+    """
+
+    drop_share: float | None = 0.0
+
+    def __init__(self, weights: FusedWeights, rows: Rows) -> None:
+        config = weights.module.config
+        self._weights = weights
+        self._rows = rows
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._eps = config.rms_norm_eps
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        lengths = torch.tensor([len(p) for p in rows.prompts], device=device)
+        self._prompt_of_row = torch.tensor(rows.prompt_of_row, device=device)
+        self._positions = lengths[self._prompt_of_row]  # [slots] of the next token
+        self._time = max(len(p) for p in rows.prompts)
+        capacity = self._time + max(rows.limits) - 1
+        self._cache = torch.zeros(
+            2 * len(weights.layers), len(self._prompt_of_row), self._kv_heads, capacity, self._head_dim,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        self._cosine, self._sine = self._rotations(self._time + max(rows.limits))
+        self._bias = self._padding_bias(capacity)
+        self._head_norms = [self._scaled_norms(layer) for layer in weights.layers]
+
+    def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
+        """Two [count, 1, head_dim] tables; the sign of the rotated half is in the sine."""
+        rotary = self._weights.module.model.rotary_emb
+        angles = torch.outer(torch.arange(count, device=rotary.inv_freq.device).float(), rotary.inv_freq.float())
+        cosine, sine = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+        tables = (torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1))
+        return tables[0].to(self._cache.dtype)[:, None], tables[1].to(self._cache.dtype)[:, None]
+
+    def _padding_bias(self, capacity: int) -> Tensor:
+        """[slots * kv_heads, 1, capacity] to add to the scores, or a zero that broadcasts when no prompt is padded."""
+        cache = self._cache
+        if bool((self._positions == self._time).all()):
+            return cache.new_zeros(1, 1, 1)
+        padded = torch.arange(capacity, device=cache.device) < (self._time - self._positions)[:, None]
+        bias = cache.new_zeros(padded.shape).masked_fill_(padded, float("-inf"))
+        return bias.repeat_interleave(self._kv_heads, 0)[:, None]
+
+    def _scaled_norms(self, layer: LayerWeights) -> Tensor | None:
+        """[heads + kv_heads, head_dim] norm weights of query and key heads."""
+        if layer.query_norm is None or layer.key_norm is None:
+            return None
+        norms = (layer.query_norm.expand(self._heads, -1), layer.key_norm.expand(self._kv_heads, -1))
+        return torch.cat(norms)
+
+    def prefill(self) -> Tensor:
+        """[rows, vocabulary]: every distinct prompt computed once, packed."""
+        device = self._cache.device
+        lengths = [len(p) for p in self._rows.prompts]
+        tokens = torch.tensor([t for p in self._rows.prompts for t in p], device=device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        plan = plan_packing(lengths, device)
+        slot, source, time = self._scatter_indices(lengths)
+        x = F.embedding(tokens, self._weights.embedding)
+        cosine, sine = self._cosine[positions], self._sine[positions]
+        for index, layer in enumerate(self._weights.layers):
+            query_key, value = self._project(x, layer, self._head_norms[index], cosine, sine)
+            query, key = query_key[:, : self._heads], query_key[:, self._heads :]
+            self._cache[2 * index, slot, :, time] = key[source]
+            self._cache[2 * index + 1, slot, :, time] = value[source]
+            x = self._finish(x, self._attend_prompts(query, key, value, plan), layer)
+        last = torch.tensor(lengths, device=device).cumsum(0) - 1
+        return self._logits(x[last])[self._prompt_of_row]
+
+    def _scatter_indices(self, lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """For every prompt token of every row: its slot, its place in the packed prompts, its time index."""
+        device = self._cache.device
+        sizes = torch.tensor(lengths, device=device)
+        starts = sizes.cumsum(0) - sizes
+        counts = self._positions
+        slot = torch.arange(len(counts), device=device).repeat_interleave(counts)
+        offset = torch.arange(len(slot), device=device) - (counts.cumsum(0) - counts)[slot]
+        source = starts[self._prompt_of_row][slot] + offset
+        return slot, source, self._time - counts[slot] + offset
+
+    def _attend_prompts(self, query: Tensor, key: Tensor, value: Tensor, plan: PackingPlan) -> Tensor:
+        return attend_packed(query, key, value, plan, scaling=self._head_dim**-0.5).flatten(1)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """[slots, vocabulary]: the logits after one more token in every slot."""
+        count, time = len(tokens), self._time
+        merged = (count * self._kv_heads, -1, self._head_dim)
+        cosine, sine = self._cosine[self._positions], self._sine[self._positions]
+        bias = self._bias[..., : time + 1]
+        scale = self._head_dim**-0.5
+        x = F.embedding(tokens, self._weights.embedding)
+        for index, layer in enumerate(self._weights.layers):
+            query_key, value = self._project(x, layer, self._head_norms[index], cosine, sine)
+            keys, values = self._cache[2 * index, :count], self._cache[2 * index + 1, :count]
+            keys[:, :, time] = query_key[:, self._heads :]
+            values[:, :, time] = value
+            query = query_key[:, : self._heads].reshape(merged)
+            past = keys.view(merged)[:, : time + 1].transpose(1, 2)
+            scores = torch.baddbmm(bias, query, past, alpha=scale)
+            attended = torch.bmm(scores.softmax(-1), values.view(merged)[:, : time + 1])
+            x = self._finish(x, attended.view(count, -1), layer)
+        self._time += 1
+        self._positions = self._positions + 1
+        return self._logits(x)
+
+    def drop(self, count: int, free: Tensor, moved: Tensor) -> None:
+        """Move rows from the last slots into free ones and forget the rest."""
+        used = self._cache[:, :, :, : self._time]
+        used[:, free] = used[:, moved]
+        self._positions[free] = self._positions[moved]
+        self._positions = self._positions[:count]
+        if self._bias.shape[0] > 1:
+            rows = self._bias.view(-1, self._kv_heads, self._bias.shape[2])
+            rows[free] = rows[moved]
+            self._bias = self._bias[: count * self._kv_heads]
+
+    def _project(
+        self, x: Tensor, layer: LayerWeights, norms: Tensor | None, cosine: Tensor, sine: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[N, hidden] → rotated query and key [N, heads + kv_heads, head_dim], value [N, kv_heads, head_dim]."""
+        normed = F.rms_norm(x, x.shape[1:], layer.input_norm, self._eps)
+        heads = _linear(normed, layer.qkv).view(len(x), -1, self._head_dim)
+        query_key, value = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
+        if norms is not None:
+            query_key = F.rms_norm(query_key, (self._head_dim,), None, self._eps) * norms
+        half = self._head_dim // 2
+        turned = torch.cat([query_key[..., half:], query_key[..., :half]], -1)
+        return (query_key * cosine).addcmul_(turned, sine), value
+
+    def _finish(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
+        """The rest of a layer after attention: output projection, residual, MLP, residual."""
+        x = _add_linear(x, attended, layer.output)
+        normed = F.rms_norm(x, x.shape[1:], layer.mlp_norm, self._eps)
+        gate, up = _linear(normed, layer.gate_up).chunk(2, -1)
+        return _add_linear(x, F.silu(gate).mul_(up), layer.down)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(F.rms_norm(x, x.shape[1:], self._weights.final_norm, self._eps), self._weights.head)
+
+
+def _linear(x: Tensor, layer: FusedLinear) -> Tensor:
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def _add_linear(x: Tensor, y: Tensor, layer: FusedLinear) -> Tensor:
+    """x + W y + b."""
+    out = torch.addmm(x, y, layer.weight.t())
+    return out if layer.bias is None else out.add_(layer.bias)

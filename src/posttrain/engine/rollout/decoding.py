@@ -1,0 +1,160 @@
+"""The decoding loop that engines over local weights share: draw, end rows, drop the ended ones, step the model.
+
+A back-end brings a `DecodingSession`, which holds the key-value cache of the rows. Rows lie in slots 0 … n - 1; when
+rows end, rows from the last slots move into the free ones, so that the model only ever computes rows that still grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from posttrain.domain.errors import JobFailedError
+from posttrain.engine.batch import Trajectory
+from posttrain.engine.rollout.port import Request
+from posttrain.engine.rollout.sampling import draw, most_likely, row_keys, uniforms
+
+_RANDOM_BLOCK = 64  # tokens whose random numbers are made at a time
+
+
+class DecodingSession(Protocol):
+    """The model state of a set of rows.
+
+    `drop_share`: rows are dropped once more than this share of them has ended; None where the cache cannot drop rows.
+    """
+
+    drop_share: float | None
+
+    def prefill(self) -> Tensor:
+        """[rows, vocabulary]: the logits after each row's prompt."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token [slots] to every slot; the logits [slots, vocabulary] after it."""
+
+    def drop(self, count: int, free: Tensor, moved: Tensor) -> None:
+        """Keep `count` slots; slot `free[i]` is taken over by the row in slot `moved[i]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one session: prompts by number, and which prompt each row continues."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    prompt_of_row: tuple[int, ...]
+    limits: tuple[int, ...]
+
+
+def decode_request(
+    request: Request,
+    open_session: Callable[[Rows], DecodingSession],
+    eos_token_ids: Sequence[int],
+    device: torch.device,
+) -> list[Trajectory]:
+    """Decode every row of a request; trajectories in prompt-major order.
+
+    Raises:
+        JobFailedError: logits that are not finite.
+    """
+    answers: list[Trajectory | None] = [None] * request.rows
+    for chunk in request.chunks():
+        numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(row // request.samples for row in chunk))}
+        rows = Rows(
+            prompts=tuple(request.prompts[prompt] for prompt in numbers),
+            prompt_of_row=tuple(numbers[row // request.samples] for row in chunk),
+            limits=tuple(request.limits[row] for row in chunk),
+        )
+        keys = row_keys(
+            request.sampling.seed,
+            [request.keys[row // request.samples] for row in chunk],
+            [row % request.samples for row in chunk],
+            device,
+        )
+        outcome = _Outcome.empty(len(chunk), max(rows.limits), device)
+        _decode(open_session(rows), rows, keys, request, eos_token_ids, outcome)
+        for row, answer in zip(chunk, outcome.read(), strict=True):
+            answers[row] = request.trajectory(row, answer[0], answer[1], ended=answer[2])
+    return [answer for answer in answers if answer is not None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Outcome:
+    """What the rows of a session have said so far."""
+
+    tokens: Tensor  # [rows, limit] int64
+    logprobs: Tensor  # [rows, limit] float32
+    lengths: Tensor  # [rows] int64
+    ended: Tensor  # [rows] bool: by an end-of-sequence token
+
+    @classmethod
+    def empty(cls, rows: int, limit: int, device: torch.device) -> _Outcome:
+        return cls(
+            torch.zeros(rows, limit, dtype=torch.int64, device=device),
+            torch.zeros(rows, limit, dtype=torch.float32, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.bool, device=device),
+        )
+
+    def read(self) -> list[tuple[list[int], list[float], bool]]:
+        """Tokens, log-probabilities and `ended` of each row.
+
+        Raises:
+            JobFailedError: a log-probability that is not finite.
+        """
+        if not bool(self.logprobs.isfinite().all()):
+            raise JobFailedError(
+                "policy logits must be finite, got NaN or infinity while sampling; the policy has diverged"
+            )
+        sizes, ended = self.lengths.tolist(), self.ended.tolist()
+        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
+        return [(tokens[i][:size], logprobs[i][:size], ended[i]) for i, size in enumerate(sizes)]
+
+
+def _decode(
+    session: DecodingSession,
+    rows: Rows,
+    keys: Tensor,
+    request: Request,
+    eos_token_ids: Sequence[int],
+    outcome: _Outcome,
+) -> None:
+    sampling = request.sampling
+    limits = torch.tensor(rows.limits, device=keys.device)
+    stops = torch.tensor([] if sampling.ignore_eos else list(eos_token_ids), dtype=torch.int64, device=keys.device)
+    slots = torch.arange(len(keys), device=keys.device)  # the row in each slot
+    finished = torch.zeros(len(keys), dtype=torch.bool, device=keys.device)
+    finished_count = 0
+    random = keys.new_empty(0)
+    logits = session.prefill()
+    for step in range(max(rows.limits)):
+        if step % _RANDOM_BLOCK == 0 and not sampling.greedy:
+            random = uniforms(keys, step, _RANDOM_BLOCK)
+        if sampling.greedy:
+            chosen, logprobs = most_likely(logits, sampling.temperature)
+        else:
+            chosen, logprobs = draw(logits, random[slots, step % _RANDOM_BLOCK], sampling.temperature)
+        outcome.tokens[slots, step] = chosen
+        outcome.logprobs[slots, step] = logprobs
+        stopped = (chosen[:, None] == stops).any(1)
+        done = stopped | (limits[slots] == step + 1) | finished
+        count = int(done.sum())
+        if count > finished_count:
+            new = done & ~finished
+            outcome.lengths[slots[new]] = step + 1
+            outcome.ended[slots[new]] = stopped[new]
+            finished, finished_count = done, count
+        if count == len(slots):
+            return
+        if session.drop_share is not None and count > session.drop_share * len(slots):
+            kept = len(slots) - count
+            free = done[:kept].nonzero()[:, 0]
+            moved = (~done[kept:]).nonzero()[:, 0] + kept
+            session.drop(kept, free, moved)
+            for tensor in (slots, chosen):
+                tensor[free] = tensor[moved]
+            slots, chosen = slots[:kept], chosen[:kept]
+            finished, finished_count = finished.new_zeros(kept), 0
+        logits = session.step(chosen)

@@ -1,0 +1,103 @@
+"""Random numbers by counter, and drawing a token by inverting the distribution function.
+
+A random number is a hash of (seed, prompt key, sample, token), so it does not matter which rows are decoded together,
+in which order, on which device, or whether a run was interrupted. The hash is the output function of SplitMix64
+(Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) in wrapping 64-bit integer
+arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_WORD = 2**64
+_GAMMA = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+# 32 bits, so that u * total stays below total in float64 and no token beyond the distribution can be drawn.
+_LARGEST = 1.0 - 2.0**-32
+_BLOCK = 32
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of `word` modulo 2^64."""
+    word %= _WORD
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def _mix(state: Tensor) -> Tensor:
+    """SplitMix64's bijection on int64 bit patterns; right shifts are logical."""
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
+        state = state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))
+        if factor is not None:
+            state = state * _signed(factor)
+    return state
+
+
+def _absorb(state: Tensor, words: Tensor) -> Tensor:
+    """Word number `words` of the stream that `state` starts."""
+    return _mix(state + (words + 1) * _signed(_GAMMA))
+
+
+def row_keys(seed: int, prompt_keys: Sequence[int], samples: Sequence[int], device: torch.device) -> Tensor:
+    """[rows] int64: a key for each (seed, prompt key, sample)."""
+    prompts = torch.tensor([_signed(key) for key in prompt_keys], dtype=torch.int64, device=device)
+    sample = torch.tensor(samples, dtype=torch.int64, device=device)
+    start = _mix(torch.tensor([_signed(seed)], dtype=torch.int64, device=device))
+    return _absorb(_absorb(start, prompts), sample)
+
+
+def uniforms(keys: Tensor, first: int, count: int) -> Tensor:
+    """[rows, count] float64 in [0, 1): the numbers for tokens `first` … `first + count - 1` of each row."""
+    tokens = torch.arange(first, first + count, device=keys.device)
+    bits = (_absorb(keys[:, None], tokens) >> 32) & 0xFFFFFFFF
+    return bits.double() * 2.0**-32
+
+
+def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """One token per row from softmax(logits / temperature), by inverting its distribution function.
+
+    The function is inverted in two steps, first over blocks of tokens, then inside the block: only one pass over the
+    vocabulary and sums in float64.
+
+    Args:
+        logits: [rows, vocabulary].
+        uniform: [rows] float64 in [0, 1).
+
+    Returns:
+        [rows] int64 tokens and [rows] float32 log-probabilities.
+    """
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    probabilities = scaled.softmax(-1)
+    size = logits.shape[1]
+    if size <= 4 * _BLOCK:
+        token = _invert(probabilities, uniform)[0]
+    else:
+        padded = probabilities if size % _BLOCK == 0 else torch.nn.functional.pad(probabilities, (0, -size % _BLOCK))
+        blocks = padded.view(len(padded), -1, _BLOCK)
+        block, rest = _invert(blocks.sum(-1), uniform)
+        inside = blocks[torch.arange(len(block), device=block.device), block]
+        token = block * _BLOCK + _invert(inside, rest)[0]
+    return token, probabilities.gather(1, token[:, None])[:, 0].log()
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the distribution function of `weights` passes `uniform`, and how far into that step, in [0, 1)."""
+    steps = weights.cumsum(-1, dtype=torch.float64)
+    target = (uniform * steps[:, -1])[:, None]
+    # Right of equal values: a token of probability zero is never drawn. The bound matters for NaN only.
+    index = torch.searchsorted(steps, target, right=True).clamp_(max=weights.shape[1] - 1)
+    weight = weights.gather(1, index)
+    above = steps.gather(1, index) - target
+    rest = (1.0 - above / weight).clamp_(0.0, _LARGEST)
+    return index[:, 0], rest[:, 0]
+
+
+def most_likely(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The token of the largest logit in each row, and its log-probability at the temperature."""
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    token = scaled.argmax(-1)
+    return token, scaled.log_softmax(-1).gather(1, token[:, None])[:, 0]
