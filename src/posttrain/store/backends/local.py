@@ -1,0 +1,49 @@
+"""A folder as an object store. obstore's writes are atomic there, but not durable: the syncing is done here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from obstore.store import LocalStore
+
+from posttrain.domain.errors import WorkspaceError
+from posttrain.store.atomic import sync_folder, unwritable
+
+
+class LocalFolder:
+    """Durability for blobs below `folder`.
+
+    obstore writes under a temporary name and renames (or links), without fsync: after a power cut a name could stand for
+    a file whose bytes never arrived. So each blob is synced, and then the folders that name it, before its digest is
+    given out.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+
+    @property
+    def url(self) -> str:
+        return self.folder.as_uri()
+
+    def open(self) -> LocalStore:
+        """The store; the folder is made if it is missing.
+
+        Raises:
+            WorkspaceError: it cannot be made.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return LocalStore(self.folder)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+        except Exception as error:  # obstore's own errors have no common shape here
+            raise WorkspaceError(f"cannot open the artifact store {self.folder}: {error}; check the folder") from error
+
+    def settle(self, key: str) -> None:
+        """Make the blob at `key` survive a power cut."""
+        path = self.folder / key
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        sync_folder(path.parent)
+        sync_folder(path.parent.parent)

@@ -1,0 +1,23 @@
+"""A store in this process's memory: the fake for tests. Stores of the same name are the same store."""
+
+from __future__ import annotations
+
+from obstore.store import MemoryStore
+
+SCHEME = "memory://"
+_stores: dict[str, MemoryStore] = {}
+
+
+class Memory:
+    """A named memory store: `memory://NAME`."""
+
+    def __init__(self, name: str) -> None:
+        self.url = SCHEME + name
+        self._name = name
+
+    def open(self) -> MemoryStore:
+        """The store of this name."""
+        return _stores.setdefault(self._name, MemoryStore())
+
+    def settle(self, key: str) -> None:
+        """Nothing: memory does not survive a power cut."""

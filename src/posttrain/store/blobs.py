@@ -1,0 +1,230 @@
+"""The artifact store: bytes by the SHA-256 of the bytes, through obstore."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError
+
+from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_chunks, is_digest
+from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, PosttrainError
+from posttrain.domain.ports import BlobStore
+from posttrain.store.atomic import unwritable, write_stream
+from posttrain.store.backends.local import LocalFolder
+from posttrain.store.backends.memory import SCHEME as MEMORY
+from posttrain.store.backends.memory import Memory
+from posttrain.store.backends.remote import Remote
+
+_CHUNK = 4 << 20
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how obstore's messages carry errno
+
+
+class Backend(Protocol):
+    """A place for objects. One file each in `store.backends`."""
+
+    @property
+    def url(self) -> str:
+        """What another process opens it by."""
+
+    def open(self) -> Any:
+        """The obstore store."""
+
+    def settle(self, key: str) -> None:
+        """Return when the object just written would survive a power cut."""
+
+
+def open_blobs(location: str | Path) -> BlobStore:
+    """The artifact store at a folder or URL (`file:///…`, `s3://bucket/prefix`, `memory://name`).
+
+    Raises:
+        InputError: a URL that is not understood.
+        WorkspaceError: a folder that cannot be made.
+    """
+    return ObjectBlobs(_backend(location))
+
+
+def _backend(location: str | Path) -> Backend:
+    address = str(location)
+    if isinstance(location, Path) or "://" not in address:
+        return LocalFolder(Path(address))
+    if address.startswith("file://"):
+        return LocalFolder(Path(unquote(urlsplit(address).path)))
+    if address.startswith(MEMORY):
+        return Memory(address.removeprefix(MEMORY))
+    return Remote(address)
+
+
+class ObjectBlobs:
+    """`BlobStore` over a backend. A blob's key is `sha256/ab/cdef…`: no folder gets too long a listing.
+
+    Putting what is there already verifies it and mends it if it is corrupt: the cure for a corrupt blob is to put it
+    again.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._store = backend.open()
+
+    @property
+    def url(self) -> str:
+        """Where the store is."""
+        return self._backend.url
+
+    def put(self, data: bytes) -> str:
+        """Store bytes; the digest.
+
+        Raises:
+            WorkspaceError: the disk is full or read-only.
+        """
+        digest = digest_bytes(data)
+        key = _key(digest)
+        with self._translated(digest):
+            try:
+                obstore.put(self._store, key, data, mode="create")
+            except AlreadyExistsError:
+                if not self._intact(digest):
+                    obstore.put(self._store, key, data)
+            self._backend.settle(key)  # also when it was there: whoever wrote it may not have come this far
+        return digest
+
+    def put_file(self, path: Path) -> str:
+        """Store a file in constant memory; the digest.
+
+        Raises:
+            NotFoundError: no such file.
+            IntegrityError: the file changed while it was read.
+            WorkspaceError: the disk is full or read-only.
+        """
+        try:
+            with path.open("rb") as file:
+                digest = digest_chunks(_chunks(file))
+                if not self._intact(digest):
+                    file.seek(0)
+                    self._upload(digest, path, file)
+                self._settle(digest)
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise NotFoundError(f"there is no file {path}; check the path") from error
+        return digest
+
+    def _upload(self, digest: str, path: Path, file: BinaryIO) -> None:
+        """Stream the file up; its digest is checked before the upload ends, so a changed file never gets a name."""
+
+        def checked() -> Iterator[bytes]:
+            state = hashlib.sha256()
+            for chunk in _chunks(file):
+                state.update(chunk)
+                yield chunk
+            if DIGEST_PREFIX + state.hexdigest() != digest:
+                raise IntegrityError(
+                    f"file {path} changed while it was stored; store it again when nobody writes to it"
+                )
+
+        with self._translated(digest):
+            obstore.put(self._store, _key(digest), checked())
+
+    def _settle(self, digest: str) -> None:
+        with self._translated(digest):
+            self._backend.settle(_key(digest))
+
+    def get(self, digest: str) -> bytes:
+        """The verified bytes.
+
+        Raises:
+            NotFoundError: no such blob.
+            IntegrityError: the bytes do not hash to the digest.
+        """
+        with self._translated(digest):
+            data = bytes(obstore.get(self._store, _key(digest)).bytes())
+        found = digest_bytes(data)
+        if found != digest:
+            raise _corrupt(digest, found)
+        return data
+
+    def fetch(self, digest: str, path: Path) -> None:
+        """Write the verified bytes to `path`, atomically and in constant memory; the folder must exist.
+
+        Raises:
+            NotFoundError, IntegrityError: as `get`; nothing is at `path` then that was not there before.
+            WorkspaceError: `path` cannot be written.
+        """
+
+        def fill(file: BinaryIO) -> None:
+            state = hashlib.sha256()
+            for chunk in self._stream(digest):
+                state.update(chunk)
+                file.write(chunk)
+            found = DIGEST_PREFIX + state.hexdigest()
+            if found != digest:
+                raise _corrupt(digest, found)
+
+        write_stream(path, fill)
+
+    def has(self, digest: str) -> bool:
+        """Whether the blob is present (not verified)."""
+        try:
+            with self._translated(digest):
+                obstore.head(self._store, _key(digest))
+        except NotFoundError:
+            return False
+        return True
+
+    def _intact(self, digest: str) -> bool:
+        try:
+            return digest_chunks(self._stream(digest)) == digest
+        except NotFoundError:
+            return False
+
+    def _stream(self, digest: str) -> Iterator[bytes]:
+        with self._translated(digest):
+            for chunk in obstore.get(self._store, _key(digest)).stream(min_chunk_size=_CHUNK):
+                yield bytes(chunk)
+
+    @contextmanager
+    def _translated(self, digest: str) -> Iterator[None]:
+        try:
+            yield
+        except (PosttrainError, AlreadyExistsError):
+            raise
+        except FileNotFoundError as error:  # obstore's NotFoundError is one
+            raise NotFoundError(
+                f"blob {digest} is not in the artifact store {self.url}; run the stage again"
+            ) from error
+        except (BaseError, OSError) as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> PosttrainError:
+        found = _OS_ERROR.search(str(error))
+        code = int(found.group(1)) if found else getattr(error, "errno", None)
+        if code is None and isinstance(error, PermissionDeniedError):
+            code = errno.EACCES
+        if code is not None:
+            return unwritable(self.url, OSError(code, os.strerror(code)))
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return InfrastructureError(f"artifact store {self.url} does not answer: {line}; try again")
+
+
+def _key(digest: str) -> str:
+    if not is_digest(digest):
+        raise InputError(f"a digest must be sha256: and 64 hex digits, got {digest!r}")
+    body = digest.removeprefix(DIGEST_PREFIX)
+    return f"sha256/{body[:2]}/{body[2:]}"
+
+
+def _corrupt(digest: str, found: str) -> IntegrityError:
+    return IntegrityError(
+        f"blob {digest} is corrupt: bytes hash to {found}; restore it from a copy or run its stage again"
+    )
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    while chunk := file.read(_CHUNK):
+        yield chunk

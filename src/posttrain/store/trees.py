@@ -1,0 +1,161 @@
+"""A folder as a content-addressed tree: the blob of its listing names the blobs of its files.
+
+::
+
+    {"format": "posttrain.tree/1", "files": {"config.json": {"digest": "sha256:…", "size": 512}, …}}
+
+in canonical JSON, so equal folders have equal digests. Paths are relative with `/`; empty folders, modes and times do
+not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, is_digest
+from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.ports import BlobStore
+from posttrain.store.atomic import make_folder, sync_folder, unwritable
+
+FORMAT = "posttrain.tree/1"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeFile:
+    """One file of a tree; `size` in bytes."""
+
+    digest: str
+    size: int
+
+
+def put_tree(blobs: BlobStore, folder: Path) -> str:
+    """Store every file below `folder` and the listing; the listing's digest.
+
+    Raises:
+        InputError: no such folder, a symbolic link or special file, or a name that is not portable.
+        WorkspaceError: the store is full or read-only.
+    """
+    if not folder.is_dir():
+        raise InputError(f"a tree must be a folder, got {folder}; check the path")
+    files: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            continue
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink() or not path.is_file():
+            raise InputError(f"a tree holds plain files only, got {path}; replace it by a copy of what it stands for")
+        if not _portable(name):
+            raise InputError(f"a tree's file names must be UTF-8 without backslashes, got {name!r}; rename it")
+        size = path.stat().st_size
+        files[name] = {"digest": blobs.put_file(path), "size": size}
+    return blobs.put(canonical_json({"format": FORMAT, "files": files}))
+
+
+def tree_listing(blobs: BlobStore, digest: str) -> dict[str, TreeFile]:
+    """The files of a tree by path, sorted.
+
+    Raises:
+        NotFoundError: no such blob.
+        IntegrityError: corrupt, not a tree, or a listing that would write outside its folder.
+    """
+    value = read_json(blobs, digest)
+    try:
+        if value["format"] != FORMAT:
+            raise IntegrityError(
+                f"blob {digest} must be a {FORMAT}, got {value['format']!r}; name the digest of a tree"
+            )
+        files = {name: TreeFile(file["digest"], int(file["size"])) for name, file in sorted(value["files"].items())}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise IntegrityError(f"blob {digest} is not a tree listing: {error!r}; name the digest of a tree") from error
+    _check_paths(digest, files)
+    return files
+
+
+def materialise(blobs: BlobStore, digest: str, cache_dir: Path) -> Path:
+    """The tree as a folder below `cache_dir`, shared by everybody who asks for this digest; do not write into it.
+
+    Every file is verified when the folder is made; the folder appears at once and whole. Several processes may ask at
+    once.
+
+    Raises:
+        NotFoundError, IntegrityError: a blob is missing or corrupt.
+        WorkspaceError: the cache cannot be written.
+    """
+    target = cache_dir / "trees" / digest.removeprefix(DIGEST_PREFIX)
+    if target.is_dir():
+        return target
+    listing = tree_listing(blobs, digest)
+    make_folder(target.parent)
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
+    except OSError as error:
+        raise unwritable(target.parent, error) from error
+    try:
+        _fill(blobs, listing, temporary)
+        try:
+            temporary.chmod(0o755)
+            os.rename(temporary, target)
+        except OSError as error:
+            if not target.is_dir():  # else somebody else made the same folder first, which is as good
+                raise unwritable(target, error) from error
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def verify_tree(blobs: BlobStore, digest: str) -> int:
+    """Read the listing and every file back; how many bytes that was.
+
+    Raises:
+        NotFoundError, IntegrityError: the first blob that is missing or corrupt.
+    """
+    total = len(blobs.get(digest))
+    for name, file in tree_listing(blobs, digest).items():
+        size = len(blobs.get(file.digest))
+        if size != file.size:
+            raise IntegrityError(f"tree {digest} says that {name} has {file.size} bytes, got {size}; store it again")
+        total += size
+    return total
+
+
+def read_json(blobs: BlobStore, digest: str) -> Any:
+    """The JSON document stored as this blob.
+
+    Raises:
+        NotFoundError: no such blob.
+        IntegrityError: corrupt, or not JSON.
+    """
+    try:
+        return json.loads(blobs.get(digest))
+    except ValueError as error:
+        raise IntegrityError(f"blob {digest} is not JSON: {error}; name the digest of a document") from error
+
+
+def _fill(blobs: BlobStore, listing: Mapping[str, TreeFile], folder: Path) -> None:
+    for name, file in listing.items():
+        path = folder / name
+        make_folder(path.parent)
+        blobs.fetch(file.digest, path)
+
+
+def _check_paths(digest: str, files: Mapping[str, TreeFile]) -> None:
+    folders = {parent.as_posix() for name in files for parent in Path(name).parents}
+    for name, file in files.items():
+        if not _portable(name) or name in folders or not is_digest(file.digest):
+            raise IntegrityError(f"tree {digest} has an unsafe entry {name!r} → {file.digest!r}; do not use it")
+
+
+def _portable(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return all(part not in ("", ".", "..") for part in name.split("/")) and "\\" not in name and "\0" not in name
