@@ -106,7 +106,7 @@ def process_name() -> str:
 
 def process_alive(owner: str) -> bool:
     """Whether the process `owner` names may still live. A process of another host may."""
-    host, pid, started = (owner.rsplit(":", 2) + ["", ""])[:3]
+    host, pid, started = [*owner.rsplit(":", 2), "", ""][:3]
     if host != socket.gethostname() or not pid.isdigit():
         return True
     try:

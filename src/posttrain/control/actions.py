@@ -61,7 +61,8 @@ def retry(wiring: Wiring, run_id: str) -> RunRecord:
 
 
 def promote(wiring: Wiring, run_id: str, channel: str) -> ReleaseEntry:
-    """Point a channel at a run's judged model. Only a PASS report promotes, and only if the channel has not moved since.
+    """Point a channel at a run's judged model. Only a PASS report promotes, and only if the channel has not moved
+    since.
 
     Raises:
         InputError: the run has no gate report.
@@ -112,7 +113,9 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None) -> ReleaseEntr
 
 
 def _release_named(history: Sequence[ReleaseEntry], to: str | None) -> str | None:
-    """The model digest a person means by a release number, a run id or a digest prefix; as written when nothing matches."""
+    """The model digest a person means by a release number, a run id or a digest prefix; as written when nothing
+    matches.
+    """
     for entry in history:
         digest = entry.model_digest
         if to in (str(entry.sequence), entry.run_id, digest) or (to and digest.removeprefix("sha256:").startswith(to)):

@@ -30,7 +30,9 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
         _launch(wiring, attempt, spec)
         return
     if attempt.state != AttemptState.LAUNCHED:  # it ended, and the process that recorded it died before the stage was
-        raise AssertionError(f"{attempt.name} is {attempt.state} while its stage runs: both are written in one transaction")
+        raise AssertionError(
+            f"{attempt.name} is {attempt.state} while its stage runs: both are written in one transaction"
+        )
     result = trainer.collect(folder) or _look(wiring, run, manifest, attempt, trainer, spec)
     if isinstance(result, Observation):
         if result.state not in (JobState.STARTING, JobState.RUNNING):
@@ -60,7 +62,9 @@ def _look(
         over = budgets.exhausted(manifest, spent)
         if over:
             wiring.executor.cancel(spec, STOP_GRACE_SECONDS)
-            return JobResult("failed", tokens=_spent(wiring, attempt), failure=Failure(FailureClass.BUDGET, over, "budget"))
+            return JobResult(
+                "failed", tokens=_spent(wiring, attempt), failure=Failure(FailureClass.BUDGET, over, "budget")
+            )
     observation = wiring.executor.observe(spec)
     if observation.state in (JobState.STARTING, JobState.RUNNING):
         return observation
@@ -136,9 +140,7 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
     }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; mend it, then posttrain retry {stage.run_id}")
 
 
-def _lost(
-    wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, seen: Observation
-) -> None:
+def _lost(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> None:
     """A job that is gone without a result."""
     detail = seen.detail or (f"exit code {seen.exit_code}" if seen.exit_code is not None else "its process is gone")
     killed = seen.exit_code is None or seen.exit_code < 0

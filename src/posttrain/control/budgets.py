@@ -48,5 +48,6 @@ def exhausted(manifest: Manifest, spent: Spending) -> str | None:
     if budget.tokens is not None and spent.tokens >= budget.tokens:
         return f"token budget spent: {spent.tokens} of {budget.tokens} tokens; raise budget.tokens and submit again"
     if budget.wall_clock is not None and spent.seconds >= budget.wall_clock:
-        return f"wall-clock budget spent: {spent.seconds:.0f} of {budget.wall_clock:.0f} s; raise budget.wall_clock and submit again"
+        used = f"{spent.seconds:.0f} of {budget.wall_clock:.0f} s"
+        return f"wall-clock budget spent: {used}; raise budget.wall_clock and submit again"
     return None

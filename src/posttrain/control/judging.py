@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping
 
 import numpy as np
@@ -20,7 +21,6 @@ from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.seeds import derive_seed
-from posttrain.store.trees import read_json
 
 _REASONS = {Outcome.FAIL: "GateFailed", Outcome.INCONCLUSIVE: "GateInconclusive", Outcome.ERROR: "GateError"}
 
@@ -30,7 +30,9 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
     candidate, baseline = _read(wiring, inputs, "evidence."), _read(wiring, inputs, "baseline.")
     channel = inputs.get("channel")
-    evaluators = {s.name: {"params": s.params, "code": manifest.code[s.trainer]} for s in manifest.stages if s.kind == "evaluate"}
+    evaluators = {
+        s.name: {"params": s.params, "code": manifest.code[s.trainer]} for s in manifest.stages if s.kind == "evaluate"
+    }
     report = judge_all(
         manifest.gates,
         candidate,
@@ -74,13 +76,19 @@ def release_stage(
         with wiring.ledger.transaction(wiring.actor) as transaction:
             if move:
                 live = transaction.append_release(
-                    channel, candidate, run.id, "promote", expected=report.baseline, report_digest=inputs["report"].digest
+                    channel,
+                    candidate,
+                    run.id,
+                    "promote",
+                    expected=report.baseline,
+                    report_digest=inputs["report"].digest,
                 )
+            verb = "now points" if move else "already pointed"
             transaction.update_stage(
                 stage,
                 state=StageState.SUCCEEDED,
                 reason="Promoted" if move else "AlreadyLive",
-                message=f"{channel} {'now points' if move else 'already pointed'} at {candidate[:19]}… (release {live and live.sequence})",
+                message=f"{channel} {verb} at {candidate[:19]}… (release {live and live.sequence})",
                 finished_at=wiring.clock.now(),
             )
     except ConflictError as error:
@@ -99,7 +107,7 @@ def read_report(wiring: Wiring, digest: str) -> GateReport:
         IntegrityError: corrupt bytes.
         NotFoundError: no such blob.
     """
-    return GateReport.model_validate(read_json(wiring.blobs, digest))
+    return GateReport.model_validate(json.loads(wiring.blobs.get(digest)))
 
 
 def _read(wiring: Wiring, inputs: Mapping[str, InputBlob], prefix: str) -> dict[str, Evidence]:
@@ -122,7 +130,9 @@ def read_evidence(data: bytes, source: str) -> dict[str, Evidence]:
     except (OSError, ValueError, KeyError) as error:
         raise IntegrityError(f"{source}: evaluation results cannot be read: {error}; evaluate again") from error
     rows: dict[str, list[tuple[str, float, bool]]] = {}
-    for metric, item, value, binary in zip(table["metric"], table["item_id"], table["value"], table["binary"], strict=True):
+    for metric, item, value, binary in zip(
+        table["metric"], table["item_id"], table["value"], table["binary"], strict=True
+    ):
         rows.setdefault(metric, []).append((item, float("nan") if value is None else value, binary))
     return {
         metric: Evidence(

@@ -1,4 +1,6 @@
-"""From released weights back to prompts, reward source, base model and manifest; and the proof that all of it is still there."""
+"""From released weights back to prompts, reward source, base model and manifest; and the proof that all of it is
+still there.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def run_lineage(wiring: Wiring, run_id: str) -> Node:
     run = wiring.ledger.run(run_id)
     stages = [stage for stage in wiring.ledger.stages(run.id) if "model" in stage.outputs]
     children = tuple(_stage_node(wiring, stage) for stage in stages[-1:])
-    return Node("run", run.id, None, children=(*children, _manifest_node(wiring, run.id)), details=(("state", run.state),))
+    return Node(
+        "run", run.id, None, children=(*children, _manifest_node(wiring, run.id)), details=(("state", run.state),)
+    )
 
 
 def _release_node(wiring: Wiring, entry: ReleaseEntry) -> Node:
@@ -76,7 +80,11 @@ def _release_node(wiring: Wiring, entry: ReleaseEntry) -> Node:
 def _manifest_node(wiring: Wiring, run_id: str) -> Node:
     run = wiring.ledger.run(run_id)
     manifest = wiring.manifest(run)
-    details = (("owner", manifest.owner), ("seed", str(manifest.seed)), *((f"code.{k}", v) for k, v in manifest.code.items()))
+    details = (
+        ("owner", manifest.owner),
+        ("seed", str(manifest.seed)),
+        *((f"code.{k}", v) for k, v in manifest.code.items()),
+    )
     return Node("manifest", run.id, run.manifest_digest, "file", details=details)
 
 
@@ -87,7 +95,11 @@ def _evaluations(wiring: Wiring, run_id: str) -> list[Node]:
             suites = tuple(
                 _input_node(wiring, slot, InputBlob(**blob)) for slot, blob in stage.inputs.items() if slot != "model"
             )
-            nodes.append(Node("evaluation", f"{run_id}/{stage.name}", stage.outputs["metrics"]["digest"], "file", children=suites))
+            nodes.append(
+                Node(
+                    "evaluation", f"{run_id}/{stage.name}", stage.outputs["metrics"]["digest"], "file", children=suites
+                )
+            )
     return nodes
 
 
@@ -140,7 +152,9 @@ def verify(wiring: Wiring, tree: Node, progress: Callable[[int], None] = lambda 
             continue
         seen.add(node.digest)
         try:
-            size += verify_tree(wiring.blobs, node.digest) if node.form == "tree" else len(wiring.blobs.get(node.digest))
+            size += (
+                verify_tree(wiring.blobs, node.digest) if node.form == "tree" else len(wiring.blobs.get(node.digest))
+            )
         except (IntegrityError, NotFoundError) as error:
             problems.append(f"{node.kind} {node.name}: {error}")
         progress(len(seen))

@@ -53,7 +53,9 @@ def plan_run(spec: RunSpec, source: str, resolve: Resolve, trainers: Mapping[str
         release=spec.release,
         code={name: trainers[name].code_digest() for name in sorted({s.trainer for s in spec.stages.values()})},
     )
-    return Planned(manifest, contracts | {s.name: contracts[s.name.removeprefix("baseline-")] for s in _baselines(ordered)})
+    return Planned(
+        manifest, contracts | {s.name: contracts[s.name.removeprefix("baseline-")] for s in _baselines(ordered)}
+    )
 
 
 def _contract(source: str, name: str, stage: StageSpec, trainers: Mapping[str, Trainer]) -> StageContract:
@@ -95,11 +97,15 @@ class _Resolver:
     def _model(self, field: str, word: str) -> InputRef:
         if word == "base":
             if self._spec.model is None:
-                raise InputError(f"{self._source}: {field}: `base` needs the top-level key `model`; add model: model:NAME")
+                raise InputError(
+                    f"{self._source}: {field}: `base` needs the top-level key `model`; add model: model:NAME"
+                )
             return self._asset("model", "model", self._spec.model)
         producers = {name for name, contract in self._contracts.items() if "model" in contract.outputs}
         if word not in producers:
-            raise InputError(f"{self._source}: {field}: no stage {word!r} makes a model{nearest(word, producers | {'base'})}")
+            raise InputError(
+                f"{self._source}: {field}: no stage {word!r} makes a model{nearest(word, producers | {'base'})}"
+            )
         return InputRef(source="stage", name=word, output="model")
 
     def _asset(self, field: str, kind: str, ref: str) -> InputRef:
@@ -122,7 +128,9 @@ def _decision_stages(
     evaluators = [s for s in stages.values() if s.kind == "evaluate" and s.inputs["model"].name == released]
     _check_metrics(spec, source, evaluators, contracts)
     candidate = InputRef(source="stage", name=released, output="model")
-    evidence = {f"evidence.{s.name}": InputRef(source="stage", name=s.name, output="metrics", form="file") for s in evaluators}
+    evidence = {
+        f"evidence.{s.name}": InputRef(source="stage", name=s.name, output="metrics", form="file") for s in evaluators
+    }
     added: list[StageManifest] = []
     if any(gate.needs_baseline for gate in spec.gates):
         live = InputRef(source="channel", name=channel)
@@ -151,13 +159,15 @@ def _check_metrics(
     for stage in evaluators:
         for metric in contracts[stage.name].metrics:
             if metric in made:
-                raise InputError(f"{source}: stages.{stage.name}: metric {metric!r} is already made by {made[metric]!r}; rename a suite")
+                raise InputError(
+                    f"{source}: stages.{stage.name}: {metric!r} is already made by {made[metric]!r}; rename a suite"
+                )
             made[metric] = stage.name
     for gate in spec.gates:
         if gate.metric not in made:
             raise InputError(
-                f"{source}: gates.{gate.name}.metric: no evaluate stage of model {spec.release and spec.release.model!r} "
-                f"makes {gate.metric!r}{nearest(gate.metric, made)}"
+                f"{source}: gates.{gate.name}.metric: no evaluate stage of the released model makes {gate.metric!r}"
+                f"{nearest(gate.metric, made)}"
             )
 
 

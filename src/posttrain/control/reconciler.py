@@ -8,14 +8,15 @@ Loops and who unblocks whom::
       │        running  waits for the job's result.json (the job), observes ───────▶ succeeded | failed | ready again
       └── drive: sleeps between ticks; ends on a final state, a lost lease, or a detach
 
-Any process may die between any two lines: the next tick, in any process, derives what to do from the ledger and the attempt
-folders alone. No outside work happens inside a transaction.
+Any process may die between any two lines: the next tick, in any process, derives what to do from the ledger and the
+attempt folders alone. No outside work happens inside a transaction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from posttrain.control.attempts import advance_attempt
 from posttrain.control.judging import judge_stage, release_stage
@@ -109,7 +110,9 @@ class Reconciler:
             if is_final("run", run.state):
                 return run
             if until is not None and self._wiring.clock.now() >= until:
-                raise DeadlineError(f"run {run_id}: still {run.state} after {timeout:g} s; wait again or look: posttrain why {run_id}")
+                raise DeadlineError(
+                    f"run {run_id}: still {run.state} after {timeout:g} s; wait again or look: posttrain why {run_id}"
+                )
             if tick is None or not tick.changed:
                 self._wiring.clock.sleep(interval)
 
@@ -117,7 +120,9 @@ class Reconciler:
         manifest = self._manifest(run)
         before = self._fingerprint(run)
         if run.state == RunState.PENDING:
-            run = self._move(run, RunState.RUNNING, "Running", "stages are under way", started_at=self._wiring.clock.now())
+            run = self._move(
+                run, RunState.RUNNING, "Running", "stages are under way", started_at=self._wiring.clock.now()
+            )
         if run.desired == "stopped" and run.state == RunState.RUNNING:
             run = self._move(run, RunState.STOPPING, "StopRequested", "waiting for jobs to checkpoint and end")
         for stage in self._wiring.ledger.stages(run.id):
@@ -164,12 +169,21 @@ class Reconciler:
             shipped = next((stage.message for stage in stages if stage.kind == "release"), "every stage is done")
             return self._move(run, RunState.SUCCEEDED, "Succeeded", shipped, f"posttrain get {run.id}")
         if run.state == RunState.STOPPING:
-            return self._move(run, RunState.STOPPED, "Stopped", "stopped by a person", f"posttrain retry {run.id} resumes it")
+            return self._move(
+                run, RunState.STOPPED, "Stopped", "stopped by a person", f"posttrain retry {run.id} resumes it"
+            )
         return run
 
     def _move(
-        self, run: RunRecord, state: RunState, reason: str, message: str, next_action: str = "", **columns: float
+        self,
+        run: RunRecord,
+        state: RunState,
+        reason: str,
+        message: str,
+        next_action: str = "",
+        started_at: float | None = None,
     ) -> RunRecord:
+        columns: dict[str, Any] = {} if started_at is None else {"started_at": started_at}
         if is_final("run", state):
             columns["finished_at"] = self._wiring.clock.now()
         with self._wiring.ledger.transaction(self._wiring.actor) as transaction:

@@ -132,9 +132,7 @@ def _wait(wiring: Wiring, stage: StageRecord, reason: str, message: str, key: st
         transaction.update_stage(stage, reason=reason, message=message, next_action="none needed", cache_key=key)
 
 
-def _plan_attempt(
-    wiring: Wiring, manifest: Manifest, stage: StageRecord, key: str, spent: budgets.Spending
-) -> None:
+def _plan_attempt(wiring: Wiring, manifest: Manifest, stage: StageRecord, key: str, spent: budgets.Spending) -> None:
     """Commit the intent: an attempt with a deterministic external name. Launching it is the next tick's work."""
     earlier = wiring.ledger.attempts(stage.run_id, stage.name)
     number = len(earlier) + 1

@@ -47,7 +47,9 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False) -> Submit
         next_action=f"posttrain run, or posttrain get {run_id} --watch",
     )
     stages = [
-        StageRecord(run_id=run_id, name=s.name, position=i, kind=s.kind, state=StageState.PENDING, reason="WaitingForInputs")
+        StageRecord(
+            run_id=run_id, name=s.name, position=i, kind=s.kind, state=StageState.PENDING, reason="WaitingForInputs"
+        )
         for i, s in enumerate(manifest.stages)
     ]
     crashpoint("submit.before_commit")

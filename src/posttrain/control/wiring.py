@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from posttrain.domain.records import AttemptRecord, RunRecord
 from posttrain.execution.ports import Executor, Trainer
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.ledger import Ledger
-from posttrain.store.trees import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Wiring:
         Raises:
             IntegrityError: its bytes no longer match the digest.
         """
-        return manifest_from_json(read_json(self.blobs, run.manifest_digest))
+        return manifest_from_json(json.loads(self.blobs.get(run.manifest_digest)))
 
     def attempt_dir(self, run_id: str, stage: str, number: int) -> Path:
         """Where attempt `number` lives."""

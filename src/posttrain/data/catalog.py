@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from posttrain.data.assets import inspect_dataset, inspect_model, inspect_reward
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
@@ -16,7 +16,13 @@ from posttrain.domain.validation import nearest
 from posttrain.store.ledger import Ledger
 from posttrain.store.trees import file_digest, put_tree, tree_digest
 
+Form = Literal["file", "tree"]
 _FORMS = {"dataset": "file", "reward": "file", "model": "tree"}
+_INSPECT: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "dataset": inspect_dataset,
+    "reward": inspect_reward,
+    "model": inspect_model,
+}
 _DECIDING_META = ("entry", "dialect")  # of a reward: they decide results, so they enter the manifest
 
 
@@ -124,19 +130,18 @@ class Catalog:
                 f"{asset.ref}: its bytes ({asset.digest}) are missing from the store; register it again"
             )
         meta = {key: asset.meta[key] for key in _DECIDING_META if key in asset.meta}
-        return InputRef(source="asset", name=asset.ref, digest=asset.digest, form=_form(asset.form), meta=meta)
+        return InputRef(source="asset", name=asset.ref, digest=asset.digest, form=cast(Form, asset.form), meta=meta)
 
     def _from_files(self, ref: AssetRef, path: Path) -> InputRef:
         if ref.source is Source.HUB and ref.kind == "dataset":
             raise InputError(f"ref {ref}: a hub dataset is a folder of files; name one by its path, or register it")
-        inspect = {"dataset": inspect_dataset, "reward": inspect_reward, "model": inspect_model}[ref.kind]
-        found = inspect(path)
+        found = _INSPECT[ref.kind](path)
         form = "tree" if path.is_dir() else "file"
         digest = tree_digest(path) if form == "tree" else file_digest(path)
         self._local[digest] = (path, form)
         meta = {key: found[key] for key in _DECIDING_META if ref.kind == "reward" and key in found}
         name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
-        return InputRef(source="asset", name=name, digest=digest, form=_form(form), meta=meta)
+        return InputRef(source="asset", name=name, digest=digest, form=cast(Form, form), meta=meta)
 
     def publish(self, manifest: Manifest) -> None:
         """Put what a manifest names by path into the store, before the run is recorded.
@@ -153,7 +158,3 @@ class Catalog:
                 raise InputError(
                     f"{path}: changed while it was being submitted ({ref.digest} → {digest}); submit again"
                 )
-
-
-def _form(form: str) -> Any:
-    return form

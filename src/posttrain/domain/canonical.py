@@ -23,7 +23,9 @@ def canonical_json(value: Any) -> bytes:
     try:
         return rfc8785.dumps(value)
     except (rfc8785.CanonicalizationError, TypeError, ValueError) as error:
-        raise InputError(f"cannot write canonical JSON: {error}; use finite numbers, strings, lists and maps") from error
+        raise InputError(
+            f"cannot write canonical JSON: {error}; use finite numbers, strings, lists and maps"
+        ) from error
 
 
 def digest_bytes(data: bytes) -> str:

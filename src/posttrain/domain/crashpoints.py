@@ -1,7 +1,7 @@
 """Marked places where a process may die. A recovery test names one; the process then kills itself there, for real.
 
-`POSTTRAIN_CRASHPOINT=name` or `name@3` (third time it is reached in this process) sends SIGKILL to the own process. With
-`POSTTRAIN_CRASHPOINT_ONCE=FILE` only the first process to reach it dies: FILE is created with O_EXCL just before.
+`POSTTRAIN_CRASHPOINT=name` or `name@3` (third time it is reached in this process) sends SIGKILL to the own process.
+With `POSTTRAIN_CRASHPOINT_ONCE=FILE` only the first process to reach it dies: FILE is created with O_EXCL just before.
 Without the variable a crashpoint costs one dictionary look-up.
 """
 

@@ -73,5 +73,7 @@ def fact_from_json(value: Mapping[str, Any]) -> Fact:
         fields = {key: item for key, item in value.items() if key != "type"}
         fact: Fact = _KINDS[value["type"]](**fields)
     except (KeyError, TypeError) as error:
-        raise IntegrityError(f"event segment holds a fact that cannot be read: {error}; the job's version differs") from error
+        raise IntegrityError(
+            f"event segment holds a fact that cannot be read: {error}; the job's version differs"
+        ) from error
     return fact

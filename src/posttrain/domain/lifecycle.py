@@ -1,7 +1,7 @@
 """State machines as data: run, stage, attempt, release.
 
-Every transition is a compare-and-set on (id, generation) with its event; a transition that is not in these tables is a bug and
-is refused. The diagrams in docs/architecture.md are generated from them.
+Every transition is a compare-and-set on (id, generation) with its event; a transition that is not in these tables is
+a bug and is refused. The diagrams in docs/architecture.md are generated from them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from pydantic import Field
+
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule
@@ -14,14 +16,18 @@ MANIFEST_SCHEMA = 1
 
 
 class InputRef(Frozen):
-    """Where a stage's input comes from: an asset (pinned by digest), another stage, or a channel (bound when the stage starts)."""
+    """Where a stage's input comes from: an asset (pinned by digest), another stage, or a channel (bound when the
+    stage starts).
+    """
 
     source: Literal["asset", "stage", "channel"]
     name: str  # dataset:sort-train@1 | sft | prod
     digest: str | None = None  # asset only
     form: Literal["file", "tree"] = "tree"
     output: str | None = None  # stage only: which output
-    meta: dict[str, Any] = {}  # a reward's entry point: it decides results, so it is part of the digest
+    meta: dict[str, Any] = Field(
+        default_factory=dict
+    )  # a reward's entry point: it decides results, so it is part of the digest
 
 
 class StageManifest(Frozen):
@@ -32,7 +38,7 @@ class StageManifest(Frozen):
     trainer: str  # "control" for gate and release: they need no process
     inputs: dict[str, InputRef]
     params: dict[str, Any]
-    outputs: dict[str, str] = {}  # name → file | tree
+    outputs: dict[str, str] = Field(default_factory=dict)  # name → file | tree
 
     def upstream(self) -> set[str]:
         """Names of the stages this one waits for."""

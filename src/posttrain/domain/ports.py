@@ -9,9 +9,9 @@ from typing import Protocol
 class BlobStore(Protocol):
     """Content-addressed artifacts. Digests are `sha256:<hex>` of the bytes.
 
-    Every implementation: writes are atomic and write-if-absent (putting the same bytes twice is one blob); reads verify the
-    digest and raise `IntegrityError` on corrupt bytes, `NotFoundError` on a missing blob; a full disk or a read-only place is a
-    `WorkspaceError` and leaves nothing half-written.
+    Every implementation: writes are atomic and write-if-absent (putting the same bytes twice is one blob); reads
+    verify the digest and raise `IntegrityError` on corrupt bytes, `NotFoundError` on a missing blob; a full disk or
+    a read-only place is a `WorkspaceError` and leaves nothing half-written.
     """
 
     @property

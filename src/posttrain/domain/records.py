@@ -63,7 +63,9 @@ class StageRecord:
     next_action: str = ""
     cache_key: str | None = None
     cached_from: str | None = None  # "<run>/<stage>" whose outputs are reused
-    inputs: Mapping[str, Any] = field(default_factory=dict)  # slot → InputBlob fields, bound when the stage becomes ready
+    inputs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # slot → InputBlob fields, bound when the stage becomes ready
     outputs: Mapping[str, Any] = field(default_factory=dict)  # name → {"digest", "form"}
     metrics: Mapping[str, float] = field(default_factory=dict)
     tokens: int = 0  # spent, over all attempts

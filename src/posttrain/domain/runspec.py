@@ -150,7 +150,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         InputError: no such file, not YAML, or not a map.
     """
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader subclass)
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

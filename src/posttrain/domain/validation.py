@@ -1,4 +1,6 @@
-"""Turns a pydantic error into one line that names file, field, constraint, offending value and the nearest known name."""
+"""Turns a pydantic error into one line that names file, field, constraint, offending value and the nearest known
+name.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[st
     current: Any = model
     for part in location:
         found = _model_of(current)
-        current = found.model_fields[str(part)].annotation if found and str(part) in found.model_fields else _inner(current)
+        current = (
+            found.model_fields[str(part)].annotation if found and str(part) in found.model_fields else _inner(current)
+        )
     found = _model_of(current)
     return list(found.model_fields) if found else []
 

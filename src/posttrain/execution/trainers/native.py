@@ -78,7 +78,9 @@ def _code_digest() -> str:
     if found is None or not found.submodule_search_locations:
         raise InputError("posttrain: is not an installed package, so its sources cannot be digested; install it")
     root = Path(found.submodule_search_locations[0])
-    sources = [p for room in _DECIDING_ROOMS for p in ([root / room] if room.endswith(".py") else (root / room).rglob("*.py"))]
+    sources = [
+        p for room in _DECIDING_ROOMS for p in ([root / room] if room.endswith(".py") else (root / room).rglob("*.py"))
+    ]
     files = {p.relative_to(root).as_posix(): digest_bytes(p.read_bytes()) for p in sorted(sources)}
     return digest_json({"files": files, "libraries": {name: _version(name) for name in _DECIDING_LIBRARIES}})
 
@@ -118,5 +120,9 @@ def _work(config: StageConfig) -> dict[str, float]:
         return {"steps": config.steps, "documents": samples, "max_new_tokens": config.max_new_tokens}
     if isinstance(config, EvaluateConfig):
         most = max(suite.max_new_tokens for suite in config.suites.values())
-        return {"steps": len(config.suites), "samples": sum(1 + s.samples for s in config.suites.values()), "max_new_tokens": most}
+        return {
+            "steps": len(config.suites),
+            "samples": sum(1 + s.samples for s in config.suites.values()),
+            "max_new_tokens": most,
+        }
     return {"steps": 1}

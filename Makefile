@@ -1,0 +1,62 @@
+# What a person types. Every target sets up what is missing first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# Spin-waiting OpenMP threads cost 9x on a busy machine; one thread is fastest for the small models of demo and tests.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: demo test fast slow bench lint types contracts format setup clean gpu
+
+setup: $(VENV)/.dev
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("posttrain needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=python3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.engine: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.engine
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev,bench]'
+	@touch $@
+
+demo: $(VENV)/.engine ## declare, train, judge, ship, roll back: the whole product on this machine
+	@$(BIN)/posttrain demo $(DEMO)
+
+test: lint types contracts fast slow ## everything CI runs
+
+fast: $(VENV)/.dev ## unit and contract tests
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2
+
+slow: $(VENV)/.dev ## real processes end to end, killed on purpose
+	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --timeout 600
+
+gpu: $(VENV)/.dev ## what needs a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+bench: $(VENV)/.bench ## ratios against HF generate and TRL, measured side by side
+	$(BIN)/python -m benchmarks
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+contracts: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

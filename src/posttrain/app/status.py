@@ -1,0 +1,180 @@
+"""How one run stands: its ledger rows joined with what its jobs said so far. What `get`, the live display and the
+report show. Reads only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from posttrain.app.workspace import Workspace, process_alive
+from posttrain.domain.lifecycle import RunState, StageState, is_final
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+from posttrain.store.snapshot import Snapshot
+from posttrain.telemetry.progress import StageProgress, StageWatcher
+
+_DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """One stage as a person sees it."""
+
+    record: StageRecord
+    attempts: tuple[AttemptRecord, ...]
+    progress: StageProgress
+    seconds: float  # its jobs ran, over all attempts
+    reason: str  # one sentence; never empty for a stage that is not running
+    next_action: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        row, progress = self.record, self.progress
+        return {
+            "name": row.name,
+            "kind": row.kind,
+            "state": row.state,
+            "reason": row.reason,
+            "message": self.reason,
+            "next_action": self.next_action,
+            "cached_from": row.cached_from,
+            "attempts": [_attempt_json(attempt) for attempt in self.attempts],
+            "seconds": round(self.seconds, 3),
+            "tokens": row.tokens,
+            "step": progress.step,
+            "steps": progress.total,
+            "metrics": dict(row.metrics) or dict(progress.latest),
+            "outputs": dict(row.outputs),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """One run as a person sees it."""
+
+    run: RunRecord
+    stages: tuple[StageStatus, ...]
+    seconds: float  # since it started, until it ended or now
+    driven: bool  # a live process holds its lease
+    next_action: str
+
+    @property
+    def tokens(self) -> int:
+        """Spent by this run's own attempts; a cached stage costs nothing."""
+        return sum(stage.record.tokens for stage in self.stages)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        run = self.run
+        return {
+            "id": run.id,
+            "name": run.name,
+            "state": run.state,
+            "reason": run.reason,
+            "message": run.message,
+            "next_action": self.next_action,
+            "driven": self.driven,
+            "owner": run.owner,
+            "manifest": run.manifest_digest,
+            "created_at": run.created_at,
+            "started_at": run.started_at,
+            "finished_at": run.finished_at,
+            "seconds": round(self.seconds, 3),
+            "tokens": self.tokens,
+            "stages": [stage.to_json() for stage in self.stages],
+        }
+
+
+class RunWatcher:
+    """Reads one run again and again; each event segment is read once.
+
+    Args:
+        run_id: the exact id.
+        cached: also read the facts of stages that were reused, from where they were computed (for curves).
+    """
+
+    def __init__(self, workspace: Workspace, run_id: str, *, cached: bool = False) -> None:
+        self._workspace, self._run_id, self._cached = workspace, run_id, cached
+        self._watchers: dict[str, StageWatcher] = {}
+        self._manifest: Manifest | None = None
+
+    def read(self) -> RunStatus:
+        """The run as it is now.
+
+        Raises:
+            NotFoundError: there is no such run.
+        """
+        now = self._workspace.ledger.clock.now()
+        with self._workspace.ledger.snapshot() as ledger:
+            run = ledger.run(self._run_id)
+            rows = ledger.stages(run.id)
+            attempts = [self._attempts(ledger, row) for row in rows]
+        if self._manifest is None:
+            self._manifest = self._workspace.wiring.manifest(run)
+        waiting = _waiting_for(self._manifest, rows)
+        driven = _driven(run, now)
+        stages = tuple(self._stage(run, row, own, waiting, now) for row, own in zip(rows, attempts, strict=True))
+        seconds = (run.finished_at or now) - run.started_at if run.started_at else 0.0
+        return RunStatus(run, stages, max(0.0, seconds), driven, _run_action(run, driven))
+
+    def watcher(self, stage: str) -> StageWatcher:
+        """The facts of one stage that were read so far."""
+        return self._watchers.setdefault(stage, StageWatcher(self._workspace.root))
+
+    def _attempts(self, ledger: Snapshot, row: StageRecord) -> list[AttemptRecord]:
+        if self._cached and row.cached_from:
+            origin, _, name = row.cached_from.rpartition("/")
+            return ledger.attempts(origin, name)
+        return ledger.attempts(row.run_id, row.name)
+
+    def _stage(
+        self, run: RunRecord, row: StageRecord, attempts: list[AttemptRecord], waiting: dict[str, str], now: float
+    ) -> StageStatus:
+        own = tuple(attempt for attempt in attempts if attempt.run_id == row.run_id)
+        progress = self.watcher(row.name).read(attempts) if attempts else StageProgress()
+        seconds = sum((attempt.finished_at or now) - attempt.created_at for attempt in own)
+        reason, action = _stage_words(run, row, waiting.get(row.name, ""))
+        return StageStatus(row, own, progress, max(0.0, seconds), reason, action)
+
+
+def read_status(workspace: Workspace, run_id: str) -> RunStatus:
+    """One look at a run."""
+    return RunWatcher(workspace, run_id).read()
+
+
+def _waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:
+    """Stage → the unfinished stages it waits for, as words."""
+    undone = {row.name for row in rows if row.state not in _DONE}
+    return {stage.name: ", ".join(sorted(stage.upstream() & undone)) for stage in manifest.stages}
+
+
+def _stage_words(run: RunRecord, row: StageRecord, waiting: str) -> tuple[str, str]:
+    """Why the stage is where it is, and what a person would do next."""
+    if row.state in (StageState.SUCCEEDED, StageState.SKIPPED, StageState.RUNNING):
+        return row.message or row.state, row.next_action or "none needed"
+    if row.state in (StageState.PENDING, StageState.READY):
+        if is_final("run", run.state):
+            return f"not started: the run ended first ({run.state})", run.next_action or f"posttrain why {run.id}"
+        told = row.message if row.state == StageState.READY else ""
+        return told or (f"waits for {waiting}" if waiting else "its turn comes next"), row.next_action or "none needed"
+    return row.message or row.state, row.next_action or f"posttrain why {run.id}"
+
+
+def _driven(run: RunRecord, now: float) -> bool:
+    held = run.lease_owner is not None and (run.lease_expires or 0.0) > now
+    return held and process_alive(str(run.lease_owner))
+
+
+def _run_action(run: RunRecord, driven: bool) -> str:
+    if is_final("run", run.state):
+        return run.next_action or ("none needed" if run.state == RunState.SUCCEEDED else f"posttrain why {run.id}")
+    if driven:
+        return f"posttrain get {run.id} --watch"
+    return f"posttrain retry {run.id} drives it on (no process does now)"
+
+
+def _attempt_json(attempt: AttemptRecord) -> dict[str, Any]:
+    shown = asdict(attempt)
+    return {key: shown[key] for key in ("number", "state", "reason", "message", "tokens", "resume", "folder")}
