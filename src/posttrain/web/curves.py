@@ -1,0 +1,215 @@
+"""The learning-curve picture: one panel per quantity, several runs overlaid, stages marked.
+
+Matplotlib is imported here and this module only where a picture is drawn. The Agg canvas is used directly, without
+pyplot, so nothing global is touched; the same series give the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from posttrain.domain.errors import InputError, WorkspaceError
+
+PANEL_WIDTH, HEIGHT, DPI = 4.4, 3.9, 120  # inches, inches, pixels per inch
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito: colour-blind safe
+_STYLES = ("-", "--", "-.", ":")  # a second way to tell runs apart, once colours repeat
+_INK, _MUTED, _FAINT = "#1f2328", "#6e7781", "#d8dee4"
+_SPARSE = 25  # points up to which each one is marked; above, a running mean lies over the faint raw line
+_SETTINGS = {
+    "font.family": "DejaVu Sans",  # ships with matplotlib
+    "font.size": 9.0,
+    "text.color": _INK,
+    "axes.edgecolor": _FAINT,
+    "axes.labelcolor": _MUTED,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "text.usetex": False,
+    "text.parse_math": False,  # a run may be called a$b
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CurveSeries:
+    """One line: a quantity of one run, e.g. `CurveSeries("held-out accuracy", "run A", (0, 60), (0.4, 0.97))`."""
+
+    quantity: str  # the panel it belongs to; panels appear in the order of their first series
+    run: str  # the legend's entry; a run has one colour in all panels
+    steps: Sequence[float]  # [points], ascending
+    values: Sequence[float]  # [points]; a NaN breaks the line
+    low: Sequence[float] | None = None  # [points] confidence limits, both or none
+    high: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageBoundary:
+    """Where a stage begins, on the axis of steps."""
+
+    step: float
+    name: str
+
+
+def learning_curve(
+    path: Path, series: Sequence[CurveSeries], *, boundaries: Sequence[StageBoundary] = (), title: str = ""
+) -> None:
+    """Write the picture as PNG, 528 pixels wide per panel and 468 high.
+
+    Raises:
+        InputError: see `draw_learning_curve`.
+        WorkspaceError: `path` cannot be written.
+    """
+    data = draw_learning_curve(series, boundaries=boundaries, title=title)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError as error:
+        raise WorkspaceError(
+            f"learning curve: cannot write {path}: {error.strerror}; free the place or choose another"
+        ) from error
+
+
+def draw_learning_curve(
+    series: Sequence[CurveSeries], *, boundaries: Sequence[StageBoundary] = (), title: str = ""
+) -> bytes:
+    """The picture's PNG bytes.
+
+    Args:
+        series: at least one.
+        boundaries: marked in every panel that they fall into.
+        title: above the panels.
+
+    Raises:
+        InputError: no series, or lengths that differ within one.
+    """
+    if not series:
+        raise InputError("learning curve: at least one series is needed, got none; the run has reported no metrics")
+    for one in series:
+        _check(one)
+    panels: dict[str, list[CurveSeries]] = {}
+    for one in series:
+        panels.setdefault(one.quantity, []).append(one)
+    runs = list(dict.fromkeys(one.run for one in series))
+    looks: dict[str, dict[str, Any]] = {
+        run: {"color": _COLOURS[index % len(_COLOURS)], "linestyle": _STYLES[index // len(_COLOURS) % len(_STYLES)]}
+        for index, run in enumerate(runs)
+    }
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SETTINGS, "backend": "agg"}):
+        figure = _figure(panels, looks, boundaries, title)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _check(series: CurveSeries) -> None:
+    sizes = {len(column) for column in (series.steps, series.values, series.low, series.high) if column is not None}
+    if len(sizes) != 1 or (series.low is None) != (series.high is None):
+        raise InputError(
+            f"learning curve: the columns of {series.quantity!r} must have one length, and low and high come together;"
+            f" got lengths {sorted(sizes)}"
+        )
+
+
+def _figure(
+    panels: Mapping[str, Sequence[CurveSeries]],
+    looks: Mapping[str, Mapping[str, Any]],
+    boundaries: Sequence[StageBoundary],
+    title: str,
+) -> Any:
+    figure = Figure(figsize=(PANEL_WIDTH * len(panels), HEIGHT), facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(panels), squeeze=False, sharex=True)[0]
+    for axis, (quantity, rows) in zip(axes, panels.items(), strict=True):
+        for one in rows:
+            _draw(axis, one, looks[one.run])
+        _dress(axis, quantity)
+    for axis in axes:
+        _mark(axis, boundaries)  # after all panels have drawn: they share the axis of steps
+    handles = [matplotlib.lines.Line2D([], [], linewidth=2.2, **look) for look in looks.values()]
+    figure.legend(
+        handles,
+        [_short(run) for run in looks],
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.03),
+        ncols=min(len(looks), 2 * len(panels)),
+        frameon=False,
+    )
+    if title:
+        figure.suptitle(_short(title, 60 * len(panels)), x=0.012, y=0.975, ha="left", fontsize=11, fontweight="bold")
+    if any(len(one.values) > _SPARSE for rows in panels.values() for one in rows):
+        figure.text(0.5, 0.012, "faint: each step, bold: running mean", ha="center", fontsize=7.5, color=_MUTED)
+    width = PANEL_WIDTH * len(panels)
+    rows_of_legend = math.ceil(len(looks) / (2 * len(panels)))
+    figure.subplots_adjust(
+        left=0.55 / width,
+        right=1 - 0.15 / width,
+        top=0.80 if title else 0.88,
+        bottom=0.17 + 0.045 * rows_of_legend,
+        wspace=0.17,
+    )
+    return figure
+
+
+def _draw(axis: Any, series: CurveSeries, look: Mapping[str, Any]) -> None:
+    steps, values = [float(step) for step in series.steps], [float(value) for value in series.values]
+    sparse = len(values) <= _SPARSE
+    if series.low is not None and series.high is not None:
+        low, high = list(map(float, series.low)), list(map(float, series.high))
+        if sparse:
+            axis.vlines(steps, low, high, color=look["color"], linewidth=5, alpha=0.25, capstyle="round")
+        else:
+            axis.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
+    if sparse:
+        axis.plot(steps, values, linewidth=1.8, marker="o", markersize=4.5, markeredgecolor="white", **look)
+        return
+    axis.plot(steps, values, linewidth=0.8, alpha=0.3, **look)
+    axis.plot(steps, _running_mean(values, max(5, len(values) // 20)), linewidth=2.0, **look)
+
+
+def _running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Centred mean over `width` points, fewer at the ends; gaps stay gaps."""
+    half = width // 2
+    means = []
+    for index, value in enumerate(values):
+        window = [near for near in values[max(0, index - half) : index + half + 1] if math.isfinite(near)]
+        means.append(sum(window) / len(window) if window and math.isfinite(value) else math.nan)
+    return means
+
+
+def _dress(axis: Any, quantity: str) -> None:
+    axis.set_title(_short(quantity, 48), loc="left", fontsize=10, pad=16)
+    axis.set_xlabel("step")
+    axis.grid(axis="y", color=_FAINT, linewidth=0.7)
+    axis.set_axisbelow(True)
+    axis.tick_params(length=0)
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axis.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.margins(x=0.03, y=0.08)
+
+
+def _mark(axis: Any, boundaries: Iterable[StageBoundary]) -> None:
+    first, last = axis.get_xlim()
+    for boundary in boundaries:
+        if first <= boundary.step <= last:
+            axis.axvline(boundary.step, color=_MUTED, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
+            axis.annotate(
+                _short(boundary.name, 14), (boundary.step, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
+                textcoords="offset points", ha="left", va="bottom", fontsize=8, color=_MUTED,
+            )  # fmt: skip
+
+
+def _short(text: str, length: int = 32) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= length else flat[: length - 1] + "…"
