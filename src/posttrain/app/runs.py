@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.app.workspace import Workspace, open_workspace
-from posttrain.control import actions, compare, explain, lineage
+from posttrain.control import actions, compare, explain
+from posttrain.control.lineage import Node, VerifyReport, release_lineage, verify
 from posttrain.control.planning import Planned, plan_run
 from posttrain.control.submission import submit as submit_manifest
 from posttrain.domain.lifecycle import RunState
@@ -115,14 +116,14 @@ class Channel:
         self.workspace.seal()
         return entry
 
-    def lineage(self) -> lineage.Node:
+    def lineage(self) -> Node:
         """From its weights back to prompts, reward source, base model and manifest."""
-        return lineage.release_lineage(self.workspace.wiring, self.name)
+        return release_lineage(self.workspace.wiring, self.name)
 
-    def verify(self) -> lineage.VerifyReport:
+    def verify(self) -> VerifyReport:
         """Hash all of the lineage again."""
         self.workspace.seal()
-        return lineage.verify(self.workspace.wiring, self.lineage())
+        return verify(self.workspace.wiring, self.lineage())
 
 
 def plan(path: str | Path, workspace: Workspace | None = None) -> Planned:

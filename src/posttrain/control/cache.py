@@ -19,7 +19,7 @@ def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, Inp
             "kind": stage.kind,
             "params": stage.params,
             "seed": manifest.seed,
-            "inputs": {slot: {"digest": blob.digest, "meta": dict(blob.meta)} for slot, blob in inputs.items()},
+            "inputs": {slot: [b.digest, b.meta.get("entry"), b.meta.get("dialect")] for slot, b in inputs.items()},
         }
     )
 

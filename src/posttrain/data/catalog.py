@@ -23,7 +23,7 @@ _INSPECT: dict[str, Callable[[Path], dict[str, Any]]] = {
     "reward": inspect_reward,
     "model": inspect_model,
 }
-_DECIDING_META = ("entry", "dialect")  # of a reward: they decide results, so they enter the manifest
+_CALLED_BY = ("entry", "dialect", "source")  # how a reward is called, and what its errors call it
 
 
 class Catalog:
@@ -31,7 +31,7 @@ class Catalog:
 
     def __init__(self, ledger: Ledger, blobs: BlobStore, actor: str) -> None:
         self._ledger, self._blobs, self._actor = ledger, blobs, actor
-        self._local: dict[str, tuple[Path, str]] = {}  # digest → where its bytes lie, form: not published yet
+        self._local: dict[str, tuple[Path, str, bool]] = {}  # digest → path, form, from the hub: not published yet
 
     def add_dataset(self, path: Path, name: str) -> Asset:
         """Register a JSON-lines or Parquet file.
@@ -129,7 +129,7 @@ class Catalog:
             raise NotFoundError(
                 f"{asset.ref}: its bytes ({asset.digest}) are missing from the store; register it again"
             )
-        meta = {key: asset.meta[key] for key in _DECIDING_META if key in asset.meta}
+        meta = {key: asset.meta[key] for key in _CALLED_BY if key in asset.meta}
         return InputRef(source="asset", name=asset.ref, digest=asset.digest, form=cast(Form, asset.form), meta=meta)
 
     def _from_files(self, ref: AssetRef, path: Path) -> InputRef:
@@ -137,9 +137,10 @@ class Catalog:
             raise InputError(f"ref {ref}: a hub dataset is a folder of files; name one by its path, or register it")
         found = _INSPECT[ref.kind](path)
         form = "tree" if path.is_dir() else "file"
-        digest = tree_digest(path) if form == "tree" else file_digest(path)
-        self._local[digest] = (path, form)
-        meta = {key: found[key] for key in _DECIDING_META if ref.kind == "reward" and key in found}
+        hub = ref.source is Source.HUB  # its cache is made of links
+        digest = tree_digest(path, follow_links=hub) if form == "tree" else file_digest(path)
+        self._local[digest] = (path, form, hub)
+        meta = {key: found[key] for key in _CALLED_BY if ref.kind == "reward" and key in found}
         name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
         return InputRef(source="asset", name=name, digest=digest, form=cast(Form, form), meta=meta)
 
@@ -150,10 +151,10 @@ class Catalog:
             InputError: a file changed since it was planned.
         """
         for _, _, ref in manifest.assets():
-            path, form = self._local.get(ref.digest or "", (None, ""))
-            if path is None:
+            if ref.digest not in self._local:
                 continue
-            digest = put_tree(self._blobs, path) if form == "tree" else self._blobs.put_file(path)
+            path, form, hub = self._local[ref.digest]
+            digest = put_tree(self._blobs, path, follow_links=hub) if form == "tree" else self._blobs.put_file(path)
             if digest != ref.digest:
                 raise InputError(
                     f"{path}: changed while it was being submitted ({ref.digest} → {digest}); submit again"

@@ -14,17 +14,18 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, is_digest
+from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, digest_bytes, digest_chunks, is_digest
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import make_folder, sync_folder, unwritable
 
 FORMAT = "posttrain.tree/1"
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,38 @@ class TreeFile:
     size: int
 
 
-def put_tree(blobs: BlobStore, folder: Path) -> str:
+def put_tree(blobs: BlobStore, folder: Path, *, follow_links: bool = False) -> str:
     """Store every file below `folder` and the listing; the listing's digest.
 
+    Args:
+        follow_links: take a symbolic link to a file as that file (a hub's cache is made of them); else it is refused.
+
     Raises:
-        InputError: no such folder, a symbolic link or special file, or a name that is not portable.
+        InputError: no such folder, a link or special file, or a name that is not portable.
         WorkspaceError: the store is full or read-only.
     """
+    return blobs.put(_listing(folder, blobs.put_file, follow_links))
+
+
+def tree_digest(folder: Path, *, follow_links: bool = False) -> str:
+    """The digest `put_tree` would give, without storing anything. Raises its InputErrors."""
+    return digest_bytes(_listing(folder, file_digest, follow_links))
+
+
+def file_digest(path: Path) -> str:
+    """`sha256:…` of a file, in constant memory.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return digest_chunks(iter(lambda: file.read(_CHUNK), b""))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+
+
+def _listing(folder: Path, store: Callable[[Path], str], follow_links: bool) -> bytes:
     if not folder.is_dir():
         raise InputError(f"a tree must be a folder, got {folder}; check the path")
     files: dict[str, Any] = {}
@@ -49,13 +75,12 @@ def put_tree(blobs: BlobStore, folder: Path) -> str:
         if path.is_dir() and not path.is_symlink():
             continue
         name = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not path.is_file():
+        if (path.is_symlink() and not follow_links) or not path.is_file():
             raise InputError(f"a tree holds plain files only, got {path}; replace it by a copy of what it stands for")
         if not _portable(name):
             raise InputError(f"a tree's file names must be UTF-8 without backslashes, got {name!r}; rename it")
-        size = path.stat().st_size
-        files[name] = {"digest": blobs.put_file(path), "size": size}
-    return blobs.put(canonical_json({"format": FORMAT, "files": files}))
+        files[name] = {"digest": store(path), "size": path.stat().st_size}
+    return canonical_json({"format": FORMAT, "files": files})
 
 
 def tree_listing(blobs: BlobStore, digest: str) -> dict[str, TreeFile]:

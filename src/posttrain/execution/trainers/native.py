@@ -20,7 +20,7 @@ from posttrain.execution.ports import StageContract
 from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
-_DECIDING_ROOMS = ("engine", "jobs", "domain/seeds.py", "domain/canonical.py")
+_DECIDING_ROOMS = ("engine", "jobs", "data/rows.py", "domain/seeds.py")
 _DECIDING_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 
 
