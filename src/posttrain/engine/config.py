@@ -67,7 +67,7 @@ class ProbeConfig(_Frozen):
 
 
 class KLConfig(_Frozen):
-    """KL penalty against the frozen starting policy, in the loss. k1 as a loss has zero expected gradient: not offered."""
+    """KL penalty against the frozen starting policy, in the loss. k1 as a loss has no expected gradient."""
 
     coefficient: float = Field(gt=0)
     estimator: Literal["k2", "k3"] = "k3"
@@ -148,7 +148,9 @@ class InitModelConfig(_Frozen):
 
     kind: ClassVar[str] = "init_model"
     architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
-    characters: str = "0123456789+-*/=();:,.<>? \nabcdefghijklmnopqrstuvwxyzQAS"  # the vocabulary besides special tokens
+    characters: str = (
+        "0123456789+-*/=();:,.<>? \nabcdefghijklmnopqrstuvwxyzQAS"  # the vocabulary besides special tokens
+    )
     hidden_size: Positive = 64
     intermediate_size: Positive = 192
     layers: Positive = 2
@@ -172,7 +174,9 @@ class InitModelConfig(_Frozen):
 
 
 StageConfig = SFTConfig | GRPOConfig | EvaluateConfig | InitModelConfig
-STAGE_CONFIGS: dict[str, type[StageConfig]] = {c.kind: c for c in (SFTConfig, GRPOConfig, EvaluateConfig, InitModelConfig)}
+STAGE_CONFIGS: dict[str, type[StageConfig]] = {
+    c.kind: c for c in (SFTConfig, GRPOConfig, EvaluateConfig, InitModelConfig)
+}
 
 
 def stage_config(kind: str, params: dict[str, Any]) -> StageConfig:

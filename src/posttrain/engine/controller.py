@@ -1,1 +1,175 @@
-"""THE dataflow: prompts, trajectories, rewards, advantages, update, weights."""
+"""The loop every training stage runs in. One thread; nothing in it waits but on its own calls.
+
+::
+
+          ┌──────────────────────────────────── step N ────────────────────────────────────┐
+    ──▶ orders? ──▶ probe due? ──▶ can the budget pay? ──▶ recipe.step ──▶ report ──▶ checkpoint due? ──┐
+     ▲    │stop: checkpoint, out          │no: checkpoint, fail   prompts ▶ trajectories ▶ rewards      │
+     │    │checkpoint: write one, go on                           ▶ advantages ▶ update ▶ weights       │
+     └──────────────────────────────────────────────────────────────────────────────────────────────────┘
+
+Who unblocks whom: the rollout, the reward and the update are calls that return (a reward that hangs is killed at its
+deadline). Orders come from outside between steps only; so a stop is answered within one step. Synchronous training is
+staleness 0: the weights a rollout reads are those the last update left in place, without a transfer.
+
+What a step does depends on (seed, N, weights, moments, journal) alone. Checkpoints, probes, orders and facts change
+none of these, so their timing cannot change the result, and a resumed job repeats the undisturbed one bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import BudgetExceededError, IntegrityError
+from posttrain.domain.facts import FactSink, Metric, Note, Progress
+from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
+from posttrain.engine.weights.checkpoint import Checkpoint, TrainState, save_checkpoint
+
+CONTROLLER_METRICS = ("tokens_per_second",)
+
+
+class Order(Enum):
+    """What somebody outside wants between two steps."""
+
+    GO_ON = "go on"
+    CHECKPOINT = "checkpoint"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the lineage may spend."""
+
+    tokens: int | None = None
+    deadline: float | None = None  # seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a stage's loop ended: `Outcome(status="succeeded", steps=240, tokens=812000, metrics={…})`."""
+
+    status: str  # succeeded | stopped
+    steps: int
+    tokens: int
+    metrics: dict[str, float]  # the last value of each
+
+
+@dataclass(slots=True)
+class Controller:
+    """Runs a recipe to its end.
+
+    Args:
+        recipe: the method, its policy and its journal.
+        checkpoints: folder for checkpoints.
+        belongs_to: digest of what decides the result; a checkpoint of anything else is refused.
+        every: steps between checkpoints.
+        sink: where facts go.
+        orders: asked between steps.
+        limits: tokens and deadline.
+    """
+
+    recipe: Recipe
+    checkpoints: Path
+    belongs_to: str
+    every: int
+    sink: FactSink
+    orders: Callable[[], Order] = lambda: Order.GO_ON
+    limits: Limits = Limits()
+    tokens: int = 0  # spent so far in this lineage
+    _step: int = 0
+    _saved: int = -1
+    _metrics: dict[str, float] = field(default_factory=dict)
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            IntegrityError: it belongs to a stage with other parameters, seed or inputs.
+        """
+        state = checkpoint.state
+        if state.belongs_to != self.belongs_to:
+            raise IntegrityError(
+                f"checkpoint at step {state.step} belongs to another stage ({state.belongs_to[:19]}…, this is "
+                f"{self.belongs_to[:19]}…); start afresh"
+            )
+        self.recipe.policy.restore(checkpoint.parameters, checkpoint.moments)
+        self.recipe.journal.consumed = state.consumed
+        self.tokens, self._step, self._saved = state.tokens, state.step, state.step
+        self._metrics = dict(state.metrics)
+        self.sink(Note(f"resumed from the checkpoint at step {state.step}", time.time()))
+
+    def run(self) -> Outcome:
+        """Train until the last step, a stop, or the end of the budget.
+
+        Raises:
+            BudgetExceededError: the next step could exceed the token budget or the deadline is past; a checkpoint was
+                written.
+            DivergedError: NaN or infinity.
+        """
+        total = self.recipe.steps
+        while True:
+            order = self.orders()
+            if order is not Order.GO_ON:
+                self._save()
+            if order is Order.STOP:
+                return Outcome("stopped", self._step, self.tokens, self._metrics)
+            self._afford()
+            self._probe()
+            if self._step == total:
+                break
+            self._advance()
+            if self._step % self.every == 0 or self._step == total:
+                self._save()
+        return Outcome("succeeded", self._step, self.tokens, self._metrics)
+
+    def _advance(self) -> None:
+        started = time.perf_counter()
+        report = self.recipe.step(self._step, Trace(self.sink, self._step))
+        crashpoint("train.step")
+        self._step += 1
+        speed = report.tokens / max(time.perf_counter() - started, 1e-9)
+        self._report(report, {"tokens_per_second": speed})
+        self.sink(Progress(self._step, self.recipe.steps, self.recipe.phase, self.tokens, time.time()))
+
+    def _probe(self) -> None:
+        report = self.recipe.probe(self._step, Trace(self.sink, self._step))
+        if report:
+            self._report(report, {})
+
+    def _report(self, report: StepReport, extra: dict[str, float]) -> None:
+        self.tokens += report.tokens
+        self._metrics |= report.metrics
+        self.sink(Metric(self._step, {**report.metrics, **extra}, time.time()))
+
+    def _afford(self) -> None:
+        """Refuse what could go past a limit: the coming probe and step at their worst."""
+        step, limit = self._step, self.limits.tokens
+        worst = self.recipe.probe_price(step) + (self.recipe.price(step) if step < self.recipe.steps else 0)
+        if step == self.recipe.steps - 1:
+            worst += self.recipe.probe_price(self.recipe.steps)  # the last step is not worth much unmeasured
+        if limit is not None and self.tokens + worst > limit:
+            self._save()
+            raise BudgetExceededError(
+                f"token budget must cover the next step (at most {worst} tokens): spent {self.tokens} of {limit} "
+                f"at step {step} of {self.recipe.steps}; raise budget.tokens"
+            )
+        if self.limits.deadline is not None and step < self.recipe.steps and time.time() >= self.limits.deadline:
+            self._save()
+            raise BudgetExceededError(
+                f"deadline passed at step {step} of {self.recipe.steps}; raise the budget's wall-clock limit"
+            )
+
+    def _save(self) -> None:
+        if self._saved == self._step:
+            return
+        policy = self.recipe.policy
+        state = TrainState(self.belongs_to, self._step, self.recipe.journal.consumed, self.tokens, dict(self._metrics))
+        trace = Trace(self.sink, self._step)
+        with trace.span("checkpoint"):
+            save_checkpoint(self.checkpoints, Checkpoint(state, policy.parameters(), policy.moments()))
+        self._saved = self._step

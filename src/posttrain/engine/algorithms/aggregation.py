@@ -1,0 +1,61 @@
+"""How per-token losses become one number, so that gradients do not depend on how a batch is split.
+
+A mean inside each micro-batch would weight tokens by the company they keep. Here every token gets its weight from
+totals of the whole optimiser step, and a micro-batch's loss is the plain sum Σ weight·loss: the parts add up to the
+same loss, and so to the same gradient, for every split. Only response tokens count; prompts never enter a
+denominator, and neither do documents that were dropped before the step (groups without signal, unscored members), as
+in DAPO's token-level loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.engine.batch import TokenBatch
+
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What one optimiser step sums over: `Totals(tokens=1832, sequences=96)`."""
+
+    tokens: int  # response tokens
+    sequences: int  # documents with at least one response token
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> Totals:
+        """Count a whole mini-batch, before it is split."""
+        counts = batch.response_lengths
+        return cls(tokens=int(counts.sum()), sequences=int((counts > 0).sum()))
+
+
+def token_weights(batch: TokenBatch, totals: Totals, mode: str, *, norm: int = 1) -> Tensor:
+    """`[T]` float32: the weight of every token in the loss of the whole step; 0 outside the response.
+
+    ::
+
+        token-mean               1 / tokens                         DAPO, arXiv 2503.14476
+        seq-mean-token-mean      1 / (sequences · own length)       GRPO, arXiv 2402.03300
+        seq-mean-token-sum-norm  1 / (sequences · norm)             Dr. GRPO, arXiv 2503.20783
+
+    Args:
+        batch: the micro-batch.
+        totals: of the whole step.
+        norm: the constant length of Dr. GRPO, in tokens (the generation limit).
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    mask = batch.response_mask
+    if mode == "token-mean":
+        return mask.float() / max(totals.tokens, 1)
+    if mode == "seq-mean-token-sum-norm":
+        return mask.float() / (max(totals.sequences, 1) * norm)
+    if mode == "seq-mean-token-mean":
+        each = 1.0 / (batch.response_lengths.clamp(min=1) * max(totals.sequences, 1)).float()
+        return torch.where(mask, each[batch.document_index], 0.0)
+    raise ValueError(f"aggregation must be one of {', '.join(MODES)}, got {mode!r}")

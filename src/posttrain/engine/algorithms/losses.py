@@ -1,0 +1,67 @@
+"""Per-token losses. Every function takes `[T]` tensors of a packed batch and a mask; it returns `[T]`, 0 outside.
+
+Inputs are masked *before* any non-linear step, so that neither the value nor the gradient of a masked token can leak,
+not even a NaN (0 · NaN is NaN). How tokens are summed is `aggregation`'s business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0  # e^20 ≈ 5e8: beyond it a ratio says nothing, and float32 would overflow soon after
+
+
+def negative_log_likelihood(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """−log π(token): the loss of supervised fine-tuning."""
+    return torch.where(mask, -logprobs, 0.0)
+
+
+def log_ratio(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """log π − log π_reference, clamped to ±20; 0 outside the mask."""
+    zero = logprobs.new_zeros(())
+    return (torch.where(mask, logprobs, zero) - torch.where(mask, reference, zero)).clamp(
+        -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
+    )
+
+
+def ppo_clip(
+    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)) with ρ = exp(log π − log μ).
+
+    Args:
+        logprobs: current policy, differentiable.
+        behaviour: log-probabilities recorded when the tokens were sampled, at the same temperature. They are the
+            denominator of ρ and appear once: no second importance weight.
+        advantages: one value per token, constant over a response.
+        mask: response tokens.
+        clip_low, clip_high: ε_low and ε_high; clip-higher when they differ.
+
+    Source: PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, eq. 10.
+    """
+    advantages = torch.where(mask, advantages, 0.0)
+    ratio = log_ratio(logprobs, behaviour, mask).exp()
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return torch.where(mask, torch.maximum(-advantages * ratio, -advantages * clipped), 0.0)
+
+
+def is_clipped(
+    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """`[T]` bool: response tokens whose gradient the clip removed."""
+    ratio = log_ratio(logprobs.detach(), behaviour, mask).exp()
+    return mask & (((advantages > 0) & (ratio > 1.0 + clip_high)) | ((advantages < 0) & (ratio < 1.0 - clip_low)))
+
+
+def kl_penalty(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(π ‖ π_ref) per token, d = log π_ref − log π: k2 = d²/2, k3 = e^d − d − 1.
+
+    Both are non-negative and usable as a loss; k1 = −d has zero expected gradient as a loss and is not offered.
+    Source: Schulman, "Approximating KL divergence" (2020).
+
+    Raises:
+        KeyError: another estimator.
+    """
+    d = -log_ratio(logprobs, reference, mask)
+    return {"k2": lambda: d.square() / 2, "k3": lambda: d.exp() - d - 1.0}[estimator]()

@@ -1,0 +1,52 @@
+"""Held-out accuracy during training: greedy answers to a few items, for the learning curve. No gate reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.engine.models.chat import decode_response
+from posttrain.engine.recipes.grpo import Prompt
+from posttrain.engine.recipes.recipe import StepReport
+from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+
+
+def extract_answer(pattern: re.Pattern[str], text: str) -> str | None:
+    """Group 1 of the last match (the whole match without a group), None without a match."""
+    last = None
+    for match in pattern.finditer(text):
+        last = match
+    if last is None:
+        return None
+    return str(last.group(1) if pattern.groups else last.group(0))
+
+
+class AccuracyProbe:
+    """GRPO's `Probe` over fixed items.
+
+    Args:
+        items: prompts whose rows have an `answer`.
+        extract: what to compare with it.
+        max_new_tokens: per answer.
+    """
+
+    def __init__(
+        self, items: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, extract: str, max_new_tokens: int
+    ) -> None:
+        self._items, self._tokenizer = items, tokenizer
+        self._pattern, self._limit = re.compile(extract), max_new_tokens
+        self.price = sum(len(item.tokens) + max_new_tokens for item in items)
+
+    def __call__(self, rollout: RolloutEngine) -> StepReport:
+        """Greedy accuracy of the weights as they are."""
+        prompts = [item.tokens for item in self._items]
+        sampling = SamplingParams(max_new_tokens=self._limit, greedy=True)
+        found = rollout.generate(prompts, samples=1, sampling=sampling)
+        correct = sum(
+            extract_answer(self._pattern, decode_response(self._tokenizer, t.tokens)) == item.row["answer"]
+            for t, item in zip(found, self._items, strict=True)
+        )
+        tokens = sum(len(t.prompt) + len(t.tokens) for t in found)
+        return StepReport(tokens, {"probe/accuracy": correct / len(self._items)})

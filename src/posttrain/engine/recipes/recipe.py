@@ -1,0 +1,64 @@
+"""What the controller asks of a recipe, and how a recipe reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from posttrain.domain.facts import FactSink, Span
+from posttrain.engine.journal import Journal
+from posttrain.engine.roles.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did: `StepReport(tokens=5120, metrics={"reward/mean": 0.41})`."""
+
+    tokens: int  # spent: what the budget meters
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Spans of one step."""
+
+    sink: FactSink
+    step: int
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[dict[str, Any]]:
+        """Time a hand-off; what is put into the yielded dictionary becomes the span's attributes."""
+        attributes: dict[str, Any] = {}
+        started, begin = time.time(), time.perf_counter()
+        try:
+            yield attributes
+        finally:
+            self.sink(Span(name, self.step, started, time.perf_counter() - begin, attributes))
+
+
+class Recipe(Protocol):
+    """A training method.
+
+    Every implementation: what step N does is a function of (seed, N, weights, moments, journal position) and nothing
+    else; `price` is never below what `step` then reports as spent.
+    """
+
+    phase: str  # "sft", "grpo"
+    steps: int
+    policy: Policy
+    journal: Journal
+
+    def price(self, step: int) -> int:
+        """Tokens the coming step may spend at the most."""
+
+    def step(self, step: int, trace: Trace) -> StepReport:
+        """Do step `step` (0-based)."""
+
+    def probe(self, step: int, trace: Trace) -> StepReport | None:
+        """Measure the policy after `step` steps, if it is due; changes nothing."""
+
+    def probe_price(self, step: int) -> int:
+        """Tokens `probe(step)` may spend at the most; 0 when none is due."""

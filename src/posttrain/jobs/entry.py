@@ -1,0 +1,222 @@
+"""What every job does around its work: read the order, open the store, catch what goes wrong, answer last.
+
+A job always answers with a `result.json`, for failures too, and then exits 0; an exit without an answer means that
+the process was lost. A failure is one line in the answer and a full traceback in the log. Nothing here imports torch:
+OpenMP reads its settings when torch is loaded, so they are set first.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from posttrain.domain.canonical import digest_bytes, digest_json
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import (
+    BudgetExceededError,
+    FailureClass,
+    InfrastructureError,
+    InputError,
+    IntegrityError,
+    JobFailedError,
+    NotFoundError,
+    PosttrainError,
+    WorkspaceError,
+)
+from posttrain.domain.facts import FactSink
+from posttrain.domain.jobs import Failure, JobOrder, JobResult
+from posttrain.domain.ports import BlobStore
+from posttrain.engine.rewards.port import RewardError
+from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.blobs import open_blobs
+from posttrain.store.trees import materialise
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a job's body works with."""
+
+    attempt: AttemptFolder
+    order: JobOrder
+    sink: FactSink
+    blobs: BlobStore
+    stopping: Callable[[], bool]  # somebody asked for a stop, by control.json or SIGTERM
+    folder: Path
+
+    def input(self, slot: str) -> Path:
+        """The local path of an input, fetched and verified.
+
+        Raises:
+            InputError: the order has no such slot.
+            NotFoundError, IntegrityError: the blob is gone or corrupt.
+        """
+        if slot not in self.order.inputs:
+            raise InputError(
+                f"job {self.order.name} has no input {slot!r}, got {', '.join(sorted(self.order.inputs)) or 'none'}"
+            )
+        blob = self.order.inputs[slot]
+        cache = Path(self.order.cache_dir)
+        if blob.form == "tree":
+            return materialise(self.blobs, blob.digest, cache)
+        path = cache / "files" / blob.digest.removeprefix("sha256:")
+        if not (path.is_file() and digest_bytes(path.read_bytes()) == blob.digest):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.blobs.fetch(blob.digest, path)
+        return path
+
+    def label(self, slot: str) -> str:
+        """How errors call an input: its reference, or its slot."""
+        blob = self.order.inputs.get(slot)
+        return blob.name if blob and blob.name else slot
+
+    def fingerprint(self) -> str:
+        """Digest of what decides this job's result.
+
+        Kind, parameters, seed, inputs. Two attempts at one stage agree on it.
+        """
+        inputs = {slot: [blob.digest, dict(blob.meta)] for slot, blob in self.order.inputs.items()}
+        order = self.order
+        return digest_json(
+            {"kind": order.kind, "params": dict(order.params), "seed": str(order.seed), "inputs": inputs}
+        )
+
+
+Body = Callable[[Job], JobResult]
+
+
+def run(attempt_dir: str, body: Body) -> int:
+    """Run one job to its `result.json`.
+
+    Returns:
+        The exit code: 0 once there is a result, whatever it says; 1 when not even that could be written.
+    """
+    started = time.time()
+    attempt = AttemptFolder(Path(attempt_dir))
+    try:
+        if attempt.read_result() is not None:
+            return 0
+        order = attempt.read_order()
+        settle_environment(order.params.get("runtime", {}).get("threads", 1))
+        crashpoint("job.start")
+        stopping = _catch_sigterm()
+        with EventWriter(attempt) as sink:
+            result = _guarded(attempt, order, sink, body, stopping)
+        crashpoint("outputs.before_result")
+        attempt.write_result(replace(result, seconds=time.time() - started))
+        crashpoint("outputs.after_result")
+    except (PosttrainError, OSError) as error:
+        traceback.print_exc()
+        print(f"job {attempt_dir} could not leave a result: {_one_line(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(body: Body) -> None:
+    """`python -m posttrain.jobs.… ATTEMPT_DIR`."""
+    if len(sys.argv) != 2:
+        print(f"usage: {Path(sys.argv[0]).stem} ATTEMPT_DIR, got {len(sys.argv) - 1} arguments", file=sys.stderr)
+        raise SystemExit(2)
+    raise SystemExit(run(sys.argv[1], body))
+
+
+def settle_environment(threads: int) -> None:
+    """Thread settings that torch reads once, when it is imported.
+
+    A spinning OpenMP costs 9x on a busy machine (measured).
+    """
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Classify an exception: what happens next depends on the class, and on whether the same signature comes twice."""
+    kind = _class_of(error)
+    message = _one_line(error)
+    where = _innermost(error)
+    if kind is FailureClass.BUG and not isinstance(error, PosttrainError):
+        message = f"{type(error).__name__} at {where}: {message}; see log.txt"
+    return Failure(kind, message, f"{type(error).__name__}@{where}")
+
+
+def failed(error: Exception, tokens: int = 0) -> JobResult:
+    """The answer of a job that raised; the traceback goes to the log. Call it inside the `except` block."""
+    traceback.print_exc()
+    return JobResult(status="failed", tokens=tokens, failure=failure_of(error))
+
+
+def _guarded(
+    attempt: AttemptFolder, order: JobOrder, sink: FactSink, body: Body, stopping: Callable[[], bool]
+) -> JobResult:
+    try:
+        job = Job(
+            attempt=attempt,
+            order=order,
+            sink=sink,
+            blobs=open_blobs(order.store_url),
+            stopping=lambda: stopping() or attempt.stop_requested(),
+            folder=attempt.path,
+        )
+        return body(job)
+    except Exception as error:
+        return failed(error)
+
+
+def _class_of(error: BaseException) -> FailureClass:
+    declared = getattr(error, "failure_class", None)
+    if isinstance(declared, FailureClass):
+        return declared
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return FailureClass.INFRASTRUCTURE
+    if (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    ):
+        return FailureClass.OUT_OF_MEMORY
+    classes: Mapping[type[BaseException], FailureClass] = {
+        BudgetExceededError: FailureClass.BUDGET,
+        NotFoundError: FailureClass.BAD_INPUT,
+        InputError: FailureClass.BAD_INPUT,
+        IntegrityError: FailureClass.BAD_INPUT,
+        RewardError: FailureClass.BAD_INPUT,  # the user's own code
+        JobFailedError: FailureClass.DIVERGED,  # the model's numbers are no numbers
+        WorkspaceError: FailureClass.INFRASTRUCTURE,
+        InfrastructureError: FailureClass.INFRASTRUCTURE,
+    }
+    return next((kind for base, kind in classes.items() if isinstance(error, base)), FailureClass.BUG)
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return f"cannot write {error.filename or 'to the attempt folder'}: {error.strerror}; free space and retry"
+    if isinstance(error, MemoryError):
+        return "out of memory; lower runtime.micro_batch_tokens"
+    return (" ".join(str(error).split()) or type(error).__name__)[:500]
+
+
+def _innermost(error: BaseException) -> str:
+    """`module:function` of the deepest frame: stable between attempts, unlike line numbers of changing sources."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "nowhere"
+
+
+def _catch_sigterm() -> Callable[[], bool]:
+    asked: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        asked.append(number)
+
+    signal.signal(signal.SIGTERM, note)
+    return lambda: bool(asked)
