@@ -201,13 +201,16 @@ def _dress(axis: Any, quantity: str) -> None:
 
 def _mark(axis: Any, boundaries: Iterable[StageBoundary]) -> None:
     first, last = axis.get_xlim()
-    for boundary in boundaries:
-        if first <= boundary.step <= last:
-            axis.axvline(boundary.step, color=_MUTED, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
-            axis.annotate(
-                _short(boundary.name, 14), (boundary.step, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
-                textcoords="offset points", ha="left", va="bottom", fontsize=8, color=_MUTED,
-            )  # fmt: skip
+    inside = sorted((b for b in boundaries if first <= b.step <= last), key=lambda boundary: boundary.step)
+    for index, boundary in enumerate(inside):
+        axis.axvline(boundary.step, color=_MUTED, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
+        following = inside[index + 1].step if index + 1 < len(inside) else math.inf
+        crowded = following - boundary.step < 0.12 * (last - first)  # its name goes to the other side of the line
+        axis.annotate(
+            _short(boundary.name, 14), (boundary.step, 1.0), xycoords=("data", "axes fraction"), va="bottom",
+            xytext=(-2 if crowded else 0, 3), textcoords="offset points", ha="right" if crowded else "left",
+            fontsize=8, color=_MUTED,
+        )  # fmt: skip
 
 
 def _short(text: str, length: int = 32) -> str:
