@@ -16,7 +16,7 @@ import pytest
 
 from posttrain.domain.errors import InputError, JobFailedError
 from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction
-from posttrain.engine.rewards.process import ProcessReward, open_reward, probe_call
+from posttrain.engine.rewards.process import ProcessReward, open_reward
 from posttrain.engine.rewards.scripted import ScriptedReward
 
 SOURCES = {
@@ -197,13 +197,6 @@ class TestUserErrors:
         (tmp_path / "b.py").touch()
         with pytest.raises(InputError, match=r"must hold `reward\.py` or a single Python file, got a\.py, b\.py"):
             open_reward(tmp_path, timeout=1)
-
-    def test_probe_finds_a_broken_reward_before_step_one(self, opened: Callable[..., ProcessReward]) -> None:
-        rows = [{"prompt": "Q", "answer": "1"}] * 9
-        probe = probe_call(["Q"] * 9, rows)
-        assert probe.completions == ["1"] * 4
-        with pytest.raises(RewardError, match="KeyError"):
-            opened("def score(completion, row):\n    return row['gold']\n").score(probe)
 
     def test_call_of_unequal_columns(self) -> None:
         with pytest.raises(InputError, match=r"RewardCall\.rows must hold one entry per completion \(2\), got 1"):

@@ -175,15 +175,6 @@ def _row_errors(name: str, number: int) -> Iterator[None]:
         raise InputError(f"{name} row {number} cannot be rendered by the chat template: {reason}") from error
 
 
-def user_text(row: Row) -> str:
-    """What a reward is shown as the prompt: the text, or the last message's content of a chat prompt."""
-    prompt = row.get("prompt") or row.get("messages") or row.get("text") or ""
-    if isinstance(prompt, str):
-        return prompt
-    asked = [message for message in prompt if message["role"] != "assistant"]
-    return str(asked[-1]["content"]) if asked else ""
-
-
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generate: bool) -> list[int]:
     if not tokenizer.chat_template:
         raise InputError("a chat row needs a tokenizer with a chat template, the model has none; write prompts as text")

@@ -39,16 +39,6 @@ class RewardCall:
     def __len__(self) -> int:
         return len(self.completions)
 
-    def head(self, count: int) -> RewardCall:
-        """The first `count` completions."""
-        return RewardCall(
-            self.prompts[:count],
-            self.completions[:count],
-            self.rows[:count],
-            None if self.prompt_ids is None else self.prompt_ids[:count],
-            None if self.completion_ids is None else self.completion_ids[:count],
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Score:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
@@ -138,7 +138,13 @@ class _Deadline:
 
 
 def open_reward(
-    path: Path, entry: str | None = None, *, timeout: float, dialect: str = "auto", name: str = "", source: str = ""
+    path: Path,
+    entry: str | None = None,
+    *,
+    timeout: float,
+    dialect: str | None = "auto",
+    name: str = "",
+    source: str = "",
 ) -> ProcessReward:
     """Start a worker for one reward function; close it when the job ends.
 
@@ -162,7 +168,7 @@ def open_reward(
         RewardError: its code raises or hangs while it is imported.
     """
     file, _, function = (entry or "").rpartition(":")
-    return ProcessReward(source_file(path, file), function or None, timeout, dialect, name, source)
+    return ProcessReward(source_file(path, file), function or None, timeout, dialect or "auto", name, source)
 
 
 def source_file(path: Path, file: str = "") -> Path:
@@ -181,15 +187,6 @@ def source_file(path: Path, file: str = "") -> Path:
         wanted = f"{file!r}" if file else "`reward.py` or a single Python file"
         raise InputError(f"reward folder {path.name} must hold {wanted}, got {', '.join(found) or 'none'}")
     return path / chosen
-
-
-def probe_call(prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], count: int = 4) -> RewardCall:
-    """A call on the first rows, answered with the rows' own answers: scored before step 1, a broken reward fails within
-    seconds instead of after an hour. The scores themselves mean nothing.
-    """
-    answers = [str(row.get("answer", "")) for row in rows[:count]]
-    none: list[list[int]] = [[] for _ in answers]
-    return RewardCall(list(prompts[:count]), answers, list(rows[:count]), none, none)
 
 
 def _start() -> tuple[subprocess.Popen[bytes], socket.socket, str]:

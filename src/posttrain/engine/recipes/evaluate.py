@@ -1,0 +1,207 @@
+"""Evaluation of one model on one suite: greedy and sampled answers, item by item.
+
+An item is a prompt with a reference answer; its identity is a digest of both, so that two models (or two versions of a
+suite) can be compared pair by pair. What is drawn for an item depends on the seed, the suite and the item, never on the
+others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import BudgetExceededError, InputError
+from posttrain.domain.seeds import derive_seed
+from posttrain.engine.algorithms.passk import pass_at_k
+from posttrain.engine.batch import Trajectory
+from posttrain.engine.config import SuiteConfig
+from posttrain.engine.models.chat import decode_response, encode_prompts
+from posttrain.engine.recipes.answers import answer_pattern, extract_answer
+from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+
+_ROWS_PER_CALL = 512  # responses between two looks at budget and stop orders
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One task of a suite: `Item("sha256:…", "Q: sort 31", (1, 3, …), "13")`."""
+
+    id: str
+    text: str
+    prompt: tuple[int, ...]
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One answer to an item."""
+
+    item: Item
+    kind: str  # greedy | sample
+    sample: int  # 0 for greedy
+    text: str
+    extracted: str | None
+    correct: bool
+    tokens: int
+    truncated: bool  # the limit came before the end of sequence
+    logprob: float  # of the whole response, under the sampling temperature
+
+
+@dataclass(slots=True)
+class Meter:
+    """Tokens spent, against what may be spent.
+
+    Args:
+        limit: tokens; None for no limit.
+        deadline: seconds since the epoch; None for none.
+    """
+
+    limit: int | None = None
+    deadline: float | None = None
+    tokens: int = 0
+
+    def admit(self, worst: int) -> None:
+        """Refuse what could go past a limit.
+
+        Raises:
+            BudgetExceededError: `worst` more tokens would exceed the limit, or the deadline is past.
+        """
+        if self.limit is not None and self.tokens + worst > self.limit:
+            raise BudgetExceededError(
+                f"token budget must cover the next answers (at most {worst} tokens): spent {self.tokens} of "
+                f"{self.limit}; raise budget.tokens"
+            )
+        if self.deadline is not None and time.time() >= self.deadline:
+            raise BudgetExceededError("deadline passed during evaluation; raise budget.wall_clock")
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteResult:
+    """All answers to a suite, greedy ones first."""
+
+    suite: str
+    config: SuiteConfig
+    items: Sequence[Item]
+    responses: Sequence[Response] = field(repr=False)
+
+    def metrics(self) -> dict[str, list[float]]:
+        """Metric name → one value per item, in the order of `items`; the names of `SuiteConfig.metrics`."""
+        greedy = [r for r in self.responses if r.kind == "greedy"]
+        values = {
+            "accuracy": [float(r.correct) for r in greedy],
+            "response_tokens": [float(r.tokens) for r in greedy],
+            "truncated": [float(r.truncated) for r in greedy],
+        }
+        n = self.config.samples
+        if n:
+            hits = Counter(r.item.id for r in self.responses if r.kind == "sample" and r.correct)
+            values["sampled_accuracy"] = [hits[item.id] / n for item in self.items]
+            values |= {f"pass@{k}": [pass_at_k(n, hits[i.id], k) for i in self.items] for k in self.config.pass_at}
+        return {f"{self.suite}/{name}": column for name, column in values.items()}
+
+
+def suite_items(
+    rows: Sequence[Mapping[str, Any]],
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: SuiteConfig,
+    *,
+    name: str,
+    context: int,
+) -> list[Item]:
+    """The items of a suite.
+
+    Args:
+        rows: canonical rows.
+        texts: what stands for each row's prompt in reports and in its identity.
+        name: how errors call the data set.
+        context: the model's context length, tokens.
+
+    Raises:
+        InputError: a row without answer, or a prompt that does not fit the context with its response.
+    """
+    for number, row in enumerate(rows, start=1):
+        if "answer" not in row:
+            columns = ", ".join(sorted(row))
+            raise InputError(f"{name} row {number} must have an answer to be evaluated, got columns {columns}")
+    prompts = encode_prompts(tokenizer, rows, name=name, limit=context, reserve=config.max_new_tokens)
+    seen: Counter[str] = Counter()
+    items = []
+    for row, text, prompt in zip(rows, texts, prompts, strict=True):
+        digest = digest_json({"prompt": text, "answer": row["answer"]})
+        seen[digest] += 1
+        twin = f"#{seen[digest]}" if seen[digest] > 1 else ""  # a repeated row is an item of its own
+        items.append(Item(digest + twin, text, prompt, row["answer"]))
+    return items
+
+
+def evaluate_suite(
+    suite: str,
+    config: SuiteConfig,
+    items: Sequence[Item],
+    rollout: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    meter: Meter,
+    between: Callable[[int], bool] = lambda _: True,
+) -> SuiteResult | None:
+    """Answer every item: greedily once, then `config.samples` times by sampling.
+
+    Args:
+        seed: the stage's seed.
+        meter: refuses what could exceed the budget, and counts what is spent.
+        between: called after every batch with the number of responses it gave; False stops.
+
+    Returns:
+        None when it was stopped.
+
+    Raises:
+        BudgetExceededError: before a batch that could go past a limit.
+        InputError: `extract` is no regular expression.
+    """
+    pattern = answer_pattern(config.extract)
+    greedy = SamplingParams(max_new_tokens=config.max_new_tokens, greedy=True)
+    sampled = SamplingParams(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=derive_seed(seed, "evaluate", suite),
+    )
+    responses: list[Response] = []
+    for kind, samples, sampling in (("greedy", 1, greedy), ("sample", config.samples, sampled)):
+        size = max(1, _ROWS_PER_CALL // max(1, samples))
+        for start in range(0, len(items) if samples else 0, size):
+            chunk = items[start : start + size]
+            meter.admit(samples * sum(len(item.prompt) + config.max_new_tokens for item in chunk))
+            keys = [derive_seed(0, item.id) for item in chunk]
+            prompts = [item.prompt for item in chunk]
+            found = rollout.generate(prompts, samples=samples, sampling=sampling, prompt_keys=keys)
+            meter.tokens += sum(len(t.prompt) + len(t.tokens) for t in found)
+            for index, trajectory in enumerate(found):
+                text = decode_response(tokenizer, trajectory.tokens)
+                extracted = extract_answer(pattern, text)
+                item = chunk[index // samples]
+                responses.append(_response(item, kind, index % samples, text, extracted, trajectory))
+            if not between(len(found)):
+                return None
+    return SuiteResult(suite, config, items, responses)
+
+
+def _response(item: Item, kind: str, sample: int, text: str, extracted: str | None, trajectory: Trajectory) -> Response:
+    return Response(
+        item=item,
+        kind=kind,
+        sample=sample,
+        text=text,
+        extracted=extracted,
+        correct=extracted == item.answer,
+        tokens=len(trajectory.tokens),
+        truncated=trajectory.truncated,
+        logprob=float(sum(trajectory.logprobs)),
+    )

@@ -1,0 +1,156 @@
+"""`python -m posttrain.jobs.evaluate ATTEMPT_DIR`: one model on its suites.
+
+Leaves `outputs/items.parquet` (every response) and `outputs/metrics.parquet` (metric, item_id, value, binary: exactly
+what a gate reads). The same responses give the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.data.rows import prompt_text, read_rows
+from posttrain.domain.errors import InputError
+from posttrain.domain.facts import Metric, Progress
+from posttrain.domain.jobs import JobResult, Output
+from posttrain.engine.config import EvaluateConfig
+from posttrain.jobs.entry import Job, failed, main
+from posttrain.jobs.train import open_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from posttrain.engine.recipes.evaluate import Item, Meter, SuiteResult
+    from posttrain.engine.rollout.port import RolloutEngine
+
+OUTPUTS = {"metrics": Output("outputs/metrics.parquet", "file"), "items": Output("outputs/items.parquet", "file")}
+
+
+def body(job: Job) -> JobResult:
+    """Evaluate every suite, write both tables, answer with the means."""
+    from posttrain.engine.recipes.answers import answer_pattern
+    from posttrain.engine.recipes.evaluate import Meter, suite_items
+    from posttrain.engine.rollout.opening import open_rollout
+
+    config = EvaluateConfig.model_validate(dict(job.order.params))
+    model, tokenizer = open_model(job, config.runtime)
+    suites: dict[str, list[Item]] = {}
+    for name, suite in config.suites.items():
+        answer_pattern(suite.extract)
+        label = job.label(suite.data)
+        rows = read_rows(job.input(suite.data), name=label)
+        texts = [prompt_text(row) for row in rows]
+        suites[name] = suite_items(rows, texts, tokenizer, suite, name=label, context=model.context_length)
+    meter = Meter(job.order.token_allowance, job.order.deadline)
+    try:
+        results = _answer(job, config, suites, open_rollout(model), tokenizer, meter)
+    except Exception as error:
+        return failed(error, meter.tokens)
+    if results is None:
+        return JobResult("stopped", tokens=meter.tokens)
+    means = write_tables(results, job.folder / "outputs")
+    job.sink(Metric(0, means, time.time()))
+    return JobResult("succeeded", OUTPUTS, means, meter.tokens)
+
+
+def _answer(
+    job: Job,
+    config: EvaluateConfig,
+    suites: Mapping[str, Sequence[Item]],
+    rollout: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    meter: Meter,
+) -> list[SuiteResult] | None:
+    """Answers to all suites; None when somebody asked for a stop."""
+    from posttrain.engine.recipes.evaluate import evaluate_suite
+
+    total = sum(len(items) * (1 + config.suites[name].samples) for name, items in suites.items())
+    done = 0
+
+    def between(count: int) -> bool:
+        nonlocal done
+        done += count
+        job.sink(Progress(done, total, "evaluate", meter.tokens, time.time()))
+        return done == total or not job.stopping()
+
+    results = []
+    for name, items in suites.items():
+        suite, seed = config.suites[name], job.order.seed
+        result = evaluate_suite(name, suite, items, rollout, tokenizer, seed=seed, meter=meter, between=between)
+        if result is None:
+            return None
+        results.append(result)
+    return results
+
+
+def write_tables(results: Sequence[SuiteResult], folder: Path) -> dict[str, float]:
+    """Write `items.parquet` and `metrics.parquet`; the mean of every metric.
+
+    Raises:
+        InputError: two suites make a metric of the same name.
+    """
+    columns: dict[str, list[Any]] = {"metric": [], "item_id": [], "value": [], "binary": []}
+    means: dict[str, float] = {}
+    for result in results:
+        binary = result.config.metrics(result.suite)
+        for metric, values in result.metrics().items():
+            if metric in means:
+                raise InputError(f"metric {metric} is made by two suites; rename one")
+            means[metric] = sum(values) / len(values)
+            columns["metric"] += [metric] * len(values)
+            columns["item_id"] += [item.id for item in result.items]
+            columns["value"] += values
+            columns["binary"] += [binary[metric]] * len(values)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(columns, _METRIC_TYPES, folder / "metrics.parquet")
+    _write(_item_columns(results), _ITEM_TYPES, folder / "items.parquet")
+    return means
+
+
+_METRIC_TYPES = {"metric": "string", "item_id": "string", "value": "float64", "binary": "bool"}
+_ITEM_TYPES = {
+    "suite": "string",
+    "item_id": "string",
+    "prompt": "string",
+    "answer": "string",
+    "kind": "string",
+    "sample_index": "int32",
+    "response": "string",
+    "extracted": "string",
+    "correct": "bool",
+    "tokens": "int32",
+    "truncated": "bool",
+    "logprob": "float64",
+}
+
+
+def _item_columns(results: Sequence[SuiteResult]) -> dict[str, list[Any]]:
+    rows = [(result.suite, response) for result in results for response in result.responses]
+    return {
+        "suite": [suite for suite, _ in rows],
+        "item_id": [r.item.id for _, r in rows],
+        "prompt": [r.item.text for _, r in rows],
+        "answer": [r.item.answer for _, r in rows],
+        "kind": [r.kind for _, r in rows],
+        "sample_index": [r.sample for _, r in rows],
+        "response": [r.text for _, r in rows],
+        "extracted": [r.extracted for _, r in rows],
+        "correct": [r.correct for _, r in rows],
+        "tokens": [r.tokens for _, r in rows],
+        "truncated": [r.truncated for _, r in rows],
+        "logprob": [r.logprob for _, r in rows],
+    }
+
+
+def _write(columns: Mapping[str, list[Any]], types: Mapping[str, str], path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
+    pyarrow.parquet.write_table(pyarrow.table(dict(columns), schema=schema), path, compression="zstd")
+
+
+if __name__ == "__main__":
+    main(body)
