@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.domain.errors import InputError, JobFailedError
-from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction
+from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, probe_call
 from posttrain.engine.rewards.process import ProcessReward, open_reward
 from posttrain.engine.rewards.scripted import ScriptedReward
 
@@ -197,6 +197,12 @@ class TestUserErrors:
         (tmp_path / "b.py").touch()
         with pytest.raises(InputError, match=r"must hold `reward\.py` or a single Python file, got a\.py, b\.py"):
             open_reward(tmp_path, timeout=1)
+
+    def test_probe_finds_a_broken_reward_before_step_one(self, opened: Callable[..., ProcessReward]) -> None:
+        probe = probe_call(["Q"] * 9, [{"prompt": "Q", "answer": "1"}] * 9)
+        assert probe.completions == ["1"] * 4
+        with pytest.raises(RewardError, match="KeyError"):
+            opened("def score(completion, row):\n    return row['gold']\n").score(probe)
 
     def test_call_of_unequal_columns(self) -> None:
         with pytest.raises(InputError, match=r"RewardCall\.rows must hold one entry per completion \(2\), got 1"):

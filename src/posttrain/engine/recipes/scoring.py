@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.engine.batch import Trajectory
 from posttrain.engine.models.chat import decode_response
 from posttrain.engine.recipes.grpo import Prompt
-from posttrain.engine.rewards.port import RewardCall, RewardFunction
-from posttrain.engine.rewards.process import probe_call
+from posttrain.engine.rewards.port import RewardCall, RewardFunction, probe_call
 
 
 class RewardScorer:

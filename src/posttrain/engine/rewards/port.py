@@ -95,3 +95,12 @@ def checked(answers: Sequence[tuple[float | None, Mapping[str, float]]], call: R
 def shortened(text: str, limit: int = 60) -> str:
     """`text` as one quoted line of at most about `limit` characters."""
     return repr(text if len(text) <= limit else text[: limit - 1] + "…")
+
+
+def probe_call(prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], count: int = 4) -> RewardCall:
+    """A call on the first rows, answered with the rows' own answers: scored before step 1, a broken reward fails within
+    seconds instead of after an hour. The scores themselves mean nothing; token ids are empty.
+    """
+    answers = [str(row.get("answer", "")) for row in rows[:count]]
+    none: list[tuple[int, ...]] = [() for _ in answers]
+    return RewardCall(list(prompts[:count]), answers, list(rows[:count]), none, none)
