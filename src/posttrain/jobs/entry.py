@@ -138,6 +138,7 @@ def settle_environment(threads: int) -> None:
     os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # they would fill the log
 
 
 def failure_of(error: BaseException) -> Failure:

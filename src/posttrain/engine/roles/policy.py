@@ -115,7 +115,7 @@ class Policy:
             self._optimizer.zero_grad()
             raise DivergedError(
                 f"training diverged at step {step + 1}: loss {report['loss']:.4g}, gradient norm {norm:.4g} must be "
-                f"finite; lower optimizer.learning_rate (now {self._config.learning_rate:g}) or lengthen its warmup_steps"
+                f"finite; lower optimizer.learning_rate (now {self._config.learning_rate:g}) or raise warmup_steps"
             )
         rate = self._step(step)
         return {**report, "grad_norm": norm, "learning_rate": rate}
