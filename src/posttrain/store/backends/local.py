@@ -14,9 +14,9 @@ from posttrain.store.atomic import sync_folder, unwritable
 class LocalFolder:
     """Durability for blobs below `folder`.
 
-    obstore writes under a temporary name and renames (or links), without fsync: after a power cut a name could stand for
-    a file whose bytes never arrived. So each blob is synced, and then the folders that name it, before its digest is
-    given out.
+    obstore writes under a temporary name and renames or links it, without fsync: after a power cut a name could stand
+    for a file whose bytes never arrived. So each blob is synced, and then the folders that name it, before its digest
+    is given out.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,0 +1,60 @@
+"""An executor whose jobs are what a test says they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+from posttrain.domain.jobs import JobSpec, JobState, Observation
+from posttrain.store.attempts import AttemptFolder
+
+_TERMINATED = -15
+
+
+class FakeExecutor:
+    """Jobs in memory.
+
+    A launched job is RUNNING until `finish` or `lose`, or until `on_launch` ends it at once. `on_launch` is given each
+    new job's spec, may write into its attempt folder like a job (results, facts), and returns the exit code, or None to
+    leave it running.
+    """
+
+    name: ClassVar[str] = "fake"
+
+    def __init__(self, on_launch: Callable[[JobSpec], int | None] | None = None) -> None:
+        self.launched: list[JobSpec] = []  # each job once, in order
+        self.cancelled: list[str] = []
+        self._on_launch = on_launch
+        self._jobs: dict[str, Observation] = {}
+
+    def launch(self, spec: JobSpec) -> str:
+        """See `Executor.launch`."""
+        if spec.name not in self._jobs:
+            self._jobs[spec.name] = Observation(JobState.RUNNING)
+            self.launched.append(spec)
+            code = self._on_launch(spec) if self._on_launch else None
+            if code is not None:
+                self.finish(spec.name, code)
+        return f"fake-{spec.name}"
+
+    def observe(self, spec: JobSpec) -> Observation:
+        """See `Executor.observe`."""
+        return self._jobs.get(spec.name, Observation(JobState.UNKNOWN))
+
+    def cancel(self, spec: JobSpec, grace_seconds: float) -> Observation:
+        """See `Executor.cancel`; nothing is waited for: a running job is terminated."""
+        if Path(spec.attempt_dir).is_dir():
+            AttemptFolder(Path(spec.attempt_dir)).request_stop()
+        if self.observe(spec).state == JobState.RUNNING:
+            self.cancelled.append(spec.name)
+            self.finish(spec.name, _TERMINATED)
+        return self.observe(spec)
+
+    def finish(self, name: str, exit_code: int = 0) -> None:
+        """Let the job exit."""
+        self._jobs[name] = Observation(JobState.EXITED, exit_code=exit_code)
+
+    def lose(self, name: str) -> None:
+        """Let the job vanish."""
+        self._jobs[name] = Observation(JobState.LOST, detail="its supervisor is gone")

@@ -1,0 +1,179 @@
+"""Runs jobs as processes of this machine, each under a supervisor that outlives the command that launched it.
+
+Everything known about a job is in its attempt folder (`spec.json`, `supervisor.json`, `supervisor.lock`, `exit.json`),
+so any process can observe and cancel. A supervisor lives exactly as long as it holds the lock: the kernel says so, not
+a pid.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+from posttrain.domain.errors import DeadlineError, InfrastructureError
+from posttrain.domain.jobs import JobSpec, JobState, Observation
+from posttrain.execution import processes
+from posttrain.store.atomic import make_folder, read_json, unwritable, write_json
+from posttrain.store.attempts import AttemptFolder
+
+_SUPERVISOR = "posttrain.execution.executors.supervisor"
+_ALREADY_CLAIMED = 75  # the supervisor's exit code for: another one has this attempt
+_LAUNCH_SECONDS = 60.0  # a cold start of Python on a busy machine
+_TERMINATE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_KILL_SECONDS = 10.0  # for the kernel to take a killed process away
+_POLL_SECONDS = 0.02
+
+
+class LocalExecutor:
+    """The `Executor` of a single machine (Linux)."""
+
+    name: ClassVar[str] = "local"
+
+    def launch(self, spec: JobSpec) -> str:
+        """See `Executor.launch`; the handle is the supervisor's pid."""
+        if not processes.supported():
+            raise InfrastructureError("the local executor needs Linux's /proc, which is not there; run on Linux")
+        folder = _folder(spec)
+        make_folder(folder)
+        deadline = time.monotonic() + _LAUNCH_SECONDS
+        while True:
+            claim = read_json(folder / "supervisor.json")
+            if claim is not None:
+                return str(claim["pid"])
+            if time.monotonic() >= deadline:
+                raise InfrastructureError(f"the supervisor of {spec.name} did not start within {_LAUNCH_SECONDS:g} s")
+            if _start_supervisor(folder, spec) == _ALREADY_CLAIMED:
+                time.sleep(_POLL_SECONDS)  # somebody holds the lock and has not written the claim yet
+
+    def observe(self, spec: JobSpec) -> Observation:
+        """See `Executor.observe`."""
+        folder = _folder(spec)
+        claim = read_json(folder / "supervisor.json")
+        if claim is None:
+            return Observation(JobState.UNKNOWN)
+        if _supervised(folder):
+            return Observation(JobState.RUNNING if "job_pid" in claim else JobState.STARTING)
+        record = read_json(folder / "exit.json")  # read after the lock was seen free: it is complete or will never be
+        if record is not None:
+            return Observation(JobState.EXITED, exit_code=int(record["exit_code"]))
+        claim = read_json(folder / "supervisor.json")
+        job = _job(claim)
+        if job is not None and not _poll(lambda: processes.kill_group(*job), _KILL_SECONDS):
+            return Observation(
+                JobState.RUNNING, detail=f"its supervisor is gone and process {job[0]} resists being killed"
+            )
+        return Observation(JobState.LOST, detail="its supervisor is gone")
+
+    def cancel(self, spec: JobSpec, grace_seconds: float) -> Observation:
+        """See `Executor.cancel`."""
+        folder = _folder(spec)
+        if not folder.is_dir():
+            return Observation(JobState.UNKNOWN)
+        AttemptFolder(folder).request_stop()
+        steps: list[tuple[Callable[[Any], None], float]] = [
+            (_leave, grace_seconds),
+            (_terminate, _TERMINATE_SECONDS),
+            (_kill_job, _KILL_SECONDS),
+            (_kill_supervisor, _KILL_SECONDS),
+        ]
+        for act, seconds in steps:
+            act(read_json(folder / "supervisor.json") or {})
+            _poll(lambda: self._over(spec), seconds)
+            seen = self.observe(spec)
+            if seen.state not in (JobState.STARTING, JobState.RUNNING):
+                return seen
+        raise DeadlineError(f"job {spec.name} is still there after SIGKILL; look at its process, then cancel again")
+
+    def _over(self, spec: JobSpec) -> bool:
+        return self.observe(spec).state not in (JobState.STARTING, JobState.RUNNING)
+
+
+def _folder(spec: JobSpec) -> Path:
+    return Path(spec.attempt_dir).absolute()
+
+
+def _start_supervisor(folder: Path, spec: JobSpec) -> int:
+    """Start one and wait until it has the attempt or knows that another one has; its exit code.
+
+    Raises:
+        InfrastructureError: it could do neither.
+    """
+    write_json(folder / "spec.json", {**asdict(spec), "environment": dict(spec.environment)})
+    command = [sys.executable, "-P", "-m", _SUPERVISOR, str(folder), str(folder / "spec.json")]
+    try:
+        with (folder / "log.txt").open("ab") as log:
+            # a session of its own from the start: Ctrl-C at the terminal is not for the job
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            code = process.wait(_LAUNCH_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        process.wait()
+        raise InfrastructureError(
+            f"the supervisor of {spec.name} did not start within {_LAUNCH_SECONDS:g} s"
+        ) from error
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    if code not in (0, _ALREADY_CLAIMED):
+        raise InfrastructureError(
+            f"the supervisor of {spec.name} failed with exit code {code}; see {folder / 'log.txt'}"
+        )
+    return code
+
+
+def _supervised(folder: Path) -> bool:
+    """Whether a supervisor holds the attempt. Only asked once there is a claim: then nobody needs the lock any more."""
+    try:
+        lock = os.open(folder / "supervisor.lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _job(claim: Any) -> tuple[int, str] | None:
+    return (claim["job_pid"], claim["job_identity"]) if claim and "job_pid" in claim else None
+
+
+def _leave(claim: Any) -> None:
+    """It has been asked."""
+
+
+def _terminate(claim: Any) -> None:
+    job = _job(claim)
+    if job is not None:
+        processes.send(*job, signal.SIGTERM)
+
+
+def _kill_job(claim: Any) -> None:
+    job = _job(claim)
+    if job is not None:
+        processes.kill_group(*job)
+
+
+def _kill_supervisor(claim: Any) -> None:
+    if claim:
+        processes.send(claim["pid"], claim["identity"], signal.SIGKILL)
+
+
+def _poll(done: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

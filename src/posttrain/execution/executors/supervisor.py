@@ -1,0 +1,141 @@
+"""The parent of one local job: starts it, outlives whoever asked for it, and writes down how it ended.
+
+`python -m posttrain.execution.executors.supervisor ATTEMPT_DIR SPEC.json`
+
+::
+
+    launcher ──▶ intermediate ──fork──▶ supervisor ──fork──▶ job
+                    │ exits when the         │ holds supervisor.lock as long as it lives
+                    ▼ claim is written       │ 1. supervisor.json: the claim. Who finds one starts nothing, ever
+                 0 claimed                   │ 2. forks; the child waits on a pipe
+                75 somebody else did         │ 3. supervisor.json with the job's pid; only then the child runs the job
+                                             │ 4. waits; kills what the job left of its process group; exit.json
+
+Who unblocks whom: the launcher waits for the intermediate, which waits for the claim (a byte, or the end of the pipe if
+the supervisor dies); the forked child waits for the supervisor's word in the same way; the supervisor waits for the job
+only. The job dies with its supervisor (parent-death signal), so a lost supervisor means a lost job.
+
+Nothing here imports more than the standard library (and rooms of ours that keep to it): it has to start in a blink.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.execution.processes import identity
+from posttrain.store.atomic import write_json
+
+ALREADY_CLAIMED = 75
+_FAILED = 70
+_CANNOT_EXECUTE = 127
+_PR_SET_PDEATHSIG = 1
+_FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
+def main(attempt_dir: str, spec_file: str) -> int:
+    """Detach a supervisor for the attempt; the exit code says who has it."""
+    folder = Path(attempt_dir)
+    spec = json.loads(Path(spec_file).read_bytes())
+    reading, writing = os.pipe()
+    if os.fork():
+        os.close(writing)
+        word = os.read(reading, 1)
+        return {b"1": 0, b"0": ALREADY_CLAIMED}.get(word, _FAILED)
+    os.close(reading)
+    os.setsid()
+    os.chdir(folder)
+    lock = _claim(folder)
+    os.write(writing, b"0" if lock is None else b"1")
+    os.close(writing)
+    if lock is not None:
+        _supervise(folder, spec)
+        os.close(lock)  # after exit.json: whoever sees the lock free finds the record
+    os._exit(0)
+
+
+def _claim(folder: Path) -> int | None:
+    """The lock's descriptor, with the claim written; None when this attempt has or had a supervisor."""
+    lock = os.open(folder / "supervisor.lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    if (folder / "supervisor.json").exists() or (folder / "exit.json").exists():
+        return None
+    write_json(folder / "supervisor.json", _self())
+    return lock
+
+
+def _self() -> dict[str, Any]:
+    return {"pid": os.getpid(), "identity": identity(os.getpid())}
+
+
+def _supervise(folder: Path, spec: dict[str, Any]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    crashpoint("supervisor.before_spawn")
+    job, release = _fork_job(folder, spec)
+    write_json(folder / "supervisor.json", {**_self(), "job_pid": job, "job_identity": identity(job)})
+    os.write(release, b"1")
+    os.close(release)
+    for number in _FORWARDED:
+        signal.signal(number, lambda n, _frame: os.kill(job, n))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    crashpoint("supervisor.after_spawn")
+    code = _wait(job)
+    crashpoint("supervisor.before_exit_record")
+    write_json(folder / "exit.json", {"exit_code": code, "at": time.time()})
+
+
+def _fork_job(folder: Path, spec: dict[str, Any]) -> tuple[int, int]:
+    """The pid of the job-to-be and the descriptor whose first byte lets it run."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # before the fork: nothing is loaded in the child
+    supervisor = os.getpid()
+    waiting, release = os.pipe()
+    job = os.fork()
+    if job == 0:
+        try:
+            os.close(release)
+            os.setpgid(0, 0)
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() == supervisor and os.read(waiting, 1):
+                _execute(folder, spec)
+        finally:
+            os._exit(_CANNOT_EXECUTE)
+    os.close(waiting)
+    with suppress(PermissionError, ProcessLookupError):  # the child does it too; whoever comes first
+        os.setpgid(job, job)
+    return job, release
+
+
+def _execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
+    log = os.open(folder / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    # -P: the attempt folder, where the job runs, is no place to import modules from
+    command = [sys.executable, "-P", "-m", spec["module"], str(folder)]
+    os.execve(sys.executable, command, {**os.environ, **spec["environment"]})
+
+
+def _wait(job: int) -> int:
+    """The job's exit code, negative for a signal. What it started dies with it."""
+    os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)  # leaves a zombie, so that the group's number stays ours
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    with suppress(ProcessLookupError):
+        os.killpg(job, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

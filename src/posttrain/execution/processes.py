@@ -1,0 +1,90 @@
+"""Operating-system processes by identity: a pid alone may stand for another process tomorrow. Linux (`/proc`).
+
+Only the standard library: the supervisor imports this and must start fast.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import cache
+from pathlib import Path
+
+_PROC = Path("/proc")
+_DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
+
+
+def supported() -> bool:
+    """Whether this machine has what the functions here read."""
+    return (_PROC / "self" / "stat").exists()
+
+
+def identity(pid: int) -> str | None:
+    """Boot id and start time of a process, `<boot>:<ticks>`; None when there is no such process (a zombie is one)."""
+    stat = _stat(pid)
+    return None if stat is None else f"{_boot()}:{stat[2]}"
+
+
+def alive(pid: int, expected: str) -> bool:
+    """Whether the process of this pid and identity still runs."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in _DEAD and f"{_boot()}:{stat[2]}" == expected
+
+
+def send(pid: int, expected: str, number: int) -> None:
+    """Send a signal to exactly this process; nothing happens when it is gone."""
+    try:
+        handle = os.pidfd_open(pid)  # holds on to the process, so the pid cannot be given away between look and signal
+    except (ProcessLookupError, PermissionError):
+        return
+    try:
+        if alive(pid, expected):
+            signal.pidfd_send_signal(handle, number)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(handle)
+
+
+def kill_group(leader: int, expected: str) -> bool:
+    """Kill the process group that `leader` (a pid with its identity) founded; whether all of it is gone.
+
+    A pid is not given away while a group of that number has members: if somebody else has it, the group is gone.
+    """
+    found = identity(leader)
+    if found not in (None, expected):
+        return True
+    members = group(leader)
+    if members:
+        try:
+            os.killpg(leader, signal.SIGKILL)
+        except ProcessLookupError:
+            return True
+        members = group(leader)
+    return not members
+
+
+def group(leader: int) -> list[int]:
+    """The running processes of a group."""
+    found = []
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            stat = _stat(int(entry.name))
+            if stat is not None and stat[1] == leader and stat[0] not in _DEAD:
+                found.append(int(entry.name))
+    return found
+
+
+@cache
+def _boot() -> str:
+    return (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+
+
+def _stat(pid: int) -> tuple[str, int, int] | None:
+    """State, process group and start time (clock ticks after boot)."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name before may hold anything, brackets too
+    return fields[0], int(fields[2]), int(fields[19])
