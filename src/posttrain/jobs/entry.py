@@ -13,7 +13,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -108,8 +109,7 @@ def run(attempt_dir: str, body: Body) -> int:
         order = attempt.read_order()
         settle_environment(order.params.get("runtime", {}).get("threads", 1))
         crashpoint("job.start")
-        stopping = _catch_sigterm()
-        with EventWriter(attempt) as sink:
+        with _sigterm_noted() as stopping, EventWriter(attempt) as sink:
             result = _guarded(attempt, order, sink, body, stopping)
         crashpoint("outputs.before_result")
         attempt.write_result(replace(result, seconds=time.time() - started))
@@ -213,11 +213,16 @@ def _innermost(error: BaseException) -> str:
     return f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "nowhere"
 
 
-def _catch_sigterm() -> Callable[[], bool]:
+@contextmanager
+def _sigterm_noted() -> Iterator[Callable[[], bool]]:
+    """SIGTERM asks for a stop instead of killing; yields whether it came."""
     asked: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
         asked.append(number)
 
-    signal.signal(signal.SIGTERM, note)
-    return lambda: bool(asked)
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.engine.models.chat import decode_response
+from posttrain.engine.recipes.answers import answer_pattern, extract_answer
 from posttrain.engine.recipes.grpo import Prompt
 from posttrain.engine.recipes.recipe import StepReport
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
-
-
-def extract_answer(pattern: re.Pattern[str], text: str) -> str | None:
-    """Group 1 of the last match (the whole match without a group), None without a match."""
-    last = None
-    for match in pattern.finditer(text):
-        last = match
-    if last is None:
-        return None
-    return str(last.group(1) if pattern.groups else last.group(0))
 
 
 class AccuracyProbe:
@@ -30,13 +20,16 @@ class AccuracyProbe:
         items: prompts whose rows have an `answer`.
         extract: what to compare with it.
         max_new_tokens: per answer.
+
+    Raises:
+        InputError: `extract` is no regular expression.
     """
 
     def __init__(
         self, items: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, extract: str, max_new_tokens: int
     ) -> None:
         self._items, self._tokenizer = items, tokenizer
-        self._pattern, self._limit = re.compile(extract), max_new_tokens
+        self._pattern, self._limit = answer_pattern(extract), max_new_tokens
         self.price = sum(len(item.tokens) + max_new_tokens for item in items)
 
     def __call__(self, rollout: RolloutEngine) -> StepReport:
