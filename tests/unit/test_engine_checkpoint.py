@@ -1,0 +1,141 @@
+"""Checkpoints: exact, verified, one commit point, and whole or absent after a kill at any of their crashpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from posttrain.domain.canonical import canonical_json
+from posttrain.domain.errors import IntegrityError
+from posttrain.engine.weights.checkpoint import Checkpoint, TrainState, digest_file, load_checkpoint, save_checkpoint
+from posttrain.engine.weights.shards import write_tensors
+from posttrain.store.attempts import AttemptFolder
+
+STATE = TrainState(belongs_to="sha256:" + "0" * 64, step=3, consumed=96, tokens=1234, metrics={"loss": 0.25})
+
+
+def checkpoint(step: int = 3, seed: int = 0) -> Checkpoint:
+    generator = torch.Generator().manual_seed(seed)
+    buffer = torch.randn(6, 4, generator=generator)
+    parameters = {"q.weight": buffer[:4], "k.weight": buffer[4:], "norm": torch.randn(4, generator=generator)}
+    moments = {f"{n}/exp_avg": torch.randn(p.shape, generator=generator) for n, p in parameters.items()}
+    moments |= {f"{n}/step": torch.tensor(float(step)) for n in parameters}
+    return Checkpoint(replace(STATE, step=step), parameters, moments)
+
+
+def same(left: Checkpoint, right: Checkpoint) -> bool:
+    pairs = ((left.parameters, right.parameters), (left.moments, right.moments))
+    return left.state == right.state and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
+    )
+
+
+def test_round_trip_is_exact_for_tensors_that_share_storage(tmp_path: Path) -> None:
+    assert same(load_checkpoint(save_checkpoint(tmp_path, checkpoint())), checkpoint())
+
+
+def test_equal_state_gives_equal_bytes(tmp_path: Path) -> None:
+    one, two = save_checkpoint(tmp_path / "a", checkpoint()), save_checkpoint(tmp_path / "b", checkpoint())
+    assert (one / "COMMIT").read_bytes() == (two / "COMMIT").read_bytes()
+    assert (one / "COMMIT").read_bytes() == canonical_json(json.loads((one / "COMMIT").read_bytes()))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]),
+)
+def test_streamed_files_are_what_the_library_reads(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], dtype: torch.dtype
+) -> None:
+    tensors = {f"t{i}": (torch.arange(1 + sum(s)).sum() % 7 * torch.ones(s)).to(dtype) for i, s in enumerate(shapes)}
+    path = tmp_path_factory.mktemp("shard") / "x.safetensors"
+    calls: list[int] = []
+    digest = write_tensors(path, tensors, halfway=lambda: calls.append(path.stat().st_size))
+    assert digest == digest_file(path)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in tensors.items())
+    assert len(calls) == any(t.numel() for t in tensors.values())
+    assert all(size < path.stat().st_size for size in calls)
+
+
+def test_only_the_newest_two_are_kept(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        save_checkpoint(tmp_path, checkpoint(step))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]
+
+
+def test_a_committed_one_is_never_rewritten(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, checkpoint(seed=0))
+    assert same(load_checkpoint(save_checkpoint(tmp_path, checkpoint(seed=1))), checkpoint(seed=0))
+
+
+def test_the_attempt_folder_understands_it(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "checkpoints", checkpoint())
+    latest = AttemptFolder(tmp_path).latest_checkpoint()
+    assert latest is not None
+    assert (latest.step, latest.tokens) == (3, STATE.tokens)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_an_altered_shard_is_refused(tmp_path: Path, name: str) -> None:
+    path = save_checkpoint(tmp_path, checkpoint())
+    data = bytearray((path / name).read_bytes())
+    data[-2] ^= 1
+    (path / name).write_bytes(data)
+    with pytest.raises(IntegrityError, match=name):
+        load_checkpoint(path)
+
+
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, checkpoint())
+    (path / "optimizer.safetensors").unlink()
+    with pytest.raises(IntegrityError, match="got nothing"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("commit", [b"", b"{", b"[]", b'{"format":"other/9","step":1,"shards":{}}'])
+def test_a_strange_commit_is_refused(tmp_path: Path, commit: bytes) -> None:
+    path = save_checkpoint(tmp_path, checkpoint())
+    (path / "COMMIT").write_bytes(commit)
+    with pytest.raises(IntegrityError, match="checkpoint"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("crashpoint", "whole"),
+    [
+        ("checkpoint.before_shards", False),
+        ("checkpoint.inside_shard", False),
+        ("checkpoint.before_commit", False),
+        ("checkpoint.after_commit", True),
+    ],
+)
+def test_killed_while_writing(tmp_path: Path, crashpoint: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process really dies; the older checkpoint stays, the newer is whole or does not count, and writing it again works."""
+    save_checkpoint(tmp_path / "checkpoints", checkpoint(3))
+    monkeypatch.setenv("POSTTRAIN_CRASHPOINT", crashpoint)
+    child = os.fork()
+    if child == 0:
+        save_checkpoint(tmp_path / "checkpoints", checkpoint(6))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    monkeypatch.delenv("POSTTRAIN_CRASHPOINT")
+    folder = AttemptFolder(tmp_path)
+    latest = folder.latest_checkpoint()
+    assert latest is not None
+    assert latest.step == (6 if whole else 3)
+    if crashpoint == "checkpoint.inside_shard":
+        half = (tmp_path / "checkpoints" / "step-00000006" / "model.safetensors").stat().st_size
+        assert 0 < half < (latest.path / "model.safetensors").stat().st_size
+    assert same(load_checkpoint(save_checkpoint(tmp_path / "checkpoints", checkpoint(6))), checkpoint(6))
