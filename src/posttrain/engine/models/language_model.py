@@ -122,8 +122,7 @@ class LanguageModel:
         shape = (len(lengths), max(lengths))
         ids, mask = tokens.new_zeros(shape), tokens.new_zeros(shape)
         ids[row, positions], mask[row, positions] = tokens, 1
-        columns = torch.arange(shape[1], device=tokens.device).expand(shape)
-        return forward(input_ids=ids, position_ids=columns, attention_mask=mask, use_cache=False)[row, positions]
+        return forward(input_ids=ids, attention_mask=mask, use_cache=False)[row, positions]
 
 
 def adopt_module(module: PreTrainedModel) -> LanguageModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ class _ModuleSession:
         self._rows = rows
         self._device = model.device
         self._cache: Any = None
+        self._parameters = frozenset(inspect.signature(model.module.forward).parameters)
         self.drop_share: float | None = _DROP_SHARE
         width = max(len(prompt) for prompt in rows.prompts)
         padding = [width - len(prompt) for prompt in rows.prompts]
@@ -99,14 +101,9 @@ class _ModuleSession:
 
     def _forward(self, tokens: Tensor) -> Tensor:
         positions = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        output = self._module(
-            input_ids=tokens,
-            attention_mask=self._mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        optional = {"position_ids": positions, "past_key_values": self._cache, "logits_to_keep": 1}
+        known = {name: value for name, value in optional.items() if name in self._parameters}
+        output = self._module(input_ids=tokens, attention_mask=self._mask, use_cache=True, **known)
         self._cache = output.get("past_key_values")
         logits: Tensor = output.logits[:, -1]
         return logits

@@ -1,0 +1,249 @@
+"""Sampling throughput: Hugging Face `generate` against Posttrain's rollout engines, same weights, same work.
+
+    python -m benchmarks.rollout [--json FILE] [--rounds N]
+
+Both sides get the same prompts, the same weights, one thread, float32, temperature 1 without top-k or top-p. Response
+lengths are prescribed, because a randomly initialised model never ends by itself: every row stops at its own limit,
+drawn once from a distribution with a mean near 27 and maximum 64, and end-of-sequence tokens are ignored. So both
+produce exactly the same number of useful tokens. `generate` learns the limits through a stopping criterion per row
+and, as it does with end-of-sequence tokens, computes finished rows until the last one ends.
+
+Each batch size is measured with every prompt different (group 1) and with 8 samples of every prompt (group 8), as in
+GRPO; only there does computing a prompt once for its group help.
+
+Rounds are interleaved (A B A B …); a ratio is taken inside each round; reported are the median and the range. Time is
+CPU time of this process, which on one thread equals elapsed time on an idle machine and leaves out what other
+processes do.
+
+The bound is what the machine could reach on the useful work: matrix products and attention of every useful token
+counted in FLOP at the GEMM rate measured in this process, or weights and key-value cache read once per step at the
+copy rate measured in this process, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import argparse
+import copy
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from posttrain.engine.models import LanguageModel, adopt_module
+from posttrain.engine.rollout import RolloutEngine, SamplingParams, open_rollout
+from posttrain.engine.rollout.backends.module import ModuleRollout
+
+GROUPS = (1, 8)
+LONGEST = 64
+PROMPT = 20
+TARGETS = {256: 1.7, 16: 2.2}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One batch: `prompts` in groups, and how long each response is."""
+
+    group: int  # samples of each prompt
+    prompts: list[list[int]]  # [rows / group]
+    limits: list[int]  # [rows]
+
+    @property
+    def tokens(self) -> int:
+        """Useful tokens."""
+        return sum(self.limits)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Rates in useful tokens per CPU-second, and ratios to Hugging Face of the same round."""
+
+    engine: str
+    rows: int
+    group: int
+    tokens_per_second: float
+    ratio: float
+    lowest: float
+    highest: float
+    bound_tokens_per_second: float
+    share_of_bound: float
+
+
+def build_module() -> PreTrainedModel:
+    """Qwen3 architecture, 0.85 M parameters in the layers and 0.07 M in the tied embedding."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation="sdpa",
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def build_workload(rows: int, group: int) -> Workload:
+    """Prompts of 20 tokens; response lengths 4 + exponential(28), cut at 64."""
+    rng = random.Random(rows)
+    prompts = [[rng.randrange(3, 512) for _ in range(PROMPT)] for _ in range(rows // group)]
+    return Workload(group, prompts, [min(LONGEST, 4 + int(rng.expovariate(1 / 28))) for _ in range(rows)])
+
+
+class RowLimits(StoppingCriteria):
+    """Ends each row at its own limit."""
+
+    def __init__(self, limits: Sequence[int], prompt: int) -> None:
+        self._ends = torch.tensor(limits) + prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        return self._ends <= input_ids.shape[1]
+
+
+def run_hugging_face(module: PreTrainedModel, work: Workload) -> None:
+    """One batch through `generate`."""
+    ids = torch.tensor(work.prompts).repeat_interleave(work.group, 0)
+    with torch.inference_mode():
+        out = module.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=LONGEST,
+            eos_token_id=None,
+            stopping_criteria=StoppingCriteriaList([RowLimits(work.limits, PROMPT)]),
+        )
+    assert out.shape[1] == PROMPT + max(work.limits)
+
+
+def run_engine(engine: RolloutEngine, work: Workload) -> None:
+    """The same batch through one of our engines."""
+    sampling = SamplingParams(max_new_tokens=LONGEST, batch_size=len(work.limits), ignore_eos=True)
+    out = engine.generate(work.prompts, samples=work.group, sampling=sampling, limits=work.limits)
+    assert sum(len(t.tokens) for t in out) == work.tokens
+
+
+def gemm_rate() -> float:
+    """FLOP/s of a square float32 product, best of several."""
+    size = 1024
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    return 2 * size**3 / min(_timed(lambda: torch.mm(a, b)) for _ in range(8))
+
+
+def copy_rate() -> float:
+    """Bytes/s of reading and writing a buffer beyond the caches."""
+    source = torch.randn(2**26)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / min(_timed(lambda: target.copy_(source)) for _ in range(4))
+
+
+def bound_seconds(model: LanguageModel, work: Workload, flops: float, bytes_rate: float) -> float:
+    """Least time for the useful work.
+
+    The first token of a response comes from the prompt pass, so a response of n tokens needs n - 1 steps; a prompt is
+    computed once for its group.
+    """
+    config = model.config
+    weights = sum(p.numel() for p in model.module.parameters() if p.ndim == 2)
+    per_key = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    prompt_tokens = sum(len(p) for p in work.prompts)
+    steps = [n - 1 for n in work.limits]
+    contexts = sum(sum(range(PROMPT + 1, PROMPT + n + 1)) for n in steps)
+    contexts += len(work.prompts) * PROMPT * (PROMPT + 1) // 2
+    work_flops = 2 * weights * (prompt_tokens + sum(steps)) + per_key * contexts
+    kv_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * contexts
+    work_bytes = 4 * weights * max(work.limits) + kv_bytes
+    return max(work_flops / flops, work_bytes / bytes_rate)
+
+
+def measure(work: Workload, rounds: int) -> list[Result]:
+    """Interleaved rounds of all engines on one batch."""
+    module = build_module()
+    own = adopt_module(copy.deepcopy(module))
+    contenders: dict[str, Callable[[], None]] = {
+        "hf generate": lambda: run_hugging_face(module, work),
+        "posttrain module": lambda: run_engine(ModuleRollout(own), work),
+    }
+    native = open_rollout(own)
+    contenders[f"posttrain {native.name}"] = lambda: run_engine(native, work)
+    repeats = max(1, 128 // len(work.limits))
+    for run in contenders.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(_timed(run, repeats))
+    bound = bound_seconds(own, work, gemm_rate(), copy_rate())
+    results = []
+    for name, taken in times.items():
+        ratios = [base / own_time for base, own_time in zip(times["hf generate"], taken, strict=True)]
+        rate = work.tokens / statistics.median(taken)
+        results.append(
+            Result(
+                engine=name,
+                rows=len(work.limits),
+                group=work.group,
+                tokens_per_second=rate,
+                ratio=statistics.median(ratios),
+                lowest=min(ratios),
+                highest=max(ratios),
+                bound_tokens_per_second=work.tokens / bound,
+                share_of_bound=rate * bound / work.tokens,
+            )
+        )
+    return results
+
+
+def _timed(run: Callable[[], object], repeats: int = 1) -> float:
+    start = time.process_time()
+    for _ in range(repeats):
+        run()
+    return (time.process_time() - start) / repeats
+
+
+def main() -> None:
+    """Print the table; exit 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description="Sampling throughput against Hugging Face generate")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    batches = [build_workload(rows, group) for rows in TARGETS for group in GROUPS]
+    results = [result for work in batches for result in measure(work, options.rounds)]
+    head = f"{'rows':>4} {'group':>5}  {'engine':<18} {'tokens/s':>9}"
+    print(f"{head}  {'ratio (min-max)':<20} {'bound':>9} {'reached':>8}")
+    for r in results:
+        spread = f"{r.ratio:.2f}x ({r.lowest:.2f}-{r.highest:.2f})"
+        print(
+            f"{r.rows:>4} {r.group:>5}  {r.engine:<18} {r.tokens_per_second:>9.0f}  {spread:<20} "
+            f"{r.bound_tokens_per_second:>9.0f} {r.share_of_bound:>8.0%}"
+        )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+    missed = [r for r in results if r.engine == "posttrain native" and r.ratio < TARGETS[r.rows]]
+    for r in missed:
+        print(f"missed: {r.engine} at {r.rows} rows, group {r.group}, is {r.ratio:.2f}x, target {TARGETS[r.rows]}x")
+    raise SystemExit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
