@@ -52,7 +52,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 contracts: $(VENV)/.dev
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,192 @@
+"""run.yaml → manifest: what is accepted, what is refused and in which words, and what the digest depends on."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from posttrain.control.cache import cache_key
+from posttrain.control.planning import manifest_from_json, plan_run
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.jobs import InputBlob
+from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.domain.runspec import load_run_spec, parse_run_spec
+from posttrain.execution.trainers.native import NativeTrainer
+
+TRAINERS = {"native": NativeTrainer()}
+RUN: dict[str, Any] = {
+    "name": "sort",
+    "owner": "ada",
+    "seed": 17,
+    "model": "model:tiny",
+    "data": {"train": "dataset:train", "heldout": "dataset:heldout"},
+    "rewards": {"exact": "reward:sort"},
+    "stages": {
+        "sft": {"kind": "sft", "data": "train", "steps": 3},
+        "grpo": {"kind": "grpo", "model": "sft", "data": "train", "reward": "exact", "steps": 2},
+        "evaluate": {"kind": "evaluate", "model": "grpo", "suites": {"heldout": {"data": "heldout", "samples": 2}}},
+    },
+    "gates": [
+        {"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.9},
+        {"name": "steady", "metric": "heldout/accuracy", "not_worse_than": "channel", "margin": 0.02},
+    ],
+    "budget": {"tokens": "5e6", "wall_clock": "10m"},
+    "release": {"channel": "prod", "model": "grpo"},
+}
+
+
+def resolve(kind: str, text: str) -> InputRef:
+    if "missing" in text:
+        raise NotFoundError(f"{text}: no {kind} of that name is registered")
+    meta = {"entry": "score"} if kind == "reward" else {}
+    form = "tree" if kind == "model" else "file"
+    return InputRef(source="asset", name=f"{text}@1", digest=digest_json(text), form=form, meta=meta)
+
+
+def manifest(raw: dict[str, Any]) -> Manifest:
+    return plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", resolve, TRAINERS).manifest
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    raw = copy.deepcopy(RUN)
+    *parents, last = path.split(".")
+    place = raw
+    for key in parents:
+        place = place[key]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return raw
+
+
+def test_stages_come_in_topological_order_with_the_decision_stages_behind() -> None:
+    names = [stage.name for stage in manifest(RUN).stages]
+    assert names == ["sft", "grpo", "evaluate", "baseline-evaluate", "gate", "release"]
+
+
+def test_every_word_became_a_digest_or_a_stage() -> None:
+    for stage in manifest(RUN).stages:
+        for slot, ref in stage.inputs.items():
+            assert ref.source != "asset" or ref.digest, (stage.name, slot)
+    grpo = manifest(RUN).stage("grpo")
+    assert grpo.inputs["model"] == InputRef(source="stage", name="sft", output="model")
+    assert grpo.inputs["reward"].meta == {"entry": "score"}
+    assert grpo.params["group_size"] == 8, "defaults are written out"
+
+
+def test_units_are_read() -> None:
+    budget = manifest(RUN).budget
+    assert (budget.tokens, budget.wall_clock) == (5_000_000, 600.0)
+
+
+def test_the_digest_survives_the_round_trip_and_sees_every_field() -> None:
+    locked = manifest(RUN)
+    assert manifest_from_json(json.loads(json.dumps(locked.to_json()))).digest == locked.digest
+    others = [
+        changed("seed", 18),
+        changed("stages.sft.steps", 4),
+        changed("gates", RUN["gates"][:1]),
+        changed("budget.tokens", 6),
+        changed("rewards.exact", "reward:other"),
+    ]
+    assert len({locked.digest, *(manifest(other).digest for other in others)}) == len(others) + 1
+
+
+def test_what_things_are_called_does_not_decide_what_is_computed() -> None:
+    renamed = yaml.safe_load(
+        yaml.safe_dump(RUN).replace("train: dataset", "rows: dataset").replace("data: train", "data: rows")
+    )
+    blobs = {"model": InputBlob("sha256:m", "tree"), "data": InputBlob("sha256:d", "file", "dataset:train@1")}
+    other = {**blobs, "data": InputBlob("sha256:d", "file", "dataset:copy@4")}
+    first, second = manifest(RUN), manifest(renamed)
+    assert cache_key(first, first.stage("sft"), blobs) == cache_key(second, second.stage("sft"), other)
+    assert cache_key(first, first.stage("sft"), blobs) != cache_key(
+        first, first.stage("sft"), {**blobs, "data": InputBlob("sha256:e", "file")}
+    )
+
+
+def test_the_baseline_is_the_same_evaluation_of_the_channels_model() -> None:
+    locked = manifest(RUN)
+    evaluate, baseline = locked.stage("evaluate"), locked.stage("baseline-evaluate")
+    assert baseline.inputs["model"] == InputRef(source="channel", name="prod")
+    model = {"model": InputBlob("sha256:m", "tree")}
+    assert cache_key(locked, evaluate, model) == cache_key(locked, baseline, model)
+
+
+def test_without_a_relative_gate_there_is_no_baseline_to_compute() -> None:
+    assert "baseline-evaluate" not in [s.name for s in manifest(changed("gates", RUN["gates"][:1])).stages]
+
+
+# fmt: off
+BAD = [
+    (changed("sead", 3), "run.yaml: sead: unknown key (did you mean 'seed'?)"),
+    (changed("stages.sft.stepz", 3), "run.yaml: stages.sft: sft: stepz: unknown key (did you mean 'steps'?)"),
+    (changed("stages.sft.optimizer", {"learning_rat": 1}),
+     "optimizer.learning_rat: unknown key (did you mean 'learning_rate'?)"),
+    (changed("stages.sft.steps", 0), "steps: Input should be greater than or equal to 1, got 0"),
+    (changed("stages.sft.kind", "sftt"), "unknown stage kind 'sftt' (did you mean 'sft'?)"),
+    (changed("stages.sft.trainer", "verl"), "stages.sft.trainer: unknown trainer 'verl' (known: native)"),
+    (changed("stages.sft.data", "trian"), "stages.sft.data: 'trian' is not in `data` (did you mean 'train'?)"),
+    (changed("stages.grpo.reward", "exakt"), "stages.grpo.reward: 'exakt' is not in `rewards` (did you mean 'exact'?)"),
+    (changed("stages.grpo.model", "sfd"), "stages.grpo.model: no stage 'sfd' makes a model (did you mean 'sft'?)"),
+    (changed("stages.sft.model", "grpo"), "stages: must not wait for each other in a circle"),
+    (changed("model", None), "`base` needs the top-level key `model`"),
+    (changed("data.train", "dataset:missing"), "run.yaml: data.train: dataset:missing: no dataset"),
+    (changed("release.model", "evaluate"), "release.model: no stage 'evaluate' makes a model"),
+    (changed("gates", None), "release needs at least one gate"),
+    (changed("gates", [{"name": "a", "metric": "heldout/acuracy", "at_least": 1}]),
+     "makes 'heldout/acuracy' (did you mean 'heldout/accuracy'?)"),
+    (changed("gates", [{"name": "a", "metric": "heldout/accuracy"}]), "exactly one of at_least"),
+    (changed("gates", RUN["gates"] * 2), "names must be unique, got 'accuracy' twice"),
+    (changed("release", None), "gates need a release"),
+    (changed("budget.wall_clock", "soon"), "budget.wall_clock: must be a duration such as 90s, 10m or 2h, got 'soon'"),
+    (changed("budget.dollars", 5), "budget.dollars: unknown key (known: attempts, tokens, wall_clock)"),
+    (changed("seed", None), "run.yaml: seed: is required"),
+    (changed("stages", {}), "stages"),
+    (changed("stages.gate", {"kind": "sft", "data": "train", "steps": 1}), "stages.gate: this name is reserved"),
+    (changed("stages.evaluate.suites.heldout.pass_at", [4]), "pass_at must be <= samples (2), got 4"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("raw", "words"), BAD, ids=[words[:40] for _, words in BAD])
+def test_mistakes_are_one_line_that_names_the_field(raw: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        manifest(raw)
+    message = str(caught.value)
+    assert words in message
+    assert message.startswith("run.yaml: ")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: 1\na: 2\n", "key 'a' appears twice"),
+        ("[1, 2]", "must be a map of keys, got list"),
+        ("a: [", "is not YAML"),
+        ("", "must be a map"),
+    ],
+)
+def test_files_that_are_no_run_files(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match="run") as caught:
+        load_run_spec(path)
+    assert words in str(caught.value)
+    with pytest.raises(InputError, match="cannot be read"):
+        load_run_spec(tmp_path / "absent.yaml")
+
+
+def test_a_manifest_of_another_schema_is_refused() -> None:
+    with pytest.raises(InputError, match="schema must be 1, got 2"):
+        manifest_from_json({**manifest(RUN).to_json(), "manifest": 2})
+    with pytest.raises(ValueError, match="extra"):
+        manifest_from_json({**manifest(RUN).to_json(), "surprise": 1})
