@@ -210,9 +210,9 @@ def _unreadable(path: Path, error: Exception) -> IntegrityError:
 
 
 def _read_segment(path: Path) -> list[Fact]:
-    # split at "\n" only: JSON leaves other line separators inside strings
-    lines = path.read_bytes().decode().split("\n")
     try:
+        # split at "\n" only: JSON leaves other line separators inside strings
+        lines = path.read_bytes().decode().split("\n")
         return [fact_from_json(json.loads(line)) for line in lines if line]
     except (ValueError, AttributeError) as error:
         raise IntegrityError(f"event segment {path} cannot be read: {error}; remove it to go on without") from error

@@ -9,7 +9,6 @@ as its successor has written.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,7 @@ from posttrain.store.rows import Record, to_columns
 from posttrain.store.schema import assets, attempts, events, releases, runs, stage_cache, stages
 from posttrain.store.snapshot import Snapshot
 
-_EXACT = 2**53  # integers beyond it are not the same number in every JSON reader
+_EXACT = 2**53  # whole numbers from here on are not the same in every JSON reader
 _FIXED = frozenset(
     {"id", "run_id", "stage", "number", "state", "generation", "created_at", "lease_owner", "lease_expires"}
 )
@@ -194,7 +193,7 @@ class Transaction:
     def append_event(self, kind: str, subject: str, payload: Mapping[str, Any]) -> None:
         """Tell of something that has no row of its own.
 
-        NaN and infinities become words: the hash needs canonical JSON.
+        Numbers that canonical JSON cannot hold become words.
         """
         values = json.loads(canonical_json(_auditable(payload)))
         row = {"kind": kind, "subject": subject, "actor": self._actor, "at": self._clock.now(), "payload": values}
@@ -283,7 +282,6 @@ def _auditable(value: Any) -> Any:
         return {str(key): _auditable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_auditable(item) for item in value]
-    inexact = (isinstance(value, float) and not math.isfinite(value)) or (
-        isinstance(value, int) and abs(value) >= _EXACT
-    )
+    # RFC 8785 writes a whole float beyond 2^53 like an integer, which no reader may then take for one
+    inexact = isinstance(value, (int, float)) and not abs(value) < _EXACT  # NaN is not smaller than anything
     return str(value) if inexact else value

@@ -1,0 +1,211 @@
+"""The attempt folder: orders in, facts and a result out, checkpoints that count only when they are whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from posttrain.domain.canonical import canonical_json, digest_bytes
+from posttrain.domain.errors import FailureClass, IntegrityError, NotFoundError, WorkspaceError
+from posttrain.domain.facts import Fact, Metric, Note, Progress, Span
+from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobResult, Output
+from posttrain.store.atomic import read_json, write_atomic
+from posttrain.store.attempts import AttemptFolder, EventWriter
+
+DIGEST = "sha256:" + "a" * 64
+ORDER = JobOrder(
+    name="run1-train-1",
+    kind="grpo",
+    seed=2**62 + 1,  # beyond what a double can hold
+    params={"learning_rate": 5e-4, "runtime": {"threads": 1}},
+    inputs={"model": InputBlob(DIGEST, "tree", "model:tiny@1")},
+    store_url="file:///store",
+    cache_dir="/cache",
+    resume=DIGEST,
+)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptFolder:
+    folder = AttemptFolder(tmp_path / "001")
+    folder.write_order(ORDER)
+    return folder
+
+
+def checkpoint(attempt: AttemptFolder, step: int, tokens: int | None = None) -> Path:
+    folder = attempt.checkpoints / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    shards = {"model.safetensors": b"weights %d" % step}
+    if tokens is not None:
+        shards["state.json"] = json.dumps({"tokens": tokens}).encode()
+    for name, data in shards.items():
+        (folder / name).write_bytes(data)
+    digests = {name: digest_bytes(data) for name, data in shards.items()}
+    commit = {"format": "posttrain.checkpoint/1", "step": step, "shards": digests}
+    (folder / "COMMIT").write_bytes(canonical_json(commit))
+    return folder
+
+
+def test_orders_and_results_come_back_as_they_were(attempt: AttemptFolder) -> None:
+    assert attempt.read_order() == ORDER
+    assert attempt.read_result() is None
+    for result in (
+        JobResult("succeeded", {"model": Output("outputs/model", "tree")}, {"accuracy": 0.1 + 0.2}, 12, 3.5),
+        JobResult("failed", failure=Failure(FailureClass.DIVERGED, "loss is NaN at step 3", "DivergedError@step")),
+    ):
+        attempt.write_result(result)
+        assert attempt.read_result() == result
+
+
+def test_a_result_may_hold_a_metric_that_is_not_a_number(attempt: AttemptFolder) -> None:
+    attempt.write_result(JobResult("succeeded", metrics={"loss": math.nan, "ratio": math.inf}))
+    result = attempt.read_result()
+    assert result is not None
+    assert math.isnan(result.metrics["loss"])
+    assert result.metrics["ratio"] == math.inf
+
+
+def test_what_cannot_be_read_says_so(tmp_path: Path, attempt: AttemptFolder) -> None:
+    with pytest.raises(NotFoundError, match=r"no job\.json"):
+        AttemptFolder(tmp_path / "nowhere").read_order()
+    for name, read in (("job.json", attempt.read_order), ("result.json", attempt.read_result)):
+        for bad in (b"{", b"[]", b'{"inputs": {}}', b'{"outputs": {}, "colour": 1}'):
+            (attempt.path / name).write_bytes(bad)
+            with pytest.raises(IntegrityError, match=name):
+                read()
+    (attempt.path / "control.json").write_bytes(b"{")
+    with pytest.raises(IntegrityError, match=r"control\.json"):
+        attempt.stop_requested()
+
+
+def test_requests_add_up(attempt: AttemptFolder) -> None:
+    assert (attempt.stop_requested(), attempt.checkpoints_requested()) == (False, 0)
+    attempt.request_checkpoint()
+    attempt.request_stop()
+    attempt.request_checkpoint()
+    assert (attempt.stop_requested(), attempt.checkpoints_requested()) == (True, 2)
+    assert read_json(attempt.path / "control.json") == {"stop": True, "checkpoint": 2}
+
+
+_FLOATS = st.floats(allow_nan=False)
+_TEXT = st.text(max_size=12)
+_STEPS = st.integers(0, 10**9)
+_FACTS = st.one_of(
+    st.builds(Metric, _STEPS, st.dictionaries(_TEXT, _FLOATS, max_size=3), _FLOATS),
+    st.builds(Progress, _STEPS, _STEPS, _TEXT, st.integers(0, 2**62), _FLOATS),
+    st.builds(Span, _TEXT, _STEPS, _FLOATS, _FLOATS, st.dictionaries(_TEXT, st.integers() | _TEXT, max_size=2)),
+    st.builds(Note, _TEXT, _FLOATS, st.sampled_from(["info", "warning"])),
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(facts=st.lists(_FACTS, max_size=12), most=st.integers(1, 5), read_at=st.integers(0, 12))
+def test_facts_come_back_in_order_whatever_the_segments(
+    tmp_path_factory: pytest.TempPathFactory, facts: list[Fact], most: int, read_at: int
+) -> None:
+    attempt = AttemptFolder(tmp_path_factory.mktemp("attempt"))
+    seen: list[Fact] = []
+    last = 0
+    with EventWriter(attempt, most=most, seconds=1e9) as sink:
+        for number, fact in enumerate(facts):
+            sink(fact)
+            if number == read_at:
+                new, last = attempt.facts(last)
+                seen += new
+    new, last = attempt.facts(last)
+    assert seen + new == facts
+    assert attempt.facts(last) == ([], last)
+    assert attempt.last_progress() == next((f for f in reversed(facts) if isinstance(f, Progress)), None)
+
+
+def test_a_fact_after_a_pause_is_written_at_once_and_a_burst_together(attempt: AttemptFolder) -> None:
+    sink = EventWriter(attempt, most=100, seconds=1e9)
+    sink(Note("first", 0.0))
+    assert attempt.facts() == ([Note("first", 0.0)], 1)
+    sink(Note("second", 1.0))
+    sink(Note("third", 2.0))
+    assert attempt.facts(1) == ([], 1)
+    sink.close()
+    assert attempt.facts(1) == ([Note("second", 1.0), Note("third", 2.0)], 2)
+    sink.close()  # nothing left: no empty segment
+    assert attempt.facts(2) == ([], 2)
+
+
+def test_numbering_goes_on_where_another_writer_stopped(attempt: AttemptFolder) -> None:
+    for word in ("one", "two"):
+        with EventWriter(attempt) as sink:
+            sink(Note(word, 0.0))
+    assert [path.name for path in sorted(attempt.events.iterdir())] == ["000001.jsonl", "000002.jsonl"]
+    assert attempt.facts(1) == ([Note("two", 0.0)], 2)
+
+
+def test_a_segment_that_cannot_be_read_is_named(attempt: AttemptFolder) -> None:
+    attempt.events.mkdir()
+    for bad in (b"{", b'{"type": "colour"}', b'{"type": "note"}', b"[]", b"\xff"):
+        (attempt.events / "000001.jsonl").write_bytes(bad + b"\n")
+        with pytest.raises(IntegrityError, match="segment"):
+            attempt.facts()
+
+
+def test_only_whole_checkpoints_count(attempt: AttemptFolder) -> None:
+    assert attempt.committed_checkpoints() == []
+    assert attempt.latest_checkpoint() is None
+    whole = [checkpoint(attempt, step, tokens=step * 10) for step in (2, 10)]
+    uncommitted = checkpoint(attempt, 20)
+    (uncommitted / "COMMIT").unlink()
+    (checkpoint(attempt, 30) / "model.safetensors").write_bytes(b"flipped")
+    (checkpoint(attempt, 40) / "model.safetensors").unlink()
+    (checkpoint(attempt, 50) / "COMMIT").write_bytes(b'{"format"')
+    (checkpoint(attempt, 60) / "COMMIT").write_bytes(b'{"format":"posttrain.checkpoint/2","shards":{},"step":60}')
+    (checkpoint(attempt, 70) / "COMMIT").write_bytes(b'{"format":"posttrain.checkpoint/1","shards":{},"step":70}')
+    assert attempt.committed_checkpoints() == whole
+    latest = attempt.latest_checkpoint()
+    assert latest is not None
+    assert (latest.path, latest.step, latest.tokens) == (whole[-1], 10, 100)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow beyond a thousand bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_loses_no_fact(attempt: AttemptFolder, request: pytest.FixtureRequest) -> None:
+    sink = EventWriter(attempt, most=2)
+    sink(Note("before", 0.0))
+    request.getfixturevalue("small_disk")
+    sink(Note("x" * 2000, 1.0))
+    with pytest.raises(WorkspaceError, match="the disk is full"):
+        sink(Note("more", 2.0))
+    assert [path.name for path in attempt.events.iterdir()] == ["000001.jsonl"]
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    sink.close()
+    assert len(attempt.facts()[0]) == 3
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, small_disk: None) -> None:
+    write_atomic(tmp_path / "file", b"as before")
+    with pytest.raises(WorkspaceError, match="the disk is full"):
+        write_atomic(tmp_path / "file", b"x" * 5000)
+    with pytest.raises(WorkspaceError, match="cannot write"):
+        write_atomic(tmp_path / "file" / "below", b"x")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"as before")]
+
+
+def test_a_job_loads_neither_database_nor_object_store() -> None:
+    program = "import sys, posttrain.store.attempts; print(sorted({n.split('.')[0] for n in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert not {"sqlalchemy", "alembic", "obstore", "pydantic", "torch"} & set(json.loads(loaded.replace("'", '"')))

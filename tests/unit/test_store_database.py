@@ -1,0 +1,173 @@
+"""The database: migrated when opened, and unusable ones say so in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+
+from posttrain.domain.errors import ConflictError, DeadlineError, WorkspaceError
+from posttrain.domain.records import Asset, AttemptRecord, Event, ReleaseEntry, RunRecord, StageRecord
+from posttrain.store import schema
+from posttrain.store.database import Database
+from posttrain.store.ledger import Ledger
+
+NOBODY = 65534
+
+
+def write(database: Database, words: str = "x") -> None:
+    with Ledger(database).transaction("ann") as transaction:
+        transaction.append_event("note", "here", {"words": words})
+
+
+def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> None:
+    database = Database(tmp_path / "l.db")
+    with database.read() as connection:
+        context = MigrationContext.configure(connection, opts={"version_table": schema.VERSION_TABLE})
+        assert compare_metadata(context, schema.metadata) == []
+        assert context.get_current_revision() == schema.SCHEMA_VERSION
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("table", "record"),
+    [
+        (schema.runs, RunRecord),
+        (schema.stages, StageRecord),
+        (schema.attempts, AttemptRecord),
+        (schema.assets, Asset),
+        (schema.releases, ReleaseEntry),
+        (schema.events, Event),
+    ],
+)
+def test_every_field_of_a_record_has_its_column(table: Any, record: Any) -> None:
+    assert {column.name for column in table.columns} == {field.name for field in dataclasses.fields(record)}
+
+
+def test_a_committed_transaction_is_durable_and_readers_do_not_wait(tmp_path: Path) -> None:
+    database = Database(tmp_path / "l.db")
+    with database.read() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2  # FULL
+        assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
+    with database.write(), database.read() as reader:
+        assert reader.exec_driver_sql("SELECT count(*) FROM runs").scalar() == 0
+    database.close()
+
+
+def test_a_newer_schema_is_refused_and_an_unmigrated_file_migrated(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    sqlite3.connect(path).close()  # an empty file: no schema yet
+    Database(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE schema_version SET version_num = '0007'")
+    connection.close()
+    with pytest.raises(WorkspaceError) as caught:
+        Database(path)
+    assert str(caught.value) == "workspace schema 0007 is newer than this Posttrain (0001); upgrade posttrain"
+
+
+def test_two_processes_may_open_a_new_ledger_at_once(tmp_path: Path) -> None:
+    program = "import sys; from posttrain.store.database import Database; Database(sys.argv[1]).close()"
+    openers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "l.db")]) for _ in range(2)]
+    assert [opener.wait() for opener in openers] == [0, 0]
+
+
+def test_a_missing_ledger_is_made_only_when_asked(tmp_path: Path) -> None:
+    with pytest.raises(WorkspaceError, match="posttrain init"):
+        Database(tmp_path / "l.db", create=False)
+    assert not (tmp_path / "l.db").exists()
+    with pytest.raises(WorkspaceError, match="cannot be opened"):
+        Database(tmp_path / "missing" / "l.db")
+
+
+@pytest.mark.parametrize("address", ["nonsense://x", "sqlite:///:memory:", "://"])
+def test_an_address_that_is_no_ledger_is_refused(address: str) -> None:
+    with pytest.raises(WorkspaceError):
+        Database(address)
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "l.db").write_bytes(b"not a database at all" * 100)
+    with pytest.raises(WorkspaceError, match="not a database"):
+        Database(tmp_path / "l.db")
+
+
+def test_a_writer_that_waits_too_long_gives_up(tmp_path: Path) -> None:
+    first = Database(tmp_path / "l.db")
+    second = Database(tmp_path / "l.db", busy_seconds=0.05)
+    with first.write(), pytest.raises(DeadlineError, match="locked by another process"):
+        write(second)
+    write(second)
+    first.close()
+    second.close()
+
+
+def test_a_row_the_database_refuses_is_a_conflict(tmp_path: Path) -> None:
+    database = Database(tmp_path / "l.db")
+    statement = "INSERT INTO stage_cache (cache_key, run_id, stage) VALUES ('k', 'nobody', 'train')"
+    with pytest.raises(ConflictError), database.write() as connection:
+        connection.exec_driver_sql(statement)
+    database.close()
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing_committed(tmp_path: Path) -> None:
+    database = Database(tmp_path / "l.db")
+    write(database)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(WorkspaceError, match="cannot use the ledger"):
+            write(database, "x" * 400_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    write(database)
+    assert len(Ledger(database).pending_events()) == 2
+    database.close()
+
+
+def test_a_database_that_may_not_grow_says_that_the_disk_is_full(tmp_path: Path) -> None:
+    database = Database(tmp_path / "l.db")
+    with database.read() as connection:  # the only pooled connection: the limit holds for the writer below
+        connection.exec_driver_sql("PRAGMA max_page_count = 1")
+    with pytest.raises(WorkspaceError, match="the disk is full"):
+        write(database, "x" * 1_000_000)
+    database.close()
+
+
+@pytest.fixture
+def read_only_folder() -> Iterator[Path]:
+    """A folder that this process may read and not write; root steps down for the length of the test."""
+    folder = Path(tempfile.mkdtemp())
+    Database(folder / "l.db").close()
+    for path in folder.iterdir():
+        path.chmod(0o444)
+    folder.chmod(0o555)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(NOBODY)
+    yield folder
+    if root:
+        os.seteuid(0)
+    folder.chmod(0o755)
+    rmtree(folder)
+
+
+def test_a_read_only_workspace_is_one_line(read_only_folder: Path) -> None:
+    with pytest.raises(WorkspaceError, match=r"read-only|cannot be opened"):
+        write(Database(read_only_folder / "l.db"))
+    with pytest.raises(WorkspaceError, match="cannot be opened"):
+        Database(read_only_folder / "new.db")
+    assert sorted(path.name for path in read_only_folder.iterdir()) == ["l.db"]

@@ -1,0 +1,396 @@
+"""The ledger: state and events together or not at all, compare-and-set, leases, versions, release history."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from posttrain.domain.errors import ConflictError, InputError, NotFoundError, StaleWriteError
+from posttrain.domain.records import Asset, AttemptRecord, RunRecord, StageRecord
+from posttrain.store.database import Database
+from posttrain.store.ledger import Ledger
+from posttrain.store.sealer import seal, verify_chain
+
+MANIFEST = "sha256:" + "a" * 64
+MODEL = "sha256:" + "b" * 64
+OTHER = "sha256:" + "c" * 64
+
+
+class HeldClock:
+    """Time that moves when told."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+@pytest.fixture
+def clock() -> HeldClock:
+    return HeldClock()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, clock: HeldClock) -> Iterator[Ledger]:
+    ledger = Ledger(Database(tmp_path / "ledger.db"), clock)
+    yield ledger
+    ledger.close()
+
+
+def a_run(run_id: str = "run1", name: str = "sort", created_at: float = 1.0) -> RunRecord:
+    return RunRecord(run_id, name, MANIFEST, "pending", "ann", created_at)
+
+
+def a_stage(name: str = "train", run_id: str = "run1", position: int = 0) -> StageRecord:
+    return StageRecord(run_id, name, position, "grpo", "pending")
+
+
+def an_asset(version: int = 0, digest: str = MODEL, **meta: Any) -> Asset:
+    return Asset("dataset", "train", version, digest, "file", 1.0, "ann", meta)
+
+
+def submit(ledger: Ledger, run: RunRecord | None = None) -> RunRecord:
+    run = run or a_run()
+    with ledger.transaction("ann") as transaction:
+        transaction.insert_run(run, [a_stage(run_id=run.id)])
+    return run
+
+
+def kinds(ledger: Ledger, subject: str | None = None) -> list[str]:
+    return [event.kind for event in ledger.pending_events(subject)]
+
+
+def test_a_submitted_run_is_there_with_its_stages_and_events(ledger: Ledger) -> None:
+    stages = [a_stage("evaluate", position=1), a_stage("train", position=0)]
+    with ledger.transaction("ann") as transaction:
+        transaction.insert_run(a_run(), stages)
+    assert ledger.run("run1") == a_run()
+    assert [stage.name for stage in ledger.stages("run1")] == ["train", "evaluate"]
+    assert kinds(ledger) == ["run.pending", "stage.pending", "stage.pending"]
+    assert {event.actor for event in ledger.pending_events()} == {"ann"}
+
+
+def test_a_second_run_of_the_same_id_is_a_conflict_and_leaves_nothing(ledger: Ledger) -> None:
+    submit(ledger)
+    with pytest.raises(ConflictError, match="run run1"), ledger.transaction("bob") as transaction:
+        transaction.insert_run(a_run(), [])
+    assert kinds(ledger) == ["run.pending", "stage.pending"]
+
+
+def test_a_block_that_raises_leaves_neither_rows_nor_events(ledger: Ledger) -> None:
+    run = submit(ledger)
+
+    def update_and_fail() -> None:
+        with ledger.transaction("ann") as transaction:
+            transaction.update_run(run, state="running")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        update_and_fail()
+    assert ledger.run("run1").state == "pending"
+    assert "run.running" not in kinds(ledger)
+
+
+def test_an_update_is_one_generation_further_and_tells_what_changed(ledger: Ledger) -> None:
+    run = submit(ledger)
+    with ledger.transaction("reconciler") as transaction:
+        after = transaction.update_run(run, state="running", reason="Started", event_payload={"by": "test"})
+    assert ledger.run("run1") == after
+    assert (after.state, after.generation, after.reason) == ("running", 1, "Started")
+    event = ledger.pending_events()[-1]
+    assert (event.kind, event.subject, event.actor, event.at) == ("run.running", "run1", "reconciler", 1000.0)
+    assert event.payload == {
+        "from": "pending",
+        "to": "running",
+        "generation": 1,
+        "changes": {"reason": "Started"},
+        "by": "test",
+    }
+
+
+def test_who_decided_on_an_old_row_must_read_again(ledger: Ledger) -> None:
+    run = submit(ledger)
+    with ledger.transaction("first") as transaction:
+        transaction.update_run(run, message="mine")
+    with pytest.raises(StaleWriteError, match="generation 0"), ledger.transaction("second") as transaction:
+        transaction.update_run(run, state="running")
+    assert (ledger.run("run1").message, ledger.run("run1").state) == ("mine", "pending")
+
+
+def test_a_transition_that_is_not_drawn_is_refused(ledger: Ledger) -> None:
+    run = submit(ledger)
+    with pytest.raises(ConflictError, match="pending to succeeded"), ledger.transaction("ann") as transaction:
+        transaction.update_run(run, state="succeeded")
+
+
+@pytest.mark.parametrize("column", ["colour", "generation", "lease_owner", "id", "created_at"])
+def test_only_columns_that_may_be_set_can_be_set(ledger: Ledger, column: str) -> None:
+    run = submit(ledger)
+    with pytest.raises(InputError, match=column), ledger.transaction("ann") as transaction:
+        transaction.update_run(run, **cast(Any, {column: "x"}))
+
+
+def test_what_does_not_change_is_not_written(ledger: Ledger) -> None:
+    run = submit(ledger)
+    before = len(ledger.pending_events())
+    with ledger.transaction("ann") as transaction:
+        assert transaction.update_run(run, reason="", desired="running") == run
+        quiet = transaction.update_run(run, message="tick", quiet=True)
+        transaction.update_run(quiet, message="tock")
+    assert kinds(ledger)[before:] == ["run.updated"]
+    assert ledger.run("run1").generation == 2
+
+
+def test_stages_and_attempts_move_like_runs(ledger: Ledger) -> None:
+    submit(ledger)
+    stage = ledger.stages("run1")[0]
+    attempt = AttemptRecord("run1", "train", 1, "run1-train-1", "runs/run1/train/001", "planned", created_at=1.0)
+    with ledger.transaction("reconciler") as transaction:
+        stage = transaction.update_stage(stage, state="ready", inputs={"model": {"digest": MODEL, "form": "tree"}})
+        transaction.insert_attempt(attempt)
+        stage = transaction.update_stage(stage, state="running", cache_key=OTHER)
+        launched = transaction.update_attempt(attempt, state="launched", handle="123")
+    assert ledger.stages("run1") == [stage]
+    assert ledger.attempts("run1") == ledger.attempts("run1", "train") == [launched]
+    assert ledger.attempts("run1", "evaluate") == []
+    assert kinds(ledger, "run1/train/1") == ["attempt.planned", "attempt.launched"]
+    with pytest.raises(StaleWriteError), ledger.transaction("other") as transaction:
+        transaction.update_attempt(attempt, state="lost")
+    with pytest.raises(ConflictError), ledger.transaction("other") as transaction:
+        transaction.insert_attempt(dataclasses.replace(attempt, number=2))  # the external name is taken
+
+
+def test_a_metric_that_is_not_a_number_is_kept_and_can_be_audited(ledger: Ledger) -> None:
+    submit(ledger)
+    with ledger.transaction("reconciler") as transaction:
+        transaction.update_stage(ledger.stages("run1")[0], state="ready", metrics={"loss": math.nan}, tokens=2**60)
+    assert math.isnan(ledger.stages("run1")[0].metrics["loss"])
+    assert ledger.pending_events()[-1].payload["changes"] == {"metrics": {"loss": "nan"}, "tokens": str(2**60)}
+    assert (seal(ledger), verify_chain(ledger).pending) == (3, 0)
+
+
+def test_a_lease_is_held_by_one_renewed_by_it_and_free_when_it_runs_out(ledger: Ledger, clock: HeldClock) -> None:
+    run = submit(ledger)
+    with ledger.transaction("a") as transaction:
+        claimed = transaction.claim(run, "a", seconds=10)
+        assert claimed is not None
+        assert (claimed.lease_owner, claimed.lease_expires, claimed.generation) == ("a", 1010.0, 0)
+        assert transaction.claim(run, "b", seconds=10) is None
+    clock.time = 1009.0
+    with ledger.transaction("a") as transaction:
+        assert transaction.claim(run, "a", seconds=10) is not None
+    clock.time = 1019.0
+    with ledger.transaction("b") as transaction:
+        assert transaction.claim(run, "b", seconds=10) is not None
+        transaction.release_claim(run, "a")  # not a's any more
+        assert ledger_owner(transaction.snapshot.run("run1")) == "b"
+        transaction.release_claim(run, "b")
+    assert ledger_owner(ledger.run("run1")) is None
+
+
+def ledger_owner(run: RunRecord) -> str | None:
+    return run.lease_owner
+
+
+def test_renewing_a_lease_makes_nobodys_copy_stale_but_a_successors_write_does(
+    ledger: Ledger, clock: HeldClock
+) -> None:
+    run = submit(ledger)
+    with ledger.transaction("a") as transaction:
+        held = transaction.claim(run, "a", 10)
+    assert held is not None
+    clock.time = 1011.0
+    with ledger.transaction("b") as transaction:
+        taken = transaction.claim(run, "b", 10)
+        assert taken is not None
+        transaction.update_run(taken, state="running")
+    with pytest.raises(StaleWriteError), ledger.transaction("a") as transaction:
+        transaction.update_run(held, state="failed")
+
+
+def test_runs_are_found_as_a_person_names_them(ledger: Ledger) -> None:
+    for number, (run_id, name) in enumerate([("abc1", "sort"), ("abd2", "sort"), ("x%y", "dc")]):
+        submit(ledger, a_run(run_id, name, created_at=float(number)))
+    assert ledger.find_run("abc1").id == "abc1"
+    assert ledger.find_run("abc").id == "abc1"
+    assert ledger.find_run("sort").id == "abd2"  # the newest of that name
+    assert ledger.find_run("x%").id == "x%y"
+    for unknown in ("nope", "", "%", "ABC", "x_"):
+        with pytest.raises(NotFoundError):
+            ledger.find_run(unknown)
+    with pytest.raises(InputError, match=r"ambiguous: abd2 \(sort\), abc1 \(sort\)"):
+        ledger.find_run("ab")
+    assert [run.id for run in ledger.runs()] == ["x%y", "abd2", "abc1"]
+    assert [run.id for run in ledger.runs(limit=1)] == ["x%y"]
+    assert ledger.runs(state="running") == []
+    assert len(ledger.runs(manifest_digest=MANIFEST)) == 3
+    with pytest.raises(NotFoundError):
+        ledger.run("abc")
+
+
+def test_asset_versions_are_counted_immutable_and_idempotent(ledger: Ledger) -> None:
+    with ledger.transaction("ann") as transaction:
+        first = transaction.insert_asset(an_asset(rows=3))
+        assert (first.version, first.ref) == (1, "dataset:train@1")
+        assert transaction.insert_asset(an_asset(rows=3)) == first  # the same content as the latest
+        second = transaction.insert_asset(an_asset(rows=4))
+        assert transaction.insert_asset(an_asset(version=1, rows=3)) == first  # that very version
+        third = transaction.insert_asset(an_asset(rows=3))  # an older content is a new version
+        assert (second.version, third.version) == (2, 3)
+        for wrong, rule in ((2, "immutable"), (7, "next version is 4")):
+            with pytest.raises(ConflictError, match=rule):
+                transaction.insert_asset(an_asset(version=wrong, rows=9))
+        transaction.insert_asset(an_asset(version=4, digest=OTHER))
+    assert kinds(ledger) == ["asset.registered"] * 4
+    assert ledger.asset("dataset", "train").version == 4
+    assert ledger.asset("dataset", "train", 2) == second
+    assert [asset.version for asset in ledger.assets_by_digest(MODEL)] == [1, 2, 3]
+    assert ledger.assets("model") == []
+
+
+def test_a_missing_asset_says_which_there_are(ledger: Ledger) -> None:
+    with ledger.transaction("ann") as transaction:
+        transaction.insert_asset(an_asset())
+    with pytest.raises(NotFoundError, match="versions are 1 to 1"):
+        ledger.asset("dataset", "train", 2)
+    with pytest.raises(NotFoundError, match="known are train"):
+        ledger.asset("dataset", "trian")
+    with pytest.raises(NotFoundError, match="no reward at all"):
+        ledger.asset("reward", "exact")
+
+
+def test_a_channel_moves_only_from_where_one_saw_it(ledger: Ledger, clock: HeldClock) -> None:
+    assert ledger.channel("prod") is None
+    with ledger.transaction("ann") as transaction:
+        transaction.append_release("prod", MODEL, "run1", "promote", expected=None, report_digest=OTHER)
+    with pytest.raises(ConflictError, match="channel prod moved"), ledger.transaction("bob") as transaction:
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=None)
+    clock.time += 1
+    with ledger.transaction("bob") as transaction:
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=MODEL)
+        transaction.append_release("prod", MODEL, None, "rollback", expected=OTHER)
+        transaction.append_release("canary", OTHER, None, "promote", expected=None)
+    history = ledger.history("prod")
+    assert [(entry.sequence, entry.model_digest, entry.action) for entry in history] == [
+        (1, MODEL, "promote"),
+        (2, OTHER, "promote"),
+        (3, MODEL, "rollback"),
+    ]
+    assert ledger.channel("prod") == history[-1]
+    assert (history[-1].actor, history[-1].at) == ("bob", 1001.0)
+    assert ledger.channels() == ["canary", "prod"]
+    assert kinds(ledger, "prod") == ["channel.promote", "channel.promote", "channel.rollback"]
+
+
+def test_a_cache_key_is_answered_by_the_stage_put_last(ledger: Ledger) -> None:
+    for run_id in ("run1", "run2"):
+        submit(ledger, a_run(run_id))
+        with ledger.transaction("reconciler") as transaction:
+            transaction.put_cache(OTHER, run_id, "train")
+    found = ledger.cached_stage(OTHER)
+    assert found is not None
+    assert (found.run_id, found.name) == ("run2", "train")
+    assert ledger.cached_stage(MODEL) is None
+
+
+def test_a_transaction_reads_its_own_writes_and_others_do_not(ledger: Ledger) -> None:
+    run = submit(ledger)
+    with ledger.transaction("ann") as transaction:
+        transaction.update_run(run, state="running")
+        assert transaction.snapshot.run("run1").state == "running"
+        assert ledger.run("run1").state == "pending"
+
+
+def test_subjects_are_matched_with_what_is_below_them(ledger: Ledger) -> None:
+    with ledger.transaction("ann") as transaction:
+        for subject in ("run1", "run1/train", "run10", "run_"):
+            transaction.append_event("note", subject, {})
+    seal(ledger)
+    assert [event.subject for event in ledger.events(subject_prefix="run1")] == ["run1", "run1/train"]
+    assert [event.subject for event in ledger.events(subject_prefix="run_")] == ["run_"]
+    assert [event.subject for event in ledger.events(after=2, limit=1)] == ["run10"]
+
+
+_WORDS = st.text(max_size=20).filter(lambda text: "\0" not in text and text.isprintable())
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+_MAPPINGS = st.dictionaries(_WORDS, _JSON, max_size=3)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    reason=_WORDS,
+    inputs=_MAPPINGS,
+    metrics=st.dictionaries(_WORDS, st.floats(allow_nan=False)),
+    tokens=st.integers(0, 2**62),
+    at=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_what_is_written_is_what_is_read(
+    ledger: Ledger, reason: str, inputs: dict[str, Any], metrics: dict[str, float], tokens: int, at: float | None
+) -> None:
+    number = len(ledger.runs())
+    run = a_run(f"run{number}")
+    stage = a_stage(run_id=run.id)
+    full = dataclasses.replace(stage, name="full", reason=reason, inputs=inputs, metrics=metrics, not_before=at)
+    with ledger.transaction("ann") as transaction:
+        transaction.insert_run(run, [stage, full])
+        updated = transaction.update_stage(
+            stage, reason=reason, inputs=inputs, metrics=metrics, tokens=tokens, not_before=at
+        )
+    assert sorted(ledger.stages(run.id), key=lambda s: s.name) == [full, updated]
+    seal(ledger)
+    verify_chain(ledger)
+
+
+_WRITER = """
+import sys
+from posttrain.domain.errors import StaleWriteError
+from posttrain.store.database import Database
+from posttrain.store.ledger import Ledger
+
+ledger = Ledger(Database(sys.argv[1]))
+stale = 0
+for number in range(25):
+    while True:
+        run = ledger.run("run1")
+        try:
+            with ledger.transaction(sys.argv[2]) as transaction:
+                transaction.update_run(run, message=f"{sys.argv[2]} {number}")
+            break
+        except StaleWriteError:
+            stale += 1
+print(stale)
+"""
+
+
+def test_two_processes_lose_no_write(tmp_path: Path, ledger: Ledger) -> None:
+    submit(ledger)
+    command = [sys.executable, "-c", _WRITER, str(tmp_path / "ledger.db")]
+    writers = [subprocess.Popen([*command, name], stdout=subprocess.PIPE) for name in ("a", "b")]
+    while any(writer.poll() is None for writer in writers):
+        seal(ledger)  # the sealer runs beside them
+    assert [writer.wait() for writer in writers] == [0, 0]
+    for writer in writers:
+        assert writer.stdout is not None
+        writer.stdout.close()
+    seal(ledger)
+    assert ledger.run("run1").generation == 50
+    updates = [event for event in ledger.events() if event.kind == "run.updated"]
+    assert [event.payload["generation"] for event in updates] == list(range(1, 51))
+    assert verify_chain(ledger).sealed == 52
