@@ -122,7 +122,7 @@ def test_a_strange_commit_is_refused(tmp_path: Path, commit: bytes) -> None:
     ],
 )
 def test_killed_while_writing(tmp_path: Path, crashpoint: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process really dies; the older checkpoint stays, the newer is whole or does not count, and writing it again works."""
+    """The process really dies; the older one stays, the newer is whole or does not count, and can be written again."""
     save_checkpoint(tmp_path / "checkpoints", checkpoint(3))
     monkeypatch.setenv("POSTTRAIN_CRASHPOINT", crashpoint)
     child = os.fork()

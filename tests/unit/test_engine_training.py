@@ -1,0 +1,366 @@
+"""Training: resumed equals undisturbed bit for bit, budgets hold, orders are followed, divergence is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from posttrain.domain.errors import BudgetExceededError, FailureClass, IntegrityError
+from posttrain.domain.facts import Fact, Metric, Progress, Span
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.batch import Document, TokenBatch, Trajectory
+from posttrain.engine.config import (
+    GRPOConfig,
+    InitModelConfig,
+    KLConfig,
+    OptimizerConfig,
+    ProbeConfig,
+    RuntimeConfig,
+    SFTConfig,
+)
+from posttrain.engine.controller import Controller, Limits, Order, Outcome
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.recipes.grpo import GRPO, Prompt
+from posttrain.engine.recipes.probe import AccuracyProbe
+from posttrain.engine.recipes.recipe import Recipe, Trace
+from posttrain.engine.recipes.sft import SFT
+from posttrain.engine.roles.policy import DivergedError, LossParts, Policy
+from posttrain.engine.roles.reference import Reference
+from posttrain.engine.rollout.opening import open_rollout
+from posttrain.engine.weights.checkpoint import load_checkpoint
+
+TINY = InitModelConfig(
+    hidden_size=16, intermediate_size=16, layers=1, characters="0123456789Q:sort A", context_length=64
+)
+TOKENIZER = character_tokenizer(TINY.characters)
+FAST = OptimizerConfig(learning_rate=2e-2, warmup_steps=2, weight_decay=0.01)
+DOCUMENTS = [Document([1, 5, 8 + i], [7 + (i * j) % 9 for j in range(1, 3 + i % 4)] + [2]) for i in range(7)]
+PROMPTS = [Prompt(d.prompt, row={"answer": "1"}) for d in DOCUMENTS]
+
+
+def tiny(seed: int = 0) -> LanguageModel:
+    return adopt_module(initial_model(TINY, TOKENIZER, seed))
+
+
+def gpt2() -> LanguageModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        config = GPT2Config(vocab_size=25, n_positions=64, n_embd=16, n_layer=1, n_head=2, eos_token_id=2)
+        return adopt_module(GPT2LMHeadModel(config))
+
+
+def even_tokens(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float | None]:
+    """The share of even tokens; every fifth member is unscored."""
+    shares = [sum(t % 2 == 0 for t in trajectory.tokens) / len(trajectory.tokens) for trajectory in trajectories]
+    return [None if i % 5 == 4 else share for i, share in enumerate(shares)]
+
+
+def sft(model: LanguageModel | None = None, **changes: Any) -> Recipe:
+    options: dict[str, Any] = {"data": "d", "steps": 6, "batch_size": 3, "optimizer": FAST, **changes}
+    return SFT(SFTConfig(**options), model or tiny(), DOCUMENTS, seed=11)
+
+
+def grpo(
+    model: LanguageModel | None = None,
+    scorer: Any = even_tokens,
+    probe: Any = None,
+    config_probe: ProbeConfig | None = None,
+    **changes: Any,
+) -> Recipe:
+    options: dict[str, Any] = {
+        "data": "d", "reward": "r", "steps": 4, "prompts_per_step": 3, "group_size": 4, "max_new_tokens": 4,
+        "mini_batches": 2, "kl": KLConfig(coefficient=0.1), "optimizer": FAST, "probe": config_probe,
+        **changes,
+    }  # fmt: skip
+    model = model or tiny()
+    return GRPO(GRPOConfig(**options), model, open_rollout(model), PROMPTS, scorer, seed=11, probe=probe)
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "sft": sft,
+    "sft with dropout": lambda: sft(gpt2()),
+    "sft in micro-batches": lambda: sft(gpt2(), runtime=RuntimeConfig(micro_batch_tokens=9)),
+    "grpo": grpo,
+    "grpo on the fallback decoder": lambda: grpo(gpt2(), steps=2, aggregation="seq-mean-token-mean", advantage="rloo"),
+}
+
+
+class Desk:
+    """Runs a recipe in a folder and hands out orders."""
+
+    def __init__(self, folder: Path, recipe: Recipe, *, every: int = 100, **options: Any) -> None:
+        self.facts: list[Fact] = []
+        self.folder, self.recipe = folder, recipe
+        self.controller = Controller(recipe, folder, "sha256:x", every, self.facts.append, **options)
+
+    def run(self) -> Outcome:
+        return self.controller.run()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.clone() for name, p in self.recipe.policy.parameters().items()}
+
+    def latest(self) -> Path:
+        return max(self.folder.glob("step-*"))
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def stop_after(steps: int) -> Callable[[], Order]:
+    asked = iter([Order.GO_ON] * steps)
+    return lambda: next(asked, Order.STOP)
+
+
+UNDISTURBED: dict[str, tuple[Outcome, dict[str, Tensor]]] = {}
+
+
+def undisturbed(name: str, folder: Path) -> tuple[Outcome, dict[str, Tensor]]:
+    if name not in UNDISTURBED:
+        desk = Desk(folder / "undisturbed", RECIPES[name]())
+        UNDISTURBED[name] = (desk.run(), desk.weights())
+    return UNDISTURBED[name]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@settings(deadline=None, max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.integers(0, 5), every=st.integers(1, 4))
+def test_resumed_equals_undisturbed(name: str, tmp_path_factory: pytest.TempPathFactory, cut: int, every: int) -> None:
+    """Stopped after any step, taken up by fresh objects, checkpoints at any rhythm: the same bits, the same bill."""
+    folder = tmp_path_factory.mktemp("run")
+    expected, weights = undisturbed(name, folder)
+    first = Desk(folder, RECIPES[name](), every=every, orders=stop_after(min(cut, expected.steps - 1)))
+    assert first.run().status == "stopped"
+    second = Desk(folder, RECIPES[name](), every=every)
+    second.controller.resume(load_checkpoint(first.latest()))
+    assert second.run() == expected
+    assert equal(second.weights(), weights)
+
+
+def test_going_back_to_an_older_checkpoint_redoes_the_steps(tmp_path: Path) -> None:
+    """A lost process: what it did after its last commit is done again, to the same end."""
+    expected, weights = undisturbed("grpo", tmp_path)
+    lost = Desk(tmp_path, grpo(), every=2, orders=stop_after(3))
+    lost.run()
+    again = Desk(tmp_path / "again", grpo())
+    again.controller.resume(load_checkpoint(tmp_path / "step-00000002"))
+    assert again.run() == expected
+    assert equal(again.weights(), weights)
+    assert [f.step for f in again.facts if isinstance(f, Progress)] == [3, 4]
+
+
+def test_resuming_keeps_the_decoder_on_the_live_weights(tmp_path: Path) -> None:
+    """The decoder reads parameters in place; a restore that re-pointed them would be caught as an IntegrityError."""
+    first = Desk(tmp_path, grpo(), orders=stop_after(2))
+    first.run()
+    model = tiny()
+    recipe = grpo(model)
+    pointers = {name: p.data_ptr() for name, p in model.module.named_parameters()}
+    again = Desk(tmp_path, recipe)
+    again.controller.resume(load_checkpoint(first.latest()))
+    again.run()
+    assert pointers == {name: p.data_ptr() for name, p in model.module.named_parameters()}
+
+
+def test_a_checkpoint_of_another_stage_is_refused(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, sft(), orders=stop_after(1))
+    desk.run()
+    checkpoint = load_checkpoint(desk.latest())
+    other = replace(checkpoint, state=replace(checkpoint.state, belongs_to="sha256:y"))
+    with pytest.raises(IntegrityError, match="belongs to another stage"):
+        desk.controller.resume(other)
+    with pytest.raises(IntegrityError, match="does not fit the model"):
+        Desk(tmp_path, sft(gpt2())).controller.resume(checkpoint)
+
+
+class TestBudget:
+    @pytest.mark.parametrize("name", ["sft", "grpo"])
+    @settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(limit=st.integers(0, 250))
+    def test_is_never_passed(self, name: str, limit: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+        folder = tmp_path_factory.mktemp("budget")
+        desk = Desk(folder, RECIPES[name](), limits=Limits(tokens=limit))
+        with suppress(BudgetExceededError):
+            assert desk.run().status == "succeeded"
+            assert desk.controller.tokens <= limit
+            return
+        assert load_checkpoint(desk.latest()).state.tokens == desk.controller.tokens
+        assert desk.controller.tokens <= limit
+
+    def test_raised_budget_finishes_with_the_same_weights(self, tmp_path: Path) -> None:
+        expected, weights = undisturbed("sft", tmp_path)
+        poor = Desk(tmp_path, sft(), limits=Limits(tokens=expected.tokens - 1))
+        with pytest.raises(BudgetExceededError, match=r"raise budget\.tokens"):
+            poor.run()
+        rich = Desk(tmp_path, sft(), limits=Limits(tokens=expected.tokens))
+        rich.controller.resume(load_checkpoint(poor.latest()))
+        assert rich.run() == expected
+        assert equal(rich.weights(), weights)
+
+    def test_the_price_covers_what_is_spent(self) -> None:
+        for make in (sft, grpo):
+            recipe = make()
+            for step in range(3):
+                price = recipe.price(step)
+                assert recipe.step(step, Trace(lambda fact: None, step)).tokens <= price
+
+    def test_deadline(self, tmp_path: Path) -> None:
+        desk = Desk(tmp_path, sft(), limits=Limits(deadline=1.0))
+        with pytest.raises(BudgetExceededError, match="deadline passed at step 0"):
+            desk.run()
+
+
+class TestOrders:
+    def test_stop_leaves_a_checkpoint_and_no_more_steps(self, tmp_path: Path) -> None:
+        desk = Desk(tmp_path, sft(), orders=stop_after(2))
+        assert (desk.run().status, desk.latest().name) == ("stopped", "step-00000002")
+
+    def test_checkpoint_goes_on(self, tmp_path: Path) -> None:
+        orders = iter([Order.GO_ON, Order.CHECKPOINT])
+        desk = Desk(tmp_path, sft(), orders=lambda: next(orders, Order.GO_ON))
+        assert desk.run().status == "succeeded"
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000006"]
+
+
+class TestGRPO:
+    def test_facts(self, tmp_path: Path) -> None:
+        probe = AccuracyProbe(PROMPTS[:2], TOKENIZER, extract=r"(\d)", max_new_tokens=3)
+        desk = Desk(tmp_path, grpo(probe=probe, config_probe=ProbeConfig(data="p", every=3)), every=5)
+        outcome = desk.run()
+        metrics = [f for f in desk.facts if isinstance(f, Metric)]
+        assert [m.step for m in metrics if "probe/accuracy" in m.values] == [0, 3, 4]
+        assert {f.name for f in desk.facts if isinstance(f, Span)} == {
+            "rollout", "reward", "advantage", "update", "probe", "checkpoint",
+        }  # fmt: skip
+        assert all(torch.isfinite(torch.tensor(list(m.values.values()))).all() for m in metrics)
+        progress = [f for f in desk.facts if isinstance(f, Progress)]
+        assert [(p.step, p.total, p.phase) for p in progress] == [(i, 4, "grpo") for i in range(1, 5)]
+        assert [p.tokens for p in progress] == sorted(p.tokens for p in progress)
+        assert "tokens_per_second" not in outcome.metrics
+
+    def test_only_groups_with_signal_are_trained_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def first_group_only(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float | None]:
+            return [float(t.prompt_index == 0 and t.sample_index == 0) for t in trajectories[:-1]] + [None]
+
+        recipe, seen = grpo(scorer=first_group_only, mini_batches=1), []
+        update = recipe.policy.update
+        monkeypatch.setattr(
+            recipe.policy, "update", lambda batch, *a, **k: seen.append(batch) or update(batch, *a, **k)
+        )
+        report = recipe.step(0, quiet(0))
+        assert [batch.documents for batch in seen] == [4]
+        assert report.metrics["groups/zero_std"] == pytest.approx(2 / 3)
+        assert report.metrics["reward/unscored"] == pytest.approx(1 / 12)
+
+    def test_no_signal_changes_nothing(self) -> None:
+        recipe = grpo(scorer=lambda prompts, trajectories: [1.0] * len(trajectories))
+        before = {name: p.clone() for name, p in recipe.policy.parameters().items()}
+        assert recipe.step(0, quiet(0)).metrics["groups/zero_std"] == 1.0
+        assert equal(before, recipe.policy.parameters())
+
+    def test_nobody_scored_is_no_reward_of_zero(self) -> None:
+        """Trap 12."""
+        recipe = grpo(scorer=lambda prompts, trajectories: [None] * len(trajectories))
+        metrics = recipe.step(0, quiet(0)).metrics
+        assert metrics["reward/unscored"] == 1.0
+        assert "reward/mean" not in metrics
+
+    @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+    def test_sampler_and_trainer_agree_at_the_sampling_temperature(self, temperature: float) -> None:
+        """Trap 7: before the first update the ratio is 1, so nothing is clipped and the mismatch vanishes."""
+        metrics = grpo(temperature=temperature, mini_batches=1).step(0, quiet(0)).metrics
+        assert abs(metrics["mismatch_kl"]) < 1e-7
+        assert metrics["clip_fraction"] == 0
+        assert abs(metrics["kl"]) < 1e-7
+
+    def test_the_reference_stays_where_training_began(self) -> None:
+        recipe = grpo()
+        kls = [recipe.step(step, quiet(step)).metrics["kl"] for step in range(4)]
+        assert kls[-1] > max(kls[0], 1e-6)
+
+    def test_learns_to_prefer_what_is_rewarded(self) -> None:
+        recipe = grpo(steps=30, kl=None, prompts_per_step=4, mini_batches=1)
+        means = [recipe.step(step, quiet(step)).metrics["reward/mean"] for step in range(30)]
+        assert sum(means[-5:]) / 5 > sum(means[:5]) / 5 + 0.15
+
+
+def quiet(step: int) -> Trace:
+    return Trace(lambda fact: None, step)
+
+
+class TestPolicy:
+    def policy(self, model: LanguageModel | None = None, **options: Any) -> Policy:
+        return Policy(model or tiny(), FAST, RuntimeConfig(**options), steps=10, seed=0)
+
+    @pytest.mark.parametrize("budget", [1, 12, 30])
+    def test_micro_batches_change_nothing_but_rounding(self, budget: int) -> None:
+        """Trap 1, through the model: one optimiser step from one, two or seven micro-batches."""
+        batch = TokenBatch.pack(DOCUMENTS)
+        norms = []
+        for tokens in (10_000, budget):
+            report = self.policy(micro_batch_tokens=tokens).update(batch, mean_loss(batch), step=0)
+            norms.append((report["loss"], report["grad_norm"]))
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+    @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+    def test_divergence_is_named_and_updates_nothing(self, poison: float) -> None:
+        policy = self.policy()
+        before = {name: p.clone() for name, p in policy.parameters().items()}
+        with pytest.raises(DivergedError, match="diverged at step 4: loss") as caught:
+            policy.update(TokenBatch.pack(DOCUMENTS), lambda m, lp: LossParts((lp * poison).sum(), {}), step=3)
+        assert caught.value.failure_class is FailureClass.DIVERGED
+        assert equal(before, policy.parameters())
+        assert policy.moments() == {}
+
+    def test_low_precision_weights_learn_through_masters(self) -> None:
+        """Updates far below bfloat16's resolution add up, and a restored policy goes on exactly."""
+        batch = TokenBatch.pack(DOCUMENTS)
+        policies = []
+        for _ in range(2):
+            model = tiny()
+            model.module.to(torch.bfloat16)
+            slow = OptimizerConfig(learning_rate=1e-5, warmup_steps=0, schedule="constant")
+            policies.append(Policy(model, slow, RuntimeConfig(), steps=10, seed=0))
+        one, two = policies
+        start = {name: p.clone() for name, p in one.parameters().items()}
+        for step in range(3):
+            one.update(batch, mean_loss(batch), step=step)
+        moved = [(one.parameters()[name] - p).abs().max().item() for name, p in start.items()]
+        assert 0 < max(moved) < 1e-4
+        assert all(p.dtype == torch.float32 for p in one.parameters().values())
+        live = dict(one.model.module.named_parameters())
+        assert all(torch.equal(live[name], p.bfloat16()) for name, p in one.parameters().items())
+        two.restore(one.parameters(), one.moments())
+        for policy in policies:
+            policy.update(batch, mean_loss(batch), step=3)
+        assert equal(one.parameters(), two.parameters())
+
+    def test_dropout_leaves_the_global_generator_alone(self) -> None:
+        policy = Policy(gpt2(), FAST, RuntimeConfig(), steps=10, seed=0, dropout=True)
+        before = torch.get_rng_state()
+        policy.update(TokenBatch.pack(DOCUMENTS), mean_loss(TokenBatch.pack(DOCUMENTS)), step=0)
+        assert torch.equal(before, torch.get_rng_state())
+
+    def test_reference_is_a_copy(self) -> None:
+        model = tiny()
+        reference, policy = Reference(model), self.policy(model)
+        batch = TokenBatch.pack(DOCUMENTS)
+        before = reference.logprobs(batch)
+        policy.update(batch, mean_loss(batch), step=0)
+        assert torch.equal(reference.logprobs(batch), before)
+
+
+def mean_loss(batch: TokenBatch) -> Callable[[TokenBatch, Tensor], LossParts]:
+    tokens = Totals.of(batch).tokens
+    return lambda micro, logprobs: LossParts(-logprobs[micro.response_mask].sum() / tokens, {})

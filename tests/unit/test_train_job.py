@@ -1,0 +1,203 @@
+"""Training jobs as the control side sees them: orders in, results out, one-line failures, a killed job made good."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError
+from posttrain.domain.facts import Progress
+from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
+from posttrain.engine.config import InitModelConfig
+from posttrain.engine.roles.policy import DivergedError
+from posttrain.jobs import entry, init_model, train
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.blobs import open_blobs
+from posttrain.store.trees import put_tree
+
+TINY = InitModelConfig(
+    hidden_size=16, intermediate_size=16, layers=1, characters="0123456789Q:sort A", context_length=64
+)
+ROWS = [{"prompt": f"Q:{i}", "completion": f"A:{i % 3}", "answer": str(i % 3)} for i in range(8)]
+REWARD = "def score(completion, answer):\n    return float(len(set(completion)))\n"
+
+
+class Shop:
+    """A store with a base model, and attempt folders."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.blobs = open_blobs(root / "blobs")
+        self.inputs: dict[str, InputBlob] = {}
+        self.put("data", "".join(json.dumps(row) + "\n" for row in ROWS))
+        self.put("reward", REWARD, entry="score", source="reward.py")
+        base = self.attempt("base", "init_model", TINY.model_dump(mode="json"), [])
+        assert entry.run(str(base.path), init_model.body) == 0
+        self.inputs["model"] = InputBlob(put_tree(self.blobs, base.outputs / "model"), "tree", "model:tiny@1")
+
+    def put(self, slot: str, text: str, **meta: str) -> None:
+        self.inputs[slot] = InputBlob(self.blobs.put(text.encode()), "file", f"asset:{slot}@1", meta)
+
+    def attempt(
+        self, name: str, kind: str, params: dict[str, Any], slots: Sequence[str], **order: Any
+    ) -> AttemptFolder:
+        folder = AttemptFolder(self.root / name)
+        inputs = {slot: self.inputs[slot] for slot in slots}
+        cache = str(self.root / "cache")
+        folder.write_order(JobOrder(name, kind, 5, params, inputs, self.blobs.url, cache, **order))
+        return folder
+
+    def sft(self, name: str, *, params: dict[str, Any] | None = None, **order: Any) -> AttemptFolder:
+        options = {"model": "model", "data": "data", "steps": 4, "batch_size": 2, "runtime": {"checkpoint_every": 2}}
+        return self.attempt(name, "sft", {**options, **(params or {})}, ["model", "data"], **order)
+
+    def grpo(self, name: str, *, params: dict[str, Any] | None = None, **order: Any) -> AttemptFolder:
+        options = {
+            "model": "model", "data": "data", "reward": "reward", "steps": 2, "prompts_per_step": 2, "group_size": 2,
+            "max_new_tokens": 6, "probe": {"data": "probe", "every": 1, "items": 4},
+        }  # fmt: skip
+        self.inputs["probe"] = self.inputs["data"]
+        slots = ["model", "data", "reward", "probe"]
+        return self.attempt(name, "grpo", {**options, **(params or {})}, slots, **order)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    return Shop(tmp_path_factory.mktemp("shop"))
+
+
+def run(attempt: AttemptFolder) -> JobResult:
+    assert entry.run(str(attempt.path), train.body) == 0
+    result = attempt.read_result()
+    assert result is not None
+    return result
+
+
+def model_digest(attempt: AttemptFolder) -> str:
+    return digest_bytes((attempt.outputs / "model" / "model.safetensors").read_bytes())
+
+
+class TestJobs:
+    def test_killed_process_resumed_elsewhere_gives_the_same_file(self, shop: Shop) -> None:
+        """A real process dies inside a shard of its second checkpoint; another attempt takes up the first."""
+        whole = shop.sft("whole")
+        assert run(whole).status == "succeeded"
+        lost = shop.sft("lost")
+        environment = {**os.environ, "POSTTRAIN_CRASHPOINT": "checkpoint.inside_shard@2", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "posttrain.jobs.train", str(lost.path)]
+        killed = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+        assert lost.read_result() is None
+        latest = lost.latest_checkpoint()
+        assert latest is not None
+        assert latest.step == 2
+        again = shop.sft("again", resume=put_tree(shop.blobs, latest.path), tokens_inherited=latest.tokens)
+        result = run(again)
+        assert result.tokens == run(whole).tokens
+        assert model_digest(again) == model_digest(whole)
+        assert [f.step for f in again.facts()[0] if isinstance(f, Progress)] == [3, 4]
+
+    def test_the_same_attempt_goes_on_from_its_own_checkpoint(self, shop: Shop) -> None:
+        attempt = shop.sft("own")
+        attempt.request_stop()
+        assert run(attempt).status == "stopped"
+        (attempt.path / "result.json").unlink()
+        (attempt.path / "control.json").unlink()
+        assert run(attempt).status == "succeeded"
+
+    def test_grpo_leaves_a_model_that_loads(self, shop: Shop) -> None:
+        attempt = shop.grpo("grpo")
+        result = run(attempt)
+        assert result.failure is None
+        assert result.outputs["model"].path == "outputs/model"
+        assert {"reward/mean", "probe/accuracy", "response_tokens/mean"} <= result.metrics.keys()
+        follower = shop.inputs | {"model": InputBlob(put_tree(shop.blobs, attempt.outputs / "model"), "tree")}
+        shop.inputs, before = follower, shop.inputs
+        assert run(shop.sft("follower")).status == "succeeded"
+        shop.inputs = before
+
+    def test_a_finished_job_does_nothing(self, shop: Shop) -> None:
+        attempt = shop.sft("finished", params={"steps": 1})
+        first = run(attempt)
+        (attempt.path / "job.json").unlink()
+        assert run(attempt) == first
+
+    def test_budget(self, shop: Shop) -> None:
+        result = run(shop.sft("poor", token_allowance=30))
+        assert result.failure is not None
+        assert result.failure.kind is FailureClass.BUDGET
+        assert 0 < result.tokens <= 30
+
+    @pytest.mark.parametrize(
+        ("slot", "content", "params", "says"),
+        [
+            ("data", "", {}, "asset:data@1 must hold at least one row"),
+            ("data", json.dumps({"prompt": "Q"}) + "\n", {}, "asset:data@1 row 1"),
+            ("data", json.dumps({"prompt": "Q", "completion": "1" * 99}) + "\n", {}, "must fit 64 tokens, got 101"),
+            ("data", json.dumps(ROWS[0]) + "\n", {"max_length": 5}, "must fit 5 tokens, got 7"),
+        ],
+    )
+    def test_bad_data(self, shop: Shop, slot: str, content: str, params: dict[str, Any], says: str) -> None:
+        before = dict(shop.inputs)
+        shop.put(slot, content)
+        result = run(shop.sft(f"bad-{abs(hash(content + says))}", params=params))
+        shop.inputs = before
+        assert result.failure is not None
+        assert result.failure.kind is FailureClass.BAD_INPUT
+        assert says in result.failure.message
+        assert "\n" not in result.failure.message
+
+    @pytest.mark.parametrize(
+        ("reward", "says"),
+        [
+            ("def score(completion):\n    return 1 / 0\n", "ZeroDivisionError"),
+            ("def score(completion):\n    return float('nan')\n", "nan"),
+        ],
+    )
+    def test_bad_reward(self, shop: Shop, reward: str, says: str) -> None:
+        before = dict(shop.inputs)
+        shop.put("reward", reward, entry="score")
+        attempt = shop.grpo(f"bad-reward-{says}")
+        result = run(attempt)
+        shop.inputs = before
+        assert result.failure is not None
+        assert result.failure.kind is FailureClass.BAD_INPUT
+        assert says in result.failure.message
+        assert not list(attempt.checkpoints.glob("*"))
+
+    def test_prompt_beyond_the_context(self, shop: Shop) -> None:
+        result = run(shop.grpo("long", params={"max_new_tokens": 63}))
+        assert result.failure is not None
+        assert "asset:data@1 row 1: prompt must fit" in result.failure.message
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (InputError("x: must be 1"), FailureClass.BAD_INPUT, "x: must be 1"),
+        (BudgetExceededError("spent"), FailureClass.BUDGET, "spent"),
+        (DivergedError("nan"), FailureClass.DIVERGED, "nan"),
+        (torch.OutOfMemoryError("CUDA"), FailureClass.OUT_OF_MEMORY, "CUDA"),
+        (MemoryError(), FailureClass.OUT_OF_MEMORY, "micro_batch_tokens"),
+        (OSError(28, "No space left on device", "f"), FailureClass.INFRASTRUCTURE, "cannot write f: No space left"),
+        (KeyError("k"), FailureClass.BUG, "KeyError at"),
+    ],
+)
+def test_failures_are_classified(error: Exception, kind: FailureClass, message: str) -> None:
+    try:
+        raise error
+    except Exception as raised:
+        failure = entry.failure_of(raised)
+    assert failure.kind is kind
+    assert message in failure.message
+    assert failure.signature == f"{type(error).__name__}@test_train_job.py:test_failures_are_classified"
