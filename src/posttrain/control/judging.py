@@ -44,21 +44,31 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
     )
     digest = wiring.blobs.put(canonical_json(report.model_dump(mode="json")))
     passed = report.outcome is Outcome.PASS
-    decisive = report.decisive
-    message = "; ".join(v.reason for v in decisive) if not passed else f"all {len(report.verdicts)} gates pass"
     crashpoint("gate.before_commit")
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_stage(
             stage,
             state=StageState.SUCCEEDED if passed else StageState.REJECTED,
             reason="GatePassed" if passed else _REASONS[report.outcome],
-            message=message,
+            message=_summary(report),
             next_action="" if passed else f"posttrain why {stage.run_id}",
             outputs={"report": {"digest": digest, "form": "file"}},
             metrics={f"{v.gate}/estimate": v.estimate for v in report.verdicts if v.estimate is not None},
             finished_at=wiring.clock.now(),
         )
     crashpoint("gate.after_commit")
+
+
+def _summary(report: GateReport) -> str:
+    """One line: how many gates decided, and the first one's numbers."""
+    total = len(report.verdicts)
+    if report.outcome is Outcome.PASS:
+        return f"all {total} gates pass"
+    if not report.decisive:
+        return "no gate was judged, so nothing may ship"
+    first, count = report.decisive[0], len(report.decisive)
+    verb = {Outcome.FAIL: "failed", Outcome.INCONCLUSIVE: "inconclusive", Outcome.ERROR: "could not be judged"}
+    return f"{count} of {total} gates {verb[report.outcome]}; {first.gate}: {first.reason.rstrip('.')}"
 
 
 def release_stage(

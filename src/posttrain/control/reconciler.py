@@ -14,7 +14,7 @@ attempt folders alone. No outside work happens inside a transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +163,7 @@ class Reconciler:
         for state, target in ((StageState.FAILED, RunState.FAILED), (StageState.REJECTED, RunState.REJECTED)):
             culprit = next((stage for stage in stages if stage.state == state), None)
             if culprit:
+                self._not_reached(stages, culprit)
                 message = f"stage {culprit.name}: {culprit.message}"
                 return self._move(run, target, culprit.reason, message, culprit.next_action)
         if all(stage.state in _DONE for stage in stages):
@@ -173,6 +174,16 @@ class Reconciler:
                 run, RunState.STOPPED, "Stopped", "stopped by a person", f"posttrain retry {run.id} resumes it"
             )
         return run
+
+    def _not_reached(self, stages: Sequence[StageRecord], culprit: StageRecord) -> None:
+        """Say of stages that will not start why they will not."""
+        message = f"not reached: stage {culprit.name} {culprit.state}"
+        with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
+            for stage in stages:
+                if not is_final("stage", stage.state):
+                    transaction.update_stage(
+                        stage, reason="NotReached", message=message, next_action=culprit.next_action, quiet=True
+                    )
 
     def _move(
         self,

@@ -48,9 +48,16 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False) -> Submit
     )
     stages = [
         StageRecord(
-            run_id=run_id, name=s.name, position=i, kind=s.kind, state=StageState.PENDING, reason="WaitingForInputs"
+            run_id=run_id,
+            name=stage.name,
+            position=position,
+            kind=stage.kind,
+            state=StageState.PENDING,
+            reason="WaitingForInputs",
+            message=f"waiting for {', '.join(sorted(stage.upstream())) or 'its turn'}",
+            next_action="none needed",
         )
-        for i, s in enumerate(manifest.stages)
+        for position, stage in enumerate(manifest.stages)
     ]
     crashpoint("submit.before_commit")
     try:

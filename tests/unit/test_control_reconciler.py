@@ -1,0 +1,408 @@
+"""The reconciler over scripted jobs: launches, retries, stage cache, budgets, gates, releases, leases."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from posttrain.control import actions
+from posttrain.control.explain import explain_run, outcome_error
+from posttrain.control.planning import plan_run
+from posttrain.control.reconciler import LEASE_SECONDS, Reconciler
+from posttrain.control.submission import submit
+from posttrain.control.wiring import Wiring
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import (
+    BudgetExceededError,
+    DeadlineError,
+    FailureClass,
+    GateRejectedError,
+    InfrastructureError,
+    InputError,
+    JobFailedError,
+    NotFoundError,
+    StoppedError,
+)
+from posttrain.domain.facts import Progress
+from posttrain.domain.jobs import Failure, JobResult, JobSpec, Output
+from posttrain.domain.manifest import InputRef
+from posttrain.domain.runspec import parse_run_spec
+from posttrain.execution.executors.fake import FakeExecutor
+from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.blobs import open_blobs
+from posttrain.store.database import Database
+from posttrain.store.ledger import Ledger
+from posttrain.store.sealer import seal, verify_chain
+
+Script = Callable[[AttemptFolder], int | None]
+
+
+class ManualClock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.time = 1_000_000.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+def metrics_table(values: dict[str, list[float]]) -> bytes:
+    rows = [(metric, f"i{i}", float(v)) for metric, column in values.items() for i, v in enumerate(column)]
+    table = pa.table(
+        {
+            "metric": [r[0] for r in rows],
+            "item_id": [r[1] for r in rows],
+            "value": [r[2] for r in rows],
+            "binary": [r[2] in (0.0, 1.0) for r in rows],
+        }
+    )
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+def train(words: str = "weights", tokens: int = 100) -> Script:
+    """A training job that leaves a model of one file."""
+
+    def job(folder: AttemptFolder) -> int:
+        (folder.outputs / "model").mkdir(parents=True)
+        (folder.outputs / "model" / "model.safetensors").write_text(words)
+        folder.write_result(JobResult("succeeded", {"model": Output("outputs/model", "tree")}, {"loss": 0.5}, tokens))
+        return 0
+
+    return job
+
+
+def evaluate(right: int, items: int = 200) -> Script:
+    """An evaluation that leaves per-item accuracy."""
+
+    def job(folder: AttemptFolder) -> int:
+        folder.outputs.mkdir()
+        data = metrics_table({"heldout/accuracy": [1.0] * right + [0.0] * (items - right)})
+        (folder.outputs / "metrics.parquet").write_bytes(data)
+        (folder.outputs / "items.parquet").write_bytes(b"items")
+        outputs = {name: Output(f"outputs/{name}.parquet", "file") for name in ("metrics", "items")}
+        folder.write_result(JobResult("succeeded", outputs, {"heldout/accuracy": right / items}, 10))
+        return 0
+
+    return job
+
+
+def fail(kind: FailureClass, message: str = "it broke", tokens: int = 0) -> Script:
+    def job(folder: AttemptFolder) -> int:
+        folder.write_result(JobResult("failed", tokens=tokens, failure=Failure(kind, message, message)))
+        return 0
+
+    return job
+
+
+def vanish(exit_code: int = -9, tokens: int = 0) -> Script:
+    """A job that is killed; `tokens` is what it had said it spent."""
+
+    def job(folder: AttemptFolder) -> int:
+        if tokens:
+            with EventWriter(folder) as sink:
+                sink(Progress(1, 2, "sft", tokens, 0.0))
+        return exit_code
+
+    return job
+
+
+@dataclass
+class Bench:
+    """A control plane whose jobs are scripted by stage: the first script for the first attempt, and so on."""
+
+    root: Path
+    scripts: dict[str, list[Script | None]] = field(default_factory=dict)
+    launched: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clock = ManualClock()
+        self.ledger = Ledger(Database(self.root / "ledger.db"), self.clock)
+        self.executor = FakeExecutor(self._on_launch)
+        self.wiring = Wiring(
+            ledger=self.ledger,
+            blobs=open_blobs(str(self.root / "blobs")),
+            executor=self.executor,
+            trainers={"native": NativeTrainer()},
+            clock=self.clock,
+            root=self.root,
+            actor="test",
+            slots=2,
+        )
+        self.reconciler = Reconciler(self.wiring, "here")
+
+    def _on_launch(self, spec: JobSpec) -> int | None:
+        stage = Path(spec.attempt_dir).parent.name
+        self.launched.append(stage)
+        queue = self.scripts[stage]
+        script = queue.pop(0) if len(queue) > 1 else queue[0]
+        return script(AttemptFolder(Path(spec.attempt_dir))) if script else None
+
+    def submit(self, again: bool = False, **changes: Any) -> str:
+        raw = {**RUN, **changes}
+        planned = plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", resolve, self.wiring.trainers)
+        return submit(self.wiring, planned.manifest, again=again).run.id
+
+    def drive(self, run_id: str) -> Any:
+        return self.reconciler.drive(run_id, timeout=3600)
+
+    def stage(self, run_id: str, name: str) -> Any:
+        return next(s for s in self.ledger.stages(run_id) if s.name == name)
+
+    def error(self, run_id: str) -> Any:
+        return outcome_error(self.ledger.run(run_id), tuple(self.ledger.stages(run_id)))
+
+
+RUN: dict[str, Any] = {
+    "name": "r",
+    "owner": "ada",
+    "seed": 1,
+    "model": "model:tiny",
+    "data": {"train": "dataset:train", "heldout": "dataset:heldout"},
+    "stages": {
+        "sft": {"kind": "sft", "data": "train", "steps": 3},
+        "evaluate": {"kind": "evaluate", "model": "sft", "suites": {"heldout": {"data": "heldout"}}},
+    },
+    "gates": [
+        {"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.8},
+        {"name": "steady", "metric": "heldout/accuracy", "not_worse_than": "channel", "margin": 0.05,
+         "if_channel_empty": "pass"},
+    ],
+    "release": {"channel": "prod", "model": "sft"},
+}  # fmt: skip
+TRAIN_ONLY = {"stages": {"sft": RUN["stages"]["sft"]}, "gates": [], "release": None}
+
+
+def resolve(kind: str, text: str) -> InputRef:
+    return InputRef(source="asset", name=f"{text}@1", digest=digest_json(text), form="file")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, {"sft": [train()], "evaluate": [evaluate(190)], "baseline-evaluate": [evaluate(190)]})
+    yield made
+    seal(made.ledger)
+    assert verify_chain(made.ledger).pending == 0  # whatever happened, the audit log holds
+    made.ledger.close()
+
+
+def test_a_run_goes_from_submission_to_release(bench: Bench) -> None:
+    run = bench.drive(bench.submit())
+    assert (run.state, bench.error(run.id)) == ("succeeded", None)
+    assert bench.launched == ["sft", "evaluate"]
+    assert bench.stage(run.id, "baseline-evaluate").reason == "ChannelEmpty"
+    live = bench.ledger.channel("prod")
+    assert live is not None
+    assert live.model_digest == bench.stage(run.id, "sft").outputs["model"]["digest"]
+    assert live.report_digest == bench.stage(run.id, "gate").outputs["report"]["digest"]
+
+
+def test_submitting_the_same_manifest_attaches(bench: Bench) -> None:
+    first = bench.submit()
+    bench.drive(first)
+    assert bench.submit() == first
+    again = bench.submit(again=True)
+    assert again == f"{first}.2"
+    bench.drive(again)
+    assert bench.launched == ["sft", "evaluate"], "the stage cache answers for the second run"
+    assert bench.stage(again, "sft").cached_from == f"{first}/sft"
+    assert bench.stage(again, "release").reason == "AlreadyLive"
+
+
+def test_a_worse_model_does_not_ship(bench: Bench) -> None:
+    good = bench.drive(bench.submit())
+    bench.scripts |= {"sft": [train("other")], "evaluate": [evaluate(150)]}
+    run = bench.drive(bench.submit(seed=2))
+    assert (run.state, run.reason) == ("rejected", "GateFailed")
+    assert isinstance(bench.error(run.id), GateRejectedError)
+    assert bench.launched[2:] == ["sft", "baseline-evaluate", "evaluate"]
+    report = explain_run(bench.wiring, run.id).report
+    assert report is not None
+    assert {v.gate: str(v.outcome) for v in report.verdicts} == {"accuracy": "fail", "steady": "fail"}
+    live = bench.ledger.channel("prod")
+    assert live is not None
+    assert live.run_id == good.id
+    assert bench.stage(run.id, "release").reason == "NotReached"
+    with pytest.raises(GateRejectedError):
+        actions.promote(bench.wiring, run.id, "prod")
+
+
+def test_a_channel_that_moved_since_the_gate_looked_is_left_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rival = "sha256:" + "1" * 64
+
+    def promote_another(name: str) -> None:
+        if name == "gate.after_commit":
+            with bench.ledger.transaction("rival") as transaction:
+                transaction.append_release("prod", rival, None, "promote", expected=None)
+
+    monkeypatch.setattr("posttrain.control.judging.crashpoint", promote_another)
+    run = bench.drive(bench.submit())
+    assert (run.state, run.reason) == ("rejected", "ChannelMoved")
+    live = bench.ledger.channel("prod")
+    assert live is not None
+    assert live.model_digest == rival
+
+
+def test_lost_jobs_are_retried_with_back_off(bench: Bench) -> None:
+    bench.scripts["sft"] = [vanish(), vanish(), train()]
+    run = bench.drive(bench.submit())
+    assert run.state == "succeeded"
+    attempts = bench.ledger.attempts(run.id, "sft")
+    assert [a.state for a in attempts] == ["lost", "lost", "succeeded"]
+    gaps = [later.created_at - earlier.finished_at for earlier, later in pairwise(attempts)]
+    assert gaps[0] >= 0.5
+    assert gaps[1] >= 2.0
+
+
+def test_attempts_are_bounded(bench: Bench) -> None:
+    bench.scripts["sft"] = [vanish()]
+    run = bench.drive(bench.submit(budget={"attempts": 3}))
+    assert (run.state, run.reason) == ("failed", "AttemptsExhausted")
+    assert isinstance(bench.error(run.id), InfrastructureError)
+    assert len(bench.launched) == 3
+    bench.scripts["sft"] = [vanish(), train()]
+    actions.retry(bench.wiring, run.id)
+    assert bench.drive(run.id).state == "succeeded", "a retry counts attempts afresh"
+
+
+def test_the_same_exit_twice_in_a_row_opens_the_circuit(bench: Bench) -> None:
+    bench.scripts["sft"] = [vanish(exit_code=3)]
+    run = bench.drive(bench.submit())
+    assert run.reason == "CircuitOpen"
+    assert len(bench.launched) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (FailureClass.BUG, JobFailedError),
+        (FailureClass.DIVERGED, JobFailedError),
+        (FailureClass.OUT_OF_MEMORY, JobFailedError),
+        (FailureClass.BAD_INPUT, InputError),
+        (FailureClass.BUDGET, BudgetExceededError),
+    ],
+)
+def test_what_a_retry_would_repeat_is_not_retried(bench: Bench, kind: FailureClass, error: type[Exception]) -> None:
+    bench.scripts["sft"] = [fail(kind)]
+    run = bench.drive(bench.submit())
+    assert run.state == "failed"
+    assert "it broke" in run.message
+    assert run.next_action
+    assert bench.launched == ["sft"]
+    assert type(bench.error(run.id)) is error
+
+
+def test_a_broken_disk_is_retried_once_then_named(bench: Bench) -> None:
+    bench.scripts["sft"] = [fail(FailureClass.INFRASTRUCTURE, "disk full"), train()]
+    assert bench.drive(bench.submit()).state == "succeeded"
+    bench.scripts["sft"] = [fail(FailureClass.INFRASTRUCTURE, "disk full")]
+    run = bench.drive(bench.submit(seed=2))
+    assert run.reason == "CircuitOpen"
+    assert "disk full" in run.message
+
+
+def test_the_token_budget_counts_lost_work_and_is_handed_on(bench: Bench) -> None:
+    bench.scripts["sft"] = [vanish(tokens=300), train(tokens=500)]
+    run = bench.drive(bench.submit(budget={"tokens": 1000}, **TRAIN_ONLY))
+    assert run.state == "succeeded"
+    orders = [bench.wiring.folder(a).read_order() for a in bench.ledger.attempts(run.id)]
+    assert [o.token_allowance for o in orders] == [1000, 700]
+    assert bench.stage(run.id, "sft").tokens == 800
+
+
+def test_a_spent_budget_launches_nothing_more(bench: Bench) -> None:
+    bench.scripts["sft"] = [train(tokens=1000)]
+    run = bench.drive(bench.submit(budget={"tokens": 1000}))
+    assert (run.state, run.reason) == ("failed", "BudgetExceeded")
+    assert bench.launched == ["sft"]
+    assert "1000 of 1000 tokens" in run.message
+
+
+def test_the_wall_clock_budget_stops_a_running_job(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]  # runs for ever
+    run = bench.drive(bench.submit(budget={"wall_clock": 60}))
+    assert run.reason == "BudgetExceeded"
+    assert bench.executor.cancelled == [f"{run.id}-sft-1"]
+
+
+def test_stop_and_go_on(bench: Bench) -> None:
+    bench.scripts["sft"] = [None, train()]
+    run_id = bench.submit()
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    assert bench.stage(run_id, "sft").state == "running"
+    actions.stop(bench.wiring, run_id)
+    run = bench.drive(run_id)
+    assert run.state == "stopped"
+    assert isinstance(bench.error(run_id), StoppedError)
+    with pytest.raises(InputError, match="already ended"):
+        actions.stop(bench.wiring, run_id)
+    actions.retry(bench.wiring, run_id)
+    assert bench.drive(run_id).state == "succeeded"
+    with pytest.raises(InputError, match="retry needs a stopped or failed run, got succeeded"):
+        actions.retry(bench.wiring, run_id)
+
+
+def test_a_missing_blob_is_a_cache_miss(bench: Bench) -> None:
+    first = bench.submit(**TRAIN_ONLY)
+    bench.drive(first)
+    for path in (bench.root / "blobs").rglob("*"):
+        if path.is_file() and path.read_bytes() == b"weights":
+            path.unlink()
+    digest = bench.stage(first, "sft").outputs["model"]["digest"].removeprefix("sha256:")
+    next((bench.root / "blobs").rglob(digest[2:])).unlink()
+    bench.drive(bench.submit(again=True, **TRAIN_ONLY))
+    assert bench.launched == ["sft", "sft"]
+
+
+def test_only_the_lease_holder_acts_and_a_dead_one_is_succeeded(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit()
+    bench.reconciler.tick(run_id)
+    dead: set[str] = set()
+    other = Reconciler(bench.wiring, "there", alive=lambda owner: owner not in dead)
+    assert other.tick(run_id) is None
+    dead.add("here")
+    assert other.tick(run_id) is not None
+    patient = Reconciler(bench.wiring, "elsewhere")
+    assert patient.tick(run_id) is None
+    bench.clock.sleep(LEASE_SECONDS + 1)
+    assert patient.tick(run_id) is not None, "an expired lease is free"
+    patient.release(run_id)
+    assert bench.reconciler.tick(run_id) is not None
+
+
+def test_a_wait_has_a_deadline(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    with pytest.raises(DeadlineError, match="still running after 5 s"):
+        bench.reconciler.drive(bench.submit(), timeout=5)
+
+
+def test_rollback_returns_to_the_model_before(bench: Bench) -> None:
+    first = bench.drive(bench.submit())
+    bench.scripts |= {"sft": [train("better")], "evaluate": [evaluate(199)]}
+    second = bench.drive(bench.submit(seed=2))
+    assert [e.run_id for e in bench.ledger.history("prod")] == [first.id, second.id]
+    entry = actions.rollback(bench.wiring, "prod")
+    assert (entry.run_id, entry.action) == (first.id, "rollback")
+    assert actions.rollback(bench.wiring, "prod", to=second.id).run_id == second.id
+    assert actions.rollback(bench.wiring, "prod", to="1").run_id == first.id
+    assert [e.action for e in bench.ledger.history("prod")] == ["promote"] * 2 + ["rollback"] * 3
+    with pytest.raises(NotFoundError, match="known: prod"):
+        actions.rollback(bench.wiring, "prd")
