@@ -87,13 +87,13 @@ class ObjectBlobs:
         """
         digest = digest_bytes(data)
         key = _key(digest)
-        with self._translated(digest):
-            try:
-                obstore.put(self._store, key, data, mode="create")
-            except AlreadyExistsError:
-                if not self._intact(digest):
+        if not self._intact(digest):
+            with self._translated(digest):
+                try:
+                    obstore.put(self._store, key, data, mode="create")
+                except AlreadyExistsError:  # corrupt, or written this moment by another: these bytes are right
                     obstore.put(self._store, key, data)
-            self._backend.settle(key)  # also when it was there: whoever wrote it may not have come this far
+        self._settle(digest)
         return digest
 
     def put_file(self, path: Path) -> str:
@@ -132,6 +132,7 @@ class ObjectBlobs:
             obstore.put(self._store, _key(digest), checked())
 
     def _settle(self, digest: str) -> None:
+        """Also done for a blob that was there: whoever wrote it may not have come this far."""
         with self._translated(digest):
             self._backend.settle(_key(digest))
 
@@ -192,7 +193,7 @@ class ObjectBlobs:
     def _translated(self, digest: str) -> Iterator[None]:
         try:
             yield
-        except (PosttrainError, AlreadyExistsError):
+        except PosttrainError:
             raise
         except FileNotFoundError as error:  # obstore's NotFoundError is one
             raise NotFoundError(
