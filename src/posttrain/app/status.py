@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.app.workspace import Workspace, process_alive
+from posttrain.domain.gates import GateReport
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
@@ -142,6 +143,14 @@ class RunWatcher:
 def read_status(workspace: Workspace, run_id: str) -> RunStatus:
     """One look at a run."""
     return RunWatcher(workspace, run_id).read()
+
+
+def baseline_run(workspace: Workspace, manifest: Manifest, report: GateReport | None) -> str | None:
+    """The run that made the model a gate report compared with: what to hold a rejected run against."""
+    if manifest.release is None or report is None or report.baseline is None:
+        return None
+    history = workspace.ledger.history(manifest.release.channel)
+    return next((e.run_id for e in reversed(history) if e.model_digest == report.baseline and e.run_id), None)
 
 
 def _waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:

@@ -1,0 +1,194 @@
+"""Whether this machine and this workspace are fit to run: each check with its finding and what to do about it.
+
+Nothing here imports the engine: versions come from package metadata, and a GPU is asked for in another process.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from posttrain.app.workspace import Workspace, find_workspace, process_alive
+from posttrain.domain.errors import PosttrainError, WorkspaceError
+from posttrain.domain.jobs import JobState
+from posttrain.domain.lifecycle import RunState, is_final
+from posttrain.store.sealer import verify_chain
+
+_ENGINE = ("torch", "transformers", "safetensors")
+_LOW_DISK, _NO_DISK = 5 * 2**30, 2**28  # bytes: warn, fail
+_FSYNCS = 15
+_SLOW_FSYNC = 0.05  # seconds: a stage takes about twenty ledger commits
+_PROBE = (
+    "import torch; n = torch.cuda.device_count(); "
+    "print(f'{n} CUDA device(s)' + (': ' + torch.cuda.get_device_name(0) if n else ''))"
+)
+_PROBE_SECONDS = 120.0
+_RUNS_LOOKED_AT = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding."""
+
+    name: str
+    state: str  # ok | warn | fail
+    finding: str
+    remedy: str = ""
+
+
+def examine(*, probe: bool = False) -> list[Check]:
+    """Every check, the machine first.
+
+    Args:
+        probe: also start the engine in another process to ask for GPUs (seconds).
+    """
+    checks = [_python(), _processors(), _threads(), _engine()]
+    if probe:
+        checks.append(_devices())
+    try:
+        root = find_workspace()
+        workspace = Workspace(root)
+    except WorkspaceError as error:
+        missing = "no workspace" in str(error) or "is no workspace" in str(error)
+        return [*checks, Check("workspace", "warn" if missing else "fail", str(error), "posttrain init")]
+    try:
+        checks += [Check("workspace", "ok", str(workspace.root)), _disk(workspace.root), _fsync(workspace.root)]
+        checks += [_guarded("ledger", lambda: _ledger(workspace)), *_jobs(workspace)]
+    finally:
+        workspace.close()
+    return checks
+
+
+def _python() -> Check:
+    fit = sys.version_info >= (3, 11)
+    return Check(
+        "python",
+        "ok" if fit else "fail",
+        f"{platform.python_version()} on {platform.system()} {platform.release()} ({platform.machine()})",
+        "" if fit else "Posttrain needs Python 3.11 or newer",
+    )
+
+
+def _processors() -> Check:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    busy = load > usable
+    return Check(
+        "processors",
+        "warn" if busy else "ok",
+        f"{usable} usable, load {load:.1f}",
+        "the machine is busy: runs and benchmarks take longer" if busy else "",
+    )
+
+
+def _threads() -> Check:
+    shown = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ}
+    finding = ", ".join(f"{name}={value}" for name, value in shown.items()) or "not set here"
+    return Check("OpenMP", "ok", f"{finding}; every job sets its own (runtime.threads, passive waiting)")
+
+
+def _engine() -> Check:
+    versions, missing = [], []
+    for name in _ENGINE:
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return Check("engine", "fail", f"not installed: {', '.join(missing)}", "pip install 'posttrain[engine]'")
+    return Check("engine", "ok", ", ".join(versions))
+
+
+def _devices() -> Check:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check("devices", "fail", f"torch did not start within {_PROBE_SECONDS:g} s", "reinstall torch")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return Check(
+            "devices", "fail", lines[-1] if lines else f"torch ended with {done.returncode}", "reinstall torch"
+        )
+    return Check("devices", "ok", done.stdout.strip())
+
+
+def _disk(root: Path) -> Check:
+    free = shutil.disk_usage(root).free
+    state = "fail" if free < _NO_DISK else "warn" if free < _LOW_DISK else "ok"
+    return Check("disk", state, f"{free / 2**30:.1f} GiB free", "" if state == "ok" else "free some space")
+
+
+def _fsync(root: Path) -> Check:
+    """The median time until a small write is on the disk: every ledger commit waits for one."""
+    times = []
+    try:
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".doctor-") as file:
+            for _ in range(_FSYNCS):
+                started = time.perf_counter()
+                file.write(b"x" * 512)
+                file.flush()
+                os.fsync(file.fileno())
+                times.append(time.perf_counter() - started)
+    except OSError as error:
+        return Check("fsync", "fail", f"cannot write: {error.strerror}", "make the workspace writable, or free space")
+    middle = statistics.median(times)
+    slow = middle > _SLOW_FSYNC
+    remedy = "a slow disk: put the workspace on a local one" if slow else ""
+    return Check("fsync", "warn" if slow else "ok", f"{middle * 1000:.1f} ms", remedy)
+
+
+def _ledger(workspace: Workspace) -> Check:
+    chain = verify_chain(workspace.ledger)
+    return Check("ledger", "ok", f"{chain.sealed} events, chain intact, {chain.pending} not sealed yet")
+
+
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except PosttrainError as error:
+        return Check(name, "fail", str(error), "restore the workspace from a copy")
+
+
+def _jobs(workspace: Workspace) -> Iterator[Check]:
+    """Processes that no unfinished attempt knows, and runs that nobody drives on."""
+    orphans, idle = [], []
+    now = workspace.ledger.clock.now()
+    for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
+        for attempt in workspace.ledger.attempts(run.id):
+            if is_final("attempt", attempt.state) and _lives(workspace, run.id, attempt.stage, attempt.number):
+                orphans.append(attempt.name)
+        held = run.lease_owner and (run.lease_expires or 0.0) > now and process_alive(run.lease_owner)
+        if run.state in (RunState.PENDING, RunState.RUNNING, RunState.STOPPING) and not held:
+            idle.append(run.id)
+    if orphans:
+        yield Check("jobs", "warn", f"still running though ended: {', '.join(orphans)}", "end these processes")
+    else:
+        yield Check("jobs", "ok", "no orphaned processes")
+    if idle:
+        yield Check("runs", "warn", f"nobody drives {', '.join(idle)}", f"posttrain retry {idle[0]}")
+    else:
+        yield Check("runs", "ok", "none waits for a driver")
+
+
+def _lives(workspace: Workspace, run_id: str, stage: str, number: int) -> bool:
+    wiring = workspace.wiring
+    manifest = wiring.manifest(workspace.ledger.run(run_id))
+    trainer = wiring.trainers.get(manifest.stage(stage).trainer)
+    directory = wiring.attempt_dir(run_id, stage, number)
+    if trainer is None or not (directory / "job.json").exists():
+        return False
+    attempt = next(a for a in workspace.ledger.attempts(run_id, stage) if a.number == number)
+    spec = trainer.compile(wiring.folder(attempt).read_order(), directory)
+    return wiring.executor.observe(spec).state in (JobState.STARTING, JobState.RUNNING)

@@ -1,0 +1,67 @@
+"""Making a base model from nothing, through the same machinery as any run: a manifest, a job, a ledger entry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.app.runs import Run, plan_spec, submit_planned
+from posttrain.app.workspace import Workspace
+from posttrain.domain.errors import InputError
+from posttrain.domain.records import Asset, RunRecord
+from posttrain.domain.runspec import parse_run_spec, read_yaml
+from posttrain.store.trees import materialise
+
+STAGE = "init"
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """The registered model and the run that made it."""
+
+    asset: Asset
+    run: Run
+
+
+def create_model(
+    workspace: Workspace,
+    name: str,
+    config: Path,
+    *,
+    seed: int = 0,
+    watch: Callable[[RunRecord], None] | None = None,
+) -> Created:
+    """Run a one-stage `init_model` run and register what it makes as `model:NAME`.
+
+    The same configuration and seed attach to the run that made it, and register nothing new.
+
+    Args:
+        config: YAML with the parameters of the `init_model` stage.
+        watch: called while the run is driven.
+
+    Raises:
+        InputError: an unknown or ill-typed parameter, a name that is not one.
+        PosttrainError: the run's outcome, when it did not succeed.
+    """
+    params = read_yaml(config)
+    for key in ("kind", "trainer"):
+        if key in params:
+            raise InputError(
+                f"{config}: {key}: must be left out, got {params[key]!r}; a model file holds parameters only"
+            )
+    raw = {
+        "name": "model-" + re.sub(r"[^a-z0-9_-]", "-", name),
+        "owner": workspace.actor.removeprefix("user:"),
+        "seed": seed,
+        "stages": {STAGE: {"kind": "init_model", **params}},
+    }
+    spec = parse_run_spec(raw, str(config))
+    run = submit_planned(plan_spec(spec, workspace, config), workspace)
+    run.wait(check=True, watch=watch)
+    digest = next(row.outputs["model"]["digest"] for row in workspace.ledger.stages(run.id) if row.name == STAGE)
+    folder = materialise(workspace.blobs, digest, workspace.root / "cache")
+    asset = workspace.catalog.add_model(folder, name, origin={"run": run.id})
+    workspace.seal()
+    return Created(asset, run)

@@ -1,0 +1,340 @@
+"""What `posttrain plan` shows: the manifest, what is cached, what it will cost, whether its gates can tell.
+
+Nothing here writes, but for the locked manifest on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from posttrain.app.runs import plan_spec
+from posttrain.app.workspace import Workspace
+from posttrain.control.cache import cache_key, usable
+from posttrain.control.planning import CONTROL, Planned, manifest_from_json
+from posttrain.data.contamination import contamination
+from posttrain.data.refs import Source, local_path, parse_ref
+from posttrain.data.rows import Row, prompt_text, read_rows
+from posttrain.domain.canonical import canonical_json
+from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
+from posttrain.domain.jobs import InputBlob
+from posttrain.domain.lifecycle import StageState
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.runspec import RunSpec, load_run_spec
+from posttrain.domain.validation import explain
+from posttrain.planner.estimate import Estimate, Experience, Workload, estimate
+from posttrain.planner.power import PowerNote, gate_power
+
+LOCK_SUFFIX = ".lock.json"
+_READ_AT_MOST = 200_000  # rows of one data set that a plan reads to compare prompts
+_RUNS_LOOKED_AT = 20
+_INPUT = ("slot", "name", "digest")
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage before it runs."""
+
+    name: str
+    kind: str
+    inputs: tuple[tuple[str, str, str | None], ...]  # slot, name, digest (None: known when the stage starts)
+    cached_from: str | None  # "<run>/<stage>" whose result will be reused
+    estimate: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class PlanView:
+    """Everything `posttrain plan` prints."""
+
+    manifest: Manifest
+    stages: tuple[StagePlan, ...]
+    power: tuple[PowerNote, ...]
+    warnings: tuple[str, ...]
+    existing: RunRecord | None  # a run of this very manifest: submitting attaches to it
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "name": self.manifest.name,
+            "digest": self.manifest.digest,
+            "existing": self.existing.id if self.existing else None,
+            "stages": [
+                {**asdict(stage), "inputs": [dict(zip(_INPUT, row, strict=True)) for row in stage.inputs]}
+                for stage in self.stages
+            ],
+            "power": [asdict(note) for note in self.power],
+            "warnings": list(self.warnings),
+            "manifest": self.manifest.to_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Dataset:
+    """What a plan knows of one data set."""
+
+    rows: int | None
+    read: tuple[Row, ...] | None  # None: too many, or its bytes are elsewhere
+
+
+def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> PlanView:
+    """Validate a run file and look ahead.
+
+    Raises:
+        InputError: naming file, field, constraint and value.
+    """
+    spec = load_run_spec(path)
+    planned = plan_spec(spec, workspace, path, seed=seed)
+    datasets = _datasets(planned, spec, workspace, path.parent)
+    existing = workspace.ledger.runs(manifest_digest=planned.manifest.digest)
+    history = list(_history(workspace, planned.manifest))
+    cached = _cached(planned.manifest, workspace)
+    stages = tuple(
+        StagePlan(
+            stage.name,
+            stage.kind,
+            tuple((slot, _shown(ref), ref.digest) for slot, ref in stage.inputs.items()),
+            _origin(cached[stage.name]),
+            _estimate(planned, stage, cached[stage.name], datasets, history),
+        )
+        for stage in planned.manifest.stages
+    )
+    power = tuple(_power(planned, datasets, workspace))
+    warnings = [note.warning for note in power if note.warning]
+    warnings += _seen_in_training(planned, datasets)
+    return PlanView(planned.manifest, stages, power, tuple(warnings), existing[0] if existing else None)
+
+
+def lock_path(path: Path) -> Path:
+    """Where the lock of a run file goes by default: `run.yaml` → `run.lock.json`."""
+    return path.with_name(path.stem + LOCK_SUFFIX)
+
+
+def write_lock(manifest: Manifest, path: Path) -> None:
+    """Write the canonical manifest, so that the file's SHA-256 is the manifest's digest.
+
+    Raises:
+        WorkspaceError: the place cannot be written.
+    """
+    try:
+        path.write_bytes(canonical_json(manifest.to_json()))
+    except OSError as error:
+        raise WorkspaceError(f"{path}: cannot be written: {error.strerror}; choose another place with --out") from error
+
+
+def read_lock(path: Path, workspace: Workspace) -> Planned:
+    """A locked manifest, checked against this workspace and this version.
+
+    Raises:
+        InputError: not a manifest, or locked with other engine sources (unless its run exists already).
+        NotFoundError: an asset's bytes are not in this workspace.
+    """
+    try:
+        manifest = manifest_from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+    except ValidationError as error:
+        raise explain(error, str(path), Manifest) from error
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path}: is not a locked manifest: {error}; write one with posttrain lock") from error
+    if not workspace.ledger.runs(manifest_digest=manifest.digest):
+        _check_lock(manifest, path, workspace)
+    return Planned(manifest, {})
+
+
+def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> None:
+    for name, digest in manifest.code.items():
+        trainer = workspace.wiring.trainers.get(name)
+        if trainer is None or trainer.code_digest() != digest:
+            raise InputError(
+                f"{path}: locked with other sources of trainer {name!r} ({digest[:19]}…) than are installed; "
+                "lock the run file again, or install the version it was locked with"
+            )
+    for stage, slot, ref in manifest.assets():
+        if not workspace.blobs.has(str(ref.digest)):
+            raise NotFoundError(
+                f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "
+                "register it with posttrain asset add"
+            )
+
+
+# --- what is cached ---------------------------------------------------------------------------------------------------
+
+
+def _cached(manifest: Manifest, workspace: Workspace) -> dict[str, StageRecord | None]:
+    """Stage → the earlier stage whose result will be reused, as far as inputs are known now."""
+    found: dict[str, StageRecord | None] = {}
+    for stage in manifest.stages:
+        inputs = None if stage.trainer == CONTROL else _bound(stage, found, workspace)
+        key = cache_key(manifest, stage, inputs) if inputs is not None else None
+        record = workspace.ledger.cached_stage(key) if key else None
+        found[stage.name] = record if record and usable(record, workspace.blobs) else None
+    return found
+
+
+def _bound(
+    stage: StageManifest, cached: Mapping[str, StageRecord | None], workspace: Workspace
+) -> dict[str, InputBlob] | None:
+    """The inputs as the stage would get them now; None when one of them is not known yet."""
+    inputs: dict[str, InputBlob] = {}
+    for slot, ref in stage.inputs.items():
+        upstream = cached.get(ref.name) if ref.source == "stage" else None
+        live = workspace.ledger.channel(ref.name) if ref.source == "channel" else None
+        if ref.digest is not None:
+            inputs[slot] = InputBlob(ref.digest, ref.form, ref.name, ref.meta)
+        elif upstream and ref.output and ref.output in upstream.outputs:
+            output = upstream.outputs[ref.output]
+            inputs[slot] = InputBlob(output["digest"], output["form"], ref.name)
+        elif live:
+            inputs[slot] = InputBlob(live.model_digest, "tree", ref.name)
+        else:
+            return None
+    return inputs
+
+
+def _origin(record: StageRecord | None) -> str | None:
+    return (record.cached_from or f"{record.run_id}/{record.name}") if record else None
+
+
+def _shown(ref: InputRef) -> str:
+    return {"stage": f"stage {ref.name}", "channel": f"channel {ref.name}"}.get(ref.source, ref.name)
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def _estimate(
+    planned: Planned,
+    stage: StageManifest,
+    cached: StageRecord | None,
+    datasets: Mapping[str, _Dataset],
+    history: list[tuple[str | None, Experience]],
+) -> Estimate:
+    if stage.trainer == CONTROL:
+        return Estimate(0, 0.0, "no process")
+    if cached:
+        return Estimate(0, 0.0, "cached")
+    own = [datasets[str(ref.digest)] for ref in stage.inputs.values() if str(ref.digest) in datasets]
+    workload = _workload(stage.kind, planned.contracts[stage.name].work, own)
+    base = _base_model(planned.manifest)
+    same = [experience for model, experience in history if model == base and experience.workload.kind == stage.kind]
+    return estimate(workload, same[:5] or [experience for _, experience in history][:5])
+
+
+def _workload(kind: str, work: Mapping[str, float], datasets: list[_Dataset]) -> Workload:
+    counts = [d.rows for d in datasets]
+    rows = sum(c for c in counts if c is not None) if counts and None not in counts else None
+    read = [row for d in datasets if d.read for row in d.read]
+    sizes = [len(prompt_text(row)) + (_completion_size(row) if kind == "sft" else 0) for row in read]
+    return Workload(kind, work, rows, sum(sizes) / len(sizes) if sizes else None)
+
+
+def _completion_size(row: Row) -> int:
+    completion = row.get("completion") or ""
+    return len(completion) if isinstance(completion, str) else sum(len(str(m.get("content"))) for m in completion)
+
+
+def _history(workspace: Workspace, manifest: Manifest) -> Iterator[tuple[str | None, Experience]]:
+    """Earlier stages that really ran, newest first, each with the base model of its run."""
+    wanted = {stage.kind for stage in manifest.stages if stage.trainer != CONTROL}
+    for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
+        earlier = workspace.wiring.manifest(run)
+        for row in workspace.ledger.stages(run.id):
+            ran = row.state == StageState.SUCCEEDED and not row.cached_from and row.started_at and row.finished_at
+            if row.kind not in wanted or not ran:
+                continue
+            stage = earlier.stage(row.name)
+            try:
+                work = workspace.wiring.trainers[stage.trainer].check(stage.kind, stage.params).work
+            except (InputError, KeyError):  # written by a version with other parameters
+                continue
+            datasets = [_Dataset(_registered_rows(workspace, ref), None) for ref in _dataset_refs(stage)]
+            seconds = float(row.finished_at or 0.0) - float(row.started_at or 0.0)
+            yield _base_model(earlier), Experience(_workload(row.kind, work, datasets), row.tokens, seconds)
+
+
+def _base_model(manifest: Manifest) -> str | None:
+    return next((ref.digest for _, slot, ref in manifest.assets() if slot == "model"), None)
+
+
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+
+def _dataset_refs(stage: StageManifest) -> list[InputRef]:
+    """The data a stage works through: not its reward, its model or its probe."""
+    wanted = ("data", "suites.")
+    return [ref for slot, ref in stage.inputs.items() if slot.startswith(wanted) and ref.source == "asset"]
+
+
+def _registered_rows(workspace: Workspace, ref: InputRef) -> int | None:
+    metas = [asset.meta for asset in workspace.ledger.assets_by_digest(str(ref.digest)) if "rows" in asset.meta]
+    return int(metas[0]["rows"]) if metas else None
+
+
+def _datasets(planned: Planned, spec: RunSpec, workspace: Workspace, base: Path) -> dict[str, _Dataset]:
+    """Digest → data set, for everything that stages work through."""
+    found: dict[str, _Dataset] = {}
+    for stage in planned.manifest.stages:
+        for slot, ref in stage.inputs.items():
+            if ref in _dataset_refs(stage) and str(ref.digest) not in found:
+                word = planned.contracts[stage.name].inputs[slot][1]
+                found[str(ref.digest)] = _dataset(workspace, ref, spec.data[word], base)
+    return found
+
+
+def _dataset(workspace: Workspace, ref: InputRef, word: str, base: Path) -> _Dataset:
+    rows = _registered_rows(workspace, ref)
+    if rows is not None and rows > _READ_AT_MOST:
+        return _Dataset(rows, None)
+    parsed = parse_ref(word, "dataset")
+    if parsed.source is Source.PATH:
+        read = read_rows(local_path(parsed, base), name=ref.name)
+    else:
+        with tempfile.TemporaryDirectory(prefix="posttrain-plan-") as folder:
+            file = Path(folder, "rows")
+            workspace.blobs.fetch(str(ref.digest), file)
+            read = read_rows(file, name=ref.name)
+    return _Dataset(len(read), tuple(read))
+
+
+def _seen_in_training(planned: Planned, datasets: Mapping[str, _Dataset]) -> Iterator[str]:
+    """One warning per evaluation suite whose prompts stand in a training set."""
+    train: dict[str, InputRef] = {}
+    suites: dict[str, InputRef] = {}
+    for stage in planned.manifest.stages:
+        for ref in _dataset_refs(stage):
+            (suites if stage.kind == "evaluate" else train)[str(ref.digest)] = ref
+    for digest, suite in suites.items():
+        for other, source in train.items():
+            known, asked = datasets[other].read, datasets[digest].read
+            if known is None or asked is None:
+                yield f"{suite.name} was not compared with {source.name}: more than {_READ_AT_MOST} rows"
+                continue
+            report = contamination(known, asked)
+            if report.exact:
+                yield f"{suite.name} against {source.name}: {report}; its scores say little about unseen prompts"
+
+
+# --- power ------------------------------------------------------------------------------------------------------------
+
+
+def _power(planned: Planned, datasets: Mapping[str, _Dataset], workspace: Workspace) -> Iterator[PowerNote]:
+    manifest = planned.manifest
+    if manifest.release is None:
+        return
+    empty = workspace.ledger.channel(manifest.release.channel) is None
+    for rule in manifest.gates:
+        for stage in manifest.stages:
+            binary = planned.contracts[stage.name].metrics.get(rule.metric) if stage.name in planned.contracts else None
+            if binary is None or stage.inputs["model"].source == "channel":
+                continue
+            suite = stage.inputs[f"suites.{rule.metric.rpartition('/')[0]}"]
+            rows = datasets[str(suite.digest)].rows
+            if rows is not None:
+                yield gate_power(rule, rows, binary=binary, channel_empty=empty)

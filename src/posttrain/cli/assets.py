@@ -1,0 +1,152 @@
+"""`asset add`, `asset create`, `asset ls`, `asset get`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, ago, console, digest, emit_json, moment, say
+from posttrain.domain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.domain.records import Asset
+
+KINDS = ("dataset", "model", "reward")
+_SHOWN = ("rows", "architecture", "parameters", "entry", "source_digest")
+app = typer.Typer(
+    help="Register and look up versioned data sets, models and rewards.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@app.command("add")
+def add(
+    ref: Annotated[str, typer.Argument(metavar="KIND:NAME", help="dataset:NAME, model:NAME or reward:NAME.")],
+    path: Annotated[Path, typer.Argument(help="A JSON-lines or Parquet file, a model folder, a Python file.")],
+    entry: Annotated[str | None, typer.Option(help="Reward: the function, or FILE.py:FUNCTION.")] = None,
+    dialect: Annotated[str, typer.Option(help="Reward: how it is called, when its parameters do not tell.")] = "auto",
+    guideline: Annotated[Path | None, typer.Option(help="Reward: a text file that says what it rewards.")] = None,
+) -> None:
+    """Register a version; the same content again is the same version."""
+    from posttrain.app.workspace import open_workspace
+
+    kind, name = _split(ref)
+    if kind != "reward" and (entry or guideline or dialect != "auto"):
+        raise InputError(f"asset add {ref}: --entry, --dialect and --guideline are for rewards only, got a {kind}")
+    workspace = open_workspace()
+    if kind == "dataset":
+        asset = workspace.catalog.add_dataset(path, name)
+    elif kind == "model":
+        asset = workspace.catalog.add_model(path, name)
+    else:
+        asset = workspace.catalog.add_reward(path, name, entry=entry, dialect=dialect, guideline=guideline)
+    workspace.seal()
+    say(f"{asset.ref}  {digest(asset.digest)}  {_summary(asset)}")
+    workspace.close()
+
+
+@app.command("create")
+def create(
+    ref: Annotated[str, typer.Argument(metavar="model:NAME")],
+    config: Annotated[Path, typer.Argument(metavar="MODEL.yaml", help="Parameters of a randomly initialised model.")],
+    seed: Annotated[int, typer.Option(help="Decides the weights.")] = 0,
+) -> None:
+    """Make a small base model from nothing, by a run of one stage, and register it."""
+    from posttrain.app.models import create_model
+    from posttrain.app.workspace import open_workspace
+
+    kind, name = _split(ref)
+    if kind != "model":
+        raise InputError(f"asset create makes models, got {ref!r}; write model:NAME")
+    workspace = open_workspace()
+    made = create_model(workspace, name, config, seed=seed)
+    say(f"{made.asset.ref}  {digest(made.asset.digest)}  {_summary(made.asset)}  by run {made.run.id}")
+    workspace.close()
+
+
+@app.command("ls")
+def ls(
+    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="dataset, model or reward.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """List every version of every asset."""
+    from posttrain.app.workspace import open_workspace
+    from posttrain.domain.validation import nearest
+
+    if kind is not None and kind not in KINDS:
+        raise InputError(f"asset ls: kind must be one of {', '.join(KINDS)}, got {kind!r}{nearest(kind, KINDS)}")
+    workspace = open_workspace()
+    found = workspace.ledger.assets(kind)
+    workspace.close()
+    if output is Output.JSON:
+        emit_json([_as_json(asset) for asset in found])
+        return
+    if not found:
+        say("no assets yet; next: posttrain asset add KIND:NAME PATH")
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("ref", "digest", "what", "registered"):
+        table.add_column(column, no_wrap=True)
+    for asset in found:
+        table.add_row(
+            asset.ref, digest(asset.digest), _summary(asset), f"{ago(asset.created_at)} by {asset.created_by}"
+        )
+    console().print(table)
+
+
+@app.command("get")
+def get(
+    ref: Annotated[str, typer.Argument(help="KIND:NAME (the latest) or KIND:NAME@VERSION.")],
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Show one version: digest, origin and everything known of it."""
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    asset = workspace.catalog.find(ref)
+    workspace.close()
+    if output is Output.JSON:
+        emit_json(_as_json(asset))
+        return
+    say(asset.ref, f"  digest      {asset.digest} ({asset.form})")
+    say(f"  registered  {moment(asset.created_at)} by {asset.created_by}")
+    for parent in asset.parents:
+        say(f"  made from   {parent}")
+    for key, value in asset.meta.items():
+        say(f"  {key:11s} {' '.join(str(value).split())}")
+
+
+def _split(ref: str) -> tuple[str, str]:
+    from posttrain.domain.validation import nearest
+
+    kind, colon, name = ref.partition(":")
+    if not colon or kind not in KINDS:
+        raise InputError(f"asset must be KIND:NAME with kind {', '.join(KINDS)}, got {ref!r}{nearest(kind, KINDS)}")
+    if "@" in name:
+        raise InputError(f"asset {ref!r}: versions are assigned, never chosen; leave out @{name.partition('@')[2]}")
+    return kind, name
+
+
+def _summary(asset: Asset) -> str:
+    shown = {key: asset.meta[key] for key in _SHOWN if asset.meta.get(key) not in (None, "")}
+    if "source_digest" in shown:
+        shown["source_digest"] = digest(str(shown["source_digest"]))
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())
+
+
+def _as_json(asset: Asset) -> dict[str, Any]:
+    return {
+        "ref": asset.ref,
+        "kind": asset.kind,
+        "name": asset.name,
+        "version": asset.version,
+        "digest": asset.digest,
+        "form": asset.form,
+        "created_at": asset.created_at,
+        "created_by": asset.created_by,
+        "parents": list(asset.parents),
+        "meta": dict(asset.meta),
+    }

@@ -1,0 +1,165 @@
+"""`demo`: the whole story on this machine, through the public commands and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from posttrain.cli.console import duration, say
+from posttrain.domain.errors import InputError, WorkspaceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from posttrain.app.examples import DemoPlan, DemoRun
+
+FOLDER = ".demo"
+_MARKER = "demo.json"  # in the folder: it was made by a demo, so a demo may empty it
+_VARIABLE = "POSTTRAIN_WORKSPACE"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("demo")(demo)
+
+
+def demo(
+    task: Annotated[str | None, typer.Option(help="A folder of examples/, or the start of its name.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of data, model and runs.")] = None,
+    workspace: Annotated[Path, typer.Option(help="A folder of its own, made anew.")] = Path(FOLDER),
+) -> None:
+    """Play an example: train, judge, ship, roll back. Every step is a public command, printed before it runs."""
+    from posttrain.app.examples import find_example, load_demo
+
+    started = time.monotonic()
+    example = find_example(task)
+    plan = load_demo(example)
+    _make_folder(workspace, example.name)
+    stage = _Stage(workspace, example, plan, plan.seed if seed is None else seed)
+    say(f"{plan.title} ({example.name}, seed {stage.seed}) in {workspace}/", f"$ cd {workspace}")
+    stage.prepare()
+    for run in plan.runs:
+        stage.play(run)
+    stage.release()
+    picture = _overlay(workspace, stage.ids, plan.title)
+    say("", f"done in {duration(time.monotonic() - started)}")
+    for label, run_id in stage.ids.items():
+        say(f"  run {label}   {run_id}: {workspace}/.posttrain/runs/{run_id}/report.html")
+    say(f"  curves  {picture}", f"  look around: cd {workspace} && posttrain ls")
+
+
+class _Stage:
+    """The folder in which the commands run, and the runs made so far."""
+
+    def __init__(self, folder: Path, example: Path, plan: DemoPlan, seed: int) -> None:
+        self._folder, self._plan, self.seed = folder, plan, seed
+        self._example = os.path.relpath(example, folder)
+        self.ids: dict[str, str] = {}  # label → run id
+        self._environment = {key: value for key, value in os.environ.items() if key != _VARIABLE}
+
+    def prepare(self) -> None:
+        """Data, workspace, base model, assets."""
+        plan, seed = self._plan, str(self.seed)
+        _headline("Data, a workspace, a base model made from nothing, and versioned assets")
+        self._python(f"{self._example}/{plan.make_data}", "--seed", seed, "--out", "data")
+        self._posttrain("init")
+        self._posttrain(
+            "asset", "create", f"model:{plan.model.name}", f"{self._example}/{plan.model.file}", "--seed", seed
+        )
+        for name, file in plan.datasets.items():
+            self._posttrain("asset", "add", f"dataset:{name}", f"data/{file}")
+        for name, reward in plan.rewards.items():
+            entry = ("--entry", reward.entry) if reward.entry else ()
+            self._posttrain("asset", "add", f"reward:{name}", f"{self._example}/{reward.file}", *entry)
+        self._posttrain("plan", f"{self._example}/{plan.runs[0].file}", "--seed", seed)
+
+    def play(self, run: DemoRun) -> None:
+        """One run, and for one that does not ship, why."""
+        _headline(f"Run {run.label}: {run.say}")
+        if run.before:
+            self._posttrain("asset", "add", f"reward:{run.before.reward}", f"{self._example}/{run.before.file}")
+        self._posttrain("run", f"{self._example}/{run.file}", "--seed", str(self.seed), expected=run.exit)
+        self.ids[run.label] = self._newest()
+        if run.exit:
+            say(f"(exit code {run.exit}, as it should be)")
+            self._posttrain("why", self.ids[run.label])
+            first = next(iter(self.ids.values()))
+            if first != self.ids[run.label]:
+                self._posttrain("diff", first, self.ids[run.label])
+
+    def release(self) -> None:
+        """Back to the model before, its lineage, and the proof."""
+        channel = self._plan.channel
+        _headline(f"Back to the model before, in one command; and what {channel} serves is proven")
+        for verb in ("rollback", "lineage", "verify"):
+            self._posttrain(verb, channel)
+
+    def _posttrain(self, *words: str, expected: int = 0) -> None:
+        self._step(["posttrain", *words], [sys.executable, "-m", "posttrain", *words], expected)
+
+    def _python(self, *words: str) -> None:
+        self._step(["python", *words], [sys.executable, *words], 0)
+
+    def _step(self, shown: Sequence[str], command: Sequence[str], expected: int) -> None:
+        say(f"$ {' '.join(shown)}")
+        sys.stdout.flush()
+        code = subprocess.run(command, cwd=self._folder, env=self._environment, check=False).returncode
+        if code != expected:
+            typer.echo(
+                f"error: demo stopped: `{' '.join(shown)}` ended with exit code {code}, expected {expected}; "
+                f"look: cd {self._folder} && posttrain ls",
+                err=True,
+            )
+            raise typer.Exit(code if code > 0 else 1)
+
+    def _newest(self) -> str:
+        command = [sys.executable, "-m", "posttrain", "ls", "--limit", "1", "-o", "json"]
+        done = subprocess.run(
+            command, cwd=self._folder, env=self._environment, check=True, stdout=subprocess.PIPE, text=True
+        )
+        return str(json.loads(done.stdout)["runs"][0]["id"])
+
+
+def _headline(text: str) -> None:
+    say("", f"── {text} " + "─" * max(3, 76 - len(text)))
+
+
+def _make_folder(folder: Path, task: str) -> None:
+    """An empty folder. One that an earlier demo made is emptied; anything else is left alone.
+
+    Raises:
+        InputError: the folder holds something else.
+        WorkspaceError: it cannot be made.
+    """
+    if folder.exists() and not (folder.is_dir() and ((folder / _MARKER).is_file() or not any(folder.iterdir()))):
+        raise InputError(f"demo: {folder} must be empty or made by a demo, and it is not; choose another --workspace")
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        (folder / _MARKER).write_text(json.dumps({"task": task}) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise WorkspaceError(
+            f"demo: {folder} cannot be made anew: {error.strerror}; choose another --workspace"
+        ) from error
+
+
+def _overlay(folder: Path, ids: dict[str, str], title: str) -> Path:
+    """Every run of the story on one picture."""
+    from posttrain.app.reporting import overlay
+    from posttrain.app.workspace import FOLDER as WORKSPACE
+    from posttrain.app.workspace import Workspace
+
+    workspace = Workspace(folder / WORKSPACE)
+    try:
+        return overlay(workspace, [(f"run {label}", run) for label, run in ids.items()], folder / "curves.png", title)
+    finally:
+        workspace.close()

@@ -1,0 +1,140 @@
+"""`run`, `retry`, `stop`: whoever calls them drives the run until it ends, or until Ctrl-C detaches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from posttrain.cli.console import ago, console, digest, duration, say
+from posttrain.cli.plans import SeedOption
+from posttrain.domain.errors import InputError, PosttrainError
+
+if TYPE_CHECKING:
+    from posttrain.app.runs import Run
+    from posttrain.app.status import RunStatus
+    from posttrain.app.workspace import Workspace
+
+DETACHED = 130
+RunArgument = Annotated[str, typer.Argument(help="Run id, a prefix of it, or a name (its newest run).")]
+TimeoutOption = Annotated[float | None, typer.Option(help="Seconds to wait at most; the run is not stopped by that.")]
+_STOP_SECONDS = 90.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (run, stop, retry):
+        app.command(command.__name__)(command)
+
+
+def run(
+    file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run file, or a manifest written by lock.")],
+    again: Annotated[
+        bool, typer.Option("--again", help="Another run of a manifest that was submitted before.")
+    ] = False,
+    timeout: TimeoutOption = None,
+    seed: SeedOption = None,
+) -> None:
+    """Submit a run and drive it to its end. One submitted before is attached to; the exit code is the outcome."""
+    from posttrain.app.planning import LOCK_SUFFIX, read_lock
+    from posttrain.app.runs import plan, submit_planned
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    locked = file.name.endswith(LOCK_SUFFIX)
+    if locked and seed is not None:
+        raise InputError(f"{file}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
+    planned = read_lock(file, workspace) if locked else plan(file, workspace, seed=seed)
+    handle = submit_planned(planned, workspace, again=again)
+    _greet(workspace, handle)
+    drive(workspace, handle, timeout, f"posttrain run {file}" + (f" --seed {seed}" if seed is not None else ""))
+
+
+def retry(run: RunArgument, timeout: TimeoutOption = None) -> None:
+    """Let a stopped or failed run go on from its checkpoints. Also drives a run that nobody drives."""
+    from posttrain.app import runs
+    from posttrain.app.workspace import open_workspace
+    from posttrain.domain.lifecycle import RunState
+
+    workspace = open_workspace()
+    handle = runs.run(run, workspace)
+    if handle.state not in (RunState.PENDING, RunState.RUNNING, RunState.STOPPING):
+        handle.retry()
+    say(f"run {handle.id} goes on")
+    drive(workspace, handle, timeout, f"posttrain retry {handle.id}")
+
+
+def stop(run: RunArgument) -> None:
+    """Stop a run: its jobs write a checkpoint and end. `retry` resumes it."""
+    from posttrain.app import runs
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    handle = runs.run(run, workspace)
+    handle.stop()
+    say(f"run {handle.id}: asked to stop; its jobs checkpoint and end")
+    record = handle.wait(_STOP_SECONDS)
+    say(f"run {handle.id}: {record.state}; next: {record.next_action or f'posttrain get {handle.id}'}")
+    workspace.close()
+
+
+def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: str) -> None:
+    """Drive a run, show it, write its report, print its summary, and raise its outcome if it is not a success.
+
+    Raises:
+        PosttrainError: the run's outcome, or the deadline.
+        typer.Exit: Ctrl-C detached.
+    """
+    from posttrain.app.status import read_status
+    from posttrain.cli.live import open_display
+    from posttrain.control.explain import outcome_error
+
+    try:
+        with open_display(workspace, handle.id) as display:
+            record = handle.wait(timeout, watch=display)
+    except KeyboardInterrupt:
+        say(
+            "detached; the job goes on. These act on it:",
+            f"  {reattach}    re-attaches and drives the run on",
+            f"  posttrain get {handle.id} --watch    only watches",
+            f"  posttrain stop {handle.id}    stops it",
+        )
+        raise typer.Exit(DETACHED) from None
+    status = read_status(workspace, handle.id)
+    _summary(workspace, handle, status)
+    error = outcome_error(record, tuple(stage.record for stage in status.stages))
+    workspace.close()
+    if error:
+        raise error
+
+
+def _greet(workspace: Workspace, handle: Run) -> None:
+    from posttrain.domain.lifecycle import is_final
+
+    record = handle.record
+    if not handle.attached:
+        say(f"run {handle.id}  manifest {digest(record.manifest_digest)}")
+    elif is_final("run", record.state):
+        say(f"attached to run {handle.id}: {record.state} {ago(record.finished_at)} (--again starts another)")
+    else:
+        say(f"attached to run {handle.id}: {record.state}, submitted {ago(record.created_at)}")
+
+
+def _summary(workspace: Workspace, handle: Run, status: RunStatus) -> None:
+    from posttrain.app.reporting import write_report
+    from posttrain.cli.screens import run_footer, stage_table, verdict_lines
+
+    screen = console()
+    screen.print(stage_table(status))
+    report = handle.why().report
+    for line in verdict_lines(report.verdicts if report else ()):
+        screen.print(line)
+    say(f"run {handle.id}: {status.run.state} after {duration(status.seconds)}")
+    try:
+        written = write_report(workspace, handle.id)
+    except PosttrainError as error:  # the outcome stands, whatever becomes of its picture
+        say(f"warning: no report: {error}")
+    else:
+        say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
+    screen.print(*run_footer(status), sep="\n")

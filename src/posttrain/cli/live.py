@@ -1,0 +1,199 @@
+"""What a person sees while a run is driven: a table that redraws itself on a terminal, plain lines elsewhere.
+
+Drawing reads the ledger and new event segments only, at most eight times a second, in the thread that drives the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.app.status import RunStatus, RunWatcher, StageStatus
+from posttrain.cli.console import console, count, duration, glyph, number, say, style
+from posttrain.domain.lifecycle import StageState, is_final
+from posttrain.domain.records import RunRecord
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from posttrain.app.workspace import Workspace
+
+_REDRAW = 1 / 8  # seconds
+_LINE_EVERY = 2.0  # seconds between plain lines about the same stage
+_BAR = 18  # columns
+# column title → metric of the job; the later ones go first when the terminal is narrow
+_METRICS = {"reward": "reward/mean", "probe": "probe/accuracy", "length": "response_tokens/mean", "loss": "loss"}
+_WIDE, _MEDIUM = 118, 96  # columns
+
+
+class Display(Protocol):
+    """Shows a run while it is driven. Use it as a context manager and as the `watch` of `Run.wait`."""
+
+    def __call__(self, run: RunRecord) -> None:
+        """Something may have happened."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_display(workspace: Workspace, run_id: str) -> Display:
+    """The table on a terminal, lines elsewhere."""
+    watcher = RunWatcher(workspace, run_id)
+    return TableDisplay(watcher) if sys.stdout.isatty() else LineDisplay(watcher)
+
+
+class TableDisplay:
+    """A table with one row per stage, redrawn in place; gone when the run has ended."""
+
+    def __init__(self, watcher: RunWatcher) -> None:
+        self._watcher = watcher
+        self._console = console()
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._drawn = 0.0
+
+    def __call__(self, run: RunRecord) -> None:
+        """Redraw, if it is time."""
+        now = time.monotonic()
+        if now - self._drawn < _REDRAW:
+            return
+        status = self._watcher.read()
+        self._live.update(run_table(status, self._console.width), refresh=True)
+        self._drawn = time.monotonic()
+
+    def __enter__(self) -> TableDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+
+class LineDisplay:
+    """One line per change of state, and one every two seconds for each running stage."""
+
+    def __init__(self, watcher: RunWatcher) -> None:
+        self._watcher = watcher
+        self._told: dict[str, tuple[str, str, str]] = {}  # stage → state, reason and message last told
+        self._line_at: dict[str, float] = {}
+        self._noted: dict[str, tuple[str, ...]] = {}
+        self._looked = 0.0
+
+    def __call__(self, run: RunRecord) -> None:
+        """Tell what is new."""
+        now = time.monotonic()
+        if now - self._looked < _REDRAW and not is_final("run", run.state):
+            return
+        status = self._watcher.read()
+        self._looked = time.monotonic()
+        for stage in status.stages:
+            self._stage(stage, now)
+
+    def _stage(self, stage: StageStatus, now: float) -> None:
+        row = stage.record
+        for note in stage.progress.notes:
+            if note not in self._noted.get(row.name, ()):
+                _line(row.name, f"note: {note}")
+        self._noted[row.name] = stage.progress.notes
+        told = (row.state, row.reason, row.message)
+        if row.state == StageState.PENDING:
+            return
+        if told != self._told.get(row.name):
+            self._told[row.name] = told
+            self._line_at[row.name] = now
+            _line(row.name, _changed(stage))
+        elif row.state == StageState.RUNNING and stage.progress.total and now - self._line_at[row.name] >= _LINE_EVERY:
+            self._line_at[row.name] = now
+            _line(row.name, progress_words(stage))
+
+    def __enter__(self) -> LineDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+
+def progress_words(stage: StageStatus) -> str:
+    """`120/240 reward 0.91 probe 0.95 41k tok/s eta 6s`."""
+    progress = stage.progress
+    words = [f"{progress.step}/{progress.total}"]
+    words += [f"{title} {number(progress.latest[m])}" for title, m in _METRICS.items() if m in progress.latest]
+    if progress.tokens_per_second is not None:
+        words.append(f"{count(progress.tokens_per_second)} tok/s")
+    if progress.eta is not None and progress.step < progress.total:
+        words.append(f"eta {duration(progress.eta)}")
+    return " ".join(words)
+
+
+def run_table(status: RunStatus, width: int) -> RenderableType:
+    """Every stage of the run as it stands, with recent notes below."""
+    titles = list(_METRICS)[: 4 if width >= _WIDE else 3 if width >= _MEDIUM else 2]
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
+    for title in ("", "stage", "progress", "step", *titles, "tok/s", "eta", "time"):
+        table.add_column(title, justify="left" if title in ("", "stage", "progress") else "right", no_wrap=True)
+    for stage in status.stages:
+        table.add_row(*_row(stage, titles))
+    head = Text.assemble(
+        (f"{glyph(status.run.state)} {status.run.id}", f"bold {style(status.run.state)}"),
+        f"  {status.run.state}  {duration(status.seconds)}  {count(status.tokens)} tokens",
+        ("  Ctrl-C detaches, the job goes on", "dim"),
+    )
+    notes = [(stage.record.name, note) for stage in status.stages for note in stage.progress.notes][-3:]
+    return Group(head, table, *(Text(f"  {name}: {note}", style="dim", overflow="ellipsis") for name, note in notes))
+
+
+def _row(stage: StageStatus, titles: list[str]) -> list[RenderableType]:
+    row, progress = stage.record, stage.progress
+    mark = Text(glyph(row.state), style=style(row.state))
+    if row.state != StageState.RUNNING or not progress.total:
+        words = f"reused from {row.cached_from}" if row.cached_from else stage.reason
+        shown: RenderableType = Text(
+            words if row.state != StageState.RUNNING else "starting", style="dim", overflow="ellipsis"
+        )
+        if row.state == StageState.SUCCEEDED and progress.total:
+            shown = ProgressBar(total=1, completed=1, width=_BAR)
+    else:
+        shown = ProgressBar(total=progress.total, completed=progress.step, width=_BAR)
+    latest = progress.latest
+    return [
+        mark,
+        Text(row.name, style="bold" if row.state == StageState.RUNNING else "default"),
+        shown,
+        f"{progress.step}/{progress.total}" if progress.total else "",
+        *(number(latest[_METRICS[t]]) if _METRICS[t] in latest else "" for t in titles),
+        count(progress.tokens_per_second) if progress.tokens_per_second else "",
+        duration(progress.eta) if progress.eta is not None and row.state == StageState.RUNNING else "",
+        duration(stage.seconds) if stage.attempts else "",
+    ]
+
+
+def _changed(stage: StageStatus) -> str:
+    row = stage.record
+    words = [row.state]
+    if row.cached_from:
+        words.append(f"reused from {row.cached_from}")
+    elif stage.reason not in ("done", row.state):
+        words.append(stage.reason)
+    if row.state == StageState.SUCCEEDED and stage.attempts:
+        words += [duration(stage.seconds), progress_words(stage) if stage.progress.total else ""]
+    if row.state not in (StageState.SUCCEEDED, StageState.RUNNING, StageState.READY) and stage.next_action:
+        words.append(f"next: {stage.next_action}")
+    return "; ".join(word for word in words if word)
+
+
+def _line(stage: str, words: str) -> None:
+    say(f"{time.strftime('%H:%M:%S')} {stage} {words}")
+    sys.stdout.flush()

@@ -1,0 +1,136 @@
+"""The `posttrain` command: a table of verbs, and one place that turns errors into a line and an exit code.
+
+Nothing heavy is imported here: every command imports what it needs when it runs, and none imports the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from posttrain._version import __version__
+from posttrain.cli import assets, demo, driving, plans, releases, runs, workspace
+from posttrain.domain.errors import PosttrainError
+
+_BUG = 1
+_VERBS = [
+    *("init", "demo", "plan", "lock", "run", "ls", "get", "logs", "why", "diff", "stop", "retry"),
+    *("promote", "rollback", "lineage", "verify", "asset", "doctor"),
+]
+
+
+class Commands(TyperGroup):
+    """The verbs in the order of a day's work; errors become one line on stderr and their exit code."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Not by the alphabet."""
+        return sorted(super().list_commands(ctx), key=_VERBS.index)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except PosttrainError as error:
+            if os.environ.get("POSTTRAIN_DEBUG"):
+                traceback.print_exc()
+            typer.echo(f"error: {_one_line(error)}", err=True)
+            raise SystemExit(error.exit_code) from error
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise SystemExit(driving.DETACHED) from None
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] in ("click", "typer"):
+                raise  # a usage error: typer prints it
+            typer.echo(f"error: {_bug(error)}", err=True)
+            raise SystemExit(_BUG) from error
+
+
+def _exit_codes() -> Iterator[tuple[int, str]]:
+    """Exit code and meaning of every error class that has a code of its own, from the classes themselves."""
+    yield 0, "success"
+    yield _BUG, "an unexpected error: a bug in Posttrain"
+    waiting = [PosttrainError]
+    while waiting:
+        for kind in waiting.pop(0).__subclasses__():
+            waiting.append(kind)
+            if "exit_code" in vars(kind):
+                yield kind.exit_code, (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
+    yield driving.DETACHED, "detached by Ctrl-C: the job goes on"
+
+
+EPILOG = "\b\n" + "\n".join(
+    [
+        "Exit codes:",
+        *(f"  {code:3d}  {meaning[:1].lower()}{meaning[1:]}" for code, meaning in sorted(set(_exit_codes()))),
+        "",
+        "\b",
+        "Environment:",
+        "  POSTTRAIN_WORKSPACE  the workspace folder (otherwise the nearest .posttrain, here or above)",
+        "  POSTTRAIN_STORE      where artifacts live: a folder or an object-store URL",
+        "  POSTTRAIN_DEBUG=1    show tracebacks        NO_COLOR=1  no colours",
+    ]
+)
+
+app = typer.Typer(
+    cls=Commands,
+    name="posttrain",
+    help="Declare a post-training run once; train, judge, ship, roll back.",
+    epilog=EPILOG,
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"posttrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Declare a post-training run once; train, judge, ship, roll back."""
+
+
+for room in (workspace, demo, plans, driving, runs, releases):
+    room.register(app)
+app.add_typer(assets.app, name="asset")
+
+
+def main() -> None:
+    """Entry point of the `posttrain` command."""
+    app(prog_name="posttrain")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _bug(error: Exception) -> str:
+    text = traceback.format_exc()
+    if os.environ.get("POSTTRAIN_DEBUG"):
+        sys.stderr.write(text)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    with tempfile.NamedTemporaryFile("w", prefix=f"posttrain-{stamp}-", suffix=".txt", delete=False) as file:
+        file.write(text)
+    return (
+        f"unexpected {type(error).__name__}: {_one_line(error)}; this is a bug in Posttrain: "
+        f"please report it with {file.name}"
+    )

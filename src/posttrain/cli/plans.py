@@ -1,0 +1,62 @@
+"""`plan` and `lock`: look before a process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, console, emit_json, say
+
+FileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run file.")]
+SeedOption = Annotated[int | None, typer.Option(help="Instead of the file's seed.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (plan, lock):
+        app.command(command.__name__)(command)
+
+
+def plan(file: FileArgument, seed: SeedOption = None, output: OutputOption = Output.TEXT) -> None:
+    """Validate a run file; show stages, cache, cost, power. Writes nothing."""
+    from posttrain.app.planning import view_plan
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    view = view_plan(file, workspace, seed=seed)
+    workspace.close()
+    if output is Output.JSON:
+        emit_json(view.to_json())
+        return
+    from posttrain.cli.screens import plan_lines, plan_tree
+
+    screen = console()
+    screen.print(plan_tree(view))
+    for line in plan_lines(view):
+        screen.print(line)
+    if not view.existing:
+        say(f"next:     posttrain run {file}" + (f" --seed {seed}" if seed is not None else ""))
+
+
+def lock(
+    file: FileArgument,
+    out: Annotated[Path | None, typer.Option(help="By default RUN.lock.json beside the run file.")] = None,
+    seed: SeedOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Write the immutable manifest. The SHA-256 of the file is the run's identity."""
+    from posttrain.app import runs
+    from posttrain.app.planning import lock_path, write_lock
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    manifest = runs.plan(file, workspace, seed=seed).manifest
+    workspace.close()
+    path = out or lock_path(file)
+    write_lock(manifest, path)
+    if output is Output.JSON:
+        emit_json({"digest": manifest.digest, "path": str(path)})
+    else:
+        say(f"{manifest.digest}  {path}", f"next: posttrain run {path}")

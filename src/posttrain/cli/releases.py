@@ -1,0 +1,153 @@
+"""`promote`, `rollback`, `lineage`, `verify`: what is live, where it came from, and the proof."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, console, digest, emit_json, say
+from posttrain.cli.driving import RunArgument
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+    from posttrain.app.workspace import Workspace
+    from posttrain.control.lineage import Node
+
+_KIND_STYLES = {"release": "bold green", "run": "bold", "model": "bold cyan", "reward": "magenta", "dataset": "blue"}
+_CUT = 72  # characters of a detail (a guideline, say) on the tree
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (promote, rollback, lineage, verify):
+        app.command(command.__name__)(command)
+
+
+def promote(
+    run: RunArgument,
+    channel: Annotated[str | None, typer.Option(help="By default the channel its run file names.")] = None,
+) -> None:
+    """Point a channel at a run's model. Only if every gate passed and the channel has not moved since."""
+    from posttrain.app import runs
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    handle = runs.run(run, workspace)
+    release = handle.manifest.release
+    if channel is None and release is None:
+        raise InputError(f"promote {handle.id}: its run file names no channel; say which with --channel")
+    name = channel or (release.channel if release else "")
+    entry = handle.promote(name)
+    workspace.seal()
+    say(f"{name} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence})")
+    workspace.close()
+
+
+def rollback(
+    channel: Annotated[str, typer.Argument()],
+    to: Annotated[
+        str | None, typer.Option(help="A release number, run id or model digest; the model before by default.")
+    ] = None,
+) -> None:
+    """Point a channel back at the model it served before. Waits for no gate."""
+    from posttrain.app import runs
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    handle = runs.channel(channel, workspace)
+    before = handle.live
+    entry = handle.rollback(to)
+    was = f"; it was {digest(before.model_digest)} of run {before.run_id}" if before else ""
+    say(f"{channel} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence}){was}")
+    workspace.close()
+
+
+def lineage(
+    target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN")],
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Print the tree from weights back to their sources: prompts, reward source, base model and manifest."""
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    node = _lineage(workspace, target)
+    workspace.close()
+    if output is Output.JSON:
+        emit_json(_as_json(node))
+    else:
+        console().print(_tree(node))
+
+
+def verify(
+    target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN")],
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Hash a lineage and the event chain again. Exit code 8 when something does not match."""
+    from posttrain.app.workspace import open_workspace
+    from posttrain.control.lineage import verify as verify_tree
+
+    workspace = open_workspace()
+    workspace.seal()
+    report = verify_tree(workspace.wiring, _lineage(workspace, target))
+    workspace.close()
+    if output is Output.JSON:
+        emit_json({**asdict(report), "ok": not report.problems})
+    else:
+        size = f"{report.bytes / 2**20:.1f} MiB"
+        say(f"{target}: hashed {report.checked} artifacts again ({size}) and {report.events} chained events")
+        say(*(f"  problem: {problem}" for problem in report.problems))
+        if not report.problems:
+            say("everything matches")
+    if report.problems:
+        raise IntegrityError(f"{target}: {len(report.problems)} problem(s), the first: {report.problems[0]}")
+
+
+def _lineage(workspace: Workspace, target: str) -> Node:
+    """Of a channel of that name, else of a run."""
+    from posttrain.control.lineage import release_lineage, run_lineage
+
+    if target in workspace.ledger.channels():
+        return release_lineage(workspace.wiring, target)
+    try:
+        run = workspace.ledger.find_run(target)
+    except NotFoundError as error:
+        known = ", ".join(workspace.ledger.channels()) or "none yet"
+        raise NotFoundError(
+            f"there is no channel or run {target!r} (channels: {known}); `posttrain ls` shows runs"
+        ) from error
+    return run_lineage(workspace.wiring, run.id)
+
+
+def _tree(node: Node) -> Tree:
+    from rich.tree import Tree
+
+    root = Tree(_label(node), guide_style="dim")
+    for child in node.children:
+        root.children.append(_tree(child))
+    return root
+
+
+def _label(node: Node) -> Any:
+    from rich.text import Text
+
+    label = Text.assemble((node.kind, _KIND_STYLES.get(node.kind, "default")), f" {node.name}")
+    if node.digest:
+        label.append(f"  {digest(node.digest)}", style="dim")
+    for key, value in node.details:
+        flat = " ".join(value.split())
+        label.append(f"  {key}: {flat if len(flat) <= _CUT else flat[: _CUT - 1] + '…'}", style="dim")
+    return label
+
+
+def _as_json(node: Node) -> dict[str, Any]:
+    return {
+        "kind": node.kind,
+        "name": node.name,
+        "digest": node.digest,
+        "details": dict(node.details),
+        "children": [_as_json(child) for child in node.children],
+    }

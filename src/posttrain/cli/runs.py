@@ -1,0 +1,208 @@
+"""`ls`, `get`, `logs`, `why`, `diff`: looking at runs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, ago, console, digest, duration, emit_json, glyph, say, style
+from posttrain.cli.driving import RunArgument
+from posttrain.domain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.app.workspace import Workspace
+
+_POLL = 0.25  # seconds between looks while watching
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (ls, get, logs, why, diff):
+        app.command(command.__name__)(command)
+
+
+def ls(
+    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 20,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """List runs, newest first, and what the channels point at."""
+    from posttrain.app.status import read_status
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    statuses = [read_status(workspace, run.id) for run in workspace.ledger.runs(limit=limit)]
+    live = [entry for name in workspace.ledger.channels() if (entry := workspace.ledger.channel(name))]
+    workspace.close()
+    if output is Output.JSON:
+        runs = [{k: v for k, v in status.to_json().items() if k != "stages"} for status in statuses]
+        emit_json({"runs": runs, "channels": [asdict(entry) for entry in live]})
+        return
+    if not statuses:
+        say("no runs yet; next: posttrain run RUN.yaml")
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("", "run", "state", "submitted", "took", "reason", "next action"):
+        table.add_column(title, overflow="fold")
+    for status in statuses:
+        run = status.run
+        mark = Text(glyph(run.state), style=style(run.state))
+        reason = run.message if run.state != "succeeded" else run.reason
+        table.add_row(
+            mark, run.id, run.state, ago(run.created_at), duration(status.seconds), Text(reason), status.next_action
+        )
+    console().print(table)
+    for entry in live:
+        say(f"channel {entry.channel} → {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence})")
+
+
+def get(
+    run: RunArgument,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it until it ends; this does not drive it.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Write its report and learning curves again.")] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Show one run: stages, state, reason, next action."""
+    from posttrain.app.status import read_status
+    from posttrain.app.workspace import open_workspace
+
+    if watch and output is Output.JSON:
+        raise InputError("get: --watch draws for people, got -o json; ask again without --watch")
+    workspace = open_workspace()
+    run_id = workspace.ledger.find_run(run).id
+    if watch:
+        _watch(workspace, run_id)
+    written = None
+    if report:
+        from posttrain.app.reporting import write_report
+
+        written = write_report(workspace, run_id)
+    status = read_status(workspace, run_id)
+    workspace.close()
+    if output is Output.JSON:
+        paths = {"report": str(written.report), "curves": str(written.curves)} if written else {}
+        emit_json(status.to_json() | paths)
+        return
+    from posttrain.cli.screens import run_footer, run_tree
+
+    screen = console()
+    screen.print(run_tree(status), *run_footer(status), sep="\n")
+    if written:
+        say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
+
+
+def logs(
+    run: RunArgument,
+    stage: Annotated[str | None, typer.Argument(metavar="[STAGE]", help="All stages by default.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Print what a run's jobs printed. Of a reused stage, what was printed where it was computed."""
+    from posttrain.app import logs as log
+    from posttrain.app.workspace import open_workspace
+
+    if follow and output is Output.JSON:
+        raise InputError("logs: -f goes on and on, got -o json; ask again without -f")
+    workspace = open_workspace()
+    run_id = workspace.ledger.find_run(run).id
+    pieces = (log.follow if follow else log.read_all)(workspace, run_id, stage)
+    if output is Output.JSON:
+        emit_json([{**asdict(file), "path": str(file.path), "text": text} for file, text in pieces])
+        return
+    last = None
+    for file, text in pieces:
+        if file != last:
+            last = file
+            say(f"==> {file.run_id} {file.stage} attempt {file.attempt} ({file.path})")
+        typer.echo(text, nl=not text.endswith("\n") and not follow)
+        sys.stdout.flush()
+    if last is None:
+        say("no job has printed anything yet")
+    workspace.close()
+
+
+def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
+    """Say why a run is where it is. Which number missed, by how much, with what confidence; what to do next."""
+    from posttrain.app import runs
+    from posttrain.app.status import baseline_run, read_status
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    handle = runs.run(run, workspace)
+    found, status = handle.why(), read_status(workspace, handle.id)
+    other = baseline_run(workspace, handle.manifest, found.report)
+    action = status.next_action
+    if action.startswith("posttrain why"):
+        action = f"posttrain diff {other} {handle.id}" if other else f"posttrain get {handle.id} --report"
+    workspace.close()
+    if output is Output.JSON:
+        emit_json(
+            status.to_json()
+            | {"next_action": action, "compared_with": other}
+            | {"gates": found.report.model_dump(mode="json") if found.report else None}
+            | {"lost": [asdict(attempt) for attempt in found.lost]}
+        )
+        return
+    from posttrain.cli.screens import attempt_line, run_tree, verdict_lines
+
+    screen = console()
+    screen.print(run_tree(status))
+    say(f"reason: {status.run.message or status.run.reason} ({status.run.reason})")
+    for line in verdict_lines(found.report.verdicts if found.report else ()):
+        screen.print(line)
+    for attempt in found.lost:
+        screen.print(f"{attempt.stage}:", attempt_line(attempt))
+    say(f"next:   {action}")
+
+
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A run.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Show what differs between two runs: manifests, changed assets, measured numbers."""
+    from posttrain.app import runs
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    one, two = runs.run(first, workspace), runs.run(second, workspace)
+    differences = one.diff(two)
+    metrics = _metric_rows(one.metrics, two.metrics)
+    workspace.close()
+    if output is Output.JSON:
+        emit_json({"a": one.id, "b": two.id, "differences": [asdict(d) for d in differences], "metrics": metrics})
+        return
+    from posttrain.cli.screens import difference_lines
+
+    say(f"- {one.id}", f"+ {two.id}")
+    screen = console()
+    for line in difference_lines(differences):
+        screen.print(line)
+    if not differences:
+        say("the manifests decide the same result: nothing differs")
+    for row in metrics:
+        say(f"  {row['metric']:32s} {row['a']:.4g} → {row['b']:.4g}  ({row['b'] - row['a']:+.4g})")
+
+
+def _metric_rows(first: dict[str, float], second: dict[str, float]) -> list[dict[str, Any]]:
+    """Measured numbers that both runs have and that differ."""
+    both = sorted(first.keys() & second.keys())
+    return [{"metric": m, "a": first[m], "b": second[m]} for m in both if first[m] != second[m]]
+
+
+def _watch(workspace: Workspace, run_id: str) -> None:
+    from posttrain.cli.live import open_display
+    from posttrain.domain.lifecycle import is_final
+
+    with open_display(workspace, run_id) as display:
+        while True:
+            record = workspace.ledger.run(run_id)
+            display(record)
+            if is_final("run", record.state):
+                return
+            workspace.ledger.clock.sleep(_POLL)

@@ -1,0 +1,167 @@
+"""One-screen views: a run as a tree, the summary at its end, verdicts, differences, a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from posttrain.app.planning import PlanView, StagePlan
+from posttrain.app.status import RunStatus, StageStatus
+from posttrain.cli.console import count, digest, duration, glyph, number, style
+from posttrain.control.compare import Difference
+from posttrain.domain.gates import Outcome, Verdict
+from posttrain.domain.lifecycle import AttemptState, StageState
+from posttrain.domain.records import AttemptRecord
+
+_NOTE = 400  # characters of a note (a guideline) that are shown
+
+
+def run_tree(status: RunStatus) -> Tree:
+    """The run, its stages, and every attempt that needs telling."""
+    run = status.run
+    head = Text.assemble(
+        (f"{glyph(run.state)} {run.id}", f"bold {style(run.state)}"),
+        f"  {run.state}",
+        (f"  {duration(status.seconds)}, {count(status.tokens)} tokens, owner {run.owner}", "dim"),
+    )
+    root = Tree(head, guide_style="dim")
+    for stage in status.stages:
+        branch = root.add(_stage_line(stage))
+        for attempt in stage.attempts:
+            if len(stage.attempts) > 1 or attempt.state in (AttemptState.LOST, AttemptState.FAILED):
+                branch.add(attempt_line(attempt))
+    return root
+
+
+def run_footer(status: RunStatus) -> list[Text]:
+    """Why the run is where it is, and the next action."""
+    run = status.run
+    return [Text(f"reason: {run.message or run.reason}"), Text(f"next:   {status.next_action}", style="bold")]
+
+
+def attempt_line(attempt: AttemptRecord) -> Text:
+    """`attempt 2  lost  its supervisor is gone`."""
+    words = f"attempt {attempt.number}  {attempt.state}  {attempt.message or attempt.reason}"
+    resumed = "  (resumed from a checkpoint)" if attempt.resume else ""
+    return Text(f"{glyph(attempt.state)} {words}{resumed}", style=style(attempt.state))
+
+
+def _stage_line(stage: StageStatus) -> Text:
+    row, progress = stage.record, stage.progress
+    line = Text.assemble((f"{glyph(row.state)} {row.name}", style(row.state)), (f"  {row.state}", "default"))
+    if row.cached_from:
+        line.append(f"  reused from {row.cached_from}", style="dim")
+    elif row.state == StageState.RUNNING:
+        line.append(f"  step {progress.step}/{progress.total}" if progress.total else "  starting")
+        if progress.eta is not None:
+            line.append(f"  eta {duration(progress.eta)}", style="dim")
+    elif row.state == StageState.SUCCEEDED and stage.attempts:
+        line.append(f"  {duration(stage.seconds)}, {count(row.tokens)} tokens", style="dim")
+    else:
+        line.append(f"  {stage.reason}", style="dim")
+    if row.state not in (StageState.SUCCEEDED, StageState.RUNNING):
+        line.append(f"  next: {stage.next_action}", style="dim")
+    return line
+
+
+def stage_table(status: RunStatus) -> Table:
+    """The stages of an ended run."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("", "stage", "kind", "state", "attempts", "seconds", "tokens", "output", ""):
+        table.add_column(title, justify="right" if title in ("attempts", "seconds", "tokens") else "left", no_wrap=True)
+    for stage in status.stages:
+        row = stage.record
+        output = next((made["digest"] for made in row.outputs.values()), None)
+        table.add_row(
+            Text(glyph(row.state), style=style(row.state)),
+            row.name,
+            row.kind,
+            row.state,
+            str(len(stage.attempts)) if stage.attempts else "",
+            f"{stage.seconds:.1f}" if stage.attempts else "",
+            count(row.tokens) if row.tokens else "",
+            digest(output) if output else "",
+            Text(f"reused from {row.cached_from}" if row.cached_from else "", style="dim"),
+        )
+    return table
+
+
+def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
+    """One line per gate with its numbers; the sentence behind it."""
+    for verdict in verdicts:
+        passed = verdict.outcome is Outcome.PASS
+        line = Text.assemble(
+            (f"{glyph('succeeded' if passed else 'failed')} {verdict.gate:16s}", style(verdict.outcome))
+        )
+        line.append(f" {verdict.outcome.upper():12s}", style=f"bold {style(verdict.outcome)}")
+        line.append(verdict.reason)
+        yield line
+        if not passed and verdict.missed_by is not None and verdict.limit is not None:
+            yield Text(
+                f"  {'':16s} {'':12s}limit {number(verdict.limit)}, threshold {number(verdict.threshold)}, "
+                f"missed by {number(verdict.missed_by)} at {verdict.confidence:.0%} confidence, "
+                f"{verdict.items} items, {verdict.test}",
+                style="dim",
+            )
+
+
+def difference_lines(differences: Iterable[Difference]) -> Iterator[Text]:
+    """Every field that is not the same, with the story of changed assets."""
+    for difference in differences:
+        yield Text(difference.path, style="bold")
+        yield Text(f"  - {_cut(difference.before)}", style="red")
+        yield Text(f"  + {_cut(difference.after)}", style="green")
+        for note in difference.notes:
+            yield Text(f"    {_cut(note)}", style="dim")
+
+
+def plan_tree(view: PlanView) -> Tree:
+    """The stage graph with inputs, cache and cost."""
+    manifest = view.manifest
+    root = Tree(Text(f"{manifest.name}  {manifest.digest}", style="bold"), guide_style="dim")
+    for stage in view.stages:
+        state = f"cached: {stage.cached_from}" if stage.cached_from else _cost(stage)
+        tint = "green" if stage.cached_from else "default"
+        branch = root.add(Text.assemble((stage.name, "bold"), (f"  {stage.kind}", "cyan"), (f"  {state}", tint)))
+        for slot, name, full in stage.inputs:
+            branch.add(Text(f"{slot}: {name}" + (f"  {digest(full)}" if full else ""), style="dim"))
+    return root
+
+
+def plan_lines(view: PlanView) -> Iterator[Text]:
+    """Totals, the power of the gates, warnings, and what submitting would do."""
+    known = [stage.estimate for stage in view.stages]
+    tokens, seconds = [e.tokens for e in known], [e.seconds for e in known]
+    total = count(sum(t for t in tokens if t is not None)) + (" and more" if None in tokens else "")
+    unknown = [stage.name for stage in view.stages if stage.estimate.seconds is None]
+    time = duration(sum(s for s in seconds if s is not None)) if None not in seconds else None
+    yield Text(f"estimate: {total} tokens, " + (time or f"time unknown (no history yet for {', '.join(unknown)})"))
+    for note in view.power:
+        power = f"{note.power:.0%}" if note.power is not None else "unknown"
+        needed = f", {note.needed} items give 80%" if note.needed is not None else ""
+        yield Text(f"power:    gate {note.gate}: {power} on {note.items} items{needed} ({note.assumption})")
+    for warning in view.warnings:
+        yield Text(f"warning:  {warning}", style="yellow")
+    if view.existing:
+        yield Text(
+            f"next:     this manifest was submitted: run {view.existing.id} ({view.existing.state})", style="bold"
+        )
+
+
+def _cost(stage: StagePlan) -> str:
+    estimate = stage.estimate
+    if estimate.tokens is None:
+        return estimate.basis
+    if not estimate.tokens and not estimate.seconds:
+        return estimate.basis
+    seconds = f", {duration(estimate.seconds)}" if estimate.seconds is not None else ""
+    about = "about" if estimate.history else "at most about"
+    return f"{about} {count(estimate.tokens)} tokens{seconds} ({estimate.basis})"
+
+
+def _cut(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _NOTE else flat[: _NOTE - 1] + "…"

@@ -1,0 +1,59 @@
+"""`init` and `doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, console, emit_json, glyph, say, style
+
+UNFIT = 10  # the exit code of WorkspaceError
+_GLYPHS = {"ok": "succeeded", "warn": "stopped", "fail": "failed"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("init")(init)
+    app.command("doctor")(doctor)
+
+
+def init(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Where; here by default.", show_default=False)
+    ] = None,
+) -> None:
+    """Make a workspace (.posttrain); doing it again changes nothing."""
+    from posttrain.app.workspace import init_workspace
+
+    workspace = init_workspace(folder)
+    say(f"workspace {workspace.root}", "next: posttrain asset add dataset:NAME FILE, or posttrain demo")
+    workspace.close()
+
+
+def doctor(
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also start the engine in another process to ask for GPUs.")
+    ] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Check this machine and workspace. Each finding comes with its remedy; exit code 10 when one forbids running."""
+    from posttrain.app.doctor import examine
+
+    checks = examine(probe=probe)
+    worst = "fail" if any(c.state == "fail" for c in checks) else "ok"
+    if output is Output.JSON:
+        emit_json([{"name": c.name, "state": c.state, "finding": c.finding, "remedy": c.remedy} for c in checks])
+    else:
+        from rich.text import Text
+
+        screen = console()
+        for check in checks:
+            line = Text(f"{glyph(_GLYPHS[check.state])} {check.state:4s} ", style=style(check.state))
+            line.append(f"{check.name:11s} ", style="bold").append(check.finding, style="default")
+            screen.print(line)
+            if check.remedy:
+                screen.print(Text(f"       {'':11s} → {check.remedy}", style="dim"))
+    if worst == "fail":
+        raise typer.Exit(UNFIT)

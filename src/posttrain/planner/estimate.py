@@ -1,0 +1,72 @@
+"""What a stage will probably cost, from its declared work and from earlier stages of its kind. Pure arithmetic.
+
+Nothing is guessed: without history there are no seconds, and tokens only where the declared work bounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one stage has to do: `Workload("sft", {"steps": 350, "documents": 22400}, rows=4000, characters=38.5)`."""
+
+    kind: str
+    work: Mapping[str, float]  # as the trainer declares it: steps, documents, samples, max_new_tokens
+    rows: int | None = None  # of all its data sets together
+    characters: float | None = None  # mean length of what is read of one row: prompt + completion, or the prompt alone
+
+    @property
+    def units(self) -> float:
+        """The number that cost grows with: documents, responses, or steps."""
+        if "documents" in self.work:
+            return self.work["documents"]
+        if "samples" in self.work and self.rows:
+            return self.rows * self.work["samples"] / max(1.0, self.work.get("steps", 1.0))
+        return self.work.get("steps", 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What an earlier stage did and cost."""
+
+    workload: Workload
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Tokens and job seconds, and what they rest on. None: not known."""
+
+    tokens: int | None
+    seconds: float | None
+    basis: str
+    history: int = field(default=0)  # earlier stages it rests on
+
+
+def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
+    """The cost of a stage.
+
+    With history: the median cost per unit of earlier stages of the same kind, times the units. Without: an upper bound
+    of tokens at one token per character, and no seconds.
+    """
+    rates = [e for e in earlier if e.workload.kind == workload.kind and e.workload.units > 0]
+    if rates:
+        tokens = median(e.tokens / e.workload.units for e in rates) * workload.units
+        seconds = median(e.seconds / e.workload.units for e in rates) * workload.units
+        noun = "stage" if len(rates) == 1 else "stages"
+        return Estimate(round(tokens), seconds, f"from {len(rates)} earlier {workload.kind} {noun}", len(rates))
+    bound = _bound(workload)
+    if bound is None:
+        return Estimate(None, None, "no history yet")
+    return Estimate(bound, None, "no history yet; tokens at one per character and the longest responses")
+
+
+def _bound(workload: Workload) -> int | None:
+    if workload.characters is None or not ({"documents", "samples"} & workload.work.keys()):
+        return None
+    return round(workload.units * (workload.characters + workload.work.get("max_new_tokens", 0.0)))
