@@ -11,10 +11,13 @@ from posttrain.control import actions, compare, explain
 from posttrain.control.lineage import Node, VerifyReport, release_lineage, verify
 from posttrain.control.planning import Planned, plan_run
 from posttrain.control.submission import submit as submit_manifest
+from posttrain.domain.errors import InputError
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import ReleaseEntry, RunRecord
 from posttrain.domain.runspec import RunSpec, load_run_spec
+
+MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,30 +129,39 @@ class Channel:
         return verify(self.workspace.wiring, self.lineage())
 
 
-def plan(path: str | Path, workspace: Workspace | None = None) -> Planned:
+def plan(path: str | Path, workspace: Workspace | None = None, *, seed: int | None = None) -> Planned:
     """Validate a run file and resolve it to a manifest. Writes nothing.
+
+    Args:
+        seed: instead of the file's.
 
     Raises:
         InputError: naming file, field, constraint and value.
     """
     at = workspace or open_workspace()
     spec, source = load_run_spec(Path(path)), Path(path)
-    return plan_spec(spec, at, source)
+    return plan_spec(spec, at, source, seed=seed)
 
 
-def plan_spec(spec: RunSpec, workspace: Workspace, source: Path) -> Planned:
+def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | None = None) -> Planned:
     """Resolve an already read run file; relative paths in it start at its folder."""
+    if seed is not None:
+        if not 0 <= seed < MAX_SEED:
+            raise InputError(f"seed must be a whole number from 0 to 2^53 - 1, got {seed}")
+        spec = spec.model_copy(update={"seed": seed})
     resolve = workspace.catalog.resolver(source.parent)
     return plan_run(spec, str(source), resolve, workspace.wiring.trainers)
 
 
-def submit(path: str | Path, *, again: bool = False, workspace: Workspace | None = None) -> Run:
+def submit(
+    path: str | Path, *, again: bool = False, workspace: Workspace | None = None, seed: int | None = None
+) -> Run:
     """Lock a run file and record the run; a manifest that was submitted before attaches to its run.
 
     Nothing computes until somebody drives the run: `run.wait()`, or `posttrain run` in any terminal.
     """
     at = workspace or open_workspace()
-    return submit_planned(plan(path, at), at, again=again)
+    return submit_planned(plan(path, at, seed=seed), at, again=again)
 
 
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False) -> Run:
