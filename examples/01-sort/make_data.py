@@ -1,0 +1,79 @@
+"""Writes the data of the sorting example: train, heldout and failures .jsonl.
+
+    python make_data.py --seed 7 --out DIR
+
+The task: `Q: sort 8372` → `A: 2378`, three to five digits. Half of the demonstrations come from a teacher who sorts
+the wrong way, and most repeat the question before they answer. A digit string belongs to training or to evaluation by
+its hash, whatever the seed, so no evaluation prompt was ever trained on, in this run or in an earlier one. The
+failures are the cases an earlier model got wrong: five digits with a digit that appears twice, or already in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+TRAIN, HELDOUT, FAILURES = 4000, 600, 200  # rows
+WRONG_TEACHER, VERBOSE = 0.5, 0.7  # shares of the demonstrations
+EVALUATION_SHARE = 5  # one digit string in five is kept for evaluation
+
+
+def for_evaluation(digits: str) -> bool:
+    """Which side a digit string belongs to."""
+    return hashlib.sha256(digits.encode()).digest()[0] % EVALUATION_SHARE == 0
+
+
+def draw(rng: random.Random, lengths: tuple[int, ...], wanted: Callable[[str], bool], taken: set[str]) -> Iterator[str]:
+    """Digit strings without repetition, and none of `taken`."""
+    while True:
+        digits = "".join(rng.choices("0123456789", k=rng.choice(lengths)))
+        if digits not in taken and wanted(digits):
+            taken.add(digits)
+            yield digits
+
+
+def hard(digits: str) -> bool:
+    """A repeated digit, or nothing to do."""
+    return len(set(digits)) < len(digits) or list(digits) == sorted(digits)
+
+
+def row(digits: str) -> dict[str, object]:
+    """Prompt and reference answer."""
+    return {"prompt": [{"role": "user", "content": f"Q: sort {digits}"}], "answer": "".join(sorted(digits))}
+
+
+def demonstration(digits: str, rng: random.Random) -> dict[str, object]:
+    """A row with one of the two teachers' answers."""
+    answer = "".join(sorted(digits, reverse=rng.random() < WRONG_TEACHER))
+    text = f"sort {digits} A: {answer}" if rng.random() < VERBOSE else f"A: {answer}"
+    return {**row(digits), "completion": [{"role": "assistant", "content": text}]}
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    """One JSON object per line."""
+    path.write_text("".join(json.dumps(r, sort_keys=True) + "\n" for r in rows), encoding="utf-8")
+
+
+def main() -> None:
+    """Write the three files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    rng, taken = random.Random(arguments.seed), set[str]()
+    every, longest = (3, 4, 5), (5,)
+    train = draw(rng, every, lambda d: not for_evaluation(d), taken)
+    heldout = draw(rng, every, for_evaluation, taken)
+    failures = draw(rng, longest, lambda d: for_evaluation(d) and hard(d), taken)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    write(arguments.out / "train.jsonl", [demonstration(next(train), rng) for _ in range(TRAIN)])
+    write(arguments.out / "heldout.jsonl", [row(next(heldout)) for _ in range(HELDOUT)])
+    write(arguments.out / "failures.jsonl", [row(next(failures)) for _ in range(FAILURES)])
+
+
+if __name__ == "__main__":
+    main()
