@@ -1,0 +1,56 @@
+"""A trainer without an engine: any stage kind, parameters taken as they are. For tests of what drives trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import InputError
+from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
+from posttrain.execution.ports import StageContract
+from posttrain.store.attempts import AttemptFolder
+
+_INPUTS = {"model": "model", "data": "dataset", "reward": "reward"}  # parameter → asset kind
+
+
+class FakeTrainer:
+    """Every stage trains a model, except kind `evaluate`, which measures the metrics its parameters name.
+
+    Args:
+        module: what compiled jobs run.
+    """
+
+    name: ClassVar[str] = "fake"
+
+    def __init__(self, module: str = "posttrain_fake_job") -> None:
+        self._module = module
+
+    def code_digest(self) -> str:
+        """See `Trainer.code_digest`."""
+        return digest_json({"trainer": self.name, "module": self._module})
+
+    def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
+        """See `Trainer.check`; refuses only parameters that are no JSON."""
+        try:
+            digest_json(dict(params))
+        except InputError as error:
+            raise InputError(f"{kind}: {error}") from error
+        inputs = {key: (asset, str(params[key])) for key, asset in _INPUTS.items() if key in params}
+        measures = kind == "evaluate"
+        return StageContract(
+            params={key: key if key in inputs else value for key, value in params.items()},
+            inputs=inputs,
+            outputs={"metrics": "file"} if measures else {"model": "tree"},
+            metrics=dict.fromkeys(params.get("metrics", ()), True) if measures else {},
+            work={"steps": float(params.get("steps", 1))},
+        )
+
+    def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
+        """See `Trainer.compile`."""
+        return JobSpec(order.name, self._module, str(attempt_dir))
+
+    def collect(self, attempt: AttemptFolder) -> JobResult | None:
+        """See `Trainer.collect`."""
+        return attempt.read_result()

@@ -1,0 +1,94 @@
+"""What every trainer honours, whatever engine is behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.domain.canonical import digest_json, is_digest
+from posttrain.domain.errors import InputError
+from posttrain.domain.jobs import JobOrder, JobResult
+from posttrain.execution.ports import Trainer
+from posttrain.execution.trainers.fake import FakeTrainer
+from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.attempts import AttemptFolder
+
+STAGES: list[tuple[str, dict[str, Any]]] = [
+    ("sft", {"model": "base", "data": "train", "steps": 3}),
+    ("grpo", {"model": "sft", "data": "train", "reward": "exact", "steps": 3}),
+]
+
+
+@pytest.fixture(params=[NativeTrainer(), FakeTrainer()], ids=lambda trainer: trainer.name)
+def trainer(request: pytest.FixtureRequest) -> Trainer:
+    made: Trainer = request.param
+    return made
+
+
+@pytest.mark.parametrize(("kind", "params"), STAGES)
+def test_a_checked_stage_says_what_it_needs_and_leaves(trainer: Trainer, kind: str, params: dict[str, Any]) -> None:
+    contract = trainer.check(kind, params)
+    wanted = {"model": ("model", params["model"]), "data": ("dataset", "train")}
+    assert wanted.items() <= contract.inputs.items()
+    assert contract.outputs == {"model": "tree"}
+    assert contract.work["steps"] == 3
+    json.dumps(dict(contract.params))  # it goes into the manifest
+
+
+@pytest.mark.parametrize(("kind", "params"), STAGES)
+def test_what_inputs_are_called_is_not_in_the_parameters(trainer: Trainer, kind: str, params: dict[str, Any]) -> None:
+    renamed = {**params, "data": "other", "model": "another"}
+    first, second = trainer.check(kind, params), trainer.check(kind, renamed)
+    assert digest_json(dict(first.params)) == digest_json(dict(second.params))
+    assert first.inputs != second.inputs
+
+
+@pytest.mark.parametrize(("kind", "params"), STAGES)
+def test_normalised_parameters_are_a_fixed_point(trainer: Trainer, kind: str, params: dict[str, Any]) -> None:
+    once = dict(trainer.check(kind, params).params)
+    assert dict(trainer.check(kind, once).params) == once
+
+
+def test_parameters_that_cannot_be_locked_are_refused(trainer: Trainer) -> None:
+    with pytest.raises(InputError, match="sft"):
+        trainer.check("sft", {"model": "base", "data": "train", "steps": float("nan")})
+
+
+def test_the_code_digest_is_stable(trainer: Trainer) -> None:
+    assert is_digest(trainer.code_digest())
+    assert trainer.code_digest() == trainer.code_digest()
+
+
+def test_compiling_is_pure_and_collecting_waits_for_the_word(trainer: Trainer, tmp_path: Path) -> None:
+    params = dict(trainer.check(*STAGES[0]).params)
+    order = JobOrder("r-sft-1", "sft", 7, params, {}, "file:///nowhere", str(tmp_path / "cache"))
+    folder = AttemptFolder(tmp_path / "attempt")
+    spec = trainer.compile(order, folder.path)
+    assert (spec.name, spec.attempt_dir) == ("r-sft-1", str(folder.path))
+    assert spec == trainer.compile(order, folder.path)
+    assert not folder.path.exists()
+    folder.write_order(order)
+    assert trainer.collect(folder) is None
+    result = JobResult("succeeded", {}, {"loss": 1.0}, 5)
+    folder.write_result(result)
+    assert trainer.collect(folder) == result
+
+
+def test_the_native_trainer_digests_every_source_that_decides_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain.execution.trainers import native
+
+    before = NativeTrainer().code_digest()
+    native._code_digest.cache_clear()
+    monkeypatch.setattr(native, "_version", lambda library: "another")
+    assert NativeTrainer().code_digest() != before
+    native._code_digest.cache_clear()
+
+
+def test_the_native_trainer_passes_thread_settings_before_torch_is_imported(tmp_path: Path) -> None:
+    params = dict(NativeTrainer().check("sft", {"data": "train", "steps": 1, "runtime": {"threads": 3}}).params)
+    order = JobOrder("r-sft-1", "sft", 7, params, {}, "file:///nowhere", str(tmp_path))
+    environment = NativeTrainer().compile(order, tmp_path).environment
+    assert (environment["OMP_NUM_THREADS"], environment["OMP_WAIT_POLICY"]) == ("3", "passive")
