@@ -1,0 +1,347 @@
+"""What every executor must honour, over the local one and the fake; then what only real processes can show."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from posttrain.domain.errors import InfrastructureError, WorkspaceError
+from posttrain.domain.jobs import JobSpec, JobState, Observation
+from posttrain.execution import processes
+from posttrain.execution.executors import local
+from posttrain.execution.executors.fake import FakeExecutor
+from posttrain.execution.executors.local import LocalExecutor
+from posttrain.execution.ports import Executor
+from posttrain.store.attempts import AttemptFolder
+
+HERE = Path(__file__).parent
+PATIENCE = 30.0
+ENDED = (JobState.EXITED, JobState.LOST)
+
+
+class Harness(Protocol):
+    """An executor and the power over its jobs."""
+
+    executor: Executor
+
+    def finish(self, spec: JobSpec, code: int) -> None: ...
+
+    def lose(self, spec: JobSpec) -> None: ...
+
+    def starts(self, spec: JobSpec) -> int: ...
+
+
+class LocalHarness:
+    def __init__(self) -> None:
+        self.executor: Executor = LocalExecutor()
+
+    def finish(self, spec: JobSpec, code: int) -> None:
+        folder = Path(spec.attempt_dir)
+        (folder / "going").write_text(str(code))
+        (folder / "going").rename(folder / "go")
+        wait_until(lambda: self.executor.observe(spec).state == JobState.EXITED)
+
+    def lose(self, spec: JobSpec) -> None:
+        wait_until((Path(spec.attempt_dir) / "ready").exists)
+        os.kill(claim(spec)["pid"], signal.SIGKILL)
+        wait_until(lambda: self.executor.observe(spec).state == JobState.LOST)
+
+    def starts(self, spec: JobSpec) -> int:
+        return len(started(spec))
+
+
+class FakeHarness:
+    def __init__(self) -> None:
+        self.fake = FakeExecutor()
+        self.executor: Executor = self.fake
+
+    def finish(self, spec: JobSpec, code: int) -> None:
+        self.fake.finish(spec.name, code)
+
+    def lose(self, spec: JobSpec) -> None:
+        self.fake.lose(spec.name)
+
+    def starts(self, spec: JobSpec) -> int:
+        return sum(job.name == spec.name for job in self.fake.launched)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def claim(spec: JobSpec) -> Any:
+    return json.loads((Path(spec.attempt_dir) / "supervisor.json").read_bytes())
+
+
+def started(spec: JobSpec) -> list[str]:
+    path = Path(spec.attempt_dir) / "started"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Iterator[Callable[..., JobSpec]]:
+    """Makes job specs; whatever they started is gone at the end."""
+    made: list[JobSpec] = []
+
+    def make(mode: str = "polite", name: str = "run1-train-1", module: str = "executor_job", **words: str) -> JobSpec:
+        environment = {"PYTHONPATH": str(HERE), "JOB_MODE": mode, **words}
+        made.append(JobSpec(name, module, str(tmp_path / name), environment))
+        return made[-1]
+
+    yield make
+    for each in made:
+        if (Path(each.attempt_dir) / "supervisor.json").exists():
+            found = claim(each)
+            processes.send(found["pid"], found["identity"], signal.SIGKILL)
+            LocalExecutor().observe(each)  # kills what a lost supervisor left
+
+
+@pytest.fixture(params=["local", "fake"])
+def harness(request: pytest.FixtureRequest) -> Harness:
+    return LocalHarness() if request.param == "local" else FakeHarness()
+
+
+Make = Callable[..., JobSpec]
+
+
+def test_a_job_nobody_launched_is_unknown(harness: Harness, spec: Make) -> None:
+    job = spec()
+    assert harness.executor.observe(job) == Observation(JobState.UNKNOWN)
+    assert harness.executor.cancel(job, 0) == Observation(JobState.UNKNOWN)
+    Path(job.attempt_dir).mkdir()
+    assert harness.executor.cancel(job, 0) == Observation(JobState.UNKNOWN)
+    assert AttemptFolder(Path(job.attempt_dir)).stop_requested()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_job_runs_and_exits_with_its_code(harness: Harness, spec: Make, code: int) -> None:
+    job = spec()
+    harness.executor.launch(job)
+    assert harness.executor.observe(job).state in (JobState.STARTING, JobState.RUNNING)
+    harness.finish(job, code)
+    assert harness.executor.observe(job) == Observation(JobState.EXITED, exit_code=code)
+    assert harness.starts(job) == 1
+
+
+def test_launching_again_finds_the_job_running_or_ended(harness: Harness, spec: Make) -> None:
+    job = spec()
+    handle = harness.executor.launch(job)
+    assert harness.executor.launch(job) == handle
+    harness.finish(job, 0)
+    assert harness.executor.launch(job) == handle
+    assert harness.executor.observe(job).state == JobState.EXITED
+    assert harness.starts(job) == 1
+
+
+def test_a_lost_job_stays_lost(harness: Harness, spec: Make) -> None:
+    job = spec()
+    handle = harness.executor.launch(job)
+    harness.lose(job)
+    assert harness.executor.launch(job) == handle
+    assert harness.executor.observe(job).state == JobState.LOST
+    assert harness.starts(job) == 1
+
+
+def test_a_cancelled_job_has_been_asked_and_is_gone(harness: Harness, spec: Make) -> None:
+    job = spec()
+    harness.executor.launch(job)
+    Path(job.attempt_dir).mkdir(exist_ok=True)
+    seen = harness.executor.cancel(job, grace_seconds=PATIENCE)
+    assert seen.state == JobState.EXITED
+    assert harness.executor.observe(job) == seen == harness.executor.cancel(job, 0)
+
+
+def test_jobs_do_not_touch_each_other(harness: Harness, spec: Make) -> None:
+    first, second = spec(name="run1-train-1"), spec(name="run1-train-2")
+    assert harness.executor.launch(first) != harness.executor.launch(second)
+    harness.executor.cancel(first, PATIENCE)
+    assert harness.executor.observe(second).state in (JobState.STARTING, JobState.RUNNING)
+    harness.finish(second, 5)
+    assert harness.executor.observe(second).exit_code == 5
+
+
+@pytest.fixture
+def running(spec: Make) -> Callable[..., JobSpec]:
+    """Launches a job and waits until it has said that it is ready."""
+
+    def launch(*args: str, **words: str) -> JobSpec:
+        job = spec(*args, **words)
+        LocalExecutor().launch(job)
+        wait_until((Path(job.attempt_dir) / "ready").exists)
+        return job
+
+    return launch
+
+
+def test_the_job_gets_its_environment_its_folder_and_a_log(running: Make) -> None:
+    job = running(JOB_WORD="hello")
+    assert started(job)[0].endswith(" hello")
+    assert "a word for the log" in AttemptFolder(Path(job.attempt_dir)).log.read_text()
+    assert LocalExecutor().cancel(job, PATIENCE) == Observation(JobState.EXITED, exit_code=0)
+
+
+def test_a_module_that_is_not_there_is_an_exit_code_and_a_log(spec: Make) -> None:
+    job = spec(module="no_such_module")
+    LocalExecutor().launch(job)
+    wait_until(lambda: LocalExecutor().observe(job).state == JobState.EXITED)
+    assert LocalExecutor().observe(job).exit_code == 1
+    assert "No module named no_such_module" in AttemptFolder(Path(job.attempt_dir)).log.read_text()
+
+
+def test_a_killed_job_exits_with_the_signal_and_takes_its_children_along(running: Make) -> None:
+    job = running("parent")
+    child = int((Path(job.attempt_dir) / "child").read_text())
+    assert child in processes.group(claim(job)["job_pid"])
+    os.kill(claim(job)["job_pid"], signal.SIGKILL)
+    wait_until(lambda: LocalExecutor().observe(job).state == JobState.EXITED)
+    assert LocalExecutor().observe(job).exit_code == -signal.SIGKILL
+    assert processes.group(claim(job)["job_pid"]) == []
+
+
+def test_a_job_and_its_children_die_with_their_supervisor(running: Make) -> None:
+    job = running("parent")
+    os.kill(claim(job)["pid"], signal.SIGKILL)
+    wait_until(lambda: LocalExecutor().observe(job).state in ENDED)
+    assert LocalExecutor().observe(job).state == JobState.LOST
+    assert processes.group(claim(job)["job_pid"]) == []
+
+
+def test_the_supervisor_forwards_sigterm(running: Make) -> None:
+    job = running()
+    os.kill(claim(job)["pid"], signal.SIGTERM)
+    wait_until(lambda: LocalExecutor().observe(job).state in ENDED)
+    assert LocalExecutor().observe(job).exit_code == -signal.SIGTERM
+
+
+def test_cancelling_asks_then_terminates_then_kills(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, deaf = running("busy", "run1-a-1"), running("deaf", "run1-b-1")
+    assert LocalExecutor().cancel(busy, 0.1).exit_code == -signal.SIGTERM
+    monkeypatch.setattr(local, "_TERMINATE_SECONDS", 0.1)
+    assert LocalExecutor().cancel(deaf, 0.1).exit_code == -signal.SIGKILL
+
+
+def test_a_stopped_supervisor_cannot_keep_a_job_alive(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = running("deaf")
+    os.kill(claim(job)["pid"], signal.SIGSTOP)
+    monkeypatch.setattr(local, "_TERMINATE_SECONDS", 0.1)
+    monkeypatch.setattr(local, "_KILL_SECONDS", 0.5)
+    assert LocalExecutor().cancel(job, 0).state == JobState.LOST
+    assert processes.group(claim(job)["job_pid"]) == []
+
+
+_LAUNCHER = """
+import json, sys, time
+from posttrain.domain.jobs import JobSpec
+from posttrain.execution.executors.local import LocalExecutor
+
+spec = JobSpec(**json.loads(sys.argv[1]))
+while time.time() < float(sys.argv[2]):
+    pass
+print(LocalExecutor().launch(spec), flush=True)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+def launcher(job: JobSpec, at: float = 0.0, linger: float = 0.0) -> subprocess.Popen[str]:
+    fields = {"name": job.name, "module": job.module, "attempt_dir": job.attempt_dir, "environment": job.environment}
+    command = [sys.executable, "-c", _LAUNCHER, json.dumps(fields), str(at), str(linger)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_that_launch_at_once_start_one_job(spec: Make) -> None:
+    job = spec()
+    at = time.time() + 1.0  # both have their imports behind them by then
+    handles = {process.communicate()[0] for process in [launcher(job, at) for _ in range(3)]}
+    assert len(handles) == 1
+    wait_until(lambda: len(started(job)) > 0)
+    LocalExecutor().cancel(job, PATIENCE)
+    assert len(started(job)) == 1
+
+
+def test_a_job_outlives_who_launched_it(spec: Make) -> None:
+    job = spec()
+    process = launcher(job, linger=PATIENCE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    process.communicate()
+    assert LocalExecutor().observe(job).state in (JobState.STARTING, JobState.RUNNING)
+    assert LocalExecutor().cancel(job, PATIENCE).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "most_starts"),
+    [("supervisor.before_spawn", 0), ("supervisor.after_spawn", 1), ("supervisor.before_exit_record", 1)],
+)
+def test_a_supervisor_that_dies_anywhere_leaves_a_lost_attempt(
+    spec: Make, monkeypatch: pytest.MonkeyPatch, place: str, most_starts: int
+) -> None:
+    job = spec()
+    monkeypatch.setenv("POSTTRAIN_CRASHPOINT", place)
+    LocalExecutor().launch(job)
+    monkeypatch.delenv("POSTTRAIN_CRASHPOINT")
+    if place == "supervisor.before_exit_record":
+        (Path(job.attempt_dir) / "go").write_text("0")
+    wait_until(lambda: LocalExecutor().observe(job).state == JobState.LOST)
+    assert LocalExecutor().cancel(job, 0).state == JobState.LOST
+    LocalExecutor().launch(job)
+    assert LocalExecutor().observe(job).state == JobState.LOST
+    assert len(started(job)) <= most_starts
+    assert not (Path(job.attempt_dir) / "exit.json").exists()
+
+
+def test_a_supervisor_that_cannot_start_is_an_infrastructure_error(spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = spec()
+    monkeypatch.setattr(local, "_SUPERVISOR", "no_such_supervisor")
+    with pytest.raises(InfrastructureError, match=r"exit code 1; see .*log\.txt"):
+        LocalExecutor().launch(job)
+    monkeypatch.undo()
+    LocalExecutor().launch(job)  # nothing was claimed, so trying again is safe
+    assert LocalExecutor().cancel(job, PATIENCE).exit_code == 0
+
+
+def test_a_folder_that_cannot_be_made_is_a_workspace_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WorkspaceError, match="cannot write"):
+        LocalExecutor().launch(JobSpec("n", "executor_job", str(tmp_path / "file" / "001")))
+
+
+def test_a_pid_that_belongs_to_another_process_is_left_alone() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        found = processes.identity(process.pid)
+        assert found is not None
+        assert processes.alive(process.pid, found)
+        other = found.rpartition(":")[0] + ":1"
+        assert not processes.alive(process.pid, other)
+        processes.send(process.pid, other, signal.SIGKILL)
+        assert processes.kill_group(process.pid, other)  # that group is gone: its number is somebody else's now
+        assert processes.alive(process.pid, found)
+        assert not processes.kill_group(process.pid, found) or not processes.alive(process.pid, found)
+    finally:
+        process.kill()
+        process.wait()
+    assert processes.identity(process.pid) is None
+    assert not processes.alive(process.pid, found)
+    assert processes.kill_group(process.pid, found)
+    processes.send(process.pid, found, signal.SIGKILL)
+
+
+def test_the_supervisor_loads_little(tmp_path: Path) -> None:
+    program = "import sys, posttrain.execution.executors.supervisor; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    foreign = {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"posttrain"}
+    assert {name for name in foreign if not name.startswith("_")} <= {"sitecustomize", "usercustomize"}
+    assert not {"subprocess", "asyncio", "socket", "tempfile"} & set(loaded)
