@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 TRAIN, HELDOUT, FAILURES = 4000, 600, 200  # rows
-WRONG_TEACHER, VERBOSE = 0.5, 0.7  # shares of the demonstrations
+WRONG_TEACHER, VERBOSE = 0.5, 0.85  # shares of the demonstrations
 EVALUATION_SHARE = 5  # one digit string in five is kept for evaluation
 
 

@@ -328,7 +328,7 @@ class TestCell:
             assert reward.score(call("12"))[0].score == 1.0
 
     def test_files_and_memory_are_limited(self, opened: Callable[..., ProcessReward], tmp_path: Path) -> None:
-        big = f"def score(completion):\n    open({str(tmp_path / 'big')!r}, 'wb').truncate(1 << 30)\n    return 1\n"
+        big = f"def score(completion):\n    open({str(tmp_path / 'big')!r}, 'wb').truncate(1 << 31)\n    return 1\n"
         with pytest.raises(RewardError, match=r"OSError|signal 25"):
             opened(big).score(call("12"))
         with pytest.raises(RewardError, match="MemoryError"):

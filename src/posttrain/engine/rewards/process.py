@@ -22,7 +22,7 @@ from posttrain.engine.rewards.port import RewardCall, RewardError, Score, checke
 
 LIMITS: Mapping[str, int] = {
     "RLIMIT_AS": 8 * 2**30,  # bytes of address space: numpy and friends reserve much and use little
-    "RLIMIT_FSIZE": 64 * 2**20,  # bytes per file written
+    "RLIMIT_FSIZE": 2**30,  # bytes per file written, the job's log included
     "RLIMIT_NOFILE": 256,
 }
 START_TIMEOUT = 30.0  # seconds a worker may take to start and import the reward's source, on a busy machine

@@ -95,10 +95,10 @@ def confine(parent: int, limits: Mapping[str, int]) -> list[str]:
     notes: list[str] = []
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) and libc.unshare(_CLONE_NEWNET):
             notes.append(f"the reward can reach the network: unshare failed ({os.strerror(ctypes.get_errno())})")
+        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # last: a change of credentials clears it
     else:
         notes.append("the reward can reach the network: namespaces need Linux")
     if os.getppid() != parent:

@@ -1,0 +1,345 @@
+"""Evaluation: what is measured per item, and the job that leaves it as tables."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from posttrain.control.judging import read_evidence
+from posttrain.data.rows import read_rows
+from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError
+from posttrain.domain.facts import Progress
+from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
+from posttrain.engine.algorithms.passk import pass_at_k
+from posttrain.engine.config import InitModelConfig, SuiteConfig
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.loading import save_model
+from posttrain.engine.recipes.answers import answer_pattern, extract_answer
+from posttrain.engine.recipes.evaluate import Item, Meter, SuiteResult, evaluate_suite, suite_items
+from posttrain.engine.rollout.backends.scripted import ScriptedRollout
+from posttrain.jobs import evaluate
+from posttrain.jobs.entry import run
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.blobs import open_blobs
+from posttrain.store.trees import put_tree
+
+LAST_ANSWER = r".*A: (.*)$"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer(InitModelConfig().characters)
+
+
+def rows_of(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"prompt": question, "answer": answer} for question, answer in pairs]
+
+
+def items_of(tokenizer: PreTrainedTokenizerFast, config: SuiteConfig, *pairs: tuple[str, str]) -> list[Item]:
+    rows = rows_of(*pairs)
+    texts = [row["prompt"] for row in rows]
+    return suite_items(rows, texts, tokenizer, config, name="dataset:h@1", context=512)
+
+
+def says(
+    tokenizer: PreTrainedTokenizerFast, answers: Mapping[str, list[str]], *, ended: bool = True
+) -> ScriptedRollout:
+    """A rollout that answers the question with the sample-th of its answers."""
+
+    def script(prompt: tuple[int, ...], sample: int) -> list[int]:
+        text = answers[tokenizer.decode(list(prompt))][sample]
+        return tokenizer.encode(text) + [tokenizer.eos_token_id] * ended
+
+    return ScriptedRollout(script, eos_token_id=tokenizer.eos_token_id)
+
+
+def evaluated(result: SuiteResult | None) -> SuiteResult:
+    assert result is not None
+    return result
+
+
+class TestExtraction:
+    @pytest.mark.parametrize(
+        ("pattern", "response", "expected"),
+        [
+            (SuiteConfig(data="d").extract, "whole\ntext", "whole\ntext"),
+            (SuiteConfig(data="d").extract, "", None),
+            (LAST_ANSWER, "sort 31 A: 31 A: 13", "13"),
+            (LAST_ANSWER, "A 13", None),
+            (r"\d+", "3 then 14", "14"),
+            (r"#(\d*)", "#1 #", ""),
+        ],
+    )
+    def test_last_match(self, pattern: str, response: str, expected: str | None) -> None:
+        assert extract_answer(answer_pattern(pattern), response) == expected
+
+    def test_not_an_expression(self) -> None:
+        with pytest.raises(InputError, match=r"extract must be a regular expression, got '\('"):
+            answer_pattern("(")
+
+
+class TestPassAtK:
+    @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+    def test_equals_enumeration(self, case: tuple[int, int, int]) -> None:
+        n, c, k = case
+        draws = list(itertools.combinations([i < c for i in range(n)], k))
+        assert math.isclose(pass_at_k(n, c, k), sum(map(any, draws)) / len(draws), abs_tol=1e-12)
+
+    def test_out_of_range(self) -> None:
+        with pytest.raises(ValueError, match="1 <= k <= samples"):
+            pass_at_k(3, 1, 4)
+
+
+class TestSuite:
+    def test_values_per_item(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        config = SuiteConfig(data="d", extract=LAST_ANSWER, samples=4, pass_at=(1, 2), max_new_tokens=12)
+        items = items_of(tokenizer, config, ("q1", "13"), ("q2", "9"))
+        answers = {"q1": ["A: 13", "A: 31", "A: 13", "no"], "q2": ["so A: 8", "A: 9", "A: 8", "A: 8"]}
+        meter = Meter()
+        result = evaluated(evaluate_suite("h", config, items, says(tokenizer, answers), tokenizer, seed=0, meter=meter))
+        assert result.metrics() == {
+            "h/accuracy": [1.0, 0.0],
+            "h/response_tokens": [6.0, 8.0],
+            "h/truncated": [0.0, 0.0],
+            "h/sampled_accuracy": [0.5, 0.25],
+            "h/pass@1": [0.5, 0.25],
+            "h/pass@2": [pytest.approx(5 / 6), pytest.approx(0.5)],
+        }
+        assert set(result.metrics()) == set(config.metrics("h"))
+        assert meter.tokens == sum(len(r.item.prompt) + r.tokens for r in result.responses)
+        first = result.responses[0]
+        assert (first.kind, first.text, first.extracted, first.logprob) == ("greedy", "A: 13", "13", -6.0)
+
+    def test_cut_response_is_truncated_and_wrong_unless_it_says_it(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        config = SuiteConfig(data="d", extract=LAST_ANSWER, max_new_tokens=5)
+        items = items_of(tokenizer, config, ("q", "13"))
+        rollout = says(tokenizer, {"q": ["A: 13 and more"]}, ended=False)
+        result = evaluated(evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=Meter()))
+        assert result.metrics() == {"h/accuracy": [1.0], "h/response_tokens": [5.0], "h/truncated": [1.0]}
+
+    def test_identity_is_prompt_and_answer_alone(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        config = SuiteConfig(data="d")
+        a, b = items_of(tokenizer, config, ("q1", "1"), ("q2", "2"))
+        assert [i.id for i in items_of(tokenizer, config, ("q2", "2"), ("q1", "1"))] == [b.id, a.id]
+        other = suite_items(
+            [{"prompt": "q1", "answer": "1", "level": 9}], ["q1"], tokenizer, config, name="x", context=99
+        )
+        assert other[0].id == a.id
+        assert items_of(tokenizer, config, ("q1", "2"))[0].id not in (a.id, b.id)
+        twins = items_of(tokenizer, config, ("q1", "1"), ("q1", "1"))
+        assert [i.id for i in twins] == [a.id, a.id + "#2"]
+
+    def test_refused_rows(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        with pytest.raises(InputError, match="x row 1 must have an answer to be evaluated, got columns prompt"):
+            suite_items([{"prompt": "q"}], ["q"], tokenizer, SuiteConfig(data="d"), name="x", context=99)
+        with pytest.raises(InputError, match=r"x row 1: prompt must fit 65 - 64 \(max_new_tokens\) tokens, got 2"):
+            suite_items(
+                [{"prompt": "q1", "answer": ""}], ["q1"], tokenizer, SuiteConfig(data="d"), name="x", context=65
+            )
+
+    def test_budget_is_checked_before_a_batch(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        config = SuiteConfig(data="d", max_new_tokens=8, samples=2)
+        items = items_of(tokenizer, config, ("q", "1"))
+        rollout = says(tokenizer, {"q": ["1", "1"]})
+        meter = Meter(limit=20)  # greedy: 1 + 8 at the most, 3 in fact; then twice 1 + 8
+        with pytest.raises(BudgetExceededError, match=r"at most 18 tokens\): spent 3 of 20"):
+            evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=meter)
+        assert meter.tokens == 3
+        with pytest.raises(BudgetExceededError, match="deadline passed"):
+            evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=Meter(deadline=1.0))
+
+    def test_stops_between_batches(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        config = SuiteConfig(data="d", samples=1)
+        items = items_of(tokenizer, config, ("q", "1"))
+        seen: list[int] = []
+        result = evaluate_suite(
+            "h", config, items, says(tokenizer, {"q": ["1"]}), tokenizer, seed=0, meter=Meter(),
+            between=lambda count: bool(seen.append(count)),
+        )  # fmt: skip
+        assert result is None
+        assert seen == [1]
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A store with a tiny random model and a suite, and orders to evaluate them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.blobs = open_blobs(root / "blobs")
+        config = InitModelConfig(hidden_size=16, intermediate_size=16, layers=1, heads=2, kv_heads=1, context_length=64)
+        tokenizer = character_tokenizer(config.characters)
+        save_model(adopt_module(initial_model(config, tokenizer, 5)), tokenizer, root / "model")
+        self.model = put_tree(self.blobs, root / "model")
+        draw = random.Random(3)
+        self.rows = [{"prompt": f"Q: {draw.randint(0, 10**4)}", "answer": str(draw.randint(0, 9))} for _ in range(24)]
+
+    def order(self, rows: list[dict[str, Any]] | None = None, **suite: object) -> JobOrder:
+        data = "".join(json.dumps(row) + "\n" for row in (self.rows if rows is None else rows)).encode()
+        asked = {"data": "suites.heldout", "extract": r"(\d)", "samples": 2, "pass_at": [1, 2], "max_new_tokens": 8}
+        return JobOrder(
+            name="r-evaluate-1",
+            kind="evaluate",
+            seed=11,
+            params={"model": "model", "suites": {"heldout": asked | suite}},
+            inputs={
+                "model": InputBlob(self.model, "tree", "model:tiny@1"),
+                "suites.heldout": InputBlob(self.blobs.put(data), "file", "dataset:heldout@1"),
+            },
+            store_url=self.blobs.url,
+            cache_dir=str(self.root / "cache"),
+        )
+
+    def attempt(self, name: str, order: JobOrder) -> AttemptFolder:
+        folder = self.root / name
+        folder.mkdir()
+        attempt = AttemptFolder(folder)
+        attempt.write_order(order)
+        return attempt
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("evaluate"))
+
+
+@pytest.fixture
+def answered(bench: Bench, request: pytest.FixtureRequest) -> Callable[..., tuple[AttemptFolder, JobResult]]:
+    def _run(order: JobOrder, name: str = "") -> tuple[AttemptFolder, JobResult]:
+        attempt = bench.attempt(name or request.node.name, order)
+        assert run(str(attempt.path), evaluate.body) == 0
+        result = attempt.read_result()
+        assert result is not None
+        return attempt, result
+
+    return _run
+
+
+Answered = Callable[..., tuple[AttemptFolder, JobResult]]
+
+
+def test_tables_hold_what_a_gate_reads(bench: Bench, answered: Answered) -> None:
+    attempt, result = answered(bench.order())
+    assert result.status == "succeeded"
+    assert {name: output.form for name, output in result.outputs.items()} == {"metrics": "file", "items": "file"}
+    metrics = (attempt.path / result.outputs["metrics"].path).read_bytes()
+    evidence = read_evidence(metrics, "metrics")
+    assert (
+        set(evidence) == set(result.metrics) == set(SuiteConfig(data="d", samples=2, pass_at=(1, 2)).metrics("heldout"))
+    )
+    assert evidence["heldout/accuracy"].binary
+    assert not evidence["heldout/response_tokens"].binary
+    for name, found in evidence.items():
+        assert len(set(found.item_ids)) == len(bench.rows)
+        assert found.values.mean() == pytest.approx(result.metrics[name])
+    table = pq.read_table(attempt.path / result.outputs["items"].path).to_pylist()
+    assert len(table) == 3 * len(bench.rows)
+    assert [row["answer"] for row in table if row["kind"] == "greedy"] == [row["answer"] for row in bench.rows]
+    assert all(row["correct"] == (row["extracted"] == row["answer"]) for row in table)
+    assert all(row["tokens"] <= 8 and row["logprob"] < 0 for row in table)
+    facts, _ = attempt.facts()
+    progress = [fact for fact in facts if isinstance(fact, Progress)]
+    assert (progress[-1].step, progress[-1].total, progress[-1].tokens) == (72, 72, result.tokens)
+
+
+def test_same_bytes_again_and_as_a_process(bench: Bench, answered: Answered) -> None:
+    first, _ = answered(bench.order())
+    attempt = bench.attempt("as-a-process", bench.order())
+    command = [sys.executable, "-m", "posttrain.jobs.evaluate", str(attempt.path)]
+    subprocess.run(command, check=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    result = attempt.read_result()
+    assert result is not None
+    for output in result.outputs.values():
+        assert (attempt.path / output.path).read_bytes() == (first.path / output.path).read_bytes()
+
+
+def test_an_item_is_answered_the_same_in_any_suite_order(bench: Bench, answered: Answered) -> None:
+    def sampled(attempt: AttemptFolder) -> dict[tuple[str, int], str]:
+        table = pq.read_table(attempt.path / "outputs" / "items.parquet").to_pylist()
+        return {(r["item_id"], r["sample_index"]): r["response"] for r in table if r["kind"] == "sample"}
+
+    forward, _ = answered(bench.order(), "forward")
+    backward, _ = answered(bench.order(rows=bench.rows[::-1]), "backward")
+    assert sampled(forward) == sampled(backward)
+
+
+def test_stop_is_answered(bench: Bench) -> None:
+    attempt = bench.attempt("stopped", bench.order())
+    attempt.request_stop()
+    assert run(str(attempt.path), evaluate.body) == 0
+    result = attempt.read_result()
+    assert result is not None
+    assert result.status == "stopped"
+    assert result.outputs == {}
+    assert result.tokens > 0
+
+
+def test_budget_is_never_passed(bench: Bench, answered: Answered) -> None:
+    whole = answered(bench.order(), "whole")[1].tokens
+    attempt, result = answered(replace(bench.order(), token_allowance=whole // 2), "half")
+    assert result.failure is not None
+    assert result.failure.kind is FailureClass.BUDGET
+    assert result.tokens <= whole // 2
+    assert not (attempt.path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "suite", "message"),
+    [
+        ([{"prompt": "q"}], {}, "dataset:heldout@1 row 1 must have an answer"),
+        (
+            [{"prompt": "q" * 60, "answer": "1"}],
+            {},
+            r"dataset:heldout@1 row 1: prompt must fit 64 - 8 (max_new_tokens)",
+        ),
+        ([], {}, "dataset:heldout@1 must hold at least one row, got 0"),
+        (None, {"extract": "("}, "extract must be a regular expression"),
+    ],
+)
+def test_bad_input_is_one_line(
+    bench: Bench, answered: Answered, rows: list[dict[str, Any]] | None, suite: dict[str, object], message: str
+) -> None:
+    _, result = answered(bench.order(rows, **suite))
+    assert result.status == "failed"
+    assert result.failure is not None
+    assert result.failure.kind is FailureClass.BAD_INPUT
+    assert message in result.failure.message
+    assert "\n" not in result.failure.message
+
+
+@pytest.mark.parametrize("example", ["01-sort", "02-count"])
+def test_example_data_is_disjoint_by_construction(example: str, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / example / "make_data.py"
+
+    def made(seed: int, name: str) -> dict[str, list[dict[str, Any]]]:
+        out = tmp_path / name
+        subprocess.run([sys.executable, str(script), "--seed", str(seed), "--out", str(out)], check=True)
+        return {split: read_rows(out / f"{split}.jsonl") for split in ("train", "heldout", "failures")}
+
+    one, again, other = made(1, "one"), made(1, "again"), made(2, "other")
+    assert one == again
+    prompts = {name: {json.dumps(r["prompt"]) for r in rows} for name, rows in one.items()}
+    assert {name: len(p) for name, p in prompts.items()} == {"train": 4000, "heldout": 600, "failures": 200}
+    assert not prompts["heldout"] & prompts["failures"]
+    for later in (one, other):  # whatever seed made the evaluation data, it was never trained on
+        for name in ("heldout", "failures"):
+            assert not prompts["train"] & {json.dumps(r["prompt"]) for r in later[name]}
+    assert one["heldout"] != other["heldout"]
