@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from posttrain.control import actions
+from posttrain.control.attempts import STOP_GRACE_SECONDS
 from posttrain.control.explain import explain_run, outcome_error
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import LEASE_SECONDS, Reconciler
@@ -338,7 +339,35 @@ def test_the_wall_clock_budget_stops_a_running_job(bench: Bench) -> None:
     bench.scripts["sft"] = [None]  # runs for ever
     run = bench.drive(bench.submit(budget={"wall_clock": 60}))
     assert run.reason == "BudgetExceeded"
-    assert bench.executor.cancelled == [f"{run.id}-sft-1"]
+    assert bench.executor.cancelled == [f"{run.id}-sft-1"], "it was asked first, and had its grace"
+    asked = bench.ledger.attempts(run.id)[0].stop_requested_at
+    assert asked is not None
+    assert bench.clock.now() - asked >= STOP_GRACE_SECONDS
+
+
+def test_a_job_that_ends_itself_for_the_wall_clock_is_over_budget_not_stopped(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit(budget={"wall_clock": 60})
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    bench.clock.sleep(61)
+    bench.reconciler.tick(run_id)
+    folder = bench.wiring.folder(bench.ledger.attempts(run_id)[0])
+    assert folder.stop_requested()
+    folder.write_result(JobResult("stopped", tokens=7))
+    run = bench.drive(run_id)
+    assert (run.state, run.reason) == ("failed", "BudgetExceeded")
+
+
+def test_a_preempted_job_goes_on_without_using_up_an_attempt(bench: Bench) -> None:
+    def preempted(folder: AttemptFolder) -> int:
+        folder.write_result(JobResult("stopped"))  # SIGTERM from outside: it checkpointed and ended
+        return 0
+
+    bench.scripts["sft"] = [preempted, preempted, preempted, vanish(), train()]
+    run = bench.drive(bench.submit(budget={"attempts": 2}))
+    assert run.state == "succeeded"
+    assert [a.reason for a in bench.ledger.attempts(run.id, "sft")] == ["Preempted"] * 3 + ["Lost", "Succeeded"]
 
 
 def test_stop_and_go_on(bench: Bench) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from posttrain.control import budgets
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
@@ -25,6 +27,7 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
     spec = trainer.compile(folder.read_order(), folder.path)
     if attempt.state == AttemptState.PLANNED:
         if run.state == RunState.STOPPING:
+            wiring.executor.cancel(spec, 0.0)  # it may have been launched by a process that died before saying so
             _end(wiring, stage, attempt, JobResult("stopped"), {})
             return
         _launch(wiring, attempt, spec)
@@ -38,6 +41,12 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
         if result.state not in (JobState.STARTING, JobState.RUNNING):
             _lost(wiring, manifest, stage, attempt, result)
         return
+    if result.status == "stopped" and run.desired != "stopped":  # nobody asked: it was told to end for the budget
+        spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), wiring.clock.now())
+        over = budgets.exhausted(manifest, spent)
+        preempted = Failure(FailureClass.PREEMPTED, "the job was told to end from outside (SIGTERM)", "")
+        failure = Failure(FailureClass.BUDGET, over, "budget") if over else preempted
+        result = replace(result, status="failed", failure=failure)
     _finish(wiring, manifest, stage, attempt, result)
 
 
@@ -53,22 +62,32 @@ def _launch(wiring: Wiring, attempt: AttemptRecord, spec: JobSpec) -> None:
 def _look(
     wiring: Wiring, run: RunRecord, manifest: Manifest, attempt: AttemptRecord, trainer: Trainer, spec: JobSpec
 ) -> JobResult | Observation:
-    """Observe a job without a result; ask it to stop when a person or the budget says so."""
-    folder = wiring.folder(attempt)
-    if run.state == RunState.STOPPING:
-        wiring.executor.cancel(spec, STOP_GRACE_SECONDS)
-    else:
-        spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), wiring.clock.now())
-        over = budgets.exhausted(manifest, spent)
+    """Observe a job without a result; see to it that it ends when a person or the budget says so."""
+    spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), wiring.clock.now())
+    over = budgets.exhausted(manifest, spent)
+    if (over or run.state == RunState.STOPPING) and not _may_go_on(wiring, attempt):
+        wiring.executor.cancel(spec, 0.0)
         if over:
-            wiring.executor.cancel(spec, STOP_GRACE_SECONDS)
-            return JobResult(
-                "failed", tokens=_spent(wiring, attempt), failure=Failure(FailureClass.BUDGET, over, "budget")
+            failure = Failure(FailureClass.BUDGET, over, "budget")
+            return trainer.collect(wiring.folder(attempt)) or JobResult(
+                "failed", tokens=_spent(wiring, attempt), failure=failure
             )
+        return trainer.collect(wiring.folder(attempt)) or JobResult("stopped", tokens=_spent(wiring, attempt))
     observation = wiring.executor.observe(spec)
     if observation.state in (JobState.STARTING, JobState.RUNNING):
         return observation
-    return trainer.collect(folder) or observation  # it may have ended between the two looks
+    return trainer.collect(wiring.folder(attempt)) or observation  # it may have ended between the two looks
+
+
+def _may_go_on(wiring: Wiring, attempt: AttemptRecord) -> bool:
+    """Ask the job to checkpoint and end; whether its grace still runs. No wait: the next tick looks again."""
+    now = wiring.clock.now()
+    if attempt.stop_requested_at is not None:
+        return now < attempt.stop_requested_at + STOP_GRACE_SECONDS
+    wiring.folder(attempt).request_stop()
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.update_attempt(attempt, reason="StopRequested", stop_requested_at=now)
+    return True
 
 
 def _finish(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, result: JobResult) -> None:
@@ -159,11 +178,13 @@ def _retry(
     ended: AttemptState,
 ) -> None:
     """Back off and try again, unless the attempts are used up or the same thing happened twice in a row."""
-    counted = [a for a in wiring.ledger.attempts(stage.run_id, stage.name) if a.number > stage.retried_after]
+    tried = [a for a in wiring.ledger.attempts(stage.run_id, stage.name) if a.number > stage.retried_after]
+    preempted = failure.kind is FailureClass.PREEMPTED
+    counted = [a for a in tried if a.reason != "Preempted" and not (preempted and a.number == attempt.number)]
     same_twice = len(counted) > 1 and failure.signature and counted[-2].failure_signature == failure.signature
-    over = len(counted) >= manifest.budget.attempts
+    over = len(counted) >= manifest.budget.attempts and not preempted
     now = wiring.clock.now()
-    wait = BACKOFF_SECONDS[min(len(counted), len(BACKOFF_SECONDS)) - 1]
+    wait = BACKOFF_SECONDS[min(max(len(counted), 1), len(BACKOFF_SECONDS)) - 1]
     tokens = _billed(wiring, attempt, _spent(wiring, attempt))
     if same_twice or over:
         why = "the same failure twice in a row" if same_twice else f"{len(counted)} attempts, the budget's limit"
@@ -177,7 +198,7 @@ def _retry(
         transaction.update_attempt(
             attempt,
             state=ended,
-            reason="Lost" if ended is AttemptState.LOST else _reason(failure),
+            reason="Preempted" if preempted else "Lost" if ended is AttemptState.LOST else _reason(failure),
             message=failure.message,
             failure_signature=failure.signature or None,
             tokens=tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule
 from posttrain.domain.runspec import Budget, Frozen, ReleaseSpec
 
-MANIFEST_SCHEMA = 1
+MANIFEST_SCHEMA: Final = 1
 
 
 class InputRef(Frozen):

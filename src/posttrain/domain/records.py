@@ -92,6 +92,7 @@ class AttemptRecord:
     reason: str = ""
     message: str = ""
     failure_signature: str | None = None
+    stop_requested_at: float | None = None  # the job was asked to checkpoint and end; terminated after a grace
     tokens: int = 0
     created_at: float = 0.0
     finished_at: float | None = None

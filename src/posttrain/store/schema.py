@@ -114,6 +114,7 @@ attempts = Table(
     Column("reason", Text, nullable=False),
     Column("message", Text, nullable=False),
     Column("failure_signature", Text),
+    Column("stop_requested_at", Float),
     Column("tokens", BigInteger, nullable=False),
     Column("created_at", Float(53), nullable=False),
     Column("finished_at", Float(53)),

@@ -89,6 +89,7 @@ def _create_attempts() -> None:
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("message", sa.Text(), nullable=False),
         sa.Column("failure_signature", sa.Text()),
+        sa.Column("stop_requested_at", sa.Float()),
         sa.Column("tokens", sa.BigInteger(), nullable=False),
         sa.Column("created_at", _TIME, nullable=False),
         sa.Column("finished_at", _TIME),
