@@ -92,6 +92,14 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "sft with dropout": lambda: sft(gpt2()),
     "sft in micro-batches": lambda: sft(gpt2(), runtime=RuntimeConfig(micro_batch_tokens=9)),
     "grpo": grpo,
+    "grpo with a probe": lambda: grpo(
+        probe=AccuracyProbe(PROMPTS[:2], TOKENIZER, extract=r"(\d)", max_new_tokens=3),
+        config_probe=ProbeConfig(data="p", every=2),
+        mini_batches=1,
+        kl=None,
+        advantage="dr_grpo",
+        aggregation="seq-mean-token-sum-norm",
+    ),
     "grpo on the fallback decoder": lambda: grpo(gpt2(), steps=2, aggregation="seq-mean-token-mean", advantage="rloo"),
 }
 

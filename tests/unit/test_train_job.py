@@ -115,6 +115,20 @@ class TestJobs:
         (attempt.path / "control.json").unlink()
         assert run(attempt).status == "succeeded"
 
+    def test_sigterm_is_a_stop(self, shop: Shop) -> None:
+        attempt, handler = shop.sft("terminated"), signal.getsignal(signal.SIGTERM)
+
+        def terminated(job: entry.Job) -> JobResult:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return train.body(job)
+
+        assert entry.run(str(attempt.path), terminated) == 0
+        result = attempt.read_result()
+        assert result is not None
+        assert (result.status, result.failure) == ("stopped", None)
+        assert attempt.latest_checkpoint() is not None
+        assert signal.getsignal(signal.SIGTERM) is handler
+
     def test_grpo_leaves_a_model_that_loads(self, shop: Shop) -> None:
         attempt = shop.grpo("grpo")
         result = run(attempt)
@@ -190,6 +204,7 @@ class TestJobs:
         (torch.OutOfMemoryError("CUDA"), FailureClass.OUT_OF_MEMORY, "CUDA"),
         (MemoryError(), FailureClass.OUT_OF_MEMORY, "micro_batch_tokens"),
         (OSError(28, "No space left on device", "f"), FailureClass.INFRASTRUCTURE, "cannot write f: No space left"),
+        (RuntimeError("shard: No space left on device"), FailureClass.INFRASTRUCTURE, "No space left"),
         (KeyError("k"), FailureClass.BUG, "KeyError at"),
     ],
 )

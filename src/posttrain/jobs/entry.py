@@ -178,7 +178,7 @@ def _class_of(error: BaseException) -> FailureClass:
     declared = getattr(error, "failure_class", None)
     if isinstance(declared, FailureClass):
         return declared
-    if isinstance(error, OSError) and error.errno in _DISK:
+    if (isinstance(error, OSError) and error.errno in _DISK) or "No space left on device" in str(error):
         return FailureClass.INFRASTRUCTURE
     if (
         isinstance(error, MemoryError)

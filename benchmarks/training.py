@@ -1,0 +1,421 @@
+"""Training throughput: TRL's SFTTrainer and GRPOTrainer against Posttrain's recipes, same weights, same work.
+
+    python -m benchmarks.training [--json FILE] [--rounds N]
+
+Both sides train the same 0.9 M parameter Qwen3 model from the same weights: one thread, float32, AdamW (fused), the
+same batch, loss, clipping and learning rate. Trackers, progress bars and saving are off. A side is timed from the end
+of its first step to the end of its last one, data loading included, start-up and tokenising not. Rounds are interleaved
+(A B A B …), a ratio is taken inside each round, and the median and the range are reported. Time is CPU time of this
+process, which on one thread equals elapsed time on an idle machine and leaves out what other processes do.
+
+SFT: batches of 64 documents, loss on completions, token mean over the batch. Lengths are log-normal (median 48 tokens,
+16 to 256), as instruction data are uneven; TRL pads a batch to its longest document, Posttrain packs it.
+
+GRPO: 32 prompts x 8 samples, at most 64 new tokens, temperature 1 without top-k or top-p, token-mean loss with clip
+0.2 / 0.28 ("dapo" in TRL), no KL, one optimiser step per batch (so TRL skips its pass for old log-probabilities too),
+the same reward in the same process. The model was first taught the task for a few seconds, because a random one never
+ends a response; mean reward, response length and the share of groups without signal are printed. Posttrain leaves such
+groups out of the update, starts from the log-probabilities its sampler recorded, computes a prompt once for its group
+when sampling, drops finished rows and does not pad.
+
+The bound is the least time for the useful work at the GEMM rate measured in this process: 6 FLOP per weight and trained
+token, 2 per weight and generated token, attention on top; a prompt counts once per group when sampling, and once per
+trained document in the update.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+import argparse
+import copy
+import json
+import logging
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.rollout import gemm_rate
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+from trl import GRPOConfig as TrlGRPOConfig
+from trl import GRPOTrainer, SFTTrainer
+from trl import SFTConfig as TrlSFTConfig
+
+from posttrain.engine.batch import Document
+from posttrain.engine.config import GRPOConfig, InitModelConfig, OptimizerConfig, SFTConfig
+from posttrain.engine.models import adopt_module
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.recipes.grpo import GRPO, Prompt
+from posttrain.engine.recipes.recipe import Recipe, Trace
+from posttrain.engine.recipes.scoring import RewardScorer
+from posttrain.engine.recipes.sft import SFT
+from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.rollout import open_rollout
+
+TARGETS = {"sft": 2.0, "grpo": 2.5}
+SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)
+DOCUMENTS, PROMPTS, SAMPLES, NEW_TOKENS = 64, 32, 8, 64
+OPTIMIZER = OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.95), warmup_steps=0, schedule="constant")
+STEPS = {"sft": 6, "grpo": 4}  # timed, after one that is not
+TEACHING_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians over rounds; rates in documents (SFT) or steps (GRPO) per CPU-second."""
+
+    task: str
+    ours: float
+    trl: float
+    ratio: float
+    lowest: float
+    highest: float
+    bound: float
+    share_of_bound: float
+    loss_ours: float
+    loss_trl: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One side of one round."""
+
+    seconds: float  # per step
+    loss: float  # mean over the steps
+    flops: float = 0.0  # useful, per step
+    note: str = ""
+
+
+class Clock(TrainerCallback):
+    """CPU time at the end of every step of a Hugging Face trainer."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.ends.append(time.process_time())
+
+    @property
+    def seconds(self) -> float:
+        """Per step, without the first."""
+        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+
+
+def timed_steps(recipe: Recipe, steps: int) -> tuple[float, list[dict[str, float]]]:
+    """Seconds per step of a recipe without the first, and the reports of the timed steps."""
+    recipe.step(0, Trace(lambda fact: None, 0))
+    start, reports = time.process_time(), []
+    for step in range(1, steps + 1):
+        reports.append(dict(recipe.step(step, Trace(lambda fact: None, step)).metrics))
+    return (time.process_time() - start) / steps, reports
+
+
+def training_flops(model: PreTrainedModel, lengths: Sequence[int], *, passes: int = 3) -> float:
+    """Forward and backward (`passes=3`) or forward only (1) over documents: dense products and causal attention."""
+    config = model.config
+    weights = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    per_pair = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return passes * sum(2 * weights * n + per_pair * n * (n + 1) / 2 for n in lengths)
+
+
+# ---------------------------------------------------------------- SFT
+
+
+def sft_documents(vocabulary: int) -> list[Document]:
+    """Random documents, enough for every step; a third of each is prompt."""
+    rng = random.Random(1)
+    documents = []
+    for _ in range(DOCUMENTS * (STEPS["sft"] + 1)):
+        length = max(16, min(256, round(rng.lognormvariate(3.87, 0.7))))
+        tokens = [rng.randrange(7, vocabulary) for _ in range(length)]
+        documents.append(Document(tokens[: length // 3], tokens[length // 3 :]))
+    return documents
+
+
+def sft_ours(module: PreTrainedModel, documents: Sequence[Document]) -> Run:
+    config = SFTConfig(data="x", steps=STEPS["sft"] + 1, batch_size=DOCUMENTS, optimizer=OPTIMIZER)
+    recipe = SFT(config, adopt_module(copy.deepcopy(module)), documents, seed=0)
+    seconds, reports = timed_steps(recipe, STEPS["sft"])
+    return Run(seconds, statistics.mean(r["loss"] for r in reports))
+
+
+def sft_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> Run:
+    rows = [
+        {
+            "input_ids": [*d.prompt, *d.response],
+            "completion_mask": [0] * len(d.prompt) + [1] * len(d.response),
+        }
+        for d in documents
+    ]
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        options = TrlSFTConfig(
+            output_dir=folder,
+            per_device_train_batch_size=DOCUMENTS,
+            max_length=512,
+            completion_only_loss=True,
+            packing=False,
+            **_trainer_options("sft"),
+        )
+        trainer = SFTTrainer(
+            model=copy.deepcopy(module),
+            args=options,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+        return Run(clock_of(trainer, clock), _mean_loss(trainer))
+
+
+# ---------------------------------------------------------------- GRPO
+
+
+def task(rng: random.Random) -> dict[str, str]:
+    """Sort the digits; the worked answer repeats the question up to three times, so lengths vary."""
+    digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(3, 8)))
+    answer = "".join(sorted(digits))
+    return {
+        "question": f"Q: sort {digits}",
+        "worked": f"{digits}; " * rng.randint(0, 3) + f"A: {answer}",
+        "answer": answer,
+    }
+
+
+def exact(completion: str, answer: str) -> float:
+    """1 when the text after the last `A: ` is the answer."""
+    return float(completion.rpartition("A: ")[2] == answer)
+
+
+def render(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
+    """The chat prompt's tokens."""
+    chat = [{"role": "user", "content": question}]
+    ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return ids
+
+
+def teach(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Supervised steps on the task until responses end, and are right now and then."""
+    rng = random.Random(2)
+    documents = []
+    for _ in range(4000):
+        row = task(rng)
+        response = [*tokenizer.encode(row["worked"], add_special_tokens=False), tokenizer.eos_token_id]
+        documents.append(Document(render(tokenizer, row["question"]), response))
+    optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=20)
+    config = SFTConfig(data="x", steps=TEACHING_STEPS, batch_size=32, optimizer=optimizer)
+    recipe = SFT(config, adopt_module(module), documents, seed=0)
+    for step in range(TEACHING_STEPS):
+        recipe.step(step, Trace(lambda fact: None, step))
+
+
+def grpo_ours(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[dict[str, str]]) -> Run:
+    model = adopt_module(copy.deepcopy(module))
+    config = GRPOConfig(
+        data="x",
+        reward="x",
+        steps=STEPS["grpo"] + 1,
+        prompts_per_step=PROMPTS,
+        group_size=SAMPLES,
+        max_new_tokens=NEW_TOKENS,
+        optimizer=OPTIMIZER,
+    )
+    prompts = [Prompt(render(tokenizer, row["question"]), row["question"], row) for row in rows]
+    reward = ScriptedReward(
+        lambda call: [exact(c, r["answer"]) for c, r in zip(call.completions, call.rows, strict=True)]
+    )
+    recipe = GRPO(config, model, open_rollout(model), prompts, RewardScorer(reward, tokenizer), seed=0)
+    flops: list[float] = []
+    watch(recipe, flops)
+    seconds, reports = timed_steps(recipe, STEPS["grpo"])
+    means = {name: statistics.mean(r[name] for r in reports) for name in reports[0]}
+    note = (
+        f"reward {means['reward/mean']:.2f}, {means['response_tokens/mean']:.0f} tokens per response, "
+        f"{means['groups/zero_std']:.0%} of groups without signal"
+    )
+    return Run(seconds, means["loss"], statistics.mean(flops[1:]), note)
+
+
+def watch(recipe: GRPO, flops: list[float]) -> None:
+    """Note the useful work of every step: sampling and the update."""
+    sample, update = recipe._rollout.generate, recipe.policy.update
+    module = recipe.policy.model.module
+
+    class Watched:
+        name = "watched"
+
+        def generate(self, prompts: Any, **options: Any) -> Any:
+            found = sample(prompts, **options)
+            once = training_flops(module, [len(p) for p in prompts], passes=1)
+            whole = training_flops(module, [len(t.prompt) + len(t.tokens) - 1 for t in found], passes=1)
+            again = training_flops(module, [len(t.prompt) for t in found], passes=1)
+            flops.append(once + whole - again)
+            return found
+
+    def updated(batch: Any, *arguments: Any, **options: Any) -> dict[str, float]:
+        flops[-1] += training_flops(module, batch.lengths)
+        return update(batch, *arguments, **options)
+
+    recipe._rollout, recipe.policy.update = Watched(), updated  # type: ignore[method-assign]
+
+
+def grpo_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[dict[str, str]]) -> Run:
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        return [exact(c[0]["content"], a) for c, a in zip(completions, answer, strict=True)]
+
+    clock = Clock()
+    data = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
+    with tempfile.TemporaryDirectory() as folder:
+        options = TrlGRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=PROMPTS * SAMPLES,
+            num_generations=SAMPLES,
+            max_completion_length=NEW_TOKENS,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            beta=0.0,
+            epsilon=0.2,
+            epsilon_high=0.28,
+            loss_type="dapo",
+            scale_rewards="group",
+            num_iterations=1,
+            **_trainer_options("grpo"),
+        )
+        trainer = GRPOTrainer(
+            model=copy.deepcopy(module),
+            reward_funcs=reward,
+            args=options,
+            train_dataset=Dataset.from_list(data),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+        return Run(clock_of(trainer, clock), _mean_loss(trainer))
+
+
+# ---------------------------------------------------------------- both
+
+
+def _trainer_options(kind: str) -> dict[str, Any]:
+    return {
+        "max_steps": STEPS[kind] + 1,
+        "learning_rate": OPTIMIZER.learning_rate,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": OPTIMIZER.betas[0],
+        "adam_beta2": OPTIMIZER.betas[1],
+        "weight_decay": 0.0,
+        "max_grad_norm": OPTIMIZER.max_grad_norm,
+        "optim": "adamw_torch_fused",
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "seed": 0,
+    }
+
+
+def clock_of(trainer: Any, clock: Clock) -> float:
+    """Train, and seconds per step."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return clock.seconds
+
+
+def _mean_loss(trainer: Any) -> float:
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    return statistics.mean(losses[1:])
+
+
+def compare(kind: str, ours: Callable[[], Run], trl: Callable[[], Run], rounds: int, per_step: int) -> Result:
+    """Interleaved rounds; `per_step` documents make a rate of a step."""
+    pairs = [(ours(), trl()) for _ in range(rounds)]
+    ratios = [theirs.seconds / own.seconds for own, theirs in pairs]
+    seconds = statistics.median(own.seconds for own, _ in pairs)
+    bound = statistics.mean(own.flops for own, _ in pairs) / gemm_rate()
+    return Result(
+        task=kind,
+        ours=per_step / seconds,
+        trl=per_step / statistics.median(theirs.seconds for _, theirs in pairs),
+        ratio=statistics.median(ratios),
+        lowest=min(ratios),
+        highest=max(ratios),
+        bound=per_step / bound,
+        share_of_bound=bound / seconds,
+        loss_ours=pairs[-1][0].loss,
+        loss_trl=pairs[-1][1].loss,
+        note=pairs[-1][0].note,
+    )
+
+
+def measure(rounds: int) -> list[Result]:
+    """Both tasks."""
+    tokenizer = character_tokenizer(SIZE.characters)
+    module = initial_model(SIZE, tokenizer, seed=0)
+    documents = sft_documents(len(tokenizer))
+    flops = training_flops(module, [len(d.prompt) + len(d.response) for d in documents]) / (STEPS["sft"] + 1)
+    lengths = [len(d.prompt) + len(d.response) for d in documents]
+    note = f"{statistics.mean(lengths):.0f} tokens per document, longest {max(lengths)}"
+
+    def ours() -> Run:
+        run = sft_ours(module, documents)
+        return Run(run.seconds, run.loss, flops, note)
+
+    results = [compare("sft", ours, lambda: sft_trl(module, tokenizer, documents), rounds, DOCUMENTS)]
+    teach(module, tokenizer)
+    rng = random.Random(3)
+    rows = [task(rng) for _ in range(PROMPTS * (STEPS["grpo"] + 1))]
+    results.append(
+        compare(
+            "grpo", lambda: grpo_ours(module, tokenizer, rows), lambda: grpo_trl(module, tokenizer, rows), rounds, 1
+        )
+    )
+    return results
+
+
+def main() -> None:
+    """Print the table; exit 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description="Training throughput against TRL")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    results = measure(options.rounds)
+    units = {"sft": "documents/s", "grpo": "steps/s"}
+    print(f"{'task':<5} {'TRL':>8} {'Posttrain':>10}  {'unit':<12} {'ratio (min-max)':<20} {'bound':>8} {'reached':>8}")
+    for r in results:
+        spread = f"{r.ratio:.2f}x ({r.lowest:.2f}-{r.highest:.2f})"
+        print(
+            f"{r.task:<5} {r.trl:>8.2f} {r.ours:>10.2f}  {units[r.task]:<12} {spread:<20} "
+            f"{r.bound:>8.2f} {r.share_of_bound:>8.0%}   {r.note}; loss {r.loss_ours:.3f} / TRL {r.loss_trl:.3f}"
+        )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+    missed = [r for r in results if r.ratio < TARGETS[r.task]]
+    for r in missed:
+        print(f"missed: {r.task} is {r.ratio:.2f}x, target {TARGETS[r.task]}x")
+    raise SystemExit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
