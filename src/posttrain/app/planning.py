@@ -95,17 +95,19 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> P
     existing = workspace.ledger.runs(manifest_digest=planned.manifest.digest)
     history = list(_history(workspace, planned.manifest))
     cached = _cached(planned.manifest, workspace)
+    release = planned.manifest.release
+    empty = release is not None and workspace.ledger.channel(release.channel) is None
     stages = tuple(
         StagePlan(
             stage.name,
             stage.kind,
             tuple((slot, _shown(ref), ref.digest) for slot, ref in stage.inputs.items()),
             _origin(cached[stage.name]),
-            _estimate(planned, stage, cached[stage.name], datasets, history),
+            _estimate(planned, stage, cached[stage.name], datasets, history, empty),
         )
         for stage in planned.manifest.stages
     )
-    power = tuple(_power(planned, datasets, workspace))
+    power = tuple(_power(planned, datasets, empty))
     warnings = [note.warning for note in power if note.warning]
     warnings += _seen_in_training(planned, datasets)
     return PlanView(planned.manifest, stages, power, tuple(warnings), existing[0] if existing else None)
@@ -215,24 +217,30 @@ def _estimate(
     cached: StageRecord | None,
     datasets: Mapping[str, _Dataset],
     history: list[tuple[str | None, Experience]],
+    channel_empty: bool,
 ) -> Estimate:
     if stage.trainer == CONTROL:
         return Estimate(0, 0.0, "no process")
     if cached:
         return Estimate(0, 0.0, "cached")
-    own = [datasets[str(ref.digest)] for ref in stage.inputs.values() if str(ref.digest) in datasets]
-    workload = _workload(stage.kind, planned.contracts[stage.name].work, own)
+    if any(ref.source == "channel" for ref in stage.inputs.values()) and channel_empty:
+        return Estimate(0, 0.0, "skipped: the channel is empty, so there is no baseline")
+    workload = _workload(stage, planned.contracts[stage.name].work, datasets)
     base = _base_model(planned.manifest)
     same = [experience for model, experience in history if model == base and experience.workload.kind == stage.kind]
     return estimate(workload, same[:5] or [experience for _, experience in history][:5])
 
 
-def _workload(kind: str, work: Mapping[str, float], datasets: list[_Dataset]) -> Workload:
-    counts = [d.rows for d in datasets]
-    rows = sum(c for c in counts if c is not None) if counts and None not in counts else None
-    read = [row for d in datasets if d.read for row in d.read]
-    sizes = [len(prompt_text(row)) + (_completion_size(row) if kind == "sft" else 0) for row in read]
-    return Workload(kind, work, rows, sum(sizes) / len(sizes) if sizes else None)
+def _workload(stage: StageManifest, work: Mapping[str, float], datasets: Mapping[str, _Dataset]) -> Workload:
+    own = {slot: datasets[str(ref.digest)] for slot, ref in _dataset_slots(stage)}
+    counts = {slot: dataset.rows for slot, dataset in own.items()}
+    if stage.kind == "evaluate" and None not in counts.values():
+        asked = stage.params["suites"]
+        answers = {slot: 1 + asked[slot.removeprefix("suites.")]["samples"] for slot in counts}
+        work = {**work, "documents": sum((rows or 0) * answers[slot] for slot, rows in counts.items())}
+    read = [row for dataset in own.values() if dataset.read for row in dataset.read]
+    sizes = [len(prompt_text(row)) + (_completion_size(row) if stage.kind == "sft" else 0) for row in read]
+    return Workload(stage.kind, work, sum(sizes) / len(sizes) if sizes else None)
 
 
 def _completion_size(row: Row) -> int:
@@ -254,9 +262,10 @@ def _history(workspace: Workspace, manifest: Manifest) -> Iterator[tuple[str | N
                 work = workspace.wiring.trainers[stage.trainer].check(stage.kind, stage.params).work
             except (InputError, KeyError):  # written by a version with other parameters
                 continue
-            datasets = [_Dataset(_registered_rows(workspace, ref), None) for ref in _dataset_refs(stage)]
+            refs = [ref for _, ref in _dataset_slots(stage)]
+            datasets = {str(ref.digest): _Dataset(_registered_rows(workspace, ref), None) for ref in refs}
             seconds = float(row.finished_at or 0.0) - float(row.started_at or 0.0)
-            yield _base_model(earlier), Experience(_workload(row.kind, work, datasets), row.tokens, seconds)
+            yield _base_model(earlier), Experience(_workload(stage, work, datasets), row.tokens, seconds)
 
 
 def _base_model(manifest: Manifest) -> str | None:
@@ -266,10 +275,9 @@ def _base_model(manifest: Manifest) -> str | None:
 # --- data sets --------------------------------------------------------------------------------------------------------
 
 
-def _dataset_refs(stage: StageManifest) -> list[InputRef]:
+def _dataset_slots(stage: StageManifest) -> list[tuple[str, InputRef]]:
     """The data a stage works through: not its reward, its model or its probe."""
-    wanted = ("data", "suites.")
-    return [ref for slot, ref in stage.inputs.items() if slot.startswith(wanted) and ref.source == "asset"]
+    return [(slot, ref) for slot, ref in stage.inputs.items() if slot == "data" or slot.startswith("suites.")]
 
 
 def _registered_rows(workspace: Workspace, ref: InputRef) -> int | None:
@@ -281,8 +289,8 @@ def _datasets(planned: Planned, spec: RunSpec, workspace: Workspace, base: Path)
     """Digest → data set, for everything that stages work through."""
     found: dict[str, _Dataset] = {}
     for stage in planned.manifest.stages:
-        for slot, ref in stage.inputs.items():
-            if ref in _dataset_refs(stage) and str(ref.digest) not in found:
+        for slot, ref in _dataset_slots(stage):
+            if str(ref.digest) not in found:
                 word = planned.contracts[stage.name].inputs[slot][1]
                 found[str(ref.digest)] = _dataset(workspace, ref, spec.data[word], base)
     return found
@@ -308,7 +316,7 @@ def _seen_in_training(planned: Planned, datasets: Mapping[str, _Dataset]) -> Ite
     train: dict[str, InputRef] = {}
     suites: dict[str, InputRef] = {}
     for stage in planned.manifest.stages:
-        for ref in _dataset_refs(stage):
+        for _, ref in _dataset_slots(stage):
             (suites if stage.kind == "evaluate" else train)[str(ref.digest)] = ref
     for digest, suite in suites.items():
         for other, source in train.items():
@@ -324,11 +332,8 @@ def _seen_in_training(planned: Planned, datasets: Mapping[str, _Dataset]) -> Ite
 # --- power ------------------------------------------------------------------------------------------------------------
 
 
-def _power(planned: Planned, datasets: Mapping[str, _Dataset], workspace: Workspace) -> Iterator[PowerNote]:
+def _power(planned: Planned, datasets: Mapping[str, _Dataset], empty: bool) -> Iterator[PowerNote]:
     manifest = planned.manifest
-    if manifest.release is None:
-        return
-    empty = workspace.ledger.channel(manifest.release.channel) is None
     for rule in manifest.gates:
         for stage in manifest.stages:
             binary = planned.contracts[stage.name].metrics.get(rule.metric) if stage.name in planned.contracts else None

@@ -131,7 +131,7 @@ def _split(ref: str) -> tuple[str, str]:
 
 
 def _summary(asset: Asset) -> str:
-    shown = {key: asset.meta[key] for key in _SHOWN if asset.meta.get(key) not in (None, "")}
+    shown = {key: asset.meta[key] for key in _SHOWN if isinstance(asset.meta.get(key), str | int)}
     if "source_digest" in shown:
         shown["source_digest"] = digest(str(shown["source_digest"]))
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())

@@ -158,8 +158,7 @@ def _cost(stage: StagePlan) -> str:
     if not estimate.tokens and not estimate.seconds:
         return estimate.basis
     seconds = f", {duration(estimate.seconds)}" if estimate.seconds is not None else ""
-    about = "about" if estimate.history else "at most about"
-    return f"{about} {count(estimate.tokens)} tokens{seconds} ({estimate.basis})"
+    return f"about {count(estimate.tokens)} tokens{seconds} ({estimate.basis})"
 
 
 def _cut(text: str) -> str:

@@ -12,21 +12,16 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one stage has to do: `Workload("sft", {"steps": 350, "documents": 22400}, rows=4000, characters=38.5)`."""
+    """What one stage has to do: `Workload("sft", {"steps": 350, "documents": 22400}, characters=38.5)`."""
 
     kind: str
-    work: Mapping[str, float]  # as the trainer declares it: steps, documents, samples, max_new_tokens
-    rows: int | None = None  # of all its data sets together
+    work: Mapping[str, float]  # as the trainer declares it: steps, documents (read or answered), max_new_tokens
     characters: float | None = None  # mean length of what is read of one row: prompt + completion, or the prompt alone
 
     @property
     def units(self) -> float:
-        """The number that cost grows with: documents, responses, or steps."""
-        if "documents" in self.work:
-            return self.work["documents"]
-        if "samples" in self.work and self.rows:
-            return self.rows * self.work["samples"] / max(1.0, self.work.get("steps", 1.0))
-        return self.work.get("steps", 1.0)
+        """The number that cost grows with: documents, else steps."""
+        return self.work.get("documents", self.work.get("steps", 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +46,9 @@ class Estimate:
 def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
     """The cost of a stage.
 
-    With history: the median cost per unit of earlier stages of the same kind, times the units. Without: an upper bound
-    of tokens at one token per character, and no seconds.
+    With history: the median cost per unit of earlier stages of the same kind, times the units. Without: tokens at one
+    per character and the longest responses (a character tokenizer adds a few per chat turn, a larger vocabulary needs
+    a quarter), and no seconds.
     """
     rates = [e for e in earlier if e.workload.kind == workload.kind and e.workload.units > 0]
     if rates:
@@ -60,13 +56,9 @@ def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
         seconds = median(e.seconds / e.workload.units for e in rates) * workload.units
         noun = "stage" if len(rates) == 1 else "stages"
         return Estimate(round(tokens), seconds, f"from {len(rates)} earlier {workload.kind} {noun}", len(rates))
-    bound = _bound(workload)
-    if bound is None:
+    if workload.characters is None or "documents" not in workload.work:
         return Estimate(None, None, "no history yet")
-    return Estimate(bound, None, "no history yet; tokens at one per character and the longest responses")
-
-
-def _bound(workload: Workload) -> int | None:
-    if workload.characters is None or not ({"documents", "samples"} & workload.work.keys()):
-        return None
-    return round(workload.units * (workload.characters + workload.work.get("max_new_tokens", 0.0)))
+    longest = workload.work.get("max_new_tokens", 0.0)
+    tokens = round(workload.units * (workload.characters + longest))
+    assumed = "one per character" + (f", responses of {longest:g}" if longest else "")
+    return Estimate(tokens, None, f"no history yet; {assumed}")
