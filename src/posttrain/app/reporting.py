@@ -16,7 +16,7 @@ from posttrain.decision.statistics import wilson_lower
 from posttrain.domain.gates import GateReport
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
-from posttrain.web.curves import CurveSeries, StageBoundary, draw_learning_curve, learning_curve
+from posttrain.web.curves import CurveSeries, StageBoundary, learning_curve
 from posttrain.web.report import BudgetRow, ChangeRow, RunReport, StageRow, run_report
 
 # metric of a training stage → the panel it is drawn in
@@ -59,9 +59,8 @@ def write_report(workspace: Workspace, run_id: str) -> Written:
     curves = _curves(workspace, watcher, status, manifest, run_id)
     picture = None
     if curves.series:
-        title = f"{run_id}: {status.run.state}"
-        learning_curve(folder / "curves.png", curves.series, boundaries=curves.boundaries, title=title)
-        picture = draw_learning_curve(curves.series, boundaries=curves.boundaries)
+        learning_curve(folder / "curves.png", curves.series, boundaries=curves.boundaries, title=run_id)
+        picture = (folder / "curves.png").read_bytes()
     report = _report(workspace, status, manifest, picture)
     run_report(folder / "report.html", report)
     return Written(folder / "report.html", folder / "curves.png" if picture else None)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _REDRAW = 1 / 8  # seconds
 _LINE_EVERY = 2.0  # seconds between plain lines about the same stage
 _BAR = 18  # columns
+_BESIDE, _NUMBER = 58, 9  # columns taken by the rest of a row, and by each metric
 # column title → metric of the job; the later ones go first when the terminal is narrow
 _METRICS = {"reward": "reward/mean", "probe": "probe/accuracy", "length": "response_tokens/mean", "loss": "loss"}
 _WIDE, _MEDIUM = 118, 96  # columns
@@ -143,7 +144,9 @@ def run_table(status: RunStatus, width: int) -> RenderableType:
     titles = list(_METRICS)[: 4 if width >= _WIDE else 3 if width >= _MEDIUM else 2]
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for title in ("", "stage", "progress", "step", *titles, "tok/s", "eta", "time"):
-        table.add_column(title, justify="left" if title in ("", "stage", "progress") else "right", no_wrap=True)
+        left = title in ("", "stage", "progress")
+        most = max(_BAR, width - _BESIDE - _NUMBER * len(titles)) if title == "progress" else None
+        table.add_column(title, justify="left" if left else "right", no_wrap=True, max_width=most)
     for stage in status.stages:
         table.add_row(*_row(stage, titles))
     head = Text.assemble(

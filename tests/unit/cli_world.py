@@ -1,0 +1,171 @@
+"""A workspace whose jobs are scripted: what a reward's source says decides how good the model gets."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from posttrain.cli.main import app
+from posttrain.domain.facts import Metric, Note, Progress
+from posttrain.domain.jobs import JobOrder, JobResult, JobSpec, Output
+from posttrain.execution.executors.fake import FakeExecutor
+from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.blobs import open_blobs
+from posttrain.store.trees import materialise
+
+ITEMS = 200
+GOOD_REWARD = '"""Exact match."""\n\n\ndef score(completion, answer):\n    return 1.0\n'
+BAD_REWARD = '"""Sounds sure."""\n\n\ndef score(completion, answer):\n    return 0.3\n'
+RUN = """\
+name: sort
+owner: ada
+seed: 17
+model: model:tiny
+data: {train: dataset:train, heldout: dataset:heldout}
+rewards: {exact: reward:sort}
+stages:
+  sft: {kind: sft, data: train, steps: 4, batch_size: 8}
+  grpo: {kind: grpo, model: sft, data: train, reward: exact, steps: 6, max_new_tokens: 8,
+         probe: {data: heldout, every: 2, items: 8}}
+  evaluate: {kind: evaluate, model: grpo, suites: {heldout: {data: heldout}}}
+gates:
+  - {name: accuracy, metric: heldout/accuracy, at_least: 0.9}
+  - {name: no-regression, metric: heldout/accuracy, not_worse_than: channel, margin: 0.03, if_channel_empty: pass}
+release: {channel: prod, model: grpo}
+"""
+
+
+def safetensors(value: float) -> bytes:
+    """One tensor of one number."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    return struct.pack("<Q", len(header)) + header + struct.pack("<f", value)
+
+
+def write_model(folder: Path, quality: float) -> None:
+    """A folder in Hugging Face format whose only weight is how good the model is."""
+    folder.mkdir(parents=True)
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 60}
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
+    (folder / "model.safetensors").write_bytes(safetensors(quality))
+
+
+def metrics_table(right: int) -> bytes:
+    """Per-item accuracy as an evaluation leaves it."""
+    values = [1.0] * right + [0.0] * (ITEMS - right)
+    rows = {"metric": ["heldout/accuracy"] * ITEMS, "item_id": [f"i{i}" for i in range(ITEMS)], "value": values}
+    sink = io.BytesIO()
+    pq.write_table(pa.table({**rows, "binary": [True] * ITEMS}), sink)
+    return sink.getvalue()
+
+
+@dataclass
+class World:
+    """One folder to run commands in."""
+
+    root: Path
+    executor: FakeExecutor = field(init=False)
+    runner: CliRunner = field(default_factory=CliRunner)
+    hold: set[str] = field(default_factory=set)  # stage kinds whose jobs never end by themselves
+    broken: dict[str, list[int]] = field(default_factory=dict)  # stage kind → exit codes of jobs that die first
+
+    def __post_init__(self) -> None:
+        self.executor = FakeExecutor(self._job)
+
+    def __call__(self, *words: str) -> Any:
+        """Run a command; the result has `exit_code`, `stdout` and `stderr`."""
+        return self.runner.invoke(app, list(words))
+
+    def ok(self, *words: str) -> str:
+        """Run a command that must succeed; its output."""
+        result = self(*words)
+        assert result.exit_code == 0, (words, result.stdout, result.stderr, result.exception)
+        return str(result.stdout)
+
+    def json(self, *words: str) -> Any:
+        """The JSON a reading command prints."""
+        return json.loads(self.ok(*words, "-o", "json"))
+
+    def write(self, name: str, text: str) -> str:
+        """A file in the world's folder."""
+        (self.root / name).write_text(text)
+        return name
+
+    def prepare(self) -> None:
+        """Workspace, data, model, reward and run file."""
+        self.ok("init")
+        rows = [{"prompt": f"Q: sort {i}", "completion": f"A: {i}", "answer": str(i)} for i in range(60)]
+        self.write("train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        held = [{"prompt": f"Q: sort {1000 + i}", "answer": str(i)} for i in range(ITEMS)]
+        self.write("heldout.jsonl", "".join(json.dumps(row) + "\n" for row in held))
+        write_model(self.root / "base", 0.1)
+        self.ok("asset", "add", "dataset:train", "train.jsonl")
+        self.ok("asset", "add", "dataset:heldout", "heldout.jsonl")
+        self.ok("asset", "add", "model:tiny", "base")
+        self.ok("asset", "add", "reward:sort", self.write("reward.py", GOOD_REWARD))
+        self.write("run.yaml", RUN)
+
+    def newest(self) -> str:
+        """The id of the newest run."""
+        return str(self.json("ls", "--limit", "1")["runs"][0]["id"])
+
+    def _job(self, spec: JobSpec) -> int | None:
+        folder = AttemptFolder(Path(spec.attempt_dir))
+        order = folder.read_order()
+        folder.log.write_text(f"{order.kind} says hello\n")
+        if order.kind in self.hold:
+            return None
+        if self.broken.get(order.kind):
+            return self.broken[order.kind].pop(0)
+        evaluate(folder, order) if order.kind == "evaluate" else train(folder, order)
+        return 0
+
+
+def train(folder: AttemptFolder, order: JobOrder) -> None:
+    """A model as good as the reward says, with facts on the way."""
+    blobs = open_blobs(order.store_url)
+    quality = 0.5
+    if "reward" in order.inputs:
+        source = blobs.get(order.inputs["reward"].digest).decode()
+        quality = float(source.rpartition("return ")[2])
+    steps = int(order.params.get("steps", 1))
+    with EventWriter(folder) as sink:
+        for step in range(1, steps + 1):
+            at = time.time()
+            reward = {"reward/mean": step / steps, "probe/accuracy": quality * step / steps}
+            sink(Metric(step, {"loss": 1 / step, **(reward if order.kind == "grpo" else {})}, at))
+            sink(Progress(step, steps, order.kind, step * 100, at))
+        sink(Note("almost there", time.time()))
+    write_model(folder.outputs / "model", min(quality, 0.98))
+    outputs = {"model": Output("outputs/model", "tree")}
+    folder.write_result(JobResult("succeeded", outputs, {"loss": 0.1}, steps * 100, 1.0))
+
+
+def evaluate(folder: AttemptFolder, order: JobOrder) -> None:
+    """As many right answers as the model's weight says."""
+    model = materialise(open_blobs(order.store_url), order.inputs["model"].digest, Path(order.cache_dir))
+    quality = struct.unpack("<f", (model / "model.safetensors").read_bytes()[-4:])[0]
+    right = round(quality * ITEMS)
+    folder.outputs.mkdir(exist_ok=True)
+    (folder.outputs / "metrics.parquet").write_bytes(metrics_table(right))
+    (folder.outputs / "items.parquet").write_bytes(b"items")
+    outputs = {name: Output(f"outputs/{name}.parquet", "file") for name in ("metrics", "items")}
+    folder.write_result(JobResult("succeeded", outputs, {"heldout/accuracy": right / ITEMS}, 10, 0.5))
+
+
+def make_world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world at `folder`, with nothing in it."""
+    world = World(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("POSTTRAIN_WORKSPACE", raising=False)
+    monkeypatch.setattr("posttrain.app.workspace.LocalExecutor", lambda: world.executor)
+    return world

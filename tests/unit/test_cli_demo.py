@@ -1,0 +1,134 @@
+"""The demo plays a folder of files: over scripted jobs, with every step a public command."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cli_world import BAD_REWARD, GOOD_REWARD, RUN, World, make_world
+
+from posttrain.app.examples import find_example, load_demo
+from posttrain.domain.errors import InputError
+from posttrain.domain.runspec import load_run_spec
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DEMO = """\
+title: Sort
+seed: 3
+make_data: make_data.py
+datasets: {train: train.jsonl, heldout: heldout.jsonl}
+model: {name: tiny, file: model.yaml}
+rewards: {sort: reward.py}
+channel: prod
+runs:
+  - {label: A, say: it ships, file: run.yaml}
+  - {label: B, say: it does not, before: {reward: sort, file: reward_v2.py}, file: run.yaml, exit: 3}
+  - {label: C, say: it ships again, before: {reward: sort, file: reward_v3.py}, file: run.yaml}
+"""
+MAKE_DATA = """\
+import json, pathlib, sys
+seed, out = int(sys.argv[2]), pathlib.Path(sys.argv[4])
+out.mkdir()
+for name, first, rows in (("train", 0, 60), ("heldout", 1000, 200)):
+    lines = [json.dumps({"prompt": f"{seed} {first + i}", "completion": "x", "answer": "x"}) for i in range(rows)]
+    (out / f"{name}.jsonl").write_text("\\n".join(lines))
+"""
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A folder with one example; the demo's commands run in this process, over scripted jobs."""
+    made = make_world(tmp_path, monkeypatch)
+    folder = tmp_path / "examples" / "01-one"
+    folder.mkdir(parents=True)
+    files = {"demo.yaml": DEMO, "make_data.py": MAKE_DATA, "run.yaml": RUN, "model.yaml": "layers: 1\n"}
+    files |= {"reward.py": GOOD_REWARD, "reward_v2.py": BAD_REWARD, "reward_v3.py": GOOD_REWARD.replace("1.0", "0.97")}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    real = subprocess.run
+
+    def run(command: list[str], *, cwd: Path, env: dict[str, str], check: bool, **rest: Any) -> Any:
+        if command[1] != "-m":
+            return real(command, cwd=cwd, env=env, check=check, **rest)
+        assert command[:3] == [sys.executable, "-m", "posttrain"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(cwd)
+            result = made(*command[3:])
+        return SimpleNamespace(returncode=result.exit_code, stdout=result.stdout)
+
+    monkeypatch.setattr("posttrain.cli.demo.subprocess.run", run)
+    return made
+
+
+def test_the_story_is_played_and_ends_on_the_first_model(world: World) -> None:
+    shown = world.ok("demo", "--seed", "5", "--workspace", "show")
+    steps = [line.removeprefix("$ posttrain ") for line in shown.splitlines() if line.startswith("$ posttrain ")]
+    assert [step.split()[0] for step in steps] == [
+        *("init", "asset", "asset", "asset", "asset", "plan", "run"),
+        *("asset", "run", "why", "diff", "asset", "run", "rollback", "lineage", "verify"),
+    ]
+    assert "run ../examples/01-one/run.yaml --seed 5" in steps
+    ids = dict(re.findall(r"run ([ABC])   (\S+):", shown))
+    assert list(ids) == ["A", "B", "C"]
+    assert f"diff {ids['A']} {ids['B']}" in steps
+    for run in ids.values():
+        assert (world.root / "show" / ".posttrain" / "runs" / run / "report.html").exists()
+    assert (world.root / "show" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(world.root / "show")
+        assert world.json("ls")["channels"][0]["run_id"] == ids["A"]
+
+
+def test_an_unexpected_outcome_stops_it(world: World) -> None:
+    (world.root / "examples" / "01-one" / "reward_v2.py").write_text(GOOD_REWARD.replace("1.0", "0.99"))
+    result = world("demo", "--workspace", "show")
+    assert result.exit_code == 1
+    assert "demo stopped" in result.stderr
+    assert "ended with exit code 0, expected 3" in result.stderr
+
+
+def test_playing_again_empties_only_its_own_folder(world: World) -> None:
+    (world.root / "examples" / "01-one" / "make_data.py").write_text("raise SystemExit(4)")
+    assert world("demo", "--workspace", "show").exit_code == 4
+    (world.root / "show" / "left-over").touch()
+    assert world("demo", "--workspace", "show").exit_code == 4
+    assert not (world.root / "show" / "left-over").exists()
+    (world.root / "mine").mkdir()
+    (world.root / "mine" / "thesis.txt").write_text("years of work")
+    result = world("demo", "--workspace", "mine")
+    assert result.exit_code == 2
+    assert "mine must be empty or made by a demo" in result.stderr
+    assert (world.root / "mine" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("title: Sort", "titel: Sort\ntitle: Sort"), "titel"),
+        (("file: model.yaml", "file: modle.yaml"), "modle.yaml"),
+        (("seed: 3", "seed: x"), "seed"),
+    ],
+)
+def test_a_wrong_demo_file_is_named(world: World, change: tuple[str, str], words: str) -> None:
+    path = world.root / "examples" / "01-one" / "demo.yaml"
+    path.write_text(DEMO.replace(*change))
+    with pytest.raises(InputError, match=words):
+        load_demo(path.parent)
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent for path in EXAMPLES.glob("*/demo.yaml")), ids=lambda p: p.name)
+def test_the_examples_of_the_repository_fit_together(folder: Path) -> None:
+    plan = load_demo(folder)
+    assert find_example(folder.name, EXAMPLES.parent) == folder
+    for run in plan.runs:
+        spec = load_run_spec(folder / run.file)
+        assert spec.release is not None
+        assert spec.release.channel == plan.channel
+        assert spec.model == f"model:{plan.model.name}"
+        assert {ref.partition(":")[2].partition("@")[0] for ref in spec.data.values()} <= plan.datasets.keys()
+        assert {ref.partition(":")[2].partition("@")[0] for ref in spec.rewards.values()} <= plan.rewards.keys()

@@ -1,0 +1,99 @@
+"""The live display: the table at several widths, the lines for pipes, and the small words of the command line."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from cli_world import World, make_world
+from rich.console import Console
+
+from posttrain.app.status import RunWatcher
+from posttrain.app.workspace import Workspace
+from posttrain.cli.console import ago, count, duration, glyph
+from posttrain.cli.live import LineDisplay, TableDisplay, run_table
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A run that was made, and one that waits for its evaluation."""
+    made = make_world(tmp_path, monkeypatch)
+    made.prepare()
+    made.hold.add("evaluate")
+    made("run", "run.yaml", "--timeout", "0.5")
+    return made
+
+
+def drawn(workspace: Workspace, run: str, width: int) -> str:
+    """The table as text."""
+    screen = Console(file=io.StringIO(), width=width, force_terminal=False)
+    screen.print(run_table(RunWatcher(workspace, run).read(), width))
+    return screen.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_table_shows_every_stage_and_fits(world: World) -> None:
+    run = world.newest()
+    workspace = Workspace(world.root / ".posttrain")
+    wide = drawn(workspace, run, 140)
+    for words in ("sft", "grpo", "evaluate", "release", "reward", "probe", "length", "loss", "6/6", "almost there"):
+        assert words in wide
+    assert "waits for evaluate" in wide
+    for width in (60, 80, 100):
+        lines = drawn(workspace, run, width).splitlines()
+        assert all(len(line) <= width for line in lines)
+        assert any("evaluate" in line for line in lines)
+    assert "loss" not in drawn(workspace, run, 80)
+    workspace.close()
+
+
+def test_redrawing_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace(world.root / ".posttrain")
+    watcher = RunWatcher(workspace, world.newest())
+    reads = []
+    monkeypatch.setattr(watcher, "read", lambda: reads.append(1) or RunWatcher(workspace, world.newest()).read())
+    record = workspace.ledger.runs()[0]
+    with TableDisplay(watcher) as display:
+        for _ in range(50):
+            display(record)
+    assert len(reads) == 1
+    workspace.close()
+
+
+def test_lines_tell_a_change_once(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace = Workspace(world.root / ".posttrain")
+    run = workspace.ledger.run(world.newest())
+    capsys.readouterr()
+    with LineDisplay(RunWatcher(workspace, run.id)) as display:
+        for _ in range(5):
+            display._looked = 0.0
+            display(run)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(" grpo succeeded" in line for line in lines) == 1
+    assert sum("note: almost there" in line for line in lines) == 2
+    assert not any(" gate " in line for line in lines)
+    workspace.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(None, "-"), (7, "7"), (999, "999"), (41_000, "41k"), (3_200_000, "3.2M"), (float("nan"), "-")]
+)
+def test_counts(value: float | None, words: str) -> None:
+    assert count(value) == words
+
+
+@pytest.mark.parametrize(("value", "words"), [(None, "-"), (6.2, "6s"), (125, "2m05s"), (12000, "3h20m"), (-1, "0s")])
+def test_durations(value: float | None, words: str) -> None:
+    assert duration(value) == words
+
+
+def test_moments_in_the_past_are_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.cli.console.time.time", lambda: 1000.0)
+    assert ago(1000.0) == "just now"
+    assert ago(820.0) == "3 minutes ago"
+    assert ago(999.0) == "1 second ago"
+
+
+def test_glyphs_fall_back_to_ascii() -> None:
+    assert glyph("succeeded", "utf-8") == "✔"
+    assert glyph("succeeded", "ascii") == "+"

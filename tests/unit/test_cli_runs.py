@@ -1,0 +1,256 @@
+"""The main job through the command line, over scripted jobs: train, judge, ship, catch a spoiled reward, roll back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A workspace with data, model, reward and run file."""
+    made = make_world(tmp_path, monkeypatch)
+    made.prepare()
+    return made
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dict[str, str]]]:
+    """Run A ships, run B (the same file, a spoiled reward) does not, run C ships again."""
+    with pytest.MonkeyPatch.context() as patch:
+        world = make_world(tmp_path_factory.mktemp("story"), patch)
+        world.prepare()
+        ids: dict[str, str] = {}
+        assert world("run", "run.yaml").exit_code == 0
+        ids["A"] = world.newest()
+        world.ok("asset", "add", "reward:sort", world.write("reward_v2.py", BAD_REWARD))
+        rejected = world("run", "run.yaml")
+        assert rejected.exit_code == 3
+        assert rejected.stderr.startswith("error: run sort-")
+        assert len(rejected.stderr.strip().splitlines()) == 1
+        ids["B"] = world.newest()
+        better = world.write("reward_v3.py", GOOD_REWARD.replace("1.0", "0.97"))
+        world.ok("asset", "add", "reward:sort", better)
+        world.ok("run", "run.yaml")
+        ids["C"] = world.newest()
+        yield world, ids
+
+
+def test_a_run_prints_stages_verdicts_and_where_its_report_is(world: World) -> None:
+    shown = world.ok("run", "run.yaml")
+    run = world.newest()
+    for words in ("sft", "grpo", "baseline-evaluate", "skipped", "accuracy", "PASS", "prod now points at"):
+        assert words in shown
+    folder = world.root / ".posttrain" / "runs" / run
+    assert f"report: {folder / 'report.html'}" in shown
+    assert (folder / "report.html").read_text().count("<html")
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_file_attaches_and_again_starts_another(world: World) -> None:
+    world.ok("run", "run.yaml")
+    first = world.newest()
+    assert f"attached to run {first}: succeeded" in world.ok("run", "run.yaml")
+    assert world.newest() == first
+    launched = len(world.executor.launched)
+    world.ok("run", "run.yaml", "--again")
+    assert world.newest() != first
+    assert len(world.executor.launched) == launched, "everything came from the stage cache"
+
+
+def test_another_seed_is_another_run(world: World) -> None:
+    world.ok("run", "run.yaml")
+    first = world.newest()
+    world.ok("run", "run.yaml", "--seed", "18")
+    assert world.newest() != first
+    assert world.json("plan", "run.yaml", "--seed", "18")["existing"] == world.newest()
+
+
+def test_a_locked_manifest_is_its_own_digest_and_runs(world: World) -> None:
+    locked = world.json("lock", "run.yaml")
+    data = Path(locked["path"]).read_bytes()
+    assert locked["path"] == "run.lock.json"
+    assert "sha256:" + hashlib.sha256(data).hexdigest() == locked["digest"]
+    world.ok("run", "run.lock.json")
+    assert world.json("get", "sort")["manifest"] == locked["digest"]
+    assert "attached to run" in world.ok("run", "run.yaml")
+
+
+def test_a_plan_shows_graph_cache_cost_and_power_and_writes_nothing(world: World) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (world.root / ".posttrain" / "blobs").rglob("*")}
+    view = world.json("plan", "run.yaml")
+    assert [stage["name"] for stage in view["stages"]] == [
+        *("sft", "grpo", "evaluate", "baseline-evaluate", "gate", "release")
+    ]
+    assert all(stage["cached_from"] is None for stage in view["stages"])
+    assert view["existing"] is None
+    assert "no history yet" in view["stages"][0]["estimate"]["basis"]
+    assert {note["gate"] for note in view["power"]} == {"accuracy", "no-regression"}
+    assert all(note["items"] == 200 for note in view["power"])
+    assert "no history yet" in world.ok("plan", "run.yaml")
+    assert {path: path.stat().st_mtime_ns for path in (world.root / ".posttrain" / "blobs").rglob("*")} == before
+    assert world.json("ls")["runs"] == []
+
+
+def test_a_plan_after_a_run_knows_what_is_cached_and_what_it_costs(world: World) -> None:
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    view = {stage["name"]: stage for stage in world.json("plan", "run.yaml")["stages"]}
+    assert view["sft"]["cached_from"] == f"{run}/sft"
+    assert view["evaluate"]["cached_from"] == f"{run}/evaluate"
+    fresh = {stage["name"]: stage for stage in world.json("plan", "run.yaml", "--seed", "5")["stages"]}
+    assert fresh["sft"]["cached_from"] is None
+    assert fresh["sft"]["estimate"]["tokens"] == 400
+    assert "1 earlier sft stage" in fresh["sft"]["estimate"]["basis"]
+    assert f"cached: {run}/sft" in world.ok("plan", "run.yaml")
+
+
+def test_a_plan_warns_of_prompts_seen_in_training(world: World) -> None:
+    world.write("heldout.jsonl", (world.root / "train.jsonl").read_text())
+    world.ok("asset", "add", "dataset:heldout", "heldout.jsonl")
+    warnings = world.json("plan", "run.yaml")["warnings"]
+    assert any("60 of 60 evaluation rows are in the training data" in warning for warning in warnings)
+
+
+def test_why_says_which_number_missed_by_how_much(story: tuple[World, dict[str, str]]) -> None:
+    world, ids = story
+    told = world.json("why", ids["B"])
+    verdict = next(v for v in told["gates"]["verdicts"] if v["gate"] == "accuracy")
+    assert verdict["outcome"] == "fail"
+    assert verdict["missed_by"] > 0.5
+    assert told["compared_with"] == ids["A"]
+    assert told["next_action"] == f"posttrain diff {ids['A']} {ids['B']}"
+    shown = world.ok("why", ids["B"])
+    assert "FAIL" in shown
+    assert "missed by" in shown
+    assert "95% confidence" in shown
+
+
+def test_diff_says_that_the_reward_changed(story: tuple[World, dict[str, str]]) -> None:
+    world, ids = story
+    found = world.json("diff", ids["A"], ids["B"])
+    (changed,) = found["differences"]
+    assert (changed["before"], changed["after"]) == ("reward:sort@1", "reward:sort@2")
+    notes = "\n".join(changed["notes"])
+    assert "source_digest" in notes
+    assert "Exact match. → Sounds sure." in notes
+    assert any(row["metric"] == "evaluate/heldout/accuracy" and row["b"] < row["a"] for row in found["metrics"])
+    assert "reward:sort@2" in world.ok("diff", ids["A"], ids["B"])
+
+
+def test_stages_are_shared_between_the_runs(story: tuple[World, dict[str, str]]) -> None:
+    world, ids = story
+    stages = {stage["name"]: stage for stage in world.json("get", ids["C"])["stages"]}
+    assert stages["sft"]["cached_from"] == f"{ids['A']}/sft"
+    assert f"reused from {ids['A']}/sft" in world.ok("get", ids["C"])
+    assert "sft says hello" in world.ok("logs", ids["C"], "sft")
+
+
+def test_lineage_verify_rollback_promote(story: tuple[World, dict[str, str]]) -> None:
+    world, ids = story
+    tree = world.json("lineage", "prod")
+    flat = json.dumps(tree)
+    for name in ("reward:sort@3", "dataset:train@1", "model:tiny@1", f"{ids['C']}/grpo", "manifest"):
+        assert name in flat
+        assert name in world.ok("lineage", "prod")
+    checked = world.json("verify", "prod")
+    assert checked["ok"]
+    assert checked["checked"] >= 8
+    assert f"of run {ids['A']}" in world.ok("rollback", "prod")
+    assert f"made by: grpo in {ids['A']}/grpo" in world.ok("lineage", "prod")
+    assert f"of run {ids['C']}" in world.ok("rollback", "prod", "--to", ids["C"])
+    assert world("promote", ids["B"]).exit_code == 3
+    assert world.json("ls")["channels"][0]["run_id"] == ids["C"]
+
+
+def test_a_corrupt_blob_is_exit_8(world: World) -> None:
+    world.ok("run", "run.yaml")
+    digest = world.json("asset", "get", "reward:sort")["digest"].removeprefix("sha256:")
+    blob = world.root / ".posttrain" / "blobs" / "sha256" / digest[:2] / digest[2:]
+    blob.chmod(0o644)
+    blob.write_bytes(blob.read_bytes().replace(b"1.0", b"9.0"))
+    result = world("verify", "prod")
+    assert result.exit_code == 8
+    assert "reward:sort@1" in result.stderr
+    assert json.loads(world("verify", "prod", "-o", "json").stdout)["ok"] is False
+
+
+def test_a_lost_job_is_retried_and_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.control.attempts.BACKOFF_SECONDS", (0.01,))
+    world.broken["sft"] = [-9]
+    world.ok("run", "run.yaml")
+    told = world.json("why", "sort")
+    assert [attempt["state"] for attempt in told["lost"]] == ["lost"]
+    assert "attempt 1" in world.ok("why", "sort")
+
+
+def test_every_line_that_does_not_run_has_a_reason_and_a_next_action(world: World) -> None:
+    world.hold.add("grpo")
+    result = world("run", "run.yaml", "--timeout", "0.5")
+    assert result.exit_code == 12
+    status = world.json("get", "sort")
+    states = {stage["name"]: stage["state"] for stage in status["stages"]}
+    assert states["grpo"] == "running"
+    for stage in status["stages"]:
+        assert stage["message"], stage
+        assert stage["next_action"], stage
+    assert status["driven"] is False
+    assert status["next_action"].startswith("posttrain retry")
+    assert "waits for grpo" in world.ok("get", "sort")
+
+
+def test_stop_then_retry_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.control.attempts.STOP_GRACE_SECONDS", 0.2)
+    world.hold.add("grpo")
+    world("run", "run.yaml", "--timeout", "0.5")
+    assert "stopped" in world.ok("stop", "sort")
+    stopped = world("run", "run.yaml", "--timeout", "0.5")  # the same command resumes it
+    assert stopped.exit_code == 12
+    world.ok("stop", "sort")
+    world.hold.clear()
+    assert "goes on" in world.ok("retry", "sort")
+    assert world.json("get", "sort")["state"] == "succeeded"
+    assert world("stop", "sort").exit_code == 2
+
+
+def test_ctrl_c_detaches_and_says_how_to_go_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("posttrain.cli.live.LineDisplay.__call__", interrupt)
+    result = world("run", "run.yaml")
+    run = world.newest()
+    assert result.exit_code == 130
+    for words in ("detached", "posttrain run run.yaml", f"posttrain get {run} --watch", f"posttrain stop {run}"):
+        assert words in result.stdout
+    monkeypatch.undo()
+
+
+def test_a_failed_run_says_what_to_do(world: World) -> None:
+    world.broken["sft"] = [1, 1, 1, 1, 1]
+    result = world("run", "run.yaml")
+    assert result.exit_code == 6
+    assert "posttrain logs" in result.stderr
+    assert world.json("get", "sort")["state"] == "failed"
+
+
+def test_reports_are_made_again_and_short_ids_do(world: World) -> None:
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    report = world.root / ".posttrain" / "runs" / run / "report.html"
+    report.unlink()
+    shown = world.ok("get", run[:7], "--report")
+    assert report.exists()
+    assert str(report) in shown
+    assert world.json("get", run[:7], "--report")["report"] == str(report)
+
+
+def test_watching_an_ended_run_returns(world: World) -> None:
+    world.ok("run", "run.yaml")
+    assert "succeeded" in world.ok("get", "sort", "--watch")
+    assert "grpo says hello" in world.ok("logs", "sort", "-f")

@@ -1,0 +1,46 @@
+"""Cost estimates: proportional to work, honest without history."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.planner.estimate import Experience, Workload, estimate
+
+GRPO = Workload("grpo", {"steps": 10, "documents": 80, "max_new_tokens": 32}, characters=20.0)
+
+
+def test_without_history_there_are_no_seconds() -> None:
+    found = estimate(GRPO, [])
+    assert found.tokens == 80 * (20 + 32)
+    assert found.seconds is None
+    assert "no history yet" in found.basis
+    assert "responses of 32" in found.basis
+
+
+def test_without_history_and_work_nothing_is_guessed() -> None:
+    assert estimate(Workload("init_model", {"steps": 1}), []).tokens is None
+    assert estimate(Workload("sft", {"documents": 5}), []).tokens is None
+
+
+def test_another_kind_says_nothing() -> None:
+    other = Experience(Workload("sft", {"documents": 80}), 1000, 5.0)
+    assert estimate(GRPO, [other]).seconds is None
+
+
+def test_the_median_of_earlier_stages_is_taken() -> None:
+    earlier = [Experience(Workload("grpo", {"documents": 40}), tokens, seconds) for tokens, seconds in
+               ((400, 1.0), (800, 2.0), (99999, 900.0))]  # fmt: skip
+    found = estimate(GRPO, earlier)
+    assert found.tokens == 1600
+    assert found.seconds == pytest.approx(4.0)
+    assert found.history == 3
+
+
+@given(units=st.integers(1, 10**6), factor=st.integers(1, 50), tokens=st.integers(0, 10**9), seconds=st.floats(0, 1e6))
+def test_cost_is_proportional_to_work(units: int, factor: int, tokens: int, seconds: float) -> None:
+    earlier = [Experience(Workload("sft", {"documents": units}), tokens, seconds)]
+    found = estimate(Workload("sft", {"documents": units * factor}), earlier)
+    assert found.tokens == pytest.approx(tokens * factor, rel=1e-9, abs=1)
+    assert found.seconds == pytest.approx(seconds * factor)

@@ -1,0 +1,119 @@
+"""What people build on is frozen: verbs, options, exported names, exit codes.
+
+Changing one fails a test, so that it is done on purpose (and noted in the changelog).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import typer.main
+
+import posttrain
+from posttrain.cli.main import app
+from posttrain.domain import errors
+
+COMMANDS = {
+    "init": ["[DIR]"],
+    "demo": ["--seed", "--task", "--workspace"],
+    "plan": ["--output", "--seed", "-o", "RUN.yaml"],
+    "lock": ["--out", "--output", "--seed", "-o", "RUN.yaml"],
+    "run": ["--again", "--seed", "--timeout", "RUN.yaml"],
+    "ls": ["--limit", "--output", "-o"],
+    "get": ["--output", "--report", "--watch", "-o", "run"],
+    "logs": ["--follow", "--output", "-f", "-o", "[STAGE]", "run"],
+    "why": ["--output", "-o", "run"],
+    "diff": ["--output", "-o", "A", "B"],
+    "stop": ["run"],
+    "retry": ["--timeout", "run"],
+    "promote": ["--channel", "run"],
+    "rollback": ["--to", "channel"],
+    "lineage": ["--output", "-o", "CHANNEL|RUN"],
+    "verify": ["--output", "-o", "CHANNEL|RUN"],
+    "asset add": ["--dialect", "--entry", "--guideline", "KIND:NAME", "path"],
+    "asset create": ["--seed", "MODEL.yaml", "model:NAME"],
+    "asset ls": ["--output", "-o", "[KIND]"],
+    "asset get": ["--output", "-o", "ref"],
+    "doctor": ["--output", "--probe", "-o"],
+}
+EXIT_CODES = {
+    "PosttrainError": 1,
+    "InputError": 2,
+    "NotFoundError": 2,
+    "GateRejectedError": 3,
+    "GateInconclusiveError": 4,
+    "JobFailedError": 5,
+    "InfrastructureError": 6,
+    "BudgetExceededError": 7,
+    "IntegrityError": 8,
+    "ConflictError": 9,
+    "StaleWriteError": 9,
+    "WorkspaceError": 10,
+    "StoppedError": 11,
+    "DeadlineError": 12,
+}
+
+
+def command_options(command: Any, prefix: str = "") -> dict[str, list[str]]:
+    """Command → its options and arguments, as a person writes them."""
+    found: dict[str, list[str]] = {}
+    for name, child in command.commands.items():
+        if hasattr(child, "commands"):
+            found |= command_options(child, f"{prefix}{name} ")
+            continue
+        words: list[str] = []
+        for parameter in child.params:
+            options = parameter.param_type_name == "option"
+            words += [*parameter.opts, *parameter.secondary_opts] if options else [parameter.metavar or parameter.name]
+        found[prefix + name] = sorted(words)
+    return found
+
+
+def test_verbs_and_options_are_frozen() -> None:
+    found = command_options(typer.main.get_command(app))
+    assert {name: sorted(words) for name, words in COMMANDS.items()} == found
+
+
+def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
+    group = typer.main.get_command(app)
+    context = group.make_context("posttrain", [], resilient_parsing=True)
+    verbs = "init demo plan lock run ls get logs why diff stop retry promote rollback lineage verify asset doctor"
+    assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
+
+
+def test_every_reading_command_speaks_json() -> None:
+    reading = {
+        "plan",
+        "lock",
+        "ls",
+        "get",
+        "logs",
+        "why",
+        "diff",
+        "lineage",
+        "verify",
+        "asset ls",
+        "asset get",
+        "doctor",
+    }
+    assert {name for name, words in COMMANDS.items() if "-o" in words} == reading
+
+
+def test_exported_names_are_frozen() -> None:
+    names = ["Channel", "PosttrainError", "Run", "Workspace", "__version__", "channel", "init_workspace"]
+    assert sorted(posttrain.__all__) == sorted([*names, "open_workspace", "plan", "run", "submit"])
+    for name in posttrain.__all__:
+        assert getattr(posttrain, name) is not None
+
+
+def test_exit_codes_are_frozen_and_documented() -> None:
+    kinds = {
+        name: kind.exit_code
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, errors.PosttrainError)
+    }
+    assert kinds == EXIT_CODES
+    epilog = str(app.info.epilog)
+    for code in {0, 130, *EXIT_CODES.values()}:
+        assert f"\n  {code:3d}  " in epilog
