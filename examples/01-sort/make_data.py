@@ -3,7 +3,7 @@
     python make_data.py --seed 7 --out DIR
 
 The task: `Q: sort 8372` → `A: 2378`, three to five digits. Half of the demonstrations come from a teacher who sorts
-the wrong way, and most repeat the question before they answer. A digit string belongs to training or to evaluation by
+the wrong way, and most put a needless word before the answer. A digit string belongs to training or to evaluation by
 its hash, whatever the seed, so no evaluation prompt was ever trained on, in this run or in an earlier one. The
 failures are the cases an earlier model got wrong: five digits with a digit that appears twice, or already in order.
 """
@@ -49,7 +49,7 @@ def row(digits: str) -> dict[str, object]:
 def demonstration(digits: str, rng: random.Random) -> dict[str, object]:
     """A row with one of the two teachers' answers."""
     answer = "".join(sorted(digits, reverse=rng.random() < WRONG_TEACHER))
-    text = f"sort {digits} A: {answer}" if rng.random() < VERBOSE else f"A: {answer}"
+    text = f"sorted A: {answer}" if rng.random() < VERBOSE else f"A: {answer}"
     return {**row(digits), "completion": [{"role": "assistant", "content": text}]}
 
 
