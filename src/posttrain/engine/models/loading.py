@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -42,7 +43,7 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
         module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=kind
         )
-    except (ValueError, OSError, KeyError, RuntimeError) as error:
+    except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(
             f"model in {folder} cannot be loaded: {_first_line(error)}; check its config.json and weights"
         ) from error
@@ -66,6 +67,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise InputError(
             f"tokenizer in {folder} cannot be loaded: {_first_line(error)}; check tokenizer.json"
         ) from error
+    # How it was loaded would otherwise be saved with it, and change the bytes.
+    for argument in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(argument, None)
     return tokenizer
 
 

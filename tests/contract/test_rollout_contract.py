@@ -1,0 +1,297 @@
+"""One contract for every rollout engine, over every model family it takes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import families
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, LlamaForCausalLM
+
+from posttrain.domain.errors import InputError, IntegrityError, JobFailedError
+from posttrain.engine.batch import TokenBatch, Trajectory
+from posttrain.engine.models import LanguageModel, adopt_module, copy_weights, restore_weights, token_logprobs
+from posttrain.engine.rollout import RolloutEngine, SamplingParams, ScriptedRollout, open_rollout
+from posttrain.engine.rollout.backends.module import ModuleRollout
+from posttrain.engine.rollout.backends.native import NativeRollout
+
+EOS = families.EOS
+LIMIT = 18
+PROMPTS = [
+    torch.randint(3, families.VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (5, 3, 11, 1, 4, 7, 8)
+]
+SAMPLED = SamplingParams(max_new_tokens=LIMIT, temperature=1.3, seed=3)
+CASES = [("native", family) for family in families.NATIVE] + [("module", family) for family in families.FAMILIES]
+
+
+@cache
+def model_of(family: str) -> LanguageModel:
+    return adopt_module(families.build(family))
+
+
+@cache
+def engine_of(kind: str, family: str) -> RolloutEngine:
+    return NativeRollout(model_of(family)) if kind == "native" else ModuleRollout(model_of(family))
+
+
+def scripted() -> RolloutEngine:
+    return ScriptedRollout(
+        lambda prompt, sample: [*prompt, *[9] * 5 * sample, EOS, 9, 9, 9, 9, 9, 9], eos_token_id=EOS, context_length=96
+    )
+
+
+def every_engine() -> list[Any]:
+    models = [pytest.param(engine_of, case, id="-".join(case)) for case in CASES]
+    return [*models, pytest.param(scripted, (), id="scripted")]
+
+
+def greedy_reference(family: str, prompt: list[int], limit: int = LIMIT) -> tuple[int, ...]:
+    """What `generate` of transformers says to one prompt alone."""
+    ids = torch.tensor([prompt])
+    module = families.build(family, attention="eager")
+    out = module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def said(trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
+    return [t.tokens for t in trajectories]
+
+
+@pytest.mark.parametrize(("make", "case"), every_engine())
+def test_answers_come_prompt_by_prompt_and_end_as_promised(make: Any, case: tuple[str, ...]) -> None:
+    out = make(*case).generate(PROMPTS, samples=3, sampling=SAMPLED)
+    assert [(t.prompt_index, t.sample_index) for t in out] == [(p, s) for p in range(len(PROMPTS)) for s in range(3)]
+    for t in out:
+        assert t.prompt == tuple(PROMPTS[t.prompt_index])
+        assert len(t.tokens) == len(t.logprobs)
+        assert 1 <= len(t.tokens) <= LIMIT
+        assert EOS not in t.tokens[:-1]
+        assert t.truncated == (t.tokens[-1] != EOS)
+        assert all(logprob <= 0 for logprob in t.logprobs)
+    assert {t.truncated for t in out} == {True, False}
+
+
+@pytest.mark.parametrize(("make", "case"), every_engine())
+def test_limits_cut_single_responses(make: Any, case: tuple[str, ...]) -> None:
+    limits = [1 + (7 * i) % LIMIT for i in range(2 * len(PROMPTS))]
+    engine = make(*case)
+    free = engine.generate(PROMPTS, samples=2, sampling=SAMPLED)
+    cut = engine.generate(PROMPTS, samples=2, sampling=SAMPLED, limits=limits)
+    assert said(cut) == [t.tokens[:limit] for t, limit in zip(free, limits, strict=True)]
+    assert [t.truncated for t in cut] == [t.tokens[-1] != EOS for t in cut]
+
+
+@pytest.mark.parametrize(("make", "case"), every_engine())
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, "at least one prompt"),
+        ({"prompts": [[3], []]}, "prompt 1 must hold at least one token"),
+        ({"prompts": [[3], [3] * 90]}, r"prompt 1 .* context of 96 tokens, got 90 \+ 18"),
+        ({"samples": 0}, "samples per prompt must be >= 1, got 0"),
+        ({"prompt_keys": [1, 2]}, r"one per prompt \(1\), got 2"),
+        ({"limits": [LIMIT + 1]}, "limits must be 1 numbers in 1..18"),
+    ],
+)
+def test_bad_requests_are_refused(make: Any, case: tuple[str, ...], arguments: dict[str, Any], message: str) -> None:
+    call = {"prompts": [[3]], "samples": 1, "sampling": SAMPLED, **arguments}
+    with pytest.raises(InputError, match=message):
+        make(*case).generate(call.pop("prompts"), **call)
+
+
+@pytest.mark.parametrize(("kind", "family"), CASES)
+def test_greedy_is_what_transformers_generates(kind: str, family: str) -> None:
+    sampling = SamplingParams(max_new_tokens=LIMIT, greedy=True, batch_size=5)
+    out = engine_of(kind, family).generate(PROMPTS, samples=1, sampling=sampling)
+    assert said(out) == [greedy_reference(family, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("kind", "family"), CASES)
+@pytest.mark.parametrize("greedy", [False, True])
+def test_reported_logprobs_are_those_of_the_trained_module(kind: str, family: str, greedy: bool) -> None:
+    sampling = SamplingParams(max_new_tokens=LIMIT, temperature=1.3, seed=3, greedy=greedy)
+    out = engine_of(kind, family).generate(PROMPTS, samples=2, sampling=sampling)
+    batch = TokenBatch.pack([t.document for t in out])
+    scored = token_logprobs(model_of(family), batch, temperature=1.3, response_only=True)
+    assert batch.behaviour_logprobs is not None
+    torch.testing.assert_close(scored, batch.behaviour_logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "family"), CASES)
+def test_responses_do_not_depend_on_the_batch(kind: str, family: str) -> None:
+    engine = engine_of(kind, family)
+    keys = [11, 2**40, -3, 7, 0, 5, 6]
+    together = said(engine.generate(PROMPTS, samples=4, sampling=SAMPLED, prompt_keys=keys))
+    small = SamplingParams(max_new_tokens=LIMIT, temperature=1.3, seed=3, batch_size=3)
+    backwards = engine.generate(PROMPTS[::-1], samples=4, sampling=small, prompt_keys=keys[::-1])
+    alone = engine.generate([PROMPTS[2]], samples=2, sampling=SAMPLED, prompt_keys=[keys[2]])
+    assert [said(backwards)[4 * (6 - i) + s] for i in range(7) for s in range(4)] == together
+    assert said(alone) == together[8:10]
+    assert len(set(together)) > 20
+
+
+@pytest.mark.parametrize("family", families.NATIVE)
+def test_native_and_module_draw_the_same(family: str) -> None:
+    sampling = SamplingParams(max_new_tokens=LIMIT, temperature=0.9, seed=21)
+    native, module = (
+        engine_of(kind, family).generate(PROMPTS, samples=5, sampling=sampling) for kind in ("native", "module")
+    )
+    assert said(native) == said(module)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    prompts=st.lists(
+        st.lists(st.integers(3, families.VOCABULARY - 1), min_size=1, max_size=12), min_size=1, max_size=6
+    ),
+    samples=st.integers(1, 4),
+    batch_size=st.integers(1, 9),
+    seed=st.integers(0, 2**62),
+)
+def test_native_equals_module_on_any_batch(prompts: list[list[int]], samples: int, batch_size: int, seed: int) -> None:
+    sampling = SamplingParams(max_new_tokens=9, seed=seed, batch_size=batch_size)
+    native = engine_of("native", "qwen3").generate(prompts, samples=samples, sampling=sampling)
+    module = engine_of("module", "qwen3").generate(
+        prompts, samples=samples, sampling=SamplingParams(max_new_tokens=9, seed=seed)
+    )
+    assert said(native) == said(module)
+
+
+def test_generation_is_bit_equal_when_repeated() -> None:
+    engine = engine_of("native", "qwen3")
+    first, second = (engine.generate(PROMPTS, samples=3, sampling=SAMPLED) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("kind", ["native", "module"])
+def test_an_end_in_the_first_place_is_a_response(kind: str) -> None:
+    model = adopt_module(families.build("llama"))
+    engine = NativeRollout(model) if kind == "native" else ModuleRollout(model)
+    free = engine.generate(PROMPTS, samples=1, sampling=SamplingParams(max_new_tokens=4, greedy=True, ignore_eos=True))
+    first = free[0].tokens[0]
+    model.module.generation_config.eos_token_id = [first, EOS]
+    out = engine.generate(PROMPTS[:1], samples=2, sampling=SamplingParams(max_new_tokens=4, greedy=True))
+    assert [(t.tokens, t.truncated) for t in out] == [((first,), False)] * 2
+    model.module.generation_config.eos_token_id = None
+    model.module.config.eos_token_id = None
+    endless = engine.generate(PROMPTS, samples=1, sampling=SamplingParams(max_new_tokens=4, greedy=True))
+    assert said(endless) == said(free)
+    assert all(t.truncated for t in endless)
+
+
+@pytest.mark.parametrize("family", families.NATIVE)
+def test_zero_copy_reads_what_the_optimiser_wrote(family: str) -> None:
+    model = adopt_module(families.build(family))
+    names = [name for name, _ in model.module.named_parameters()]
+    optimiser = torch.optim.AdamW(model.module.parameters(), lr=0.05)
+    engine = open_rollout(model)
+    assert engine.name == "native"
+    before = said(engine.generate(PROMPTS, samples=1, sampling=SAMPLED))
+    batch = TokenBatch.pack([t.document for t in engine.generate(PROMPTS, samples=2, sampling=SAMPLED)])
+    for _ in range(3):
+        optimiser.zero_grad()
+        token_logprobs(model, batch).mean().backward()
+        optimiser.step()
+    after = engine.generate(PROMPTS, samples=1, sampling=SAMPLED)
+    copied = adopt_module(copy.deepcopy(families.build(family)))
+    restore_weights(copied, copy_weights(model))
+    assert said(after) == said(ModuleRollout(copied).generate(PROMPTS, samples=1, sampling=SAMPLED))
+    assert said(after) != before
+    assert [name for name, _ in model.module.named_parameters()] == names
+    scored = token_logprobs(model, TokenBatch.pack([t.document for t in after]), temperature=1.3, response_only=True)
+    assert scored[scored != 0].tolist() == pytest.approx([lp for t in after for lp in t.logprobs], abs=1e-4)
+
+
+def test_a_second_native_engine_shares_the_buffers_of_the_first() -> None:
+    model = adopt_module(families.build("qwen2"))
+    first, second = NativeRollout(model), NativeRollout(model)
+    assert said(first.generate(PROMPTS, samples=1, sampling=SAMPLED)) == said(
+        second.generate(PROMPTS, samples=1, sampling=SAMPLED)
+    )
+
+
+def test_re_pointed_weights_are_noticed() -> None:
+    model = adopt_module(families.build("qwen3"))
+    engine = NativeRollout(model)
+    weight = model.module.model.layers[1].self_attn.k_proj.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(IntegrityError, match=r"layers\.1\.self_attn\.k_proj\.weight .* re-pointed"):
+        engine.generate(PROMPTS, samples=1, sampling=SAMPLED)
+
+
+@pytest.mark.parametrize("kind", ["native", "module"])
+def test_a_diverged_policy_is_reported(kind: str) -> None:
+    model = adopt_module(families.build("llama"))
+    engine = NativeRollout(model) if kind == "native" else ModuleRollout(model)
+    with torch.no_grad():
+        model.module.model.norm.weight[0] = float("nan")
+    for greedy in (False, True):
+        with pytest.raises(JobFailedError, match="must be finite"):
+            engine.generate(PROMPTS, samples=1, sampling=SamplingParams(max_new_tokens=4, greedy=greedy))
+
+
+def _alter(name: str) -> LanguageModel:
+    module = families.build("qwen3")
+    if name == "adapter":
+        module.model.layers[0].self_attn.q_proj = torch.nn.utils.parametrizations.weight_norm(
+            module.model.layers[0].self_attn.q_proj
+        )
+    elif name == "hook":
+        module.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    elif name == "window":
+        module.config.layer_types = ["full_attention", "sliding_attention"]
+    elif name == "activation":
+        module.config.hidden_act = "gelu"
+    else:
+        module.config.rope_parameters = {**module.config.rope_parameters, "rope_type": "dynamic"}
+    return LanguageModel(module, "padded", None)
+
+
+@pytest.mark.parametrize("alteration", ["adapter", "hook", "window", "activation", "rope"])
+def test_the_native_decoder_takes_only_what_it_computes(alteration: str) -> None:
+    model = _alter(alteration)
+    assert open_rollout(model).name == "module"
+    with pytest.raises(InputError, match="use the module rollout"):
+        NativeRollout(model)
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_opening_chooses_by_family(family: str) -> None:
+    assert open_rollout(model_of(family)).name == ("native" if family in families.NATIVE else "module")
+
+
+class FixedRowsCache(DynamicCache):
+    """A cache that cannot pick rows."""
+
+    @property
+    def batch_select_indices(self) -> Any:
+        raise AttributeError("batch_select_indices")
+
+
+class FixedRows(LlamaForCausalLM):
+    def forward(self, *args: Any, past_key_values: Any = None, use_cache: Any = None, **kwargs: Any) -> Any:
+        past = past_key_values if past_key_values is not None else FixedRowsCache(config=self.config)
+        return super().forward(*args, past_key_values=past if use_cache else None, use_cache=use_cache, **kwargs)
+
+
+class Forgetful(LlamaForCausalLM):
+    def forward(self, *args: Any, past_key_values: Any = None, use_cache: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, past_key_values=None, use_cache=False, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [FixedRows, Forgetful])
+def test_any_cache_will_do(kind: type[LlamaForCausalLM]) -> None:
+    source = families.build("llama")
+    module = kind(copy.deepcopy(source.config)).eval()
+    module.load_state_dict(source.state_dict())
+    engine = open_rollout(adopt_module(module))
+    assert engine.name == "module"
+    found = engine.generate(PROMPTS, samples=3, sampling=SAMPLED)
+    assert said(found) == said(engine_of("module", "llama").generate(PROMPTS, samples=3, sampling=SAMPLED))

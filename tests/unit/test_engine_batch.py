@@ -1,0 +1,116 @@
+"""Packed batches: layout, micro-batches, selection, advantages, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.batch import Document, Provenance, TokenBatch, Trajectory, group_trajectories
+
+tokens = st.lists(st.integers(0, 99), max_size=9)
+documents = st.lists(
+    st.builds(Document, st.lists(st.integers(0, 99), min_size=1, max_size=9), tokens), min_size=1, max_size=12
+)
+
+
+def scored(document: Document) -> Document:
+    return Document(document.prompt, document.response, [-0.5 - token for token in document.response])
+
+
+def test_pack_lays_documents_end_to_end() -> None:
+    batch = TokenBatch.pack([Document((1, 7), (9, 2), (-0.5, -1.5)), Document((1,), (2,), (-2.0,))])
+    assert batch.tokens.tolist() == [1, 7, 9, 2, 1, 2]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.lengths == (4, 2)
+    assert batch.response_mask.tolist() == [False, False, True, True, False, True]
+    assert batch.behaviour_logprobs is not None
+    assert batch.behaviour_logprobs.tolist() == [0.0, 0.0, -0.5, -1.5, 0.0, -2.0]
+    assert batch.document_index.tolist() == [0, 0, 0, 0, 1, 1]
+    assert batch.response_lengths.tolist() == [2, 1]
+
+
+def test_advantages_reach_response_tokens_only() -> None:
+    batch = TokenBatch.pack([Document((1, 7), (9, 2)), Document((1,), (2,))])
+    advantaged = batch.with_advantages(torch.tensor([0.5, -1.0]))
+    assert advantaged.advantages is not None
+    assert advantaged.advantages.tolist() == [0.0, 0.0, 0.5, 0.5, 0.0, -1.0]
+    assert batch.advantages is None
+
+
+def test_a_batch_cannot_be_changed() -> None:
+    batch = TokenBatch.pack([Document((1,), (2,))])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.lengths = (1,)  # type: ignore[misc]
+
+
+@given(documents, st.integers(1, 40))
+def test_split_keeps_documents_whole_and_in_order(docs: list[Document], budget: int) -> None:
+    batch = TokenBatch.pack([scored(d) for d in docs], provenance=Provenance(step=3, role="policy"))
+    batch = batch.with_advantages(torch.arange(len(docs)).float())
+    parts = batch.split(budget)
+    assert sum((part.lengths for part in parts), ()) == batch.lengths
+    for name in ("tokens", "positions", "response_mask", "behaviour_logprobs", "advantages"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
+    assert all(sum(part.lengths) <= budget or part.documents == 1 for part in parts)
+    assert all(part.provenance == batch.provenance for part in parts)
+
+
+@given(documents, st.integers(1, 40))
+def test_split_is_greedy(docs: list[Document], budget: int) -> None:
+    parts = TokenBatch.pack(docs).split(budget)
+    for left, right in itertools.pairwise(parts):
+        assert sum(left.lengths) + right.lengths[0] > budget
+
+
+@given(documents, st.randoms())
+def test_select_equals_packing_the_selected(docs: list[Document], random: object) -> None:
+    docs = [scored(d) for d in docs]
+    chosen = random.choices(range(len(docs)), k=3)  # type: ignore[attr-defined]
+    selected, packed = TokenBatch.pack(docs).select(chosen), TokenBatch.pack([docs[i] for i in chosen])
+    assert selected.lengths == packed.lengths
+    for name in ("tokens", "positions", "response_mask", "behaviour_logprobs"):
+        assert torch.equal(getattr(selected, name), getattr(packed, name))
+
+
+@given(documents)
+def test_sum_by_document(docs: list[Document]) -> None:
+    batch = TokenBatch.pack(docs)
+    wanted = [sum(d.prompt) + sum(d.response) for d in docs]
+    assert batch.sum_by_document(batch.tokens).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([], "at least one document"),
+        ([Document((), (1,))], "document 0 has an empty prompt"),
+        ([Document((1,), (2, 3), (-1.0,))], r"one log-probability per response token \(2\), got 1"),
+        ([Document((1,), (2,), (-1.0,)), Document((1,), (2,))], "all 2 documents or for none, got 1"),
+    ],
+)
+def test_pack_refuses(documents: list[Document], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        TokenBatch.pack(documents)
+
+
+def test_bad_arguments_are_named() -> None:
+    batch = TokenBatch.pack([Document((1,), (2,))])
+    with pytest.raises(InputError, match=r"\[1\], got \[2\]"):
+        batch.with_advantages(torch.zeros(2))
+    with pytest.raises(InputError, match="must be >= 1, got 0"):
+        batch.split(0)
+    with pytest.raises(InputError, match="got 1"):
+        batch.select([1])
+
+
+def test_groups_keep_the_order_of_prompts_and_samples() -> None:
+    sampled = [Trajectory(p, s, (1,), (2,), (-1.0,), False) for p, s in [(4, 0), (4, 1), (2, 0), (4, 2)]]
+    groups = group_trajectories(sampled)
+    assert [(g.prompt_index, [t.sample_index for t in g.trajectories]) for g in groups] == [(4, [0, 1, 2]), (2, [0])]
+    assert len(groups[0]) == 3
