@@ -85,7 +85,8 @@ def glyph(state: str, encoding: str | None = None) -> str:
     """One character for a state; ASCII where the terminal has no more."""
     mark = _GLYPHS.get(state, "·")
     try:
-        mark.encode(encoding or sys.stdout.encoding or "ascii")
+        # the real stdout: while a table redraws itself, `sys.stdout` is a proxy that knows no encoding
+        mark.encode(encoding or getattr(sys.__stdout__, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
         return _PLAIN_GLYPHS[mark]
     return mark

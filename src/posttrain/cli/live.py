@@ -152,7 +152,7 @@ def run_table(status: RunStatus, width: int) -> RenderableType:
     head = Text.assemble(
         (f"{glyph(status.run.state)} {status.run.id}", f"bold {style(status.run.state)}"),
         f"  {status.run.state}  {duration(status.seconds)}  {count(status.tokens)} tokens",
-        ("  Ctrl-C detaches, the job goes on", "dim"),
+        ("  Ctrl-C leaves it running", "dim"),
     )
     notes = [(stage.record.name, note) for stage in status.stages for note in stage.progress.notes][-3:]
     return Group(head, table, *(Text(f"  {name}: {note}", style="dim", overflow="ellipsis") for name, note in notes))

@@ -138,7 +138,7 @@ def _label(node: Node) -> Any:
     if node.digest:
         label.append(f"  {digest(node.digest)}", style="dim")
     for key, value in node.details:
-        flat = " ".join(value.split())
+        flat = digest(value) if value.startswith("sha256:") else " ".join(value.split())
         label.append(f"  {key}: {flat if len(flat) <= _CUT else flat[: _CUT - 1] + '…'}", style="dim")
     return label
 
