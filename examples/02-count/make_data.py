@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-TRAIN, HELDOUT, FAILURES = 4000, 600, 200  # rows
+TRAIN, HELDOUT, FAILURES = 4000, 700, 200  # rows
 WRONG_TEACHER = 0.5  # share of the demonstrations
 EVALUATION_SHARE = 5  # one question in five is kept for evaluation
 

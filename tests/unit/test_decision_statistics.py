@@ -16,10 +16,8 @@ from posttrain.decision.statistics import (
     mcnemar_p,
     paired_lower,
     paired_score,
-    pass_at_k,
     wilson_lower,
 )
-from posttrain.domain.errors import InputError
 
 CONFIDENCES = st.sampled_from([0.9, 0.95, 0.975, 0.99])
 
@@ -165,35 +163,3 @@ def test_bootstrap_is_seeded_and_scales(values: np.ndarray, scale: float) -> Non
 
 def test_bootstrap_of_constant_values_is_the_value() -> None:
     assert bootstrap_lower(np.full(30, 4.5), 0.95, seed=0) == 4.5
-
-
-@pytest.mark.parametrize("magnitude", [1e-300, 1e-150, 1e99])
-def test_bootstrap_survives_extreme_magnitudes(magnitude: float) -> None:
-    values = np.random.default_rng(0).normal(1, 1, 50)
-    limit = bootstrap_lower(values, 0.95, seed=2, resamples=500)
-    assert bootstrap_lower(values * magnitude, 0.95, seed=2, resamples=500) == pytest.approx(
-        limit * magnitude, rel=1e-6
-    )
-
-
-def test_memory_bound_does_not_change_the_draws_of_a_small_suite() -> None:
-    values = np.random.default_rng(0).normal(size=3000)  # 999 x 3000 draws take two chunks
-    assert bootstrap_lower(values, 0.95, seed=1, resamples=999) == pytest.approx(
-        values.mean() - 1.645 * values.std() / np.sqrt(3000), abs=0.004
-    )
-
-
-@settings(deadline=None)
-@given(samples=st.integers(1, 9), correct=st.integers(0, 9), k=st.integers(1, 9))
-def test_pass_at_k_counts_all_subsets(samples: int, correct: int, k: int) -> None:
-    if correct > samples or k > samples:
-        with pytest.raises(InputError, match="pass@k"):
-            pass_at_k(samples, correct, k)
-        return
-    subsets = list(combinations([index < correct for index in range(samples)], k))
-    assert float(pass_at_k(samples, correct, k)) == pytest.approx(np.mean([any(subset) for subset in subsets]))
-
-
-def test_pass_at_k_takes_arrays_and_large_counts() -> None:
-    result = pass_at_k([2000, 2000, 2000], [0, 1, 2000], 100)
-    np.testing.assert_allclose(result, [0.0, 0.05, 1.0], atol=1e-12)

@@ -13,8 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 from scipy.special import bdtr, ndtr, ndtri
 
-from posttrain.domain.errors import InputError
-
 Array = NDArray[np.float64]
 
 RESAMPLES = 9_999  # the 5 % quantile of the bootstrap distribution then has a standard error of about 0.02 deviations
@@ -128,30 +126,6 @@ def _resampled_means(values: Array, seed: int, resamples: int) -> Array:
         for start in range(0, resamples, step)
     ]
     return np.concatenate(chunks)
-
-
-def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> Array:
-    """Unbiased estimate of P(at least one of k samples is right), per item (Chen et al. 2021, arXiv 2107.03374, eq. 1).
-
-    `1 - C(n - c, k) / C(n, k)`, as a product, so that nothing overflows.
-
-    Args:
-        samples: samples drawn per item, n; any shape.
-        correct: of those, right ones, c; same shape.
-        k: 1 ≤ k ≤ the fewest samples of any item.
-
-    Raises:
-        InputError: k out of range, or more right samples than samples.
-    """
-    drawn, right = np.broadcast_arrays(np.asarray(samples, dtype=np.int64), np.asarray(correct, dtype=np.int64))
-    if drawn.size and not 1 <= k <= int(drawn.min()):
-        raise InputError(f"pass@k: k must be between 1 and the samples per item ({int(drawn.min())}), got {k}")
-    if np.any((right < 0) | (right > drawn)):
-        raise InputError("pass@k: right samples must be between 0 and the samples of their item; check the item scores")
-    miss = np.ones(drawn.shape, dtype=np.float64)
-    for draw in range(k):
-        miss *= np.maximum(drawn - right - draw, 0) / (drawn - draw)
-    return np.asarray(1.0 - miss, dtype=np.float64)
 
 
 def _quantile(confidence: float) -> float:
