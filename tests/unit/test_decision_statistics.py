@@ -163,3 +163,19 @@ def test_bootstrap_is_seeded_and_scales(values: np.ndarray, scale: float) -> Non
 
 def test_bootstrap_of_constant_values_is_the_value() -> None:
     assert bootstrap_lower(np.full(30, 4.5), 0.95, seed=0) == 4.5
+
+
+@pytest.mark.parametrize("magnitude", [1e-300, 1e-150, 1e99])
+def test_bootstrap_survives_extreme_magnitudes(magnitude: float) -> None:
+    values = np.random.default_rng(0).normal(1, 1, 50)
+    limit = bootstrap_lower(values, 0.95, seed=2, resamples=500)
+    assert bootstrap_lower(values * magnitude, 0.95, seed=2, resamples=500) == pytest.approx(
+        limit * magnitude, rel=1e-6
+    )
+
+
+def test_memory_bound_does_not_change_the_draws_of_a_small_suite() -> None:
+    values = np.random.default_rng(0).normal(size=3000)  # 999 x 3000 draws take two chunks
+    assert bootstrap_lower(values, 0.95, seed=1, resamples=999) == pytest.approx(
+        values.mean() - 1.645 * values.std() / np.sqrt(3000), abs=0.004
+    )

@@ -1,4 +1,4 @@
-"""The statistics of gates: one-sided confidence limits, paired tests, pass@k. Pure functions of arrays, no state.
+"""The statistics of gates: one-sided confidence limits, paired tests. Pure functions of arrays, no state.
 
 Everything is written for the lower limit; an upper limit is the mirror image (`upper(x) = -lower(-x)`, and for rates
 `upper(k, n) = 1 - lower(n - k, n)`), so that a rule and its mirror image can never disagree.
