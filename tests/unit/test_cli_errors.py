@@ -194,5 +194,12 @@ def test_output_into_a_pipe_has_no_escapes(world: World, monkeypatch: pytest.Mon
         assert "\x1b" not in world(*words).stdout
 
 
+def test_an_ascii_pipe_is_no_reason_to_fail(world: World) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "posttrain", "plan", "run.yaml"]
+    done = subprocess.run(command, cwd=world.root, capture_output=True, text=True, check=True, env=environment)
+    assert "stage sft" in done.stdout
+
+
 def test_the_app_object_is_what_main_runs() -> None:
     assert app.info.name == "posttrain"

@@ -177,8 +177,10 @@ def _driven(run: RunRecord, now: float) -> bool:
 
 
 def _run_action(run: RunRecord, driven: bool) -> str:
+    if run.state == RunState.SUCCEEDED:
+        return f"posttrain lineage {run.id} shows what it was made from"
     if is_final("run", run.state):
-        return run.next_action or ("none needed" if run.state == RunState.SUCCEEDED else f"posttrain why {run.id}")
+        return run.next_action or f"posttrain why {run.id}"
     if driven:
         return f"posttrain get {run.id} --watch"
     return f"posttrain retry {run.id} drives it on (no process does now)"

@@ -88,6 +88,7 @@ def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: st
     """
     from posttrain.app.status import read_status
     from posttrain.cli.live import open_display
+    from posttrain.cli.screens import run_footer
     from posttrain.control.explain import outcome_error
 
     try:
@@ -105,8 +106,9 @@ def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: st
     _summary(workspace, handle, status)
     error = outcome_error(record, tuple(stage.record for stage in status.stages))
     workspace.close()
-    if error:
+    if error:  # its line says the reason and the next action
         raise error
+    console().print(*run_footer(status), sep="\n")
 
 
 def _greet(workspace: Workspace, handle: Run) -> None:
@@ -123,7 +125,7 @@ def _greet(workspace: Workspace, handle: Run) -> None:
 
 def _summary(workspace: Workspace, handle: Run, status: RunStatus) -> None:
     from posttrain.app.reporting import write_report
-    from posttrain.cli.screens import run_footer, stage_table, verdict_lines
+    from posttrain.cli.screens import stage_table, verdict_lines
 
     screen = console()
     screen.print(stage_table(status))
@@ -137,4 +139,3 @@ def _summary(workspace: Workspace, handle: Run, status: RunStatus) -> None:
         say(f"warning: no report: {error}")
     else:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
-    screen.print(*run_footer(status), sep="\n")

@@ -5,6 +5,7 @@ Nothing heavy is imported here: every command imports what it needs when it runs
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import tempfile
@@ -116,6 +117,9 @@ app.add_typer(assets.app, name="asset")
 
 def main() -> None:
     """Entry point of the `posttrain` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an arrow must not end a command on an ASCII terminal
     app(prog_name="posttrain")
 
 

@@ -152,8 +152,11 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
 
     screen = console()
     screen.print(run_tree(status))
-    say(f"reason: {status.run.message or status.run.reason} ({status.run.reason})")
-    for line in verdict_lines(found.report.verdicts if found.report else ()):
+    verdicts = found.report.verdicts if found.report else ()
+    words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates pass" if verdicts else ""
+    gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full
+    say(f"reason: {words if gated else status.run.message} ({status.run.reason})")
+    for line in verdict_lines(verdicts):
         screen.print(line)
     for attempt in found.lost:
         screen.print(f"{attempt.stage}:", attempt_line(attempt))
@@ -173,6 +176,7 @@ def diff(
     one, two = runs.run(first, workspace), runs.run(second, workspace)
     differences = one.diff(two)
     metrics = _metric_rows(one.metrics, two.metrics)
+    measured = {stage.name for stage in one.manifest.stages if stage.kind == "evaluate"}
     workspace.close()
     if output is Output.JSON:
         emit_json({"a": one.id, "b": two.id, "differences": [asdict(d) for d in differences], "metrics": metrics})
@@ -185,8 +189,9 @@ def diff(
         screen.print(line)
     if not differences:
         say("the manifests decide the same result: nothing differs")
-    for row in metrics:
-        say(f"  {row['metric']:32s} {row['a']:.4g} → {row['b']:.4g}  ({row['b'] - row['a']:+.4g})")
+    for row in metrics:  # what an optimiser did last is for programs: -o json
+        if row["metric"].partition("/")[0] in measured or row["metric"].endswith("reward/mean"):
+            say(f"  {row['metric']:32s} {row['a']:.4g} → {row['b']:.4g}  ({row['b'] - row['a']:+.4g})")
 
 
 def _metric_rows(first: dict[str, float], second: dict[str, float]) -> list[dict[str, Any]]:

@@ -10,12 +10,13 @@ from rich.tree import Tree
 
 from posttrain.app.planning import PlanView, StagePlan
 from posttrain.app.status import RunStatus, StageStatus
-from posttrain.cli.console import count, digest, duration, glyph, number, style
+from posttrain.cli.console import count, digest, duration, glyph, style
 from posttrain.control.compare import Difference
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.records import AttemptRecord
 
+_CONTROL = ("gate", "release")  # stages without a process: their inputs are what the tree shows anyway
 _NOTE = 400  # characters of a note (a guideline) that are shown
 
 
@@ -90,7 +91,7 @@ def stage_table(status: RunStatus) -> Table:
 
 
 def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
-    """One line per gate with its numbers; the sentence behind it."""
+    """One line per gate: outcome, and the sentence that has its numbers."""
     for verdict in verdicts:
         passed = verdict.outcome is Outcome.PASS
         line = Text.assemble(
@@ -98,14 +99,7 @@ def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
         )
         line.append(f" {verdict.outcome.upper():12s}", style=f"bold {style(verdict.outcome)}")
         line.append(verdict.reason)
-        yield line
-        if not passed and verdict.missed_by is not None and verdict.limit is not None:
-            yield Text(
-                f"  {'':16s} {'':12s}limit {number(verdict.limit)}, threshold {number(verdict.threshold)}, "
-                f"missed by {number(verdict.missed_by)} at {verdict.confidence:.0%} confidence, "
-                f"{verdict.items} items, {verdict.test}",
-                style="dim",
-            )
+        yield line.append(f" ({verdict.test})", style="dim") if not passed else line
 
 
 def difference_lines(differences: Iterable[Difference]) -> Iterator[Text]:
@@ -126,7 +120,7 @@ def plan_tree(view: PlanView) -> Tree:
         state = f"cached: {stage.cached_from}" if stage.cached_from else _cost(stage)
         tint = "green" if stage.cached_from else "default"
         branch = root.add(Text.assemble((stage.name, "bold"), (f"  {stage.kind}", "cyan"), (f"  {state}", tint)))
-        for slot, name, full in stage.inputs:
+        for slot, name, full in stage.inputs if stage.kind not in _CONTROL else ():
             branch.add(Text(f"{slot}: {name}" + (f"  {digest(full)}" if full else ""), style="dim"))
     return root
 
