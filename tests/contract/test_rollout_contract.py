@@ -295,3 +295,18 @@ def test_any_cache_will_do(kind: type[LlamaForCausalLM]) -> None:
     assert engine.name == "module"
     found = engine.generate(PROMPTS, samples=3, sampling=SAMPLED)
     assert said(found) == said(engine_of("module", "llama").generate(PROMPTS, samples=3, sampling=SAMPLED))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_cuda_computes_what_the_cpu_computes(family: str) -> None:
+    model = adopt_module(families.build(family).to("cuda"))
+    assert model.packing == "packed"
+    out = open_rollout(model).generate(PROMPTS, samples=3, sampling=SAMPLED)
+    assert said(out) == said(open_rollout(model_of(family)).generate(PROMPTS, samples=3, sampling=SAMPLED))
+    batch = TokenBatch.pack([t.document for t in out])
+    on_cuda = token_logprobs(model, batch.to("cuda"), temperature=1.3)
+    torch.testing.assert_close(
+        on_cuda.cpu(), token_logprobs(model_of(family), batch, temperature=1.3), atol=1e-3, rtol=0
+    )

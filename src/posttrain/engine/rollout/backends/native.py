@@ -86,6 +86,7 @@ class _NativeSession:
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
         self._eps = config.rms_norm_eps
         device, dtype = weights.embedding.device, weights.embedding.dtype
+        self._eps_tensor = torch.tensor(self._eps, device=device)
         lengths = torch.tensor([len(p) for p in rows.prompts], device=device)
         self._prompt_of_row = torch.tensor(rows.prompt_of_row, device=device)
         self._positions = lengths[self._prompt_of_row]  # [slots] of the next token
@@ -95,9 +96,16 @@ class _NativeSession:
         self._cache = torch.empty(shape, device=device, dtype=dtype)
         # Masked out by the bias, but a NaN left in memory would pass through any weight, 0 included.
         self._cache[:, :, :, : self._time - int(self._positions.min())] = 0
+        self._views = self._cache_views(len(self._prompt_of_row))
         self._cosine, self._sine = self._rotations(self._time + max(rows.limits))
         self._bias = self._padding_bias(capacity)
         self._factors = [self._head_factors(layer) for layer in weights.layers]
+
+    def _cache_views(self, count: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of each layer: keys and values of the first `count` slots, and both with slots and heads as one axis."""
+        used = self._cache[:, :count]
+        merged = used.view(len(used), count * self._kv_heads, *used.shape[3:])
+        return [(used[i], used[i + 1], merged[i], merged[i + 1]) for i in range(0, len(used), 2)]
 
     def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
         """Two [count, 1, head_dim] tables; the sign of the rotated half is in the sine."""
@@ -158,21 +166,19 @@ class _NativeSession:
     def step(self, tokens: Tensor) -> Tensor:
         """[slots, vocabulary]: the logits after one more token in every slot."""
         count, time = len(tokens), self._time
-        merged = (count * self._kv_heads, -1, self._head_dim)
         cosine, sine = self._cosine[self._positions], self._sine[self._positions]
         bias = None if self._bias is None else self._bias[..., : time + 1]
         x = F.embedding(tokens, self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):
             query_key, value = self._project(x, index, cosine, sine)
-            keys, values = self._cache[2 * index, :count], self._cache[2 * index + 1, :count]
+            keys, values, merged_keys, merged_values = self._views[index]
             keys[:, :, time] = query_key[:, self._heads :]
             values[:, :, time] = value
-            query = query_key[:, : self._heads].reshape(merged)
-            past = keys.view(merged)[:, : time + 1].transpose(1, 2)
-            scores = torch.bmm(query, past)
+            query = query_key[:, : self._heads].reshape(len(merged_keys), -1, self._head_dim)
+            scores = torch.bmm(query, merged_keys[:, : time + 1].transpose(1, 2))
             if bias is not None:
                 scores += bias
-            attended = torch.bmm(scores.softmax(-1), values.view(merged)[:, : time + 1])
+            attended = torch.bmm(scores.softmax(-1), merged_values[:, : time + 1])
             x = self._finish(x, attended.view(count, -1), layer)
         self._time += 1
         self._positions = self._positions + 1
@@ -184,6 +190,7 @@ class _NativeSession:
         used[:, free] = used[:, moved]
         self._positions[free] = self._positions[moved]
         self._positions = self._positions[:count]
+        self._views = self._cache_views(count)
         if self._bias is not None:
             rows = self._bias.view(-1, self._kv_heads, self._bias.shape[2])
             rows[free] = rows[moved]
@@ -195,10 +202,10 @@ class _NativeSession:
         Query and key come together, [N, heads + kv_heads, head_dim]; the query is scaled by 1/sqrt(head_dim) already.
         """
         layer, factors = self._weights.layers[index], self._factors[index]
-        normed = _rms_norm(x, layer.input_norm, self._eps)
+        normed = self._rms_norm(x, layer.input_norm)
         heads = _linear(normed, layer.qkv).view(len(x), -1, self._head_dim)
         query_key, value = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
-        query_key = query_key * factors if layer.query_norm is None else _rms_norm(query_key, factors, self._eps)
+        query_key = query_key * factors if layer.query_norm is None else self._rms_norm(query_key, factors)
         half = self._head_dim // 2
         turned = torch.cat([query_key[..., half:], query_key[..., :half]], -1)
         return (query_key * cosine).addcmul_(turned, sine), value
@@ -206,24 +213,23 @@ class _NativeSession:
     def _finish(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
         """The rest of a layer after attention: output projection, residual, MLP, residual."""
         x = _add_linear(x, attended, layer.output)
-        normed = _rms_norm(x, layer.mlp_norm, self._eps)
+        normed = self._rms_norm(x, layer.mlp_norm)
         gate, up = _linear(normed, layer.gate_up).chunk(2, -1)
         return _add_linear(x, F.silu(gate).mul_(up), layer.down)
 
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x / sqrt(mean(x²) + eps) * weight over the last axis.
+
+        On the CPU torch composes its own from eight operations; on few rows their overhead is a quarter of a step.
+        """
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return F.rms_norm(x, x.shape[-1:], None, self._eps) * weight
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = torch.addcmul(self._eps_tensor, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+        return (x * inverse).mul_(weight)
+
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(_rms_norm(x, self._weights.final_norm, self._eps), self._weights.head)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last axis.
-
-    On the CPU torch composes its own from eight operations; on few rows their overhead is a quarter of a decoding step.
-    """
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    inverse = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
-    return (x * inverse).mul_(weight)
+        return F.linear(self._rms_norm(x, self._weights.final_norm), self._weights.head)
 
 
 def _linear(x: Tensor, layer: FusedLinear) -> Tensor:
