@@ -81,6 +81,13 @@ def test_every_word_became_a_digest_or_a_stage() -> None:
     assert grpo.params["group_size"] == 8, "defaults are written out"
 
 
+def test_setting_one_optimizer_field_keeps_the_kinds_own_defaults_for_the_others() -> None:
+    raw = changed("stages.grpo.optimizer", {"learning_rate": 5e-4})
+    optimizer = manifest(raw).stage("grpo").params["optimizer"]
+    assert (optimizer["betas"], optimizer["schedule"], optimizer["final_ratio"]) == ([0.9, 0.99], "linear", 0.2)
+    assert manifest(RUN).stage("sft").params["optimizer"]["schedule"] == "cosine"
+
+
 def test_units_are_read() -> None:
     budget = manifest(RUN).budget
     assert (budget.tokens, budget.wall_clock) == (5_000_000, 600.0)
@@ -124,8 +131,13 @@ def test_without_a_relative_gate_there_is_no_baseline_to_compute() -> None:
     assert "baseline-evaluate" not in [s.name for s in manifest(changed("gates", RUN["gates"][:1])).stages]
 
 
+def typo(wrong: str, right: str) -> dict[str, Any]:
+    return {wrong if key == right else key: value for key, value in RUN.items()}
+
+
 # fmt: off
 BAD = [
+    (typo("sead", "seed"), "run.yaml: sead: unknown key (did you mean 'seed'?)"),
     (changed("sead", 3), "run.yaml: sead: unknown key (did you mean 'seed'?)"),
     (changed("stages.sft.stepz", 3), "run.yaml: stages.sft: sft: stepz: unknown key (did you mean 'steps'?)"),
     (changed("stages.sft.optimizer", {"learning_rat": 1}),

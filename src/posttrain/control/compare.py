@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from posttrain.control.wiring import Wiring
@@ -71,7 +72,8 @@ def _described(wiring: Wiring, ref: InputRef) -> dict[str, Any]:
     """What the registry knows of an asset; empty for a path that was never registered."""
     for asset in wiring.ledger.assets_by_digest(ref.digest or ""):
         if asset.ref == ref.name:
-            return {"registered by": asset.created_by, "registered at": asset.created_at, **_flat(dict(asset.meta))}
+            at = datetime.fromtimestamp(asset.created_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            return {"registered by": asset.created_by, "registered at": at, **_flat(dict(asset.meta))}
     return {}
 
 

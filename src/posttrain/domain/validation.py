@@ -25,13 +25,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def explain(error: ValidationError, source: str, model: type[BaseModel]) -> InputError:
-    """The first complaint of a validation as one line.
+    """The first complaint of a validation as one line; an unknown key comes first, for it explains a missing one.
 
     Args:
         source: the file (and dotted path in it) the value came from.
         model: the class that was validated; its fields give the nearest known name.
     """
-    first = error.errors(include_url=False)[0]
+    first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
     location: Sequence[int | str] = [part for part in first["loc"] if not _is_tag(part)]
     where = f"{source}: " + ".".join(map(str, location)) + (": " if location else "")
     if first["type"] == "extra_forbidden":
