@@ -48,7 +48,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.rollout import gemm_rate
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
@@ -56,8 +55,15 @@ from trl import GRPOConfig as TrlGRPOConfig
 from trl import GRPOTrainer, SFTTrainer
 from trl import SFTConfig as TrlSFTConfig
 
+from benchmarks.rollout import gemm_rate
 from posttrain.engine.batch import Document
-from posttrain.engine.config import GRPOConfig, InitModelConfig, OptimizerConfig, SFTConfig
+from posttrain.engine.config import (
+    GRPOConfig,
+    InitModelConfig,
+    OptimizerConfig,
+    PolicyGradientOptimizerConfig,
+    SFTConfig,
+)
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO, Prompt
@@ -233,7 +239,7 @@ def grpo_ours(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows:
         prompts_per_step=PROMPTS,
         group_size=SAMPLES,
         max_new_tokens=NEW_TOKENS,
-        optimizer=OPTIMIZER,
+        optimizer=PolicyGradientOptimizerConfig(**OPTIMIZER.model_dump()),
     )
     prompts = [Prompt(render(tokenizer, row["question"]), row["question"], row) for row in rows]
     reward = ScriptedReward(

@@ -24,6 +24,7 @@ from posttrain.engine.config import (
     InitModelConfig,
     KLConfig,
     OptimizerConfig,
+    PolicyGradientOptimizerConfig,
     ProbeConfig,
     RuntimeConfig,
     SFTConfig,
@@ -80,7 +81,8 @@ def grpo(
 ) -> Recipe:
     options: dict[str, Any] = {
         "data": "d", "reward": "r", "steps": 4, "prompts_per_step": 3, "group_size": 4, "max_new_tokens": 4,
-        "mini_batches": 2, "kl": KLConfig(coefficient=0.1), "optimizer": FAST, "probe": config_probe,
+        "mini_batches": 2, "kl": KLConfig(coefficient=0.1),
+        "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=2), "probe": config_probe,
         **changes,
     }  # fmt: skip
     model = model or tiny()

@@ -23,6 +23,10 @@ from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.logprobs import token_logprobs
 
+_MICRO_BATCH_TOKENS = {
+    "cpu": 4096,
+    "cuda": 16384,
+}  # 16384 on a CPU is 15 % slower at 1 M parameters: it leaves the caches
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -72,7 +76,9 @@ class Policy:
         temperature: float = 1.0,
     ) -> None:
         self.model = model
-        self._config, self._runtime, self._steps, self._seed = optimizer, runtime, steps, seed
+        self._config, self._steps, self._seed = optimizer, steps, seed
+        tokens = runtime.micro_batch_tokens
+        self._micro_batch_tokens = _MICRO_BATCH_TOKENS.get(model.device.type, 4096) if tokens == "auto" else tokens
         self._dropout, self._temperature = dropout, temperature
         self._live = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         self._trained = {name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self._live.items()}
@@ -101,7 +107,7 @@ class Policy:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
         """
         sums: dict[str, Tensor] = {}
-        for index, micro in enumerate(batch.split(self._runtime.micro_batch_tokens)):
+        for index, micro in enumerate(batch.split(self._micro_batch_tokens)):
             with self._dropout_key(step, part, index):
                 logprobs = token_logprobs(self.model, micro, temperature=self._temperature, response_only=True)
                 parts = loss(micro, logprobs)
