@@ -159,7 +159,7 @@ class Bench:
         return submit(self.wiring, planned.manifest, again=again).run.id
 
     def drive(self, run_id: str) -> Any:
-        return self.reconciler.drive(run_id, timeout=3600)
+        return self.reconciler.drive(run_id, interval=1.0, timeout=3600)
 
     def stage(self, run_id: str, name: str) -> Any:
         return next(s for s in self.ledger.stages(run_id) if s.name == name)

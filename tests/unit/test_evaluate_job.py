@@ -337,7 +337,7 @@ def test_example_data_is_disjoint_by_construction(example: str, tmp_path: Path) 
     one, again, other = made(1, "one"), made(1, "again"), made(2, "other")
     assert one == again
     prompts = {name: {json.dumps(r["prompt"]) for r in rows} for name, rows in one.items()}
-    assert {name: len(p) for name, p in prompts.items()} == {"train": 4000, "heldout": 600, "failures": 200}
+    assert {name: len(p) for name, p in prompts.items()} == {"train": 4000, "heldout": 700, "failures": 200}
     assert not prompts["heldout"] & prompts["failures"]
     for later in (one, other):  # whatever seed made the evaluation data, it was never trained on
         for name in ("heldout", "failures"):
