@@ -1,1 +1,4 @@
-"""Side-by-side measurements; `python -m benchmarks` runs them all. Nothing here is imported by the product or its tests."""
+"""Side-by-side measurements; `python -m benchmarks` runs them all.
+
+Nothing here is imported by the product or its tests.
+"""

@@ -6,8 +6,8 @@
     run.wait()
     posttrain.channel("prod").rollback()
 
-Names are loaded when first used (PEP 562), so that an engine process does not load the database and the control side does not load
-the engine.
+Names are loaded when first used (PEP 562), so that an engine process does not load the database and the control side
+does not load the engine.
 """
 
 from __future__ import annotations
