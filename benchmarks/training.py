@@ -56,6 +56,7 @@ from trl import GRPOTrainer, SFTTrainer
 from trl import SFTConfig as TrlSFTConfig
 
 from benchmarks.rollout import gemm_rate
+from benchmarks.sorting_task import exact, render, task, teach
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
     GRPOConfig,
@@ -78,7 +79,6 @@ SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4
 DOCUMENTS, PROMPTS, SAMPLES, NEW_TOKENS = 64, 32, 8, 64
 OPTIMIZER = OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.95), warmup_steps=0, schedule="constant")
 STEPS = {"sft": 6, "grpo": 4}  # timed, after one that is not
-TEACHING_STEPS = 200
 
 
 @dataclass(frozen=True)
@@ -190,44 +190,6 @@ def sft_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, documen
 
 
 # ---------------------------------------------------------------- GRPO
-
-
-def task(rng: random.Random) -> dict[str, str]:
-    """Sort the digits; the worked answer repeats the question up to three times, so lengths vary."""
-    digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(3, 8)))
-    answer = "".join(sorted(digits))
-    return {
-        "question": f"Q: sort {digits}",
-        "worked": f"{digits}; " * rng.randint(0, 3) + f"A: {answer}",
-        "answer": answer,
-    }
-
-
-def exact(completion: str, answer: str) -> float:
-    """1 when the text after the last `A: ` is the answer."""
-    return float(completion.rpartition("A: ")[2] == answer)
-
-
-def render(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
-    """The chat prompt's tokens."""
-    chat = [{"role": "user", "content": question}]
-    ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return ids
-
-
-def teach(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Supervised steps on the task until responses end, and are right now and then."""
-    rng = random.Random(2)
-    documents = []
-    for _ in range(4000):
-        row = task(rng)
-        response = [*tokenizer.encode(row["worked"], add_special_tokens=False), tokenizer.eos_token_id]
-        documents.append(Document(render(tokenizer, row["question"]), response))
-    optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=20)
-    config = SFTConfig(data="x", steps=TEACHING_STEPS, batch_size=32, optimizer=optimizer)
-    recipe = SFT(config, adopt_module(module), documents, seed=0)
-    for step in range(TEACHING_STEPS):
-        recipe.step(step, Trace(lambda fact: None, step))
 
 
 def grpo_ours(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[dict[str, str]]) -> Run:

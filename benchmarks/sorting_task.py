@@ -1,0 +1,53 @@
+"""The task of the GRPO benchmark: short to teach, with responses that end by themselves at uneven lengths."""
+
+from __future__ import annotations
+
+import random
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from posttrain.engine.batch import Document
+from posttrain.engine.config import OptimizerConfig, SFTConfig
+from posttrain.engine.models import adopt_module
+from posttrain.engine.recipes.recipe import Trace
+from posttrain.engine.recipes.sft import SFT
+
+TEACHING_STEPS = 200
+
+
+def task(rng: random.Random) -> dict[str, str]:
+    """Sort the digits; the worked answer repeats the question up to three times, so lengths vary."""
+    digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(3, 8)))
+    answer = "".join(sorted(digits))
+    return {
+        "question": f"Q: sort {digits}",
+        "worked": f"{digits}; " * rng.randint(0, 3) + f"A: {answer}",
+        "answer": answer,
+    }
+
+
+def exact(completion: str, answer: str) -> float:
+    """1 when the text after the last `A: ` is the answer."""
+    return float(completion.rpartition("A: ")[2] == answer)
+
+
+def render(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
+    """The chat prompt's tokens."""
+    chat = [{"role": "user", "content": question}]
+    ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return ids
+
+
+def teach(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Supervised steps on the task until responses end, and are right now and then."""
+    rng = random.Random(2)
+    documents = []
+    for _ in range(4000):
+        row = task(rng)
+        response = [*tokenizer.encode(row["worked"], add_special_tokens=False), tokenizer.eos_token_id]
+        documents.append(Document(render(tokenizer, row["question"]), response))
+    optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=20)
+    config = SFTConfig(data="x", steps=TEACHING_STEPS, batch_size=32, optimizer=optimizer)
+    recipe = SFT(config, adopt_module(module), documents, seed=0)
+    for step in range(TEACHING_STEPS):
+        recipe.step(step, Trace(lambda fact: None, step))
