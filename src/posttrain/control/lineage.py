@@ -124,17 +124,18 @@ def _input_node(wiring: Wiring, slot: str, blob: InputBlob) -> Node:
         for stage in wiring.ledger.stages(run_id):
             if stage.name == stage_name and "model" in stage.outputs:
                 return _stage_node(wiring, stage)
-    return _asset_node(wiring, blob)
+    return _asset_node(wiring, blob, slot)
 
 
-def _asset_node(wiring: Wiring, blob: InputBlob) -> Node:
+def _asset_node(wiring: Wiring, blob: InputBlob, slot: str = "model") -> Node:
     assets = wiring.ledger.assets_by_digest(blob.digest)
     asset = next((a for a in assets if a.ref == blob.name), assets[0] if assets else None)
     if asset is None:
         return Node(blob.name.partition(":")[0] or "blob", blob.name or "unregistered", blob.digest, blob.form)
     origin = asset.meta.get("run")
     children = (_manifest_node(wiring, origin),) if origin else ()
-    return Node(asset.kind, asset.ref, asset.digest, asset.form, _asset_details(asset), children)
+    used = () if slot in ("model", asset.kind) else (("as", slot),)
+    return Node(asset.kind, asset.ref, asset.digest, asset.form, (*used, *_asset_details(asset)), children)
 
 
 def _asset_details(asset: Asset) -> tuple[tuple[str, str], ...]:
