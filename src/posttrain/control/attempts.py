@@ -7,7 +7,7 @@ from dataclasses import replace
 from posttrain.control import budgets
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import FailureClass
+from posttrain.domain.errors import FailureClass, IntegrityError
 from posttrain.domain.jobs import Failure, JobResult, JobSpec, JobState, Observation
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState
 from posttrain.domain.manifest import Manifest
@@ -145,6 +145,8 @@ def _end(
 def _reason(failure: Failure | None) -> str:
     if failure is None:
         return "JobFailed"
+    if failure.signature.startswith(IntegrityError.__name__):  # the class of what was raised comes first
+        return "Corrupt"
     return "BudgetExceeded" if failure.kind is FailureClass.BUDGET else "JobFailed:" + failure.kind.value
 
 

@@ -11,6 +11,7 @@ from posttrain.domain.errors import (
     GateInconclusiveError,
     GateRejectedError,
     InfrastructureError,
+    IntegrityError,
     JobFailedError,
     PosttrainError,
     StoppedError,
@@ -57,6 +58,8 @@ def outcome_error(run: RunRecord, stages: tuple[StageRecord, ...]) -> PosttrainE
     reason = next((stage.reason for stage in stages if stage.state == StageState.FAILED), run.reason)
     if reason in ("AttemptsExhausted", "CircuitOpen"):
         return InfrastructureError(message)
+    if reason == "Corrupt":
+        return IntegrityError(message)
     if reason == "BudgetExceeded":
         return FailureClass.BUDGET.error(message)
     kind = reason.partition(":")[2]
