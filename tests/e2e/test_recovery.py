@@ -1,0 +1,316 @@
+"""Processes die at every marked place and at random moments; the same command again ends with the same weights.
+
+The undisturbed run is in the workspace each test starts from, so a stage whose parameters a test leaves alone comes
+from the stage cache, and a stage it wants to compute (and kill) gets another checkpoint interval or another reward
+source with the same scores: neither may change the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import RUN, SHORT
+from workbench import Reference, Workbench
+
+from posttrain.domain.crashpoints import CRASHPOINTS
+from posttrain.domain.facts import Metric
+from posttrain.store.atomic import read_json
+
+pytestmark = pytest.mark.slow
+Point = tuple[str, int]  # a crashpoint, and which time it is reached in one process
+
+# The reconciler dies at each in turn, in one run.
+CONTROL: list[Point] = [
+    ("submit.before_commit", 1),
+    ("submit.after_commit", 1),
+    ("attempt.after_intent", 1),
+    ("attempt.after_launch", 1),
+    ("attempt.after_handle", 1),
+    ("collect.before_publish", 1),
+    ("collect.after_publish", 1),
+    ("collect.after_commit", 1),
+    ("gate.before_commit", 1),
+    ("gate.after_commit", 1),
+    ("promote.before_commit", 1),
+    ("promote.after_commit", 1),
+    ("sealer.before_commit", 1),
+]
+# In one sft stage of 12 steps with a checkpoint every 4: first the job dies while nobody watches it (its reconciler is
+# killed before), then a second point is met by a reconciler that has to cope by itself. Last: where the attempt after
+# the first death resumes.
+TRAINING: dict[str, tuple[Point, Point, int]] = {
+    "half a shard": (("checkpoint.inside_shard", 2), ("supervisor.after_spawn", 1), 4),
+    "no commit": (("checkpoint.before_commit", 2), ("supervisor.before_spawn", 1), 4),
+    "committed": (("checkpoint.after_commit", 1), ("job.start", 1), 4),
+    "no shard": (("checkpoint.before_shards", 2), ("outputs.before_result", 1), 4),
+}
+# The job has said its last word; its end must be neither missed nor repeated.
+ENDING: list[Point] = [("outputs.after_result", 1), ("supervisor.before_exit_record", 1)]
+STEPS: Point = ("train.step", 8)
+HELD_AFTER = 4 + 3 * 16  # completions: the rehearsal's and those of three steps
+
+
+def test_every_crashpoint_is_visited() -> None:
+    pairs = [point for first, second, _ in TRAINING.values() for point in (first, second)]
+    visited = [name for name, _ in (*CONTROL, *pairs, *ENDING, STEPS)]
+    assert sorted(visited) == sorted(CRASHPOINTS)
+
+
+def armed(bench: Workbench, point: Point) -> tuple[dict[str, str], Path]:
+    """The environment in which the first process to reach `point` dies, and the file it leaves just before."""
+    name, nth = point
+    mark = bench.folder / f"died-at-{name}"
+    return {"POSTTRAIN_CRASHPOINT": f"{name}@{nth}", "POSTTRAIN_CRASHPOINT_ONCE": str(mark)}, mark
+
+
+def variant(bench: Workbench, *, sft_every: int = 5, grpo_every: int = 3, reward: str = SHORT, **top: Any) -> None:
+    """Write a run.yaml that must give the reference's weights, with the stages that a test wants computed again."""
+    raw = copy.deepcopy(RUN)
+    raw["stages"]["sft"]["runtime"]["checkpoint_every"] = sft_every
+    raw["stages"]["grpo"]["runtime"]["checkpoint_every"] = grpo_every
+    bench.write("again.py", reward)
+    raw["rewards"]["length"] = "again.py" if reward != SHORT else "reward:length"
+    bench.write("run.yaml", raw | top)
+
+
+def slow(seconds: float) -> str:
+    """A reward with the usual scores that takes its time for each step of 16 completions."""
+    return f"import time\n\n{SHORT}".replace("    return", f"    time.sleep({seconds} / 16)\n    return")
+
+
+def held(bench: Workbench) -> tuple[str, Path]:
+    """A reward with the usual scores that waits in the fourth step until a file exists, and that file.
+
+    While it waits there is a file `held` beside it.
+    """
+    go = bench.folder / "go"
+    source = f'''
+import time
+from pathlib import Path
+
+scored = 0
+
+
+def score(completion: str) -> float:
+    """Guideline: the shorter the better."""
+    global scored
+    scored += 1
+    while scored > {HELD_AFTER} and not Path({str(go)!r}).exists():
+        Path({str(go.with_name("held"))!r}).touch()
+        time.sleep(0.02)
+    return -len(completion) / 24
+'''
+    return source, go
+
+
+def finish(bench: Workbench, reference: Reference) -> str:
+    """Run to the end and check everything; the run's id."""
+    bench.run("run", "run.yaml")
+    return checked(bench, reference)
+
+
+def checked(bench: Workbench, reference: Reference) -> str:
+    run_id = bench.run_id()
+    assert run_id != reference.run_id
+    bench.check(run_id)
+    assert bench.outputs(run_id) == reference.outputs
+    return run_id
+
+
+def die_unwatched(bench: Workbench, point: Point) -> None:
+    """Start the run, kill the reconciler as soon as a job is there, and wait for the job to die at `point`."""
+    env, mark = armed(bench, point)
+    process = bench.start("run", "run.yaml", env=env)
+    bench.wait_job()
+    process.kill()
+    assert bench.finish(process).code == -signal.SIGKILL
+    bench.wait(f"death at {point}", mark.exists)
+    bench.wait_quiet()
+
+
+def test_the_reconciler_dies_at_every_point(bench: Workbench, reference: Reference) -> None:
+    variant(bench, sft_every=6, release={"channel": "staging", "model": "grpo"})
+    for point in CONTROL:
+        env, mark = armed(bench, point)
+        died = bench.run("run", "run.yaml", env=env, code=-signal.SIGKILL)
+        assert mark.exists(), died
+        bench.live()
+    run_id = finish(bench, reference)
+    assert [(a.stage, a.number, a.state) for a in bench.attempts(run_id)] == [("sft", 1, "succeeded")]
+    with bench.open() as workspace:
+        assert len(workspace.ledger.runs()) == len({reference.run_id, run_id}) + 1  # the model's own run
+        staging = workspace.ledger.history("staging")
+    assert [(entry.model_digest, entry.action) for entry in staging] == [(reference.outputs["grpo"], "promote")]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_training_job_dies_around_its_checkpoints(name: str, bench: Workbench, reference: Reference) -> None:
+    unwatched, watched, resumed = TRAINING[name]
+    variant(bench, sft_every=4)
+    die_unwatched(bench, unwatched)
+    checkpoint = bench.root / bench.attempts(bench.run_id())[0].folder / "checkpoints" / "step-00000008"
+    if name == "half a shard":
+        assert not (checkpoint / "COMMIT").exists()
+        shards = [path / "model.safetensors" for path in (checkpoint, checkpoint.with_name("step-00000004"))]
+        assert 0 < shards[0].stat().st_size < shards[1].stat().st_size
+    env, mark = armed(bench, watched)
+    bench.run("run", "run.yaml", env=env)
+    assert mark.exists()
+    run_id = checked(bench, reference)
+    attempts = bench.attempts(run_id, "sft")
+    assert [attempt.state for attempt in attempts] == ["lost", "lost", "succeeded"]
+    assert attempts[0].resume is None
+    assert None not in {attempt.resume for attempt in attempts[1:]}
+    went_on = next(attempt for attempt in attempts[1:] if bench.steps(attempt))
+    assert bench.resumed_at(went_on) == resumed
+    assert bench.steps(went_on)[0] == resumed + 1
+
+
+def test_a_job_dies_after_its_last_word(bench: Workbench, reference: Reference) -> None:
+    variant(bench, sft_every=4, grpo_every=4)
+    die_unwatched(bench, ENDING[0])
+    env, mark = armed(bench, ENDING[1])
+    bench.run("run", "run.yaml", env=env)
+    assert mark.exists()
+    attempts = bench.attempts(checked(bench, reference))
+    assert [(a.stage, a.number, a.state) for a in attempts] == [("grpo", 1, "succeeded"), ("sft", 1, "succeeded")]
+
+
+def test_steps_are_lost_and_done_again(bench: Workbench, reference: Reference) -> None:
+    variant(bench, grpo_every=4, reward=slow(0.3))
+    env, mark = armed(bench, STEPS)
+    bench.run("run", "run.yaml", env=env)
+    assert mark.exists()
+    run_id = checked(bench, reference)
+    first, second = bench.attempts(run_id, "grpo")
+    assert (first.state, first.resume, second.state, bench.resumed_at(second)) == ("lost", None, "succeeded", 4)
+    assert second.resume is not None
+    redone = set(bench.steps(first)) & set(bench.steps(second))
+    assert redone >= {5}, "the facts must show that a step was done twice"
+    assert (bench.steps(first)[-1], bench.steps(second)[-1]) == (max(redone), 8)
+    rewards = [
+        {fact.step: fact.values["reward/mean"] for fact in bench.facts(attempt) if isinstance(fact, Metric)}
+        for attempt in (first, second)
+    ]
+    assert all(rewards[0][step] == rewards[1][step] for step in redone)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kills_at_random_moments(seed: int, bench: Workbench, reference: Reference) -> None:
+    rng = random.Random(seed)
+    variant(bench, sft_every=1, grpo_every=2, reward=slow(0.2))
+    victims = ["job", "supervisor", "command"]
+    rng.shuffle(victims)
+    killed: list[tuple[str, float]] = []
+    process: subprocess.Popen[str] | None = None
+    for victim in victims:
+        if process is None or process.poll() is not None:
+            process = bench.start("run", "run.yaml")
+        bench.wait_job()
+        delay = rng.uniform(0.0, 1.5)
+        for _ in moments(bench, delay):
+            pass
+        if victim == "command":
+            process.kill()
+            assert bench.finish(process).code == -signal.SIGKILL
+        else:
+            target = bench.wait("a victim", partial(bench.live, victim))[0]
+            os.kill(target.pid, signal.SIGKILL)
+        killed.append((victim, delay))
+    assert process is not None
+    if process.poll() is None:
+        assert bench.finish(process).code == 0
+    run_id = finish(bench, reference)
+    assert len(killed) == 3
+    lost = [attempt for attempt in bench.attempts(run_id) if attempt.state == "lost"]
+    assert len(lost) <= 2
+    for attempt in bench.attempts(run_id):
+        assert len(bench.steps(attempt)) == len(set(bench.steps(attempt)))
+
+
+def moments(bench: Workbench, seconds: float) -> Iterator[None]:
+    """Let time pass, watching."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        bench.live()
+        time.sleep(0.02)
+        yield
+
+
+def test_ctrl_c_detaches(bench: Workbench, reference: Reference) -> None:
+    reward, go = held(bench)
+    variant(bench, reward=reward)
+    process = bench.start("run", "run.yaml")
+    job = bench.wait_job()
+    process.send_signal(signal.SIGINT)
+    ended = bench.finish(process)
+    run_id = bench.run_id()
+    assert (ended.code, ended.err) == (130, "")
+    assert "detached; the job goes on" in ended.out
+    assert f"posttrain stop {run_id}" in ended.out
+    assert job in bench.live("job")
+    go.touch()
+    bench.wait("the job's own end", (job.attempt / "exit.json").exists)
+    assert read_json(job.attempt / "result.json")["status"] == "succeeded"
+    again = bench.run("run", "run.yaml")
+    assert f"attached to run {run_id}" in again.out
+    assert [attempt.number for attempt in bench.attempts(checked(bench, reference))] == [1]
+
+
+def test_stop_writes_a_checkpoint_and_the_same_command_goes_on(bench: Workbench, reference: Reference) -> None:
+    reward, go = held(bench)
+    variant(bench, grpo_every=100, reward=reward)
+    driver = bench.start("run", "run.yaml")
+    job = bench.wait_job()
+    run_id = bench.run_id()
+    bench.wait("the fourth step", go.with_name("held").exists)
+    stopper = bench.start("stop", run_id)
+    bench.wait("the request", (job.attempt / "control.json").exists)
+    go.touch()
+    stopped, driven = bench.finish(stopper), bench.finish(driver)
+    assert (stopped.code, driven.code) == (0, 11), (stopped, driven)
+    assert f"retry {run_id}" in stopped.out
+    assert "stopped by a person" in driven.error
+    bench.check(run_id, "stopped")
+    assert bench.attempts(run_id)[0].state == "stopped"
+    bench.run("run", "run.yaml")
+    first, second = bench.attempts(checked(bench, reference))
+    assert second.resume is not None
+    assert bench.resumed_at(second) == bench.steps(first)[-1]
+    assert bench.steps(first)[-1] == 4
+    assert bench.steps(second)[0] == bench.steps(first)[-1] + 1
+
+
+def test_a_second_command_watches_and_takes_over(bench: Workbench, reference: Reference) -> None:
+    def owner() -> int | None:
+        with bench.open() as workspace:
+            lease = workspace.ledger.run(bench.run_id()).lease_owner
+        return int(lease.split(":")[1]) if lease else None
+
+    reward, go = held(bench)
+    variant(bench, reward=reward)
+    first = bench.start("run", "run.yaml")
+    job = bench.wait_job()
+    second = bench.start("run", "run.yaml")
+    assert second.stdout is not None
+    assert "attached to run" in second.stdout.readline()
+    assert second.stdout.readline()  # it draws
+    for _ in moments(bench, 1.0):
+        assert owner() == first.pid
+    first.kill()
+    assert bench.finish(first).code == -signal.SIGKILL
+    bench.wait("the second to take over", lambda: owner() == second.pid)
+    assert bench.live("job") == [job]
+    go.touch()
+    assert bench.finish(second).code == 0
+    assert [attempt.number for attempt in bench.attempts(checked(bench, reference))] == [1]
