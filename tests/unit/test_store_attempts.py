@@ -140,6 +140,14 @@ def test_a_fact_after_a_pause_is_written_at_once_and_a_burst_together(attempt: A
     assert attempt.facts(2) == ([], 2)
 
 
+def test_a_long_step_does_not_hide_the_progress_before_it(attempt: AttemptFolder) -> None:
+    with EventWriter(attempt, seconds=0.0) as sink:
+        step = (Span("update", 0, 0.0, 60.0), Metric(1, {"loss": 1.0}, 60.0), Progress(1, 2, "sft", 10, 60.0))
+        for fact in step:
+            sink(fact)
+        assert attempt.facts() == (list(step), 1)
+
+
 def test_numbering_goes_on_where_another_writer_stopped(attempt: AttemptFolder) -> None:
     for word in ("one", "two"):
         with EventWriter(attempt) as sink:

@@ -26,7 +26,7 @@ from typing import Any
 
 from posttrain.domain.canonical import digest_chunks
 from posttrain.domain.errors import IntegrityError, NotFoundError
-from posttrain.domain.facts import Fact, Progress, fact_from_json, fact_to_json
+from posttrain.domain.facts import Fact, Note, Progress, fact_from_json, fact_to_json
 from posttrain.domain.jobs import JobOrder, JobResult
 from posttrain.store.atomic import make_folder, read_json, write_atomic, write_json
 
@@ -165,8 +165,10 @@ class AttemptFolder:
 class EventWriter:
     """The job's fact sink: buffers facts and writes them as segments.
 
-    A segment is due after `most` facts, or when a fact comes `seconds` after the last segment; what is left is
-    written by `close`. Use it as a context manager. Numbering goes on from the segments that are there.
+    A segment is due after `most` facts, or when a `Progress` or `Note` comes `seconds` after the last segment; what is
+    left is written by `close`. Spans and metrics do not make one due: they come just before the progress of their step,
+    which would then stay in the buffer for as long as the next step takes. Use it as a context manager. Numbering goes
+    on from the segments that are there.
 
     Raises:
         WorkspaceError: the disk is full or read-only; the facts stay buffered, so a later call tries again.
@@ -182,7 +184,8 @@ class EventWriter:
     def __call__(self, fact: Fact) -> None:
         """Say a fact."""
         self._buffer.append(fact)
-        if len(self._buffer) >= self._most or time.monotonic() - self._flushed >= self._seconds:
+        late = isinstance(fact, Progress | Note) and time.monotonic() - self._flushed >= self._seconds
+        if late or len(self._buffer) >= self._most:
             self.flush()
 
     def flush(self) -> None:
