@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def once(
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not known.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
             if origin:
                 origin.copy(folder)
             else:

@@ -175,6 +175,10 @@ class Workbench:
         jobs: list[Live] = self.wait("a running job", lambda: self.live("job"))
         return jobs[0]
 
+    def wait_end(self, process: Live) -> None:
+        """That process does not run any more."""
+        self.wait(f"the end of {process.kind} {process.pid}", lambda: process not in self.live())
+
     def wait_quiet(self) -> None:
         """Nothing of this workspace runs any more."""
         self.wait("no process left", lambda: not self.live() and not _orphaned_rewards())
