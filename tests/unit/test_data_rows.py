@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.data.rows import canonical_row, is_parquet, prompt_text, read_rows
+from posttrain.data.rows import canonical_row, has_answer, is_parquet, prompt_text, read_rows
 from posttrain.domain.errors import InputError, NotFoundError
 
 CHAT = [{"role": "user", "content": "Q: sort 31"}]
@@ -57,6 +57,23 @@ def test_format_is_told_by_content_not_by_suffix(tmp_path: Path) -> None:
 )
 def test_conventions(row: dict[str, object], expected: dict[str, object]) -> None:
     assert canonical_row(row, "d", 1) == {**row, **expected}
+
+
+def test_an_absent_answer_in_parquet_is_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": [None, "13"], "label": [float("nan"), 7.0]}), path)
+    first, second = read_rows(path)
+    assert "answer" not in first
+    assert not has_answer(first)
+    assert second["answer"] == "13"
+    assert "answer" not in canonical_row({"prompt": "a", "answer": float("nan")}, "d", 1)
+
+
+@pytest.mark.parametrize("answer", [["13", "31"], {"a": 1}, True])
+def test_an_answer_that_is_no_text_is_left_to_the_reward(answer: object) -> None:
+    row = canonical_row({"prompt": "a", "answer": answer}, "d", 1)
+    assert row["answer"] == answer
+    assert not has_answer(row)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from posttrain.domain.errors import BudgetExceededError, FailureClass, IntegrityError
+from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, IntegrityError
 from posttrain.domain.facts import Fact, Metric, Progress, Span
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.batch import Document, TokenBatch, Trajectory
@@ -241,6 +241,14 @@ class TestOrders:
         desk = Desk(tmp_path, sft(), orders=lambda: next(orders, Order.GO_ON))
         assert desk.run().status == "succeeded"
         assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000006"]
+
+
+class TestProbe:
+    @pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": ["1"]}])
+    def test_a_row_without_a_usable_answer_is_refused(self, row: dict[str, Any]) -> None:
+        items = [PROMPTS[0], replace(PROMPTS[1], row=row)]
+        with pytest.raises(InputError, match="dataset:p@1 row 2 must have an answer"):
+            AccuracyProbe(items, TOKENIZER, extract=r"(\d)", max_new_tokens=3, name="dataset:p@1")
 
 
 class TestGRPO:

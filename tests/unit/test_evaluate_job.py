@@ -133,6 +133,13 @@ class TestSuite:
         result = evaluated(evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=Meter()))
         assert result.metrics() == {"h/accuracy": [1.0], "h/response_tokens": [5.0], "h/truncated": [1.0]}
 
+    def test_a_response_without_a_match_is_wrong_whatever_the_answer(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        config = SuiteConfig(data="d", extract=LAST_ANSWER, max_new_tokens=5)
+        items = [replace(item, answer=None) for item in items_of(tokenizer, config, ("q", "13"))]  # type: ignore[arg-type]
+        rollout = says(tokenizer, {"q": ["no"]})
+        result = evaluated(evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=Meter()))
+        assert result.metrics()["h/accuracy"] == [0.0]
+
     def test_identity_is_prompt_and_answer_alone(self, tokenizer: PreTrainedTokenizerFast) -> None:
         config = SuiteConfig(data="d")
         a, b = items_of(tokenizer, config, ("q1", "1"), ("q2", "2"))
@@ -146,8 +153,13 @@ class TestSuite:
         assert [i.id for i in twins] == [a.id, a.id + "#2"]
 
     def test_refused_rows(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        with pytest.raises(InputError, match="x row 1 must have an answer to be evaluated, got columns prompt"):
+        with pytest.raises(InputError, match=r"x row 1 must have an answer .* got columns prompt"):
             suite_items([{"prompt": "q"}], ["q"], tokenizer, SuiteConfig(data="d"), name="x", context=99)
+        for odd in (["1"], True, {"a": "1"}):
+            with pytest.raises(InputError, match=r"x row 1 must have an answer \(text or a number\)"):
+                suite_items(
+                    [{"prompt": "q", "answer": odd}], ["q"], tokenizer, SuiteConfig(data="d"), name="x", context=99
+                )
         with pytest.raises(InputError, match=r"x row 1: prompt must fit 65 - 64 \(max_new_tokens\) tokens, got 2"):
             suite_items(
                 [{"prompt": "q1", "answer": ""}], ["q1"], tokenizer, SuiteConfig(data="d"), name="x", context=65
@@ -305,6 +317,7 @@ def test_budget_is_never_passed(bench: Bench, answered: Answered) -> None:
     ("rows", "suite", "message"),
     [
         ([{"prompt": "q"}], {}, "dataset:heldout@1 row 1 must have an answer"),
+        ([{"prompt": "q", "answer": None}], {}, "dataset:heldout@1 row 1 must have an answer"),
         (
             [{"prompt": "q" * 60, "answer": "1"}],
             {},

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.rows import is_parquet, prompt_text, read_rows
+from posttrain.data.rows import has_answer, is_parquet, prompt_text, read_rows
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.validation import nearest
@@ -31,8 +31,8 @@ def inspect_dataset(path: Path, *, name: str = "") -> Meta:
     """`{"rows", "columns", "format", "prompts", "prompts_digest", "answers", "characters"}` of a JSON-lines or Parquet
     file.
 
-    `prompts` counts distinct prompts, `answers` rows with an answer, `characters` is {min, mean, max} of prompt
-    lengths.
+    `prompts` counts distinct prompts, `answers` rows with an answer that a response can be compared with, `characters`
+    is {min, mean, max} of prompt lengths.
 
     Raises:
         NotFoundError: no such file.
@@ -49,7 +49,7 @@ def inspect_dataset(path: Path, *, name: str = "") -> Meta:
         "format": "parquet" if is_parquet(path) else "jsonl",
         "prompts": len(prompts),
         "prompts_digest": digest_json(sorted(prompts)),
-        "answers": sum("answer" in row for row in rows),
+        "answers": sum(map(has_answer, rows)),
         "characters": {"min": min(lengths), "mean": round(sum(lengths) / len(lengths), 1), "max": max(lengths)},
     }
 

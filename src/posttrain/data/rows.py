@@ -3,9 +3,12 @@
 A file is JSON lines or Parquet (told by its first bytes: content-addressed files have no suffix). A canonical row has
 one of
 
-* `prompt` (text, or a list of chat messages), optionally `completion` (text, or assistant messages) and `answer`
-(text); * `messages` (a whole conversation);
-* `text`.
+* `prompt` (text, or a list of chat messages), optionally `completion` (text, or assistant messages);
+* `messages` (a whole conversation);
+* `text`
+
+and, where the row gives one, a reference `answer`: text that a response can be compared with. A null or NaN is no
+answer. A list, map or boolean is left as it is for rewards that read it, but nothing can be compared with it.
 
 Every other column is kept. Read unchanged: TRL's `text`, `messages`, `prompt`, `prompt` + `completion`; verl's Parquet
 (`prompt` as a chat list, `reward_model.ground_truth` becomes `answer`); verifiers' `prompt, answer, info, task`;
@@ -15,6 +18,7 @@ Every other column is kept. Read unchanged: TRL's `text`, `messages`, `prompt`, 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,7 +118,14 @@ def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
     answer = answer_of(result)
     if answer is not None:
         result["answer"] = answer
+    elif _is_blank(result.get("answer")):
+        result.pop("answer", None)
     return result
+
+
+def has_answer(row: Mapping[str, Any]) -> bool:
+    """Whether a response can be compared with this canonical row's `answer`."""
+    return isinstance(row.get("answer"), str)
 
 
 def answer_of(row: Mapping[str, Any]) -> str | None:
@@ -122,9 +133,14 @@ def answer_of(row: Mapping[str, Any]) -> str | None:
     model = row.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     for value in (row.get("answer"), truth, row.get("ground_truth"), row.get("label"), row.get("solution")):
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool) and not _is_blank(value):
             return str(value)
     return None
+
+
+def _is_blank(value: Any) -> bool:
+    """What Parquet has in a column where a row has nothing."""
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 def _check_content(value: Any, key: str, place: str) -> None:

@@ -106,8 +106,13 @@ def _grpo(
     probe = None
     if config.probe:
         held_out = prompts("probe", config.probe.items)
-        _check_answers(held_out, job.label("probe"))
-        probe = AccuracyProbe(held_out, tokenizer, extract=config.probe.extract, max_new_tokens=config.max_new_tokens)
+        probe = AccuracyProbe(
+            held_out,
+            tokenizer,
+            extract=config.probe.extract,
+            max_new_tokens=config.max_new_tokens,
+            name=job.label("probe"),
+        )
     return GRPO(config, model, open_rollout(model), train, scorer, job.order.seed, probe)
 
 
@@ -121,14 +126,6 @@ def _prompts(
     rows = read_rows(job.input(slot), name=name)[:items]
     encoded = encode_prompts(tokenizer, rows, name=name, limit=context, reserve=reserve)
     return [Prompt(tokens, prompt_text(row), row) for tokens, row in zip(encoded, rows, strict=True)]
-
-
-def _check_answers(items: list[Prompt], name: str) -> None:
-    for number, item in enumerate(items, start=1):
-        if "answer" not in item.row:
-            raise InputError(
-                f"{name} row {number} must have an answer to measure accuracy, got {', '.join(sorted(item.row))}"
-            )
 
 
 def _controller(job: Job, recipe: Recipe, runtime: RuntimeConfig) -> Controller:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from posttrain.domain.errors import InputError
 
@@ -17,6 +19,27 @@ def answer_pattern(extract: str) -> re.Pattern[str]:
         return re.compile(extract)
     except re.error as error:
         raise InputError(f"extract must be a regular expression, got {extract!r}: {error}") from error
+
+
+def reference_answer(row: Mapping[str, Any], name: str, number: int) -> str:
+    """What a response to this row is compared with.
+
+    Args:
+        name, number: how errors call the data set and the row (from 1).
+
+    Raises:
+        InputError: the row's `answer` is missing, or something that no text equals.
+    """
+    answer = row.get("answer")
+    if isinstance(answer, str):
+        return answer
+    found = f"columns {', '.join(sorted(row))}" if answer is None else f"{answer!r:.60}"
+    raise InputError(f"{name} row {number} must have an answer (text or a number) to be compared with, got {found}")
+
+
+def is_correct(extracted: str | None, answer: str) -> bool:
+    """Exactly the answer; a response from which nothing could be extracted is wrong whatever the answer."""
+    return extracted is not None and extracted == answer
 
 
 def extract_answer(pattern: re.Pattern[str], response: str) -> str | None:

@@ -16,13 +16,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.errors import BudgetExceededError, InputError
+from posttrain.domain.errors import BudgetExceededError
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.batch import Trajectory
 from posttrain.engine.config import SuiteConfig
 from posttrain.engine.models.chat import decode_response, encode_prompts
-from posttrain.engine.recipes.answers import answer_pattern, extract_answer
+from posttrain.engine.recipes.answers import answer_pattern, extract_answer, is_correct, reference_answer
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 
 _ROWS_PER_CALL = 512  # responses between two looks at budget and stop orders
@@ -124,20 +124,17 @@ def suite_items(
         context: the model's context length, tokens.
 
     Raises:
-        InputError: a row without answer, or a prompt that does not fit the context with its response.
+        InputError: a row without a usable answer, or a prompt that does not fit the context with its response.
     """
-    for number, row in enumerate(rows, start=1):
-        if "answer" not in row:
-            columns = ", ".join(sorted(row))
-            raise InputError(f"{name} row {number} must have an answer to be evaluated, got columns {columns}")
+    answers = [reference_answer(row, name, number) for number, row in enumerate(rows, start=1)]
     prompts = encode_prompts(tokenizer, rows, name=name, limit=context, reserve=config.max_new_tokens)
     seen: Counter[str] = Counter()
     items = []
-    for row, text, prompt in zip(rows, texts, prompts, strict=True):
-        digest = digest_json({"prompt": text, "answer": row["answer"]})
+    for answer, text, prompt in zip(answers, texts, prompts, strict=True):
+        digest = digest_json({"prompt": text, "answer": answer})
         seen[digest] += 1
         twin = f"#{seen[digest]}" if seen[digest] > 1 else ""  # a repeated row is an item of its own
-        items.append(Item(digest + twin, text, prompt, row["answer"]))
+        items.append(Item(digest + twin, text, prompt, answer))
     return items
 
 
@@ -200,7 +197,7 @@ def _response(item: Item, kind: str, sample: int, text: str, extracted: str | No
         sample=sample,
         text=text,
         extracted=extracted,
-        correct=extracted == item.answer,
+        correct=is_correct(extracted, item.answer),
         tokens=len(trajectory.tokens),
         truncated=trajectory.truncated,
         logprob=float(sum(trajectory.logprobs)),

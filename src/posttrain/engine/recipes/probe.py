@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.engine.models.chat import decode_response
-from posttrain.engine.recipes.answers import answer_pattern, extract_answer
+from posttrain.engine.recipes.answers import answer_pattern, extract_answer, is_correct, reference_answer
 from posttrain.engine.recipes.grpo import Prompt
 from posttrain.engine.recipes.recipe import StepReport
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
@@ -20,16 +20,24 @@ class AccuracyProbe:
         items: prompts whose rows have an `answer`.
         extract: what to compare with it.
         max_new_tokens: per answer.
+        name: how errors call the data set.
 
     Raises:
-        InputError: `extract` is no regular expression.
+        InputError: `extract` is no regular expression, or a row has no usable answer.
     """
 
     def __init__(
-        self, items: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, extract: str, max_new_tokens: int
+        self,
+        items: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        extract: str,
+        max_new_tokens: int,
+        name: str = "probe",
     ) -> None:
         self._items, self._tokenizer = items, tokenizer
         self._pattern, self._limit = answer_pattern(extract), max_new_tokens
+        self._answers = [reference_answer(item.row, name, number) for number, item in enumerate(items, start=1)]
         self.price = sum(len(item.tokens) + max_new_tokens for item in items)
 
     def __call__(self, rollout: RolloutEngine) -> StepReport:
@@ -38,8 +46,8 @@ class AccuracyProbe:
         sampling = SamplingParams(max_new_tokens=self._limit, greedy=True)
         found = rollout.generate(prompts, samples=1, sampling=sampling)
         correct = sum(
-            extract_answer(self._pattern, decode_response(self._tokenizer, t.tokens)) == item.row["answer"]
-            for t, item in zip(found, self._items, strict=True)
+            is_correct(extract_answer(self._pattern, decode_response(self._tokenizer, t.tokens)), answer)
+            for t, answer in zip(found, self._answers, strict=True)
         )
         tokens = sum(len(t.prompt) + len(t.tokens) for t in found)
         return StepReport(tokens, {"probe/accuracy": correct / len(self._items)})
