@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,54 @@ def test_a_folder_is_made_once_and_shared(tmp_path: Path) -> None:
     made = (first / "a").stat().st_ino
     assert materialise(blobs, digest, tmp_path / "cache") == first
     assert (first / "a").stat().st_ino == made
+
+
+def _altered(folder: Path) -> None:
+    (folder / "a").chmod(0o644)
+    (folder / "a").write_bytes(b"X")  # as many bytes as before
+
+
+def _linked(folder: Path) -> None:
+    (folder / "a").rename(folder.parent / "elsewhere")
+    (folder / "a").symlink_to(folder.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        _altered,
+        _linked,
+        lambda folder: (folder / "a").unlink(),
+        lambda folder: (folder / "d" / "extra").write_bytes(b""),
+        lambda folder: (folder / "d" / "b").rename(folder / "b"),
+    ],
+    ids=["altered", "linked", "missing", "extra", "moved"],
+)
+def test_a_damaged_folder_is_made_anew(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    blobs = open_blobs(tmp_path / "store")
+    files = {"a": b"x", "d/b": b"y"}
+    digest = put_tree(blobs, write(tmp_path / "folder", files))
+    folder = materialise(blobs, digest, tmp_path / "cache")
+    harm(folder)
+    assert contents(materialise(blobs, digest, tmp_path / "cache")) == files
+    assert not any(path.is_symlink() for path in folder.rglob("*"))
+    assert [p.name for p in folder.parent.iterdir() if p.is_dir()] == [folder.name]
+
+
+def test_a_damaged_folder_whose_blobs_are_gone_is_not_given_out(tmp_path: Path) -> None:
+    blobs = open_blobs(tmp_path / "store")
+    digest = put_tree(blobs, write(tmp_path / "folder", {"a": b"x"}))
+    _altered(materialise(blobs, digest, tmp_path / "cache"))
+    victim = digest_bytes(b"x")
+    (tmp_path / "store" / "sha256" / victim[7:9] / victim[9:]).unlink()
+    with pytest.raises(NotFoundError, match=victim):
+        materialise(blobs, digest, tmp_path / "cache")
+
+
+def test_files_of_a_shared_folder_are_read_only(blobs: BlobStore, tmp_path: Path) -> None:
+    folder = materialise(blobs, put_tree(blobs, write(tmp_path / "f", {"a": b"x", "d/b": b""})), tmp_path / "cache")
+    assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o444}
+    assert folder.stat().st_mode & 0o755 == 0o755
 
 
 def test_processes_that_ask_at_once_get_one_folder(tmp_path: Path) -> None:

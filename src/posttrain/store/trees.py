@@ -106,30 +106,28 @@ def tree_listing(blobs: BlobStore, digest: str) -> dict[str, TreeFile]:
 def materialise(blobs: BlobStore, digest: str, cache_dir: Path) -> Path:
     """The tree as a folder below `cache_dir`, shared by everybody who asks for this digest; do not write into it.
 
-    Every file is verified when the folder is made; the folder appears at once and whole. Several processes may ask at
-    once.
+    Its files are read-only, and every one is hashed at every call, for a model that was altered in the cache would
+    train and be judged under a digest that is not its own. A folder that does not match its listing is made anew; who
+    reads it at that moment keeps the files that are open. The folder appears at once and whole, and several processes
+    may ask at once.
 
     Raises:
         NotFoundError, IntegrityError: a blob is missing or corrupt.
         WorkspaceError: the cache cannot be written.
     """
     target = cache_dir / "trees" / digest.removeprefix(DIGEST_PREFIX)
-    if target.is_dir():
-        return target
     listing = tree_listing(blobs, digest)
+    if _matches(target, listing):
+        return target
     make_folder(target.parent)
     try:
         temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
     except OSError as error:
         raise unwritable(target.parent, error) from error
     try:
-        _fill(blobs, listing, temporary)
-        try:
-            temporary.chmod(0o755)
-            os.rename(temporary, target)
-        except OSError as error:
-            if not target.is_dir():  # else somebody else made the same folder first, which is as good
-                raise unwritable(target, error) from error
+        made = temporary / "made"
+        _fill(blobs, listing, made)
+        _put_in_place(made, target, listing, temporary / "damaged")
         sync_folder(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -165,10 +163,39 @@ def read_json(blobs: BlobStore, digest: str) -> Any:
 
 
 def _fill(blobs: BlobStore, listing: Mapping[str, TreeFile], folder: Path) -> None:
+    make_folder(folder)
     for name, file in listing.items():
         path = folder / name
         make_folder(path.parent)
         blobs.fetch(file.digest, path)
+        path.chmod(0o444)
+
+
+def _matches(folder: Path, listing: Mapping[str, TreeFile]) -> bool:
+    """Whether the folder holds the listed files and nothing else. Sizes first: they cost nothing."""
+    try:
+        paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+        found = {path.relative_to(folder).as_posix(): path for path in paths}
+        return (
+            folder.is_dir()
+            and found.keys() == listing.keys()
+            and not any(path.is_symlink() for path in paths)
+            and all(path.stat().st_size == listing[name].size for name, path in found.items())
+            and all(file_digest(path) == listing[name].digest for name, path in found.items())
+        )
+    except (OSError, InputError):  # unreadable, or taken away while we looked
+        return False
+
+
+def _put_in_place(made: Path, target: Path, listing: Mapping[str, TreeFile], aside: Path) -> None:
+    """Rename `made` to `target`. A folder that is there by now stays if it is as good, else it goes `aside`."""
+    try:
+        if target.is_dir() and not _matches(target, listing):
+            os.rename(target, aside)
+        os.rename(made, target)
+    except OSError as error:
+        if not _matches(target, listing):  # else somebody else made the same folder first
+            raise unwritable(target, error) from error
 
 
 def _check_paths(digest: str, files: Mapping[str, TreeFile]) -> None:
