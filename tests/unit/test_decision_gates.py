@@ -88,9 +88,27 @@ def test_a_mean_is_judged_by_the_bootstrap() -> None:
     assert better.difference is not None
     assert better.difference < better.limit < better.threshold == -0.5
     assert relative(evidence(long, binary=False), evidence(short, binary=False), SHORTER).outcome is Outcome.FAIL
-    assert relative(evidence(long - 0.5, binary=False), evidence(long, binary=False), SHORTER).outcome is Outcome.PASS
     same = absolute(evidence(short, binary=False), GateRule(name="cap", metric="heldout/tokens", at_most=7.5))
     assert same.outcome is Outcome.PASS
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("direction", ["higher", "lower"])
+@pytest.mark.parametrize("right", [0, 150, 200])
+def test_an_identical_model_is_never_better(binary: bool, direction: str, right: int) -> None:
+    same = evidence([1.0] * right + [0.0] * (200 - right), binary)
+    verdict = relative(same, same, GateRule(name="g", metric="m", better_than="channel", direction=direction))
+    assert verdict.outcome is Outcome.FAIL
+    comparison = "more" if direction == "higher" else "less"
+    assert f"a difference of +0, which misses the required {comparison} than +0; its" in verdict.reason
+
+
+@pytest.mark.parametrize("gain", [-0.5, -0.25])
+def test_a_gain_of_just_what_is_asked_is_no_more_than_that(gain: float) -> None:
+    values = np.random.default_rng(3).integers(2, 9, 120).astype(float)
+    verdict = relative(evidence(values + gain, binary=False), evidence(values, binary=False), SHORTER)
+    assert verdict.outcome is Outcome.FAIL
+    assert "misses the required less than -0.5" in verdict.reason
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@
     estimate misses the threshold ──────────────▶ FAIL
     estimate meets it, its limit does not ──────▶ INCONCLUSIVE
     limit meets it ─────────────────────────────▶ PASS
+
+A threshold is met from the value itself on, but for `better_than`: what is asked there must be exceeded.
 """
 
 from __future__ import annotations
@@ -209,9 +211,9 @@ def _sign(rule: GateRule) -> int:
 def _decide(rule: GateRule, measured: _Measured, *, items: int) -> Verdict:
     sign = _sign(rule)
     missed_by = sign * (rule.threshold - measured.limit)
-    if missed_by <= 0:
+    if _meets(rule, measured.limit):
         outcome = Outcome.PASS
-    elif sign * (rule.threshold - measured.quantity) > 0:
+    elif not _meets(rule, measured.quantity):
         outcome = Outcome.FAIL
     else:
         outcome = Outcome.INCONCLUSIVE
@@ -230,6 +232,11 @@ def _decide(rule: GateRule, measured: _Measured, *, items: int) -> Verdict:
     )
 
 
+def _meets(rule: GateRule, number: float) -> bool:
+    gain = _sign(rule) * (number - rule.threshold)
+    return gain > 0 if rule.strict else gain >= 0
+
+
 def _sentence(rule: GateRule, outcome: Outcome, measured: _Measured, items: int, missed_by: float) -> str:
     """What was measured, what was asked, how the limit stands to it."""
     if rule.needs_baseline:
@@ -237,6 +244,8 @@ def _sentence(rule: GateRule, outcome: Outcome, measured: _Measured, items: int,
         seen = f"{rule.metric} is {_number(measured.estimate)} against the channel's {_number(measured.baseline or 0)}"
         seen += f" on the same {items} items, a difference of {change}"
         asked = f"the {'least' if rule.higher_is_better else 'most'} allowed, {_signed(rule.threshold)}"
+        if rule.strict:
+            asked = f"the required {'more' if rule.higher_is_better else 'less'} than {_signed(rule.threshold)}"
     else:
         seen = f"{rule.metric} is {_number(measured.estimate)} on {items} items"
         asked = f"the required {'at least' if rule.higher_is_better else 'at most'} {_number(rule.threshold)}"
@@ -246,9 +255,9 @@ def _sentence(rule: GateRule, outcome: Outcome, measured: _Measured, items: int,
     if outcome is Outcome.PASS:
         return f"{seen}; its {limit} meets {asked}."
     if outcome is Outcome.FAIL:
-        short = _number(abs(rule.threshold - measured.quantity))
-        return f"{seen}, which misses {asked}, by {short}; its {limit} misses it by {_number(missed_by)}."
-    return f"{seen}, which meets {asked}, but its {limit} misses it by {_number(missed_by)}: judge on more items."
+        short = abs(rule.threshold - measured.quantity)
+        return f"{seen}, which misses {asked}{',' if short else ''}{_by(short)}; its {limit} misses it{_by(missed_by)}."
+    return f"{seen}, which meets {asked}, but its {limit} misses it{_by(missed_by)}: judge on more items."
 
 
 def _judge_empty_channel(rule: GateRule, ours: Evidence, baseline: Evidence | None) -> Verdict:
@@ -284,6 +293,10 @@ def _verdict(
         threshold=rule.threshold,
         **numbers,
     )
+
+
+def _by(distance: float) -> str:
+    return f" by {_number(distance)}" if distance else ""
 
 
 def _number(value: float) -> str:

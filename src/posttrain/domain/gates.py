@@ -66,7 +66,7 @@ class GateRule(BaseModel):
     at_least: FiniteFloat | None = None  # in units of the metric
     at_most: FiniteFloat | None = None
     not_worse_than: Literal["channel"] | None = None  # non-inferiority: the loss stays within `margin`
-    better_than: Literal["channel"] | None = None  # superiority: the gain is `by` or more
+    better_than: Literal["channel"] | None = None  # superiority: the gain is more than `by`
     margin: FiniteFloat | None = None  # in units of the metric; required by `not_worse_than`
     by: FiniteFloat | None = None  # in units of the metric; `better_than` takes 0 when it is left out
     direction: Direction | None = None  # which way the metric improves; relative forms take `higher` when left out
@@ -138,6 +138,11 @@ class GateRule(BaseModel):
         return self.at_least is not None or self.direction is Direction.HIGHER
 
     @property
+    def strict(self) -> bool:
+        """Whether a limit exactly on the threshold is a miss: an identical model is not a better one."""
+        return self.better_than is not None
+
+    @property
     def threshold(self) -> float:
         """The bound for the confidence limit: of the metric (absolute forms), of candidate - baseline (relative)."""
         for bound in (self.at_least, self.at_most):
@@ -168,7 +173,7 @@ class Verdict(BaseModel):
     difference: FiniteFloat | None = None  # candidate - baseline
     limit: FiniteFloat | None = None  # the one-sided confidence limit that is compared
     threshold: FiniteFloat | None = None
-    missed_by: FiniteFloat | None = None  # how far `limit` falls short: > 0 missed, <= 0 met with that much to spare
+    missed_by: FiniteFloat | None = None  # how far `limit` falls short: > 0 missed, < 0 met with that much to spare
     details: dict[str, FiniteFloat] = Field(default_factory=dict)  # e.g. discordance, mcnemar_p
 
 
