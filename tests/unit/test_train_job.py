@@ -146,6 +146,22 @@ class TestJobs:
         (attempt.path / "job.json").unlink()
         assert run(attempt) == first
 
+    def test_outputs_are_on_the_disk_before_the_result_is(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+        attempt = shop.sft("synced", params={"steps": 1})
+        synced: list[int] = []
+        fsync = os.fsync
+
+        def noted(handle: int) -> None:
+            synced.append(os.fstat(handle).st_ino)
+            fsync(handle)
+
+        monkeypatch.setattr(os, "fsync", noted)
+        assert run(attempt).status == "succeeded"
+        result = synced.index((attempt.path / "result.json").stat().st_ino)
+        outputs = {path.stat().st_ino for path in (attempt.outputs, *attempt.outputs.rglob("*"))}
+        assert len(outputs) > 4
+        assert outputs <= set(synced[:result])
+
     def test_budget(self, shop: Shop) -> None:
         result = run(shop.sft("poor", token_allowance=30))
         assert result.failure is not None

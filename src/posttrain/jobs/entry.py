@@ -36,6 +36,7 @@ from posttrain.domain.facts import FactSink
 from posttrain.domain.jobs import Failure, JobOrder, JobResult
 from posttrain.domain.ports import BlobStore
 from posttrain.engine.rewards.port import RewardError
+from posttrain.store.atomic import sync_folder, sync_tree
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import materialise
@@ -111,6 +112,9 @@ def run(attempt_dir: str, body: Body) -> int:
         crashpoint("job.start")
         with _sigterm_noted() as stopping, EventWriter(attempt) as sink:
             result = _guarded(attempt, order, sink, body, stopping)
+        if attempt.outputs.is_dir():
+            sync_tree(attempt.outputs)  # a result that survives a power cut must not name outputs that did not
+            sync_folder(attempt.path)
         crashpoint("outputs.before_result")
         attempt.write_result(replace(result, seconds=time.time() - started))
         crashpoint("outputs.after_result")

@@ -60,6 +60,24 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def sync_tree(folder: Path) -> None:
+    """Make a folder durable with everything below it, for files that a library wrote without syncing them.
+
+    Raises:
+        WorkspaceError: the disk refused; nothing may rely on the folder then.
+    """
+    try:
+        for path in sorted(folder.rglob("*"), reverse=True):  # contents before the folders that name them
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            elif path.is_dir():
+                sync_folder(path)
+        sync_folder(folder)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
 def make_folder(folder: Path) -> None:
     """Create `folder` and its parents.
 
