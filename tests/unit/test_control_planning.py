@@ -202,3 +202,11 @@ def test_a_manifest_of_another_schema_is_refused() -> None:
         manifest_from_json({**manifest(RUN).to_json(), "manifest": 2})
     with pytest.raises(ValueError, match="extra"):
         manifest_from_json({**manifest(RUN).to_json(), "surprise": 1})
+
+
+def test_a_channel_that_is_nearly_another_is_taken_for_a_slip() -> None:
+    spec = parse_run_spec(RUN, "run.yaml")
+    with pytest.raises(InputError, match="'prod' is unknown and nearly 'prods'"):
+        plan_run(spec, "run.yaml", resolve, TRAINERS, channels=["prods", "staging"])
+    plan_run(spec, "run.yaml", resolve, TRAINERS, channels=["staging"])
+    plan_run(spec, "run.yaml", resolve, TRAINERS, channels=["prods", "prod"])

@@ -150,7 +150,7 @@ def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | 
             raise InputError(f"seed must be a whole number from 0 to 2^53 - 1, got {seed}")
         spec = spec.model_copy(update={"seed": seed})
     resolve = workspace.catalog.resolver(source.parent)
-    return plan_run(spec, str(source), resolve, workspace.wiring.trainers)
+    return plan_run(spec, str(source), resolve, workspace.wiring.trainers, workspace.ledger.channels())
 
 
 def submit(

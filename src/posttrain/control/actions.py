@@ -86,29 +86,33 @@ def promote(wiring: Wiring, run_id: str, channel: str) -> ReleaseEntry:
         )
 
 
-def rollback(wiring: Wiring, channel: str, to: str | None = None) -> ReleaseEntry:
+def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int | None = None) -> ReleaseEntry:
     """Point a channel back at the model it served before. Waits for no gate.
 
     Args:
         to: a model digest prefix, a run id, or a release number of the channel's history; None: the previous model.
+            When it is live already nothing moves, so that asking twice is one rollback.
+        since: the release that must be live now, so that a repeated bare rollback cannot go back twice.
 
     Raises:
         NotFoundError: unknown channel, or nothing to return to.
+        ConflictError: another release is live than `since`, or the channel moved meanwhile.
     """
     history = wiring.ledger.history(channel)
     if not history:
         known = ", ".join(wiring.ledger.channels()) or "none yet"
         raise NotFoundError(f"channel {channel!r} is unknown (known: {known}); a promotion creates it")
-    digest = rollback_target(history, _release_named(history, to))
+    live = history[-1]
+    if since is not None and live.sequence != since:
+        raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; look: posttrain ls")
+    named = _release_named(history, to)
+    if named == live.model_digest:
+        return live
+    digest = rollback_target(history, named)
     target = next(entry for entry in reversed(history) if entry.model_digest == digest)
     with wiring.ledger.transaction(wiring.actor) as transaction:
         return transaction.append_release(
-            channel,
-            digest,
-            target.run_id,
-            "rollback",
-            expected=history[-1].model_digest,
-            report_digest=target.report_digest,
+            channel, digest, target.run_id, "rollback", expected=live.model_digest, report_digest=target.report_digest
         )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.control import budgets
+from posttrain.control.launching import attempt_spec, launch_attempt, record_launch
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import FailureClass, IntegrityError
-from posttrain.domain.jobs import Failure, JobResult, JobSpec, JobState, Observation
+from posttrain.domain.errors import FailureClass, InputError, IntegrityError
+from posttrain.domain.facts import Progress
+from posttrain.domain.jobs import Failure, JobResult, JobState, Observation
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
@@ -17,52 +19,73 @@ from posttrain.store.trees import put_tree
 
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 STOP_GRACE_SECONDS = 30.0
+PREEMPTIONS_PER_ATTEMPT = 4  # a preempted job did nothing wrong, but a place that always preempts is no place
 
 
 def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: StageRecord) -> None:
     """One look at the live attempt of a running stage, and what follows from it."""
     attempt = wiring.ledger.attempts(run.id, stage.name)[-1]
     trainer = wiring.trainers[manifest.stage(stage.name).trainer]
-    folder = wiring.folder(attempt)
-    spec = trainer.compile(folder.read_order(), folder.path)
     if attempt.state == AttemptState.PLANNED:
-        if run.state == RunState.STOPPING:
-            wiring.executor.cancel(spec, 0.0)  # it may have been launched by a process that died before saying so
-            _end(wiring, stage, attempt, JobResult("stopped"), {})
-            return
-        _launch(wiring, attempt, spec)
+        _begin(wiring, run, manifest, stage, attempt, trainer)
         return
     if attempt.state != AttemptState.LAUNCHED:  # it ended, and the process that recorded it died before the stage was
         raise AssertionError(
             f"{attempt.name} is {attempt.state} while its stage runs: both are written in one transaction"
         )
-    result = trainer.collect(folder) or _look(wiring, run, manifest, attempt, trainer, spec)
-    if isinstance(result, Observation):
-        if result.state not in (JobState.STARTING, JobState.RUNNING):
-            _lost(wiring, manifest, stage, attempt, result)
+    try:
+        result = trainer.collect(wiring.folder(attempt)) or _look(wiring, run, manifest, attempt, trainer)
+        if isinstance(result, Observation):
+            if result.state not in (JobState.STARTING, JobState.RUNNING):
+                _lost(wiring, manifest, stage, attempt, result)
+            return
+        result = _why_stopped(wiring, run, manifest, result)
+        if result.status == "failed" and result.failure and result.failure.kind.retried:
+            _retry(wiring, manifest, stage, attempt, result.failure, AttemptState.FAILED)
+            return
+        outputs = _publish(wiring, attempt, result)
+    except (InputError, IntegrityError) as error:  # what the job left cannot be read: no retry would mend that
+        failure = Failure(FailureClass.BUG, f"the job left what cannot be collected: {error}", "collect")
+        _end(wiring, stage, attempt, JobResult("failed", failure=failure), {})
         return
-    if result.status == "stopped" and run.desired != "stopped":  # nobody asked: it was told to end for the budget
-        spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), wiring.clock.now())
-        over = budgets.exhausted(manifest, spent)
-        preempted = Failure(FailureClass.PREEMPTED, "the job was told to end from outside (SIGTERM)", "")
-        failure = Failure(FailureClass.BUDGET, over, "budget") if over else preempted
-        result = replace(result, status="failed", failure=failure)
-    _finish(wiring, manifest, stage, attempt, result)
+    crashpoint("collect.after_publish")
+    _end(wiring, stage, attempt, result, outputs)
+    crashpoint("collect.after_commit")
 
 
-def _launch(wiring: Wiring, attempt: AttemptRecord, spec: JobSpec) -> None:
-    crashpoint("attempt.after_intent")
-    handle = wiring.executor.launch(spec)
-    crashpoint("attempt.after_launch")
-    with wiring.ledger.transaction(wiring.actor) as transaction:
-        transaction.update_attempt(attempt, state=AttemptState.LAUNCHED, reason="Launched", handle=handle)
-    crashpoint("attempt.after_handle")
+def _begin(
+    wiring: Wiring, run: RunRecord, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, trainer: Trainer
+) -> None:
+    """Launch a planned attempt; when the run is being stopped, only find out whether somebody did so before dying."""
+    if run.state == RunState.STOPPING:
+        known = wiring.folder(attempt).has_order()
+        spec = attempt_spec(wiring, attempt, trainer) if known else None
+        if spec is None or wiring.executor.observe(spec).state is JobState.UNKNOWN:
+            _end(wiring, stage, attempt, JobResult("stopped"), {})
+        else:
+            record_launch(wiring, attempt, wiring.executor.launch(spec))
+        return
+    failure = launch_attempt(wiring, manifest, stage, attempt, trainer)
+    if failure:
+        _retry(wiring, manifest, stage, attempt, failure, AttemptState.LOST)
+
+
+def _why_stopped(wiring: Wiring, run: RunRecord, manifest: Manifest, result: JobResult) -> JobResult:
+    """A job that stopped though no person asked: it was told to end for the budget, or from outside."""
+    if result.status != "stopped" or run.desired == "stopped":
+        return result
+    spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), wiring.clock.now())
+    over = budgets.exhausted(manifest, spent)
+    preempted = Failure(FailureClass.PREEMPTED, "the job was told to end from outside (SIGTERM)", "")
+    failure = Failure(FailureClass.BUDGET, over, "budget") if over else preempted
+    return replace(result, status="failed", failure=failure)
 
 
 def _look(
-    wiring: Wiring, run: RunRecord, manifest: Manifest, attempt: AttemptRecord, trainer: Trainer, spec: JobSpec
+    wiring: Wiring, run: RunRecord, manifest: Manifest, attempt: AttemptRecord, trainer: Trainer
 ) -> JobResult | Observation:
     """Observe a job without a result; see to it that it ends when a person or the budget says so."""
+    spec = attempt_spec(wiring, attempt, trainer)
     spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), wiring.clock.now())
     over = budgets.exhausted(manifest, spent)
     if (over or run.state == RunState.STOPPING) and not _may_go_on(wiring, attempt):
@@ -90,21 +113,24 @@ def _may_go_on(wiring: Wiring, attempt: AttemptRecord) -> bool:
     return True
 
 
-def _finish(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, result: JobResult) -> None:
-    """Publish what a job left, then record its end. Only the collector publishes."""
-    if result.status == "failed" and result.failure and result.failure.kind.retried:
-        _retry(wiring, manifest, stage, attempt, result.failure, AttemptState.FAILED)
-        return
+def _publish(wiring: Wiring, attempt: AttemptRecord, result: JobResult) -> dict[str, dict[str, str]]:
+    """Put what a job left into the store. Only the collector publishes.
+
+    Raises:
+        IntegrityError: an output that is missing, or that lies outside the attempt's `outputs/`.
+    """
     crashpoint("collect.before_publish")
-    outputs = {}
-    if result.status == "succeeded":
-        for name, output in result.outputs.items():
-            path = wiring.folder(attempt).path / output.path
-            digest = put_tree(wiring.blobs, path) if output.form == "tree" else wiring.blobs.put_file(path)
-            outputs[name] = {"digest": digest, "form": output.form}
-    crashpoint("collect.after_publish")
-    _end(wiring, stage, attempt, result, outputs)
-    crashpoint("collect.after_commit")
+    if result.status != "succeeded":
+        return {}
+    outputs, folder = {}, wiring.folder(attempt)
+    allowed = folder.outputs.resolve()
+    for name, output in result.outputs.items():
+        path = folder.path / output.path
+        if allowed not in path.resolve().parents or not path.exists():
+            raise IntegrityError(f"output {name} must be a file or folder below outputs/, got {output.path!r}")
+        digest = put_tree(wiring.blobs, path) if output.form == "tree" else wiring.blobs.put_file(path)
+        outputs[name] = {"digest": digest, "form": output.form}
+    return outputs
 
 
 def _end(
@@ -126,6 +152,7 @@ def _end(
             failure_signature=failure.signature if failure else None,
             tokens=tokens,
             finished_at=now,
+            seconds=_seconds(wiring, attempt, result.seconds),
         )
         transaction.update_stage(
             stage,
@@ -158,7 +185,7 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
         FailureClass.BAD_INPUT: "correct what the message names and submit again",
         FailureClass.OUT_OF_MEMORY: "lower runtime.micro_batch_tokens and submit again",
         FailureClass.DIVERGED: "lower the learning rate and submit again",
-    }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; mend it, then posttrain retry {stage.run_id}")
+    }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; mend the cause and submit again")
 
 
 def _lost(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> None:
@@ -184,12 +211,13 @@ def _retry(
     preempted = failure.kind is FailureClass.PREEMPTED
     counted = [a for a in tried if a.reason != "Preempted" and not (preempted and a.number == attempt.number)]
     same_twice = len(counted) > 1 and failure.signature and counted[-2].failure_signature == failure.signature
-    over = len(counted) >= manifest.budget.attempts and not preempted
+    limit = manifest.budget.attempts * (PREEMPTIONS_PER_ATTEMPT if preempted else 1)
+    over = (len(tried) if preempted else len(counted)) >= limit
     now = wiring.clock.now()
-    wait = BACKOFF_SECONDS[min(max(len(counted), 1), len(BACKOFF_SECONDS)) - 1]
+    wait = BACKOFF_SECONDS[min(len(tried), len(BACKOFF_SECONDS)) - 1]
     tokens = _billed(wiring, attempt, _spent(wiring, attempt))
     if same_twice or over:
-        why = "the same failure twice in a row" if same_twice else f"{len(counted)} attempts, the budget's limit"
+        why = "the same failure twice in a row" if same_twice else f"{len(tried)} attempts, the budget's limit"
         state, reason = StageState.FAILED, "CircuitOpen" if same_twice else "AttemptsExhausted"
         message = f"{failure.message}; {why}"
         action = f"posttrain logs {stage.run_id} {stage.name}; then posttrain retry {stage.run_id}"
@@ -205,6 +233,7 @@ def _retry(
             failure_signature=failure.signature or None,
             tokens=tokens,
             finished_at=now,
+            seconds=_seconds(wiring, attempt, 0.0),
         )
         transaction.update_stage(
             stage,
@@ -219,14 +248,32 @@ def _retry(
 
 def _spent(wiring: Wiring, attempt: AttemptRecord) -> int:
     """Tokens of the attempt's lineage by its own last word."""
-    progress = wiring.folder(attempt).last_progress()
+    progress = _last_progress(wiring, attempt)
     return progress.tokens if progress else _inherited(wiring, attempt)
 
 
 def _inherited(wiring: Wiring, attempt: AttemptRecord) -> int:
-    return wiring.folder(attempt).read_order().tokens_inherited
+    try:
+        return wiring.folder(attempt).read_order().tokens_inherited
+    except (InputError, IntegrityError):  # never written, or damaged since: then nothing was spent that can be told
+        return 0
 
 
 def _billed(wiring: Wiring, attempt: AttemptRecord, lineage_tokens: int) -> int:
     """What this attempt itself spent: its lineage's tokens less those its checkpoint brought along."""
     return max(0, lineage_tokens - _inherited(wiring, attempt))
+
+
+def _seconds(wiring: Wiring, attempt: AttemptRecord, said: float) -> float:
+    """How long the job ran: by its own word, else until its last sign of life. Not until somebody looked."""
+    if said or attempt.launched_at is None:
+        return said
+    progress = _last_progress(wiring, attempt)
+    return max(0.0, progress.at - attempt.launched_at) if progress else 0.0
+
+
+def _last_progress(wiring: Wiring, attempt: AttemptRecord) -> Progress | None:
+    try:
+        return wiring.folder(attempt).last_progress()
+    except IntegrityError:  # a damaged event segment tells nothing, and must not keep a run from ending
+        return None

@@ -18,10 +18,20 @@ class Spending:
 
 
 def spending(stages: Sequence[StageRecord], attempts: Sequence[AttemptRecord], now: float) -> Spending:
-    """Sum over a run. A cached stage costs nothing."""
+    """Sum over a run. A cached stage costs nothing, and neither does the time in which nobody noticed a job's end."""
     tokens = sum(stage.tokens for stage in stages)
-    seconds = sum((attempt.finished_at or now) - attempt.created_at for attempt in attempts)
-    return Spending(tokens, seconds)
+    return Spending(tokens, sum(_seconds(attempt, now) for attempt in attempts))
+
+
+def _seconds(attempt: AttemptRecord, now: float) -> float:
+    if attempt.finished_at is not None:
+        return attempt.seconds
+    return max(0.0, now - attempt.launched_at) if attempt.launched_at is not None else 0.0
+
+
+def one_at_a_time(manifest: Manifest) -> bool:
+    """Whether stages may not run side by side: each would be handed all that is left of a limit."""
+    return manifest.budget.tokens is not None or manifest.budget.wall_clock is not None
 
 
 def token_allowance(manifest: Manifest, spent: Spending, inherited: int) -> int | None:

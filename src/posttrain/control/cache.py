@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import StageRecord
+from posttrain.store.trees import verify_tree
 
 
 def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, InputBlob]) -> str:
@@ -25,5 +27,13 @@ def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, Inp
 
 
 def usable(stage: StageRecord, blobs: BlobStore) -> bool:
-    """Whether a cached stage's outputs are still there. A missing blob is a miss, never an error."""
-    return bool(stage.outputs) and all(blobs.has(output["digest"]) for output in stage.outputs.values())
+    """Whether a cached stage's outputs are still there, every byte of them. A missing or corrupt blob is a miss."""
+    try:
+        for output in stage.outputs.values():
+            if output["form"] == "tree":
+                verify_tree(blobs, output["digest"])
+            else:
+                blobs.get(output["digest"])
+    except (NotFoundError, IntegrityError):
+        return False
+    return bool(stage.outputs)

@@ -24,7 +24,7 @@ class Difference:
 
 
 def compare(wiring: Wiring, first: Manifest, second: Manifest) -> list[Difference]:
-    """Differences that decide results or release; names of the runs are not compared.
+    """Differences that decide results or release; what the runs are called and who owns them is not compared.
 
     An asset that several stages use is told once.
     """
@@ -36,7 +36,7 @@ def compare(wiring: Wiring, first: Manifest, second: Manifest) -> list[Differenc
 
 
 def _plain(manifest: Manifest) -> dict[str, Any]:
-    value = manifest.model_dump(mode="json", exclude={"manifest", "stages"})
+    value = manifest.model_dump(mode="json", exclude={"manifest", "name", "owner", "stages"})
     value["gates"] = {gate["name"]: gate for gate in value["gates"]}
     value["stages"] = {}
     for stage in manifest.stages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,7 +19,7 @@ from posttrain.domain.errors import ConflictError, IntegrityError
 from posttrain.domain.gates import GateReport, Outcome
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
-from posttrain.domain.manifest import Manifest
+from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.seeds import derive_seed
 
@@ -30,9 +31,7 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
     candidate, baseline = _read(wiring, inputs, "evidence."), _read(wiring, inputs, "baseline.")
     channel = inputs.get("channel")
-    evaluators = {
-        s.name: {"params": s.params, "code": manifest.code[s.trainer]} for s in manifest.stages if s.kind == "evaluate"
-    }
+    evaluators = {s.name: _evaluator(manifest, s) for s in manifest.stages if s.kind == "evaluate"}
     report = judge_all(
         manifest.gates,
         candidate,
@@ -57,6 +56,12 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
             finished_at=wiring.clock.now(),
         )
     crashpoint("gate.after_commit")
+
+
+def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:
+    """What measured: code, parameters, and the suites' data."""
+    suites = {slot: ref.digest for slot, ref in stage.inputs.items() if slot != "model"}
+    return {"code": manifest.code[stage.trainer], "params": stage.params, "suites": suites}
 
 
 def _summary(report: GateReport) -> str:
@@ -84,6 +89,8 @@ def release_stage(
         live = wiring.ledger.channel(channel)
         move = promotion(live.model_digest if live else None, report.baseline, candidate, report)
         with wiring.ledger.transaction(wiring.actor) as transaction:
+            if transaction.snapshot.run(run.id).desired == "stopped":
+                return  # a person said stop before the pointer moved: the next tick stops the stage
             if move:
                 live = transaction.append_release(
                     channel,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +26,23 @@ class Planned:
     contracts: Mapping[str, StageContract]
 
 
-def plan_run(spec: RunSpec, source: str, resolve: Resolve, trainers: Mapping[str, Trainer]) -> Planned:
+def plan_run(
+    spec: RunSpec,
+    source: str,
+    resolve: Resolve,
+    trainers: Mapping[str, Trainer],
+    channels: Collection[str] = (),
+) -> Planned:
     """Resolve a run file.
 
     Args:
         source: the file's name, for errors.
+        channels: those that exist; a new one whose name is nearly one of them is taken for a slip.
 
     Raises:
         InputError: naming file, field, constraint and value.
     """
+    _check_channel(spec, source, channels)
     contracts = {name: _contract(source, name, stage, trainers) for name, stage in spec.stages.items()}
     resolver = _Resolver(spec, source, contracts, resolve)
     stages = {name: resolver.stage(name) for name in spec.stages}
@@ -56,6 +65,16 @@ def plan_run(spec: RunSpec, source: str, resolve: Resolve, trainers: Mapping[str
     return Planned(
         manifest, contracts | {s.name: contracts[s.name.removeprefix("baseline-")] for s in _baselines(ordered)}
     )
+
+
+def _check_channel(spec: RunSpec, source: str, channels: Collection[str]) -> None:
+    """A slip would find an empty channel: no baseline to be judged against, and a model shipped where nobody looks."""
+    channel = spec.release.channel if spec.release else None
+    near = difflib.get_close_matches(channel or "", channels, n=1, cutoff=0.7)
+    if channel and channel not in channels and near:
+        raise InputError(
+            f"{source}: release.channel: {channel!r} is unknown and nearly {near[0]!r}; write that, or a name less alike"
+        )
 
 
 def _contract(source: str, name: str, stage: StageSpec, trainers: Mapping[str, Trainer]) -> StageContract:

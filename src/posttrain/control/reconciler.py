@@ -22,7 +22,7 @@ from posttrain.control.attempts import advance_attempt
 from posttrain.control.judging import judge_stage, release_stage
 from posttrain.control.stages import bind_pending, start_ready
 from posttrain.control.wiring import Wiring
-from posttrain.domain.errors import DeadlineError, StaleWriteError
+from posttrain.domain.errors import ConflictError, DeadlineError
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
@@ -65,7 +65,7 @@ class Reconciler:
             return None
         try:
             return self._pass(claimed)
-        except StaleWriteError:  # a person or another process moved first: read again
+        except ConflictError:  # a person or another process moved first: read again
             return Tick(self._wiring.ledger.run(run_id), changed=True)
 
     def _claim(self, run: RunRecord) -> RunRecord | None:

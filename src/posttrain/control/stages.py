@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from posttrain.control import budgets
 from posttrain.control.cache import cache_key, usable
+from posttrain.control.launching import plan_attempt
 from posttrain.control.wiring import Wiring
-from posttrain.domain.jobs import InputBlob, JobOrder
-from posttrain.domain.lifecycle import AttemptState, StageState
+from posttrain.domain.jobs import InputBlob
+from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.trees import put_tree
+from posttrain.domain.records import RunRecord, StageRecord
 
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 
@@ -39,9 +38,9 @@ def bind_pending(
             if output:  # a skipped stage has none: the gate sees that there is no baseline
                 inputs[slot] = InputBlob(output["digest"], output["form"], f"{stage.run_id}/{ref.name}")
         elif ref.source == "channel":
-            live = wiring.ledger.channel(ref.name)
+            live = _channel(wiring, manifest, stages, ref.name)
             if live:
-                inputs[slot] = InputBlob(live.model_digest, "tree", f"channel:{ref.name}#{live.sequence}")
+                inputs[slot] = live
             elif stage.kind != "gate":
                 return _skip(wiring, stage, ref.name)
     bound = {slot: asdict(blob) for slot, blob in inputs.items()}
@@ -49,6 +48,18 @@ def bind_pending(
         return transaction.update_stage(
             stage, state=StageState.READY, reason="Ready", message="inputs are there", next_action="", inputs=bound
         )
+
+
+def _channel(wiring: Wiring, manifest: Manifest, stages: Mapping[str, StageRecord], channel: str) -> InputBlob | None:
+    """What a channel points at, looked up once per run: the gate must judge against what the baseline measured."""
+    for plan in manifest.stages:
+        slot = next((s for s, r in plan.inputs.items() if r.source == "channel" and r.name == channel), None)
+        other = stages[plan.name]
+        if slot is None or other.state == StageState.PENDING:
+            continue
+        return InputBlob(**other.inputs[slot]) if slot in other.inputs else None
+    live = wiring.ledger.channel(channel)
+    return InputBlob(live.model_digest, "tree", f"channel:{channel}#{live.sequence}") if live else None
 
 
 def _skip(wiring: Wiring, stage: StageRecord, channel: str) -> StageRecord:
@@ -78,8 +89,14 @@ def start_ready(
     now = wiring.clock.now()
     if stage.not_before is not None and now < stage.not_before:
         return
-    if sum(s.state == StageState.RUNNING for s in stages.values()) >= wiring.slots:
+    running = [s.name for s in stages.values() if s.state == StageState.RUNNING]
+    if running and budgets.one_at_a_time(manifest):
+        _wait(wiring, stage, "WaitingForBudget", f"stage {running[0]} holds what is left of the budget", key)
+        return
+    if len(running) >= wiring.slots:
         _wait(wiring, stage, "WaitingForSlot", f"all {wiring.slots} slots are taken", key)
+        return
+    if _code_changed(wiring, manifest, stage):
         return
     spent = budgets.spending(list(stages.values()), wiring.ledger.attempts(run.id), now)
     over = budgets.exhausted(manifest, spent)
@@ -89,7 +106,25 @@ def start_ready(
                 stage, state=StageState.FAILED, reason="BudgetExceeded", message=over, next_action="raise the budget"
             )
         return
-    _plan_attempt(wiring, manifest, stage, key, spent)
+    plan_attempt(wiring, stage, key)
+
+
+def _code_changed(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> bool:
+    """Refuse to compute with other sources than the manifest names: its digest would vouch for what it did not see."""
+    trainer = manifest.stage(stage.name).trainer
+    locked, present = manifest.code[trainer], wiring.trainers[trainer].code_digest()
+    if locked == present:
+        return False
+    message = f"trainer {trainer}'s code must be {locked[:19]}… as the manifest says, got {present[:19]}…"
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.update_stage(
+            stage,
+            state=StageState.FAILED,
+            reason="CodeChanged",
+            message=message,
+            next_action="submit the run file again: it locks the present code",
+        )
+    return True
 
 
 def _reuse(wiring: Wiring, stage: StageRecord, key: str) -> bool:
@@ -130,59 +165,3 @@ def _wait(wiring: Wiring, stage: StageRecord, reason: str, message: str, key: st
         return
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_stage(stage, reason=reason, message=message, next_action="none needed", cache_key=key)
-
-
-def _plan_attempt(wiring: Wiring, manifest: Manifest, stage: StageRecord, key: str, spent: budgets.Spending) -> None:
-    """Commit the intent: an attempt with a deterministic external name. Launching it is the next tick's work."""
-    earlier = wiring.ledger.attempts(stage.run_id, stage.name)
-    number = len(earlier) + 1
-    resume, inherited = _checkpoint(wiring, earlier)
-    name = f"{stage.run_id}-{stage.name}-{number}"
-    directory = wiring.attempt_dir(stage.run_id, stage.name, number)
-    plan, now = manifest.stage(stage.name), wiring.clock.now()
-    order = JobOrder(
-        name=name,
-        kind=plan.kind,
-        seed=manifest.seed,
-        params=plan.params,
-        inputs=bound_inputs(stage),
-        store_url=wiring.blobs.url,
-        cache_dir=str(wiring.root / "cache"),
-        resume=resume,
-        tokens_inherited=inherited,
-        token_allowance=budgets.token_allowance(manifest, spent, inherited),
-        deadline=budgets.deadline(manifest, spent, now),
-    )
-    AttemptFolder(directory).write_order(order)
-    attempt = AttemptRecord(
-        run_id=stage.run_id,
-        stage=stage.name,
-        number=number,
-        name=name,
-        folder=directory.relative_to(wiring.root).as_posix(),
-        state=AttemptState.PLANNED,
-        executor=wiring.executor.name,
-        resume=resume,
-        reason="Planned",
-        created_at=now,
-    )
-    with wiring.ledger.transaction(wiring.actor) as transaction:
-        transaction.insert_attempt(attempt)
-        transaction.update_stage(
-            stage,
-            state=StageState.RUNNING,
-            reason="Running",
-            message=f"attempt {number}" + (" resumes from a checkpoint" if resume else ""),
-            next_action="",
-            cache_key=key,
-            started_at=stage.started_at or now,
-        )
-
-
-def _checkpoint(wiring: Wiring, earlier: Sequence[AttemptRecord]) -> tuple[str | None, int]:
-    """The newest committed checkpoint of the stage's attempts (published) and the tokens counted in it."""
-    for attempt in reversed(earlier):
-        latest = wiring.folder(attempt).latest_checkpoint()
-        if latest is not None:
-            return put_tree(wiring.blobs, latest.path), latest.tokens
-    return None, 0

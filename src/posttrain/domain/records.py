@@ -95,7 +95,9 @@ class AttemptRecord:
     stop_requested_at: float | None = None  # the job was asked to checkpoint and end; terminated after a grace
     tokens: int = 0
     created_at: float = 0.0
-    finished_at: float | None = None
+    launched_at: float | None = None
+    finished_at: float | None = None  # when its end was noticed
+    seconds: float = 0.0  # how long its job ran, by the job's own word: what the wall-clock budget is billed
 
 
 @dataclass(frozen=True, slots=True)

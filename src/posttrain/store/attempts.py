@@ -62,6 +62,10 @@ class AttemptFolder:
         make_folder(self.path)
         write_json(self.path / "job.json", order.to_json())
 
+    def has_order(self) -> bool:
+        """Whether `job.json` was written."""
+        return (self.path / "job.json").exists()
+
     def read_order(self) -> JobOrder:
         """The order.
 

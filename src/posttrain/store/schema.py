@@ -114,10 +114,12 @@ attempts = Table(
     Column("reason", Text, nullable=False),
     Column("message", Text, nullable=False),
     Column("failure_signature", Text),
-    Column("stop_requested_at", Float),
+    Column("stop_requested_at", Float(53)),
     Column("tokens", BigInteger, nullable=False),
     Column("created_at", Float(53), nullable=False),
+    Column("launched_at", Float(53)),
     Column("finished_at", Float(53)),
+    Column("seconds", Float(53), nullable=False),
     ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
 )
 

@@ -89,10 +89,12 @@ def _create_attempts() -> None:
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("message", sa.Text(), nullable=False),
         sa.Column("failure_signature", sa.Text()),
-        sa.Column("stop_requested_at", sa.Float()),
+        sa.Column("stop_requested_at", sa.Float(53)),
         sa.Column("tokens", sa.BigInteger(), nullable=False),
         sa.Column("created_at", _TIME, nullable=False),
+        sa.Column("launched_at", sa.Float(53)),
         sa.Column("finished_at", _TIME),
+        sa.Column("seconds", sa.Float(53), nullable=False),
         sa.ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
     )
 

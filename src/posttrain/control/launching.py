@@ -1,0 +1,120 @@
+"""From a ready stage to a running job: commit the intent, tell the job what to do, launch it exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from posttrain.control import budgets
+from posttrain.control.wiring import Wiring
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import FailureClass, InfrastructureError
+from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobSpec
+from posttrain.domain.lifecycle import AttemptState, StageState
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.execution.ports import Trainer
+from posttrain.store.trees import put_tree
+
+
+def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
+    """Commit the intent: an attempt with a deterministic external name. Launching it is the next tick's work."""
+    earlier = wiring.ledger.attempts(stage.run_id, stage.name)
+    number = len(earlier) + 1
+    resume, _ = _checkpoint(wiring, earlier)
+    directory = wiring.attempt_dir(stage.run_id, stage.name, number)
+    now = wiring.clock.now()
+    attempt = AttemptRecord(
+        run_id=stage.run_id,
+        stage=stage.name,
+        number=number,
+        name=f"{stage.run_id}-{stage.name}-{number}",
+        folder=directory.relative_to(wiring.root).as_posix(),
+        state=AttemptState.PLANNED,
+        executor=wiring.executor.name,
+        resume=resume,
+        reason="Planned",
+        created_at=now,
+    )
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.insert_attempt(attempt)
+        transaction.update_stage(
+            stage,
+            state=StageState.RUNNING,
+            reason="Running",
+            message=f"attempt {number}" + (" resumes from a checkpoint" if resume else ""),
+            next_action="",
+            cache_key=key,
+            started_at=stage.started_at or now,
+        )
+
+
+def launch_attempt(
+    wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, trainer: Trainer
+) -> Failure | None:
+    """Find the attempt's job or create it, and record its handle.
+
+    Returns:
+        Why it could not be started; None when it was.
+    """
+    folder = wiring.folder(attempt)
+    if not folder.has_order():  # once: a job may be reading it already
+        folder.write_order(_order(wiring, manifest, stage, attempt))
+    spec = trainer.compile(folder.read_order(), folder.path)
+    crashpoint("attempt.after_intent")
+    try:
+        handle = wiring.executor.launch(spec)
+    except InfrastructureError as error:
+        return Failure(FailureClass.INFRASTRUCTURE, str(error), "launch")
+    crashpoint("attempt.after_launch")
+    record_launch(wiring, attempt, handle)
+    crashpoint("attempt.after_handle")
+    return None
+
+
+def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str) -> None:
+    """Record that the executor has the job."""
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.update_attempt(
+            attempt,
+            state=AttemptState.LAUNCHED,
+            reason="Launched",
+            handle=handle,
+            launched_at=wiring.clock.now(),
+        )
+
+
+def attempt_spec(wiring: Wiring, attempt: AttemptRecord, trainer: Trainer) -> JobSpec:
+    """The job of an attempt that was launched."""
+    folder = wiring.folder(attempt)
+    return trainer.compile(folder.read_order(), folder.path)
+
+
+def _order(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> JobOrder:
+    attempts = wiring.ledger.attempts(stage.run_id)
+    earlier = [a for a in attempts if a.stage == stage.name and a.number < attempt.number]
+    _, inherited = _checkpoint(wiring, earlier)
+    now = wiring.clock.now()
+    spent = budgets.spending(wiring.ledger.stages(stage.run_id), attempts, now)
+    plan = manifest.stage(stage.name)
+    return JobOrder(
+        name=attempt.name,
+        kind=plan.kind,
+        seed=manifest.seed,
+        params=plan.params,
+        inputs={slot: InputBlob(**blob) for slot, blob in stage.inputs.items()},
+        store_url=wiring.blobs.url,
+        cache_dir=str(wiring.root / "cache"),
+        resume=attempt.resume,
+        tokens_inherited=inherited if attempt.resume else 0,
+        token_allowance=budgets.token_allowance(manifest, spent, inherited),
+        deadline=budgets.deadline(manifest, spent, now),
+    )
+
+
+def _checkpoint(wiring: Wiring, earlier: Sequence[AttemptRecord]) -> tuple[str | None, int]:
+    """The newest committed checkpoint of a stage's earlier attempts (published) and the tokens counted in it."""
+    for attempt in reversed(earlier):
+        latest = wiring.folder(attempt).latest_checkpoint()
+        if latest is not None:
+            return put_tree(wiring.blobs, latest.path), latest.tokens
+    return None, 0

@@ -1,0 +1,187 @@
+"""What could go wrong between two processes, two looks or two people, and must not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from control_bench import TRAIN_ONLY, Bench, evaluate, train
+
+from posttrain.control import actions
+from posttrain.control.attempts import PREEMPTIONS_PER_ATTEMPT
+from posttrain.control.explain import explain_run
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import (
+    ConflictError,
+    InfrastructureError,
+)
+from posttrain.domain.jobs import JobResult, JobSpec, Output
+from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.attempts import AttemptFolder
+
+
+def promote_rival(bench: Bench, digest: str = "sha256:" + "1" * 64) -> str:
+    live = bench.ledger.channel("prod")
+    with bench.ledger.transaction("rival") as transaction:
+        transaction.append_release("prod", digest, None, "promote", expected=live.model_digest if live else None)
+    return digest
+
+
+def test_the_gate_judges_against_the_model_whose_baseline_was_measured(bench: Bench) -> None:
+    bench.drive(bench.submit())
+
+    def moving(folder: AttemptFolder) -> int | None:
+        promote_rival(bench)
+        return evaluate(199)(folder)
+
+    bench.scripts |= {"sft": [train("better")], "evaluate": [moving]}
+    run = bench.drive(bench.submit(seed=2))
+    assert (run.state, run.reason) == ("rejected", "ChannelMoved"), "the channel moved after its baseline was bound"
+    report = explain_run(bench.wiring, run.id).report
+    assert report is not None
+    assert report.baseline == bench.stage(run.id, "baseline-evaluate").inputs["model"]["digest"]
+
+
+def test_time_in_which_nobody_looked_is_not_billed(bench: Bench) -> None:
+    def job(folder: AttemptFolder) -> None:
+        train()(folder)
+        result = folder.read_result()
+        assert result is not None
+        folder.write_result(replace(result, seconds=20.0))
+
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit(budget={"wall_clock": "10m"}, **TRAIN_ONLY)
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    attempt = bench.ledger.attempts(run_id)[0]
+    job(bench.wiring.folder(attempt))
+    bench.executor.finish(attempt.name)
+    bench.clock.sleep(3600)  # detached over lunch
+    run = bench.drive(run_id)
+    assert run.state == "succeeded"
+    assert bench.ledger.attempts(run_id)[0].seconds == 20.0
+
+
+def test_a_deadline_counts_from_the_launch(bench: Bench) -> None:
+    run_id = bench.submit(budget={"wall_clock": "10m"}, **TRAIN_ONLY)
+    bench.reconciler.tick(run_id)
+    assert bench.ledger.attempts(run_id)[0].state == "planned"
+    bench.clock.sleep(86400)  # the process that planned it died
+    bench.reconciler.tick(run_id)
+    deadline = bench.wiring.folder(bench.ledger.attempts(run_id)[0]).read_order().deadline
+    assert deadline is not None
+    assert deadline >= bench.clock.now() + 599
+
+
+def test_a_budget_is_not_handed_to_two_stages_at_once(bench: Bench) -> None:
+    bench.drive(bench.submit())  # now there is a baseline to measure beside the training
+    bench.scripts |= {"sft": [train("other", tokens=600)], "baseline-evaluate": [evaluate(190)]}
+    run = bench.drive(bench.submit(seed=2, budget={"tokens": 1000}))
+    allowances = [bench.wiring.folder(a).read_order().token_allowance for a in bench.ledger.attempts(run.id)]
+    assert sorted(allowances, reverse=True) == [1000, 400, 390]
+
+
+def test_other_code_than_the_manifest_names_computes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = bench.submit()
+    monkeypatch.setattr(NativeTrainer, "code_digest", lambda self: "sha256:" + "2" * 64)
+    run = bench.drive(run_id)
+    assert (run.state, run.reason) == ("failed", "CodeChanged")
+    assert bench.launched == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "corrupt"])
+def test_a_cached_result_whose_inner_blob_is_gone_or_corrupt_is_computed_again(bench: Bench, damage: str) -> None:
+    bench.drive(bench.submit(**TRAIN_ONLY))
+    for path in (bench.root / "blobs").rglob("*"):
+        if path.is_file() and path.read_bytes() == b"weights":
+            path.unlink() if damage == "missing" else path.write_bytes(b"weighty")
+    second = bench.drive(bench.submit(again=True, **TRAIN_ONLY))
+    assert (second.state, bench.launched) == ("succeeded", ["sft", "sft"])
+    assert bench.wiring.blobs.get(digest_bytes(b"weights")) == b"weights"
+
+
+@pytest.mark.parametrize("path", ["outputs/absent", "/etc/hostname", "outputs/../job.json", "outputs/link"])
+def test_an_output_that_is_missing_or_outside_its_folder_fails_the_stage(bench: Bench, path: str) -> None:
+    def job(folder: AttemptFolder) -> int:
+        folder.outputs.mkdir()
+        (folder.outputs / "link").symlink_to("/etc/hostname")
+        folder.write_result(JobResult("succeeded", {"model": Output(path, "file")}))
+        return 0
+
+    bench.scripts["sft"] = [job]
+    run = bench.drive(bench.submit())
+    assert (run.state, run.reason) == ("failed", "JobFailed:bug")
+    assert "outputs/" in run.message
+
+
+def test_a_damaged_result_ends_the_stage_instead_of_the_reconciler(bench: Bench) -> None:
+    def job(folder: AttemptFolder) -> int:
+        (folder.path / "result.json").write_text("{}")
+        return 0
+
+    bench.scripts["sft"] = [job]
+    assert bench.drive(bench.submit()).reason == "JobFailed:bug"
+
+
+def test_a_launch_that_fails_is_retried_with_back_off(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = ["no pty left", "no pty left"]
+    launch = bench.executor.launch
+
+    def refuse_twice(spec: JobSpec) -> str:
+        if refusals and len(refusals) > 1:
+            raise InfrastructureError(refusals.pop())
+        return launch(spec)
+
+    monkeypatch.setattr(bench.executor, "launch", refuse_twice)
+    run = bench.drive(bench.submit())
+    assert run.state == "succeeded"
+    assert [a.state for a in bench.ledger.attempts(run.id, "sft")] == ["lost", "succeeded"]
+
+
+def test_preemption_is_bounded_too(bench: Bench) -> None:
+    def preempted(folder: AttemptFolder) -> int:
+        folder.write_result(JobResult("stopped"))
+        return 0
+
+    bench.scripts["sft"] = [preempted]
+    run = bench.drive(bench.submit(budget={"attempts": 1}))
+    assert run.reason == "AttemptsExhausted"
+    assert len(bench.launched) == PREEMPTIONS_PER_ATTEMPT
+
+
+def test_a_stop_that_arrives_before_the_pointer_moves_keeps_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = bench.submit()
+
+    def stop_late(name: str) -> None:
+        if name == "promote.before_commit":
+            actions.stop(bench.wiring, run_id)
+
+    monkeypatch.setattr("posttrain.control.judging.crashpoint", stop_late)
+    assert bench.drive(run_id).state == "stopped"
+    assert bench.ledger.channel("prod") is None
+    monkeypatch.undo()
+    actions.retry(bench.wiring, run_id)
+    assert bench.drive(run_id).state == "succeeded"
+
+
+def test_a_launch_of_a_dead_process_is_found_when_the_run_is_stopped(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit()
+    bench.reconciler.tick(run_id)
+    bench.reconciler.tick(run_id)
+    launched = bench.ledger.attempts(run_id)[0]
+    with bench.ledger.database.write() as connection:  # as if it had died before it could say so
+        connection.exec_driver_sql("UPDATE attempts SET state = 'planned', launched_at = NULL")
+    actions.stop(bench.wiring, run_id)
+    assert bench.drive(run_id).state == "stopped"
+    assert bench.executor.cancelled == [launched.name]
+
+
+def test_rollback_can_be_repeated_safely(bench: Bench) -> None:
+    first = bench.drive(bench.submit())
+    promote_rival(bench)
+    promote_rival(bench, "sha256:" + "3" * 64)
+    entry = actions.rollback(bench.wiring, "prod", to=first.id)
+    assert actions.rollback(bench.wiring, "prod", to=first.id) == entry
+    with pytest.raises(ConflictError, match="release 3 must be live, got 4"):
+        actions.rollback(bench.wiring, "prod", since=3)
