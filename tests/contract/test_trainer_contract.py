@@ -57,6 +57,33 @@ def test_parameters_that_cannot_be_locked_are_refused(trainer: Trainer) -> None:
         trainer.check("sft", {"model": "base", "data": "train", "steps": float("nan")})
 
 
+@pytest.mark.parametrize(
+    ("suite", "says"),
+    [
+        ({"extract": "(["}, r"suites.h.extract: must be a regular expression, got '\(\['"),
+        ({"extract": "A: .*"}, r"suites.h.extract: must have a group around the answer, got 'A: \.\*'"),
+        ({"temperature": 0.7}, r"suites.h: temperature needs samples >= 1, got 0.7"),
+        ({"samples": 2, "pass_at": [3]}, r"suites.h: pass_at must be <= samples \(2\), got 3"),
+    ],
+)
+def test_an_evaluation_that_cannot_mean_what_it_says_is_refused(suite: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        NativeTrainer().check("evaluate", {"model": "sft", "suites": {"h": {"data": "d", **suite}}})
+
+
+def test_a_probe_that_reads_nothing_is_refused() -> None:
+    params = {"data": "d", "reward": "r", "steps": 1, "probe": {"data": "d", "extract": "(["}}
+    with pytest.raises(InputError, match=r"probe.extract: must be a regular expression"):
+        NativeTrainer().check("grpo", params)
+
+
+@pytest.mark.parametrize("key", ["checkpoint_every", "micro_batch_tokens"])
+def test_an_evaluation_refuses_settings_of_training(key: str) -> None:
+    params = {"model": "sft", "suites": {"h": {"data": "d"}}, "runtime": {key: 8}}
+    with pytest.raises(InputError, match=f"runtime.{key}: unknown key"):
+        NativeTrainer().check("evaluate", params)
+
+
 def test_the_code_digest_is_stable(trainer: Trainer) -> None:
     assert is_digest(trainer.code_digest())
     assert trainer.code_digest() == trainer.code_digest()

@@ -5,13 +5,27 @@ One class per stage kind. A field's comment gives meaning, unit and the reason f
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$")]
+
+
+def _readable(extract: str) -> str:
+    try:
+        groups = re.compile(extract).groups
+    except re.error as error:
+        raise ValueError(f"must be a regular expression, got {extract!r}: {error}; fix or quote it") from error
+    if not groups:
+        raise ValueError(f"must have a group around the answer, got {extract!r} without one; write ({extract})")
+    return extract
+
+
+Extract = Annotated[str, AfterValidator(_readable)]  # group 1 of the last match is compared with the row's answer
 
 
 class _Frozen(BaseModel):
@@ -38,12 +52,17 @@ class PolicyGradientOptimizerConfig(OptimizerConfig):
     final_ratio: float = Field(default=0.2, ge=0, le=1)
 
 
-class RuntimeConfig(_Frozen):
-    """Where and how a job computes."""
+class InferenceRuntimeConfig(_Frozen):
+    """Where and how a job computes that trains nothing."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bf16 on CUDA, fp32 on CPU
     threads: Positive = 1  # one thread is fastest for models under ~10 M parameters (measured)
+
+
+class RuntimeConfig(InferenceRuntimeConfig):
+    """Where and how a training job computes."""
+
     micro_batch_tokens: Positive | Literal["auto"] = "auto"  # per forward; auto: 4096 on CPU (caches), 16384 on CUDA
     checkpoint_every: Positive = 50  # steps
 
@@ -71,7 +90,7 @@ class ProbeConfig(_Frozen):
     data: Word
     every: Positive = 40  # steps
     items: Positive = 128
-    extract: str = r"(?s)(.*)"  # group 1 of the last match is compared with the row's answer
+    extract: Extract = r"(?s)(.*)"
 
 
 class KLConfig(_Frozen):
@@ -116,14 +135,16 @@ class SuiteConfig(_Frozen):
     """One evaluation suite: rows with a prompt and an answer (JSONL or Parquet)."""
 
     data: Word
-    extract: str = r"(?s)(.*)"  # group 1 of the last match in the response is compared with the row's answer
+    extract: Extract = r"(?s)(.*)"
     samples: NonNegative = 0  # sampled responses per item beside the greedy one
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)  # of the sampled responses
     pass_at: tuple[Positive, ...] = ()  # k values, each <= samples
     max_new_tokens: Positive = 64
 
     @model_validator(mode="after")
-    def _pass_at_within_samples(self) -> SuiteConfig:
+    def _sampling_is_consumed(self) -> SuiteConfig:
+        if not self.samples and self.temperature != 1.0:
+            raise ValueError(f"temperature needs samples >= 1, got {self.temperature} with samples: 0; set samples")
         for k in self.pass_at:
             if k > self.samples:
                 raise ValueError(f"pass_at must be <= samples ({self.samples}), got {k}")
@@ -144,7 +165,7 @@ class EvaluateConfig(_Frozen):
     kind: ClassVar[str] = "evaluate"
     model: Word
     suites: dict[str, SuiteConfig] = Field(min_length=1)
-    runtime: RuntimeConfig = RuntimeConfig()
+    runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""

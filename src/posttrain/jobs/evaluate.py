@@ -30,7 +30,6 @@ OUTPUTS = {"metrics": Output("outputs/metrics.parquet", "file"), "items": Output
 
 def body(job: Job) -> JobResult:
     """Evaluate every suite, write both tables, answer with the means."""
-    from posttrain.engine.recipes.answers import answer_pattern
     from posttrain.engine.recipes.evaluate import Meter, suite_items
     from posttrain.engine.rollout.opening import open_rollout
 
@@ -38,7 +37,6 @@ def body(job: Job) -> JobResult:
     model, tokenizer = open_model(job, config.runtime)
     suites: dict[str, list[Item]] = {}
     for name, suite in config.suites.items():
-        answer_pattern(suite.extract)
         label = job.label(suite.data)
         rows = read_rows(job.input(suite.data), name=label)
         texts = [prompt_text(row) for row in rows]

@@ -12,7 +12,7 @@ from posttrain.data.rows import prompt_text, read_rows
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
 from posttrain.domain.jobs import JobResult, Output
-from posttrain.engine.config import GRPOConfig, RuntimeConfig, SFTConfig, stage_config
+from posttrain.engine.config import GRPOConfig, InferenceRuntimeConfig, RuntimeConfig, SFTConfig, stage_config
 from posttrain.jobs.entry import Job, failed, main
 from posttrain.store.trees import materialise
 
@@ -49,7 +49,7 @@ def body(job: Job) -> JobResult:
     return JobResult("succeeded", {"model": Output("outputs/model", "tree")}, outcome.metrics, outcome.tokens)
 
 
-def open_model(job: Job, runtime: RuntimeConfig) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
+def open_model(job: Job, runtime: InferenceRuntimeConfig) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
     """The model in slot `model` on the device and in the precision the stage asks for, and its tokenizer."""
     import torch
 

@@ -7,6 +7,7 @@ others.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.batch import Trajectory
 from posttrain.engine.config import SuiteConfig
 from posttrain.engine.models.chat import decode_response, encode_prompts
-from posttrain.engine.recipes.answers import answer_pattern, extract_answer, is_correct, reference_answer
+from posttrain.engine.recipes.answers import extract_answer, is_correct, reference_answer
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 
 _ROWS_PER_CALL = 512  # responses between two looks at budget and stop orders
@@ -161,9 +162,8 @@ def evaluate_suite(
 
     Raises:
         BudgetExceededError: before a batch that could go past a limit.
-        InputError: `extract` is no regular expression.
     """
-    pattern = answer_pattern(config.extract)
+    pattern = re.compile(config.extract)
     greedy = SamplingParams(max_new_tokens=config.max_new_tokens, greedy=True)
     sampled = SamplingParams(
         max_new_tokens=config.max_new_tokens,

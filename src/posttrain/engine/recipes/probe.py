@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.engine.models.chat import decode_response
-from posttrain.engine.recipes.answers import answer_pattern, extract_answer, is_correct, reference_answer
+from posttrain.engine.recipes.answers import extract_answer, is_correct, reference_answer
 from posttrain.engine.recipes.grpo import Prompt
 from posttrain.engine.recipes.recipe import StepReport
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
@@ -18,12 +19,12 @@ class AccuracyProbe:
 
     Args:
         items: prompts whose rows have an `answer`.
-        extract: what to compare with it.
+        extract: a regular expression with a group; what to compare with it.
         max_new_tokens: per answer.
         name: how errors call the data set.
 
     Raises:
-        InputError: `extract` is no regular expression, or a row has no usable answer.
+        InputError: a row has no usable answer.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class AccuracyProbe:
         name: str = "probe",
     ) -> None:
         self._items, self._tokenizer = items, tokenizer
-        self._pattern, self._limit = answer_pattern(extract), max_new_tokens
+        self._pattern, self._limit = re.compile(extract), max_new_tokens
         self._answers = [reference_answer(item.row, name, number) for number, item in enumerate(items, start=1)]
         self.price = sum(len(item.tokens) + max_new_tokens for item in items)
 
