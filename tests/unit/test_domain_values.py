@@ -100,6 +100,8 @@ def test_facts_orders_and_results_survive_json() -> None:
         assert fact_from_json(json.loads(json.dumps(fact_to_json(fact)))) == fact
     order = JobOrder("r-sft-1", "sft", 7, {"steps": 2}, {"data": InputBlob("sha256:0", "file")}, "file:///x", "/c")
     assert JobOrder.from_json(json.loads(json.dumps(order.to_json()))) == order
+    with pytest.raises(InputError, match="job order must be of schema 1, got 2"):
+        JobOrder.from_json({**order.to_json(), "schema": 2})
     failure = Failure(FailureClass.DIVERGED, "loss is NaN", "nan")
     result = JobResult("failed", {"model": Output("outputs/model", "tree")}, {"loss": 1.0}, 5, 2.0, failure)
     assert JobResult.from_json(json.loads(json.dumps(result.to_json()))) == result

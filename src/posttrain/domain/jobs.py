@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from posttrain.domain.errors import FailureClass
+from posttrain.domain.errors import FailureClass, InputError
 
 ORDER_SCHEMA = 1
 
@@ -47,6 +47,16 @@ class JobOrder:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> JobOrder:
+        """The inverse of `to_json`.
+
+        Raises:
+            InputError: another version of Posttrain wrote it, in a form that this one does not know.
+        """
+        if value["schema"] != ORDER_SCHEMA:
+            raise InputError(
+                f"job order must be of schema {ORDER_SCHEMA}, got {value['schema']!r}; run the job with the version of "
+                "Posttrain that wrote it"
+            )
         inputs = {slot: InputBlob(**blob) for slot, blob in value["inputs"].items()}
         return cls(**{**value, "inputs": inputs})
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from posttrain.domain.errors import InputError, JobFailedError
-
-Status = Literal["ok", "timeout", "error"]
 
 
 class RewardError(JobFailedError):
@@ -48,7 +46,6 @@ class Score:
 
     score: float | None
     components: Mapping[str, float] = field(default_factory=dict)
-    status: Status = "ok"
 
 
 class RewardFunction(Protocol):
