@@ -111,6 +111,40 @@ def test_a_gain_of_just_what_is_asked_is_no_more_than_that(gain: float) -> None:
     assert "misses the required less than -0.5" in verdict.reason
 
 
+@pytest.mark.parametrize("binary", [True, False])
+def test_twenty_right_answers_do_not_prove_99_percent(binary: bool) -> None:
+    verdict = absolute(evidence([1.0] * 20, binary), GateRule(name="g", metric="heldout/pass@4", at_least=0.99))
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert verdict.limit == pytest.approx(0.87, abs=0.02)
+
+
+def test_a_column_that_never_varies_does_not_prove_its_value() -> None:
+    cap = GateRule(name="cap", metric="m", at_most=5.05)
+    for items, outcome in ((20, Outcome.INCONCLUSIVE), (200, Outcome.INCONCLUSIVE), (2000, Outcome.PASS)):
+        verdict = absolute(evidence([5.0] * items, binary=False), cap)
+        assert verdict.outcome is outcome
+        assert verdict.limit == pytest.approx(5 + 5 * (1 - 0.05 ** (1 / items)), rel=2e-3)
+        assert verdict.test == "bounded-mean limit (Gaffke)"
+
+
+def test_a_constant_gain_is_judged_with_the_worst_that_could_be_counted_in() -> None:
+    twelve, six = evidence([12.0] * 100, binary=False), evidence([6.0] * 100, binary=False)
+    verdict = relative(six, twelve, SHORTER)
+    assert verdict.outcome is Outcome.PASS
+    assert verdict.limit == pytest.approx(-6 + 30 * (1 - 0.05 ** (1 / 100)), rel=0.01)
+    few = (Evidence(row.item_ids[:20], row.values[:20], False) for row in (six, twelve))
+    by_five = GateRule(name="g", metric="m", direction="lower", better_than="channel", by=5)
+    assert relative(*few, by_five).outcome is Outcome.INCONCLUSIVE
+
+
+def test_equal_shares_are_not_worse_only_when_items_are_many() -> None:
+    rule = GateRule(name="g", metric="heldout/sampled_accuracy", not_worse_than="channel", margin=0.02)
+    outcomes = [
+        relative(evidence([0.75] * items, False), evidence([0.75] * items, False), rule).outcome for items in (50, 400)
+    ]
+    assert outcomes == [Outcome.INCONCLUSIVE, Outcome.PASS]
+
+
 @pytest.mark.parametrize(
     ("candidate", "words"),
     [
@@ -229,9 +263,20 @@ def test_a_mirrored_rate_is_judged_alike(rows: list[tuple[bool, bool]], margin: 
 
 
 @settings(deadline=None, max_examples=25)
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.75, 1.0]), min_size=20, max_size=40), st.floats(0, 1))
+def test_a_mirrored_share_is_judged_alike(values: list[float], bound: float) -> None:
+    array = np.array(values)
+    one = absolute(evidence(array, False), GateRule(name="g", metric="m", at_least=bound))
+    other = absolute(evidence(1 - array, False), GateRule(name="g", metric="m", at_most=1 - bound))
+    assert one.missed_by == pytest.approx(other.missed_by, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=25)
 @given(numbers, st.floats(-50, 50))
 def test_a_mirrored_mean_is_judged_alike(values: list[float], bound: float) -> None:
     array = np.array(values)
+    assume(array.min() < 0 or array.max() > 1)  # a share is mirrored at 1/2
+    assume(array.min() < -1 or array.max() > 0)
     one = absolute(evidence(array, False), GateRule(name="g", metric="m", at_least=bound))
     other = absolute(evidence(-array, False), GateRule(name="g", metric="m", at_most=-bound))
     assert (one.outcome, one.missed_by) == (other.outcome, other.missed_by)

@@ -13,6 +13,7 @@ from scipy.optimize import minimize_scalar
 
 from posttrain.decision.statistics import (
     bootstrap_lower,
+    bounded_lower,
     mcnemar_p,
     paired_lower,
     paired_score,
@@ -179,3 +180,63 @@ def test_memory_bound_does_not_change_the_draws_of_a_small_suite() -> None:
     assert bootstrap_lower(values, 0.95, seed=1, resamples=999) == pytest.approx(
         values.mean() - 1.645 * values.std() / np.sqrt(3000), abs=0.004
     )
+
+
+@pytest.mark.parametrize(("right", "items"), [(20, 20), (0, 20), (27, 30), (1, 200), (190, 200)])
+def test_the_bounded_limit_of_zeros_and_ones_is_exact(right: int, items: int) -> None:
+    values = np.array([1.0] * right + [0.0] * (items - right))
+    interval = stats.binomtest(right, items).proportion_ci(confidence_level=0.9, method="exact")
+    assert bounded_lower(values, 0.0, 0.95, seed=3, resamples=40_000) == pytest.approx(interval.low, abs=2e-3)
+
+
+RATES = {  # true mean, and how an item's share of right samples is drawn; most are all ones in a small suite
+    "pass@4": (0.95, lambda generator, items: generator.binomial(4, 0.95, items) / 4),
+    "rare failures": (0.98, lambda generator, items: (generator.random(items) < 0.98).astype(float)),
+    "almost constant": (0.855, lambda generator, items: np.where(generator.random(items) < 0.95, 0.9, 0.0)),
+    "even": (0.5, lambda generator, items: generator.random(items)),
+    "mostly wrong": (0.05, lambda generator, items: generator.beta(0.05, 0.95, items)),
+}
+
+
+@pytest.mark.parametrize("items", [20, 60, 200])
+@pytest.mark.parametrize("rates", RATES)
+def test_the_bounded_limit_covers_the_mean_at_least_as_often_as_promised(rates: str, items: int) -> None:
+    mean, draw = RATES[rates]
+    generator = np.random.default_rng(items)
+    below = [
+        bounded_lower(draw(generator, items), 0.0, 0.95, seed=trial, resamples=499) <= mean for trial in range(400)
+    ]
+    assert np.mean(below) >= 0.93  # 0.95 less two standard errors of 400 trials
+
+
+def test_the_bounded_limit_of_a_paired_difference_covers_it() -> None:
+    generator = np.random.default_rng(2)
+    below = []
+    for trial in range(400):
+        ours, theirs = generator.binomial(4, 0.9, 80) / 4, generator.binomial(4, 0.9, 80) / 4
+        below.append(bounded_lower(ours - theirs, -1.0, 0.95, seed=trial, resamples=499) <= 0)
+    assert np.mean(below) >= 0.93
+
+
+def test_the_bounded_limit_costs_little_where_items_are_many() -> None:
+    values = np.random.default_rng(0).binomial(4, 0.95, 1000) / 4
+    bounded, bootstrap = bounded_lower(values, 0.0, 0.95, seed=1), bootstrap_lower(values, 0.95, seed=1)
+    assert bootstrap - 0.003 < bounded < bootstrap
+
+
+@given(
+    values=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40).map(np.array),
+    room=st.floats(0, 1e6),
+    scale=st.sampled_from([0.25, 2.0, 1024.0]),
+)
+@settings(deadline=None, max_examples=40)
+def test_the_bounded_limit_is_seeded_scales_and_falls_with_the_worst(
+    values: np.ndarray, room: float, scale: float
+) -> None:
+    worst = float(values.min()) - room
+    limit = bounded_lower(values, worst, 0.95, seed=5, resamples=500)
+    assert limit == bounded_lower(values[::-1], worst, 0.95, seed=5, resamples=500)
+    assert worst <= limit <= values.max()
+    assert bounded_lower(values, worst - 1, 0.95, seed=5, resamples=500) < limit + 1e-6
+    scaled = bounded_lower(scale * values, scale * worst, 0.95, seed=5, resamples=500)
+    assert scaled == pytest.approx(scale * limit, rel=1e-9, abs=1e-6)

@@ -21,7 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.decision.statistics import Array, bootstrap_lower, mcnemar_p, paired_lower, wilson_lower
+from posttrain.decision.statistics import (
+    Array,
+    bootstrap_lower,
+    bounded_lower,
+    mcnemar_p,
+    paired_lower,
+    wilson_lower,
+)
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateReport, GateRule, Outcome, Verdict
 from posttrain.domain.seeds import derive_seed
@@ -29,6 +36,7 @@ from posttrain.domain.seeds import derive_seed
 WILSON = "Wilson score limit"
 TANGO = "paired score limit (Tango)"
 BOOTSTRAP = "BCa bootstrap over items"
+BOUNDED = "bounded-mean limit (Gaffke)"
 NOT_TESTED = "none"
 LARGEST = 1e100  # beyond it a mean of squares is no longer a number
 
@@ -55,6 +63,15 @@ class _Measured:
     estimate: float
     baseline: float | None
     details: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What values of a metric, or differences of two, can be; `known` or only assumed."""
+
+    low: float
+    high: float
+    known: bool
 
 
 def judge(
@@ -164,12 +181,13 @@ def _usable_baseline(rule: GateRule, ours: Evidence, baseline: Evidence | None) 
 def _measure(rule: GateRule, ours: Evidence, theirs: Evidence | None, seed: int) -> _Measured:
     """Run the test that fits. A rule that wants small numbers is judged on the mirror image."""
     if theirs is not None:
-        test = _measure_paired_rates if ours.binary else _measure_gains
-        return test(rule, ours.values, theirs.values, seed)
+        measure = _measure_paired_rates if ours.binary else _measure_gains
+        return measure(rule, ours.values, theirs.values, seed)
     estimate = float(ours.values.mean())
     if not ours.binary:
-        limit = _mean_limit(rule, ours.values, seed)
-        return _Measured(BOOTSTRAP, estimate, limit, estimate, None, {"deviation": float(ours.values.std(ddof=1))})
+        possible = _possible(ours.values)
+        test, limit = _mean_limit(rule, ours.values, possible, seed)
+        return _Measured(test, estimate, limit, estimate, None, {"deviation": float(ours.values.std(ddof=1))})
     items, right = len(ours.values), round(float(ours.values.sum()))
     if rule.higher_is_better:
         limit = wilson_lower(right, items, rule.confidence)
@@ -180,9 +198,11 @@ def _measure(rule: GateRule, ours: Evidence, theirs: Evidence | None, seed: int)
 
 def _measure_gains(rule: GateRule, values: Array, other: Array, seed: int) -> _Measured:
     gains = values - other
-    limit = _mean_limit(rule, gains, seed)
+    one = _possible(np.concatenate([values, other]))
+    possible = _Range(one.low - one.high, one.high - one.low, one.known)
+    test, limit = _mean_limit(rule, gains, possible, seed)
     details = {"deviation": float(gains.std(ddof=1))}
-    return _Measured(BOOTSTRAP, float(gains.mean()), limit, float(values.mean()), float(other.mean()), details)
+    return _Measured(test, float(gains.mean()), limit, float(values.mean()), float(other.mean()), details)
 
 
 def _measure_paired_rates(rule: GateRule, values: Array, other: Array, seed: int) -> _Measured:
@@ -199,9 +219,29 @@ def _measure_paired_rates(rule: GateRule, values: Array, other: Array, seed: int
     return _Measured(TANGO, (gained - lost) / items, limit, float(values.mean()), float(other.mean()), details)
 
 
-def _mean_limit(rule: GateRule, values: Array, seed: int) -> float:
+def _possible(values: Array) -> _Range:
+    """What values of this metric can be: a share of samples (pass@k, sampled accuracy) lies in [0, 1]; anything else is
+    taken to reach twice as far from zero as what was seen, on the sides that were seen.
+    """
+    low, high = float(values.min()), float(values.max())
+    if low >= 0 and high <= 1:
+        return _Range(0.0, 1.0, known=True)
+    reach = 2 * max(abs(low), abs(high))
+    return _Range(0.0 if low >= 0 else -reach, 0.0 if high <= 0 else reach, known=False)
+
+
+def _mean_limit(rule: GateRule, values: Array, possible: _Range, seed: int) -> tuple[str, float]:
+    """The test and the limit of a mean.
+
+    A bootstrap knows nothing of values it has not seen, so it is left to metrics that vary and whose range is not
+    known. Where the range is known, and of equal values (their bootstrap limit would be the estimate itself), the worst
+    that is possible counts as one more item.
+    """
     sign = _sign(rule)
-    return sign * bootstrap_lower(sign * values, rule.confidence, seed)
+    if possible.known or np.ptp(values) == 0:
+        worst = possible.low if rule.higher_is_better else -possible.high
+        return BOUNDED, sign * bounded_lower(sign * values, worst, rule.confidence, seed)
+    return BOOTSTRAP, sign * bootstrap_lower(sign * values, rule.confidence, seed)
 
 
 def _sign(rule: GateRule) -> int:

@@ -98,6 +98,9 @@ def bootstrap_lower(values: Array, confidence: float, seed: int, resamples: int 
     Whole items are drawn, so an item's samples stay together: a row is an item's mean over its samples, which makes
     this the clustered bootstrap with the item as cluster (Miller 2024, arXiv 2411.00640).
 
+    It knows only the values it was given: where they are all equal the limit is that value, and where a rare bad item
+    is missing from the sample it is far too high. Where the values have a worst, take `bounded_lower`.
+
     Args:
         values: one finite number per item, [items].
         confidence: one-sided.
@@ -120,6 +123,34 @@ def bootstrap_lower(values: Array, confidence: float, seed: int, resamples: int 
     # a single far outlier can take the denominator through zero; the lowest repetition is the cautious answer then
     level = float(ndtr(bias + shifted / max(1 - acceleration * shifted, 1e-9)))
     return mean + scale * float(np.quantile(means, level))
+
+
+def bounded_lower(values: Array, worst: float, confidence: float, seed: int, resamples: int = RESAMPLES) -> float:
+    """Lower one-sided limit of a mean of values that are never below `worst` (Gaffke 2005, Math. Methods Stat. 14).
+
+    One more item of value `worst` is added, and the limit is a quantile of the mean under flat Dirichlet weights of the
+    n + 1 items. Of zeros and ones this is the exact limit of Clopper and Pearson (1934), so it cannot collapse where
+    all values are equal: 20 ones give 0.86, not 1. Elsewhere it takes the spread of the values into account as a
+    bootstrap does, and covers at small n where a bootstrap does not; no distribution is known for which it fails to.
+
+    Args:
+        values: one finite number per item, each >= worst, [items].
+        worst: the least a value can be.
+        confidence: one-sided.
+        seed: of the weights; the same seed and values give the same limit.
+        resamples: weightings.
+    """
+    generator = np.random.Generator(np.random.PCG64(seed))
+    distinct, counts = np.unique(values, return_counts=True)  # the weight of k equal items is one gamma variate
+    scale = float(distinct[-1] - worst) or 1.0  # so that no product of it over- or underflows
+    above = (distinct - worst) / scale
+    step = max(1, _DRAWS_AT_ONCE // len(distinct))
+    means = []
+    for start in range(0, resamples, step):
+        draws = min(step, resamples - start)
+        weights = generator.standard_gamma(counts.astype(np.float64), size=(draws, len(distinct)))
+        means.append(weights @ above / (weights.sum(axis=1) + generator.standard_exponential(draws)))
+    return worst + scale * float(np.quantile(np.concatenate(means), 1 - confidence))
 
 
 def _resampled_means(values: Array, seed: int, resamples: int) -> Array:
