@@ -44,7 +44,7 @@ def test_prompt_and_completion_make_the_conversation(tokenizer: PreTrainedTokeni
     whole = tokenizer.apply_chat_template([QUESTION, ANSWER], tokenize=True, return_dict=False)
     assert prompt + completion == whole
     assert completion[-1] == tokenizer.eos_token_id
-    assert decode_response(tokenizer, completion) == "A: 13"
+    assert decode_response(tokenizer, completion, ended=True) == "A: 13"
 
 
 def test_text_rows(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -96,7 +96,7 @@ def test_what_follows_the_end_of_sequence_is_not_learnt(tokenizer: PreTrainedTok
     )
     assert render_example(tokenizer, ROW)[1][-1] == tokenizer.eos_token_id
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}")
-    assert decode_response(tokenizer, render_example(tokenizer, ROW)[1]) == "A: 13"
+    assert decode_response(tokenizer, render_example(tokenizer, ROW)[1], ended=True) == "A: 13"
     assert render_example(tokenizer, ROW)[1][-1] == tokenizer.eos_token_id
 
 
@@ -126,8 +126,9 @@ def test_examples_remember_their_rows(tokenizer: PreTrainedTokenizerFast) -> Non
 def test_what_was_written_is_read_back(text: str, ended: bool) -> None:
     tokenizer = character_tokenizer(CHARACTERS)
     tokens = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * ended
-    assert decode_response(tokenizer, tokens) == text
+    assert decode_response(tokenizer, tokens, ended=ended) == text
 
 
 def test_special_tokens_inside_a_response_stay_visible(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert decode_response(tokenizer, tokenizer.encode("13<|user|>9")) == "13<|user|>9"
+    tokens = tokenizer.encode("13<|user|>9")
+    assert decode_response(tokenizer, tokens, ended=False) == "13<|user|>9"

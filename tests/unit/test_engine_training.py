@@ -35,10 +35,14 @@ from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.recipes.grpo import GRPO, Prompt
 from posttrain.engine.recipes.probe import AccuracyProbe
 from posttrain.engine.recipes.recipe import Recipe, Trace
+from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.recipes.sft import SFT
+from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.roles.policy import DivergedError, LossParts, Policy
 from posttrain.engine.roles.reference import Reference
+from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.engine.rollout.opening import open_rollout
+from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.weights.checkpoint import load_checkpoint
 
 TINY = InitModelConfig(
@@ -183,6 +187,35 @@ def test_resuming_keeps_the_decoder_on_the_live_weights(tmp_path: Path) -> None:
     assert pointers == {name: p.data_ptr() for name, p in model.module.named_parameters()}
 
 
+def test_a_parameter_that_is_never_used_does_not_stop_a_resume(tmp_path: Path) -> None:
+    """It has no gradient, so AdamW keeps no state for it."""
+
+    def recipe() -> Recipe:
+        model = tiny()
+        model.module.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+        return sft(model)
+
+    whole = Desk(tmp_path / "whole", recipe())
+    expected = whole.run()
+    first = Desk(tmp_path, recipe(), orders=stop_after(3))
+    first.run()
+    second = Desk(tmp_path, recipe())
+    second.controller.resume(load_checkpoint(first.latest()))
+    assert second.run() == expected
+    assert equal(second.weights(), whole.weights())
+
+
+@pytest.mark.parametrize("key", ["model.norm.weight/step", "nobody/step"])
+def test_incomplete_moments_are_refused(key: str) -> None:
+    policy = sft().policy
+    batch = TokenBatch.pack(DOCUMENTS)
+    policy.update(batch, mean_loss(batch), step=0)
+    odd = {name: value for name, value in policy.moments().items() if name != key}
+    odd |= {key: torch.zeros(())} if key not in policy.moments() else {}
+    with pytest.raises(IntegrityError, match=f"moment {key} is odd"):
+        sft().policy.restore(policy.parameters(), odd)
+
+
 def test_a_checkpoint_of_another_stage_is_refused(tmp_path: Path) -> None:
     desk = Desk(tmp_path, sft(), orders=stop_after(1))
     desk.run()
@@ -241,6 +274,25 @@ class TestOrders:
         desk = Desk(tmp_path, sft(), orders=lambda: next(orders, Order.GO_ON))
         assert desk.run().status == "succeeded"
         assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000006"]
+
+
+class TestSeveralEndsOfSequence:
+    """The rollout stops on every id of the model's generation config, the tokenizer knows one: text has none."""
+
+    END = TOKENIZER.pad_token_id
+
+    def rollout(self) -> ScriptedRollout:
+        return ScriptedRollout(lambda prompt, sample: [*TOKENIZER.encode("1"), self.END], eos_token_id=self.END)
+
+    def test_the_reward_does_not_see_it(self) -> None:
+        reward = ScriptedReward(lambda call: [0.0] * len(call))
+        found = self.rollout().generate([[1]], samples=2, sampling=SamplingParams(max_new_tokens=4))
+        RewardScorer(reward, TOKENIZER)([PROMPTS[0]] * 2, found)
+        assert list(reward.calls[0].completions) == ["1", "1"]
+
+    def test_the_probe_does_not_see_it(self) -> None:
+        probe = AccuracyProbe(PROMPTS[:1], TOKENIZER, extract=r"(?s)(.*)", max_new_tokens=4)
+        assert probe(self.rollout()).metrics == {"probe/accuracy": 1.0}
 
 
 class TestProbe:

@@ -138,6 +138,18 @@ class TestSuite:
         result = evaluated(evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=Meter()))
         assert result.metrics()["h/accuracy"] == [0.0]
 
+    def test_any_of_several_ends_of_sequence_is_no_part_of_the_answer(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """The model stops on every id of its generation config; its tokenizer knows only one of them."""
+        config = SuiteConfig(data="d")
+        items = items_of(tokenizer, config, ("q", "3"))
+        assert tokenizer.pad_token_id != tokenizer.eos_token_id
+        rollout = ScriptedRollout(
+            lambda prompt, sample: [*tokenizer.encode("3"), tokenizer.pad_token_id], eos_token_id=tokenizer.pad_token_id
+        )
+        result = evaluated(evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=Meter()))
+        assert [r.text for r in result.responses] == ["3"]
+        assert result.metrics()["h/accuracy"] == [1.0]
+
     def test_identity_is_prompt_and_answer_alone(self, tokenizer: PreTrainedTokenizerFast) -> None:
         config = SuiteConfig(data="d")
         a, b = items_of(tokenizer, config, ("q1", "1"), ("q2", "2"))

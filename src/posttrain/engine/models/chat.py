@@ -102,13 +102,18 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tu
     return whole, mask
 
 
-def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """A response as text, without its end of sequence. Other special tokens stay visible: a response that needs them
-    dropped to look right is not right."""
-    ids = list(tokens)
-    if ids and ids[-1] == tokenizer.eos_token_id:
-        ids.pop()
-    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, ended: bool) -> str:
+    """A response as text, without its end of sequence.
+
+    Other special tokens stay visible: a response that needs them dropped to look right is not right.
+
+    Args:
+        ended: the last token ends the sequence. The rollout knows it, the tokenizer does not: it names one such token
+            where a model may have several.
+    """
+    text: str = tokenizer.decode(
+        list(tokens[:-1] if ended else tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     return text
 
 

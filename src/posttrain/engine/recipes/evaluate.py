@@ -181,7 +181,7 @@ def evaluate_suite(
             found = rollout.generate(prompts, samples=samples, sampling=sampling, prompt_keys=keys)
             meter.tokens += sum(len(t.prompt) + len(t.tokens) for t in found)
             for index, trajectory in enumerate(found):
-                text = decode_response(tokenizer, trajectory.tokens)
+                text = decode_response(tokenizer, trajectory.tokens, ended=not trajectory.truncated)
                 extracted = extract_answer(pattern, text)
                 item = chunk[index // samples]
                 responses.append(_response(item, kind, index % samples, text, extracted, trajectory))

@@ -47,7 +47,9 @@ class AccuracyProbe:
         sampling = SamplingParams(max_new_tokens=self._limit, greedy=True)
         found = rollout.generate(prompts, samples=1, sampling=sampling)
         correct = sum(
-            is_correct(extract_answer(self._pattern, decode_response(self._tokenizer, t.tokens)), answer)
+            is_correct(
+                extract_answer(self._pattern, decode_response(self._tokenizer, t.tokens, ended=not t.truncated)), answer
+            )
             for t, answer in zip(found, self._answers, strict=True)
         )
         tokens = sum(len(t.prompt) + len(t.tokens) for t in found)

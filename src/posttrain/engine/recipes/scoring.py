@@ -26,7 +26,7 @@ class RewardScorer:
         """
         call = RewardCall(
             prompts=[prompt.text for prompt in prompts],
-            completions=[decode_response(self._tokenizer, t.tokens) for t in trajectories],
+            completions=[decode_response(self._tokenizer, t.tokens, ended=not t.truncated) for t in trajectories],
             rows=[prompt.row for prompt in prompts],
             prompt_ids=[t.prompt for t in trajectories],
             completion_ids=[t.tokens for t in trajectories],

@@ -1,7 +1,9 @@
 """The policy: the model that learns, its AdamW and its schedule.
 
-`update` is one optimiser step. How the batch is cut into micro-batches is decided here and changes nothing but
-memory: losses arrive as weighted sums over global denominators (see `algorithms.aggregation`).
+`update` is one optimiser step. How the batch is cut into micro-batches is decided here and changes nothing but memory
+and rounding: losses arrive as weighted sums over global denominators (see `algorithms.aggregation`). With dropout it
+also changes which masks are drawn, since every micro-batch draws its own; so a run is reproducible for one micro-batch
+budget, and another budget is another sample of the same noise.
 """
 
 from __future__ import annotations
@@ -139,8 +141,10 @@ class Policy:
     def restore(self, parameters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
         """Take over a checkpoint bit for bit. Parameters are copied in place, so zero-copy readers stay valid.
 
+        A parameter that never had a gradient has no moments, here as there.
+
         Raises:
-            IntegrityError: names or shapes differ from this model's.
+            IntegrityError: names or shapes differ from this model's, or moments are incomplete.
         """
         wanted = {name: tuple(p.shape) for name, p in self._trained.items()}
         given = {name: tuple(p.shape) for name, p in parameters.items()}
@@ -149,11 +153,16 @@ class Policy:
             raise IntegrityError(
                 f"checkpoint does not fit the model: parameter {odd} differs in name or shape; start afresh"
             )
+        begun = {name.rpartition("/")[0] for name in moments}
+        missing = {f"{name}/{key}" for name in begun & wanted.keys() for key in _MOMENTS} ^ moments.keys()
+        if missing:
+            raise IntegrityError(f"checkpoint does not fit the model: moment {min(missing)} is odd; start afresh")
         for name, trained in self._trained.items():
             trained.copy_(parameters[name])
             if trained is not self._live[name]:
                 self._live[name].copy_(trained)
-            if moments:
+            self._optimizer.state.pop(trained, None)
+            if name in begun:
                 state = {key: moments[f"{name}/{key}"].to(trained.device).clone() for key in _MOMENTS}
                 self._optimizer.state[trained] = state
 
