@@ -98,12 +98,20 @@ def test_playing_again_empties_only_its_own_folder(world: World) -> None:
     (world.root / "show" / "left-over").touch()
     assert world("demo", "--workspace", "show").exit_code == 4
     assert not (world.root / "show" / "left-over").exists()
-    (world.root / "mine").mkdir()
-    (world.root / "mine" / "thesis.txt").write_text("years of work")
+
+
+@pytest.mark.parametrize(
+    "beside", [{}, {"demo.json": "{}"}, {".posttrain-demo": "my notes"}, {".posttrain-demo/x": ""}]
+)
+def test_a_folder_of_somebody_else_is_left_alone(world: World, beside: dict[str, str]) -> None:
+    for name, text in {"thesis.txt": "years of work", **beside}.items():
+        path = world.root / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     result = world("demo", "--workspace", "mine")
     assert result.exit_code == 2
     assert "mine must be empty or made by a demo" in result.stderr
-    assert (world.root / "mine" / "thesis.txt").exists()
+    assert (world.root / "mine" / "thesis.txt").read_text() == "years of work"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from posttrain.app.examples import DemoPlan, DemoRun
 
 FOLDER = ".demo"
-_MARKER = "demo.json"  # in the folder: it was made by a demo, so a demo may empty it
+_MARKER = ".posttrain-demo"  # a file with this text in a folder: a demo made it, so a demo may empty it
+_MADE_BY = "made by `posttrain demo`, which empties this folder when it plays again\n"
 _VARIABLE = "POSTTRAIN_WORKSPACE"
 
 
@@ -42,7 +43,7 @@ def demo(
     started = time.monotonic()
     example = find_example(task)
     plan = load_demo(example)
-    _make_folder(workspace, example.name)
+    _make_folder(workspace)
     stage = _Stage(workspace, example, plan, plan.seed if seed is None else seed)
     say(f"{plan.title} ({example.name}, seed {stage.seed}) in {workspace}/", f"$ cd {workspace}")
     stage.prepare()
@@ -132,24 +133,31 @@ def _headline(text: str) -> None:
     say("", f"── {text} " + "─" * max(3, 76 - len(text)))
 
 
-def _make_folder(folder: Path, task: str) -> None:
+def _make_folder(folder: Path) -> None:
     """An empty folder. One that an earlier demo made is emptied; anything else is left alone.
 
     Raises:
         InputError: the folder holds something else.
         WorkspaceError: it cannot be made.
     """
-    if folder.exists() and not (folder.is_dir() and ((folder / _MARKER).is_file() or not any(folder.iterdir()))):
+    if folder.exists() and not (folder.is_dir() and (_is_ours(folder) or not any(folder.iterdir()))):
         raise InputError(f"demo: {folder} must be empty or made by a demo, and it is not; choose another --workspace")
     try:
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        (folder / _MARKER).write_text(json.dumps({"task": task}) + "\n", encoding="utf-8")
+        (folder / _MARKER).write_text(_MADE_BY, encoding="utf-8")
     except OSError as error:
         raise WorkspaceError(
             f"demo: {folder} cannot be made anew: {error.strerror}; choose another --workspace"
         ) from error
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return (folder / _MARKER).read_bytes() == _MADE_BY.encode()
+    except OSError:
+        return False
 
 
 def _overlay(folder: Path, ids: dict[str, str], title: str) -> Path:
