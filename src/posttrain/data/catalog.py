@@ -72,7 +72,7 @@ class Catalog:
         if not NAME.fullmatch(name):
             raise InputError(f"{kind} name must match {NAME.pattern}, got {name!r}")
         form = form or _FORMS[kind]
-        digest = put_tree(self._blobs, path) if form == "tree" else self._blobs.put_file(path)
+        digest = put_tree(self._blobs, path, skip=_left_behind) if form == "tree" else self._blobs.put_file(path)
         asset = Asset(
             kind=kind,
             name=name,
@@ -138,7 +138,7 @@ class Catalog:
         found = _INSPECT[ref.kind](path)
         form = "tree" if path.is_dir() else "file"
         hub = ref.source is Source.HUB  # its cache is made of links
-        digest = tree_digest(path, follow_links=hub) if form == "tree" else file_digest(path)
+        digest = tree_digest(path, follow_links=hub, skip=_left_behind) if form == "tree" else file_digest(path)
         self._local[digest] = (path, form, hub)
         meta = {key: found[key] for key in _CALLED_BY if ref.kind == "reward" and key in found}
         name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
@@ -154,8 +154,19 @@ class Catalog:
             if ref.digest not in self._local:
                 continue
             path, form, hub = self._local[ref.digest]
-            digest = put_tree(self._blobs, path, follow_links=hub) if form == "tree" else self._blobs.put_file(path)
+            if form == "tree":
+                digest = put_tree(self._blobs, path, follow_links=hub, skip=_left_behind)
+            else:
+                digest = self._blobs.put_file(path)
             if digest != ref.digest:
                 raise InputError(
                     f"{path}: changed while it was being submitted ({ref.digest} → {digest}); submit again"
                 )
+
+
+def _left_behind(name: str) -> bool:
+    """Whether a file is what programs leave in a folder: compiled Python, a version control's, a downloader's or a
+    desktop's hidden files. An asset is the same version with and without them.
+    """
+    parts = name.split("/")
+    return name.endswith(".pyc") or any(part.startswith(".") or part == "__pycache__" for part in parts)

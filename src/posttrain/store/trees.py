@@ -36,22 +36,25 @@ class TreeFile:
     size: int
 
 
-def put_tree(blobs: BlobStore, folder: Path, *, follow_links: bool = False) -> str:
+def put_tree(
+    blobs: BlobStore, folder: Path, *, follow_links: bool = False, skip: Callable[[str], bool] = lambda name: False
+) -> str:
     """Store every file below `folder` and the listing; the listing's digest.
 
     Args:
         follow_links: take a symbolic link to a file as that file (a hub's cache is made of them); else it is refused.
+        skip: whether a file, by its path in the tree, does not belong to it.
 
     Raises:
         InputError: no such folder, a link or special file, or a name that is not portable.
         WorkspaceError: the store is full or read-only.
     """
-    return blobs.put(_listing(folder, blobs.put_file, follow_links))
+    return blobs.put(_listing(folder, blobs.put_file, follow_links, skip))
 
 
-def tree_digest(folder: Path, *, follow_links: bool = False) -> str:
+def tree_digest(folder: Path, *, follow_links: bool = False, skip: Callable[[str], bool] = lambda name: False) -> str:
     """The digest `put_tree` would give, without storing anything. Raises its InputErrors."""
-    return digest_bytes(_listing(folder, file_digest, follow_links))
+    return digest_bytes(_listing(folder, file_digest, follow_links, skip))
 
 
 def file_digest(path: Path) -> str:
@@ -67,7 +70,7 @@ def file_digest(path: Path) -> str:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
 
 
-def _listing(folder: Path, store: Callable[[Path], str], follow_links: bool) -> bytes:
+def _listing(folder: Path, store: Callable[[Path], str], follow_links: bool, skip: Callable[[str], bool]) -> bytes:
     if not folder.is_dir():
         raise InputError(f"a tree must be a folder, got {folder}; check the path")
     files: dict[str, Any] = {}
@@ -75,6 +78,8 @@ def _listing(folder: Path, store: Callable[[Path], str], follow_links: bool) -> 
         if path.is_dir() and not path.is_symlink():
             continue
         name = path.relative_to(folder).as_posix()
+        if skip(name):
+            continue
         if (path.is_symlink() and not follow_links) or not path.is_file():
             raise InputError(f"a tree holds plain files only, got {path}; replace it by a copy of what it stands for")
         if not _portable(name):
