@@ -258,6 +258,19 @@ class TestBudget:
                 price = recipe.price(step)
                 assert recipe.step(step, Trace(lambda fact: None, step)).tokens <= price
 
+    @pytest.mark.parametrize(("signal", "mini_batches"), [(False, 1), (True, 1), (True, 3)])
+    def test_grpo_counts_what_it_reads_generates_and_trains_on(self, signal: bool, mini_batches: int) -> None:
+        """Three prompts of three tokens, four responses each."""
+        generated: list[int] = []
+
+        def scorer(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float]:
+            generated.extend(len(t.tokens) for t in trajectories)
+            return [float(signal and index % 2) for index in range(len(trajectories))]
+
+        spent = grpo(scorer=scorer, mini_batches=mini_batches).step(0, quiet(0)).tokens
+        assert len(generated) == 12
+        assert spent == 3 * 3 + sum(generated) + signal * (12 * 3 + sum(generated))
+
     def test_deadline(self, tmp_path: Path) -> None:
         desk = Desk(tmp_path, sft(), limits=Limits(deadline=1.0))
         with pytest.raises(BudgetExceededError, match="deadline passed at step 0"):

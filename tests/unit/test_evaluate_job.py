@@ -120,7 +120,8 @@ class TestSuite:
             "h/pass@2": [pytest.approx(5 / 6), pytest.approx(0.5)],
         }
         assert set(result.metrics()) == set(config.metrics("h"))
-        assert meter.tokens == sum(len(r.item.prompt) + r.tokens for r in result.responses)
+        read = 2 * sum(len(item.prompt) for item in items)  # once to be answered greedily, once for all samples
+        assert meter.tokens == read + sum(r.tokens for r in result.responses)
         first = result.responses[0]
         assert (first.kind, first.text, first.extracted, first.logprob) == ("greedy", "A: 13", "13", -6.0)
 
@@ -179,8 +180,8 @@ class TestSuite:
         config = SuiteConfig(data="d", max_new_tokens=8, samples=2)
         items = items_of(tokenizer, config, ("q", "1"))
         rollout = says(tokenizer, {"q": ["1", "1"]})
-        meter = Meter(limit=20)  # greedy: 1 + 8 at the most, 3 in fact; then twice 1 + 8
-        with pytest.raises(BudgetExceededError, match=r"at most 18 tokens\): spent 3 of 20"):
+        meter = Meter(limit=19)  # greedy: 1 + 8 at the most, 3 in fact; then 1 + twice 8
+        with pytest.raises(BudgetExceededError, match=r"at most 17 tokens\): spent 3 of 19"):
             evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=meter)
         assert meter.tokens == 3
         with pytest.raises(BudgetExceededError, match="deadline passed"):

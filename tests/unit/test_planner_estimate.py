@@ -8,15 +8,22 @@ from hypothesis import strategies as st
 
 from posttrain.planner.estimate import Experience, Workload, estimate
 
-GRPO = Workload("grpo", {"steps": 10, "documents": 80, "max_new_tokens": 32}, characters=20.0)
+WORK = {"steps": 10, "prompts": 10, "documents": 80, "trained": 80, "max_new_tokens": 32}
+GRPO = Workload("grpo", WORK, characters=20.0)
 
 
 def test_without_history_there_are_no_seconds() -> None:
     found = estimate(GRPO, [])
-    assert found.tokens == 80 * (20 + 32)
+    assert found.tokens == 10 * 20 + 80 * 32 + 80 * (20 + 32)  # read, generated, trained on
     assert found.seconds is None
     assert "no history yet" in found.basis
     assert "responses of 32" in found.basis
+
+
+def test_what_is_only_trained_on_or_only_answered_is_counted_once() -> None:
+    assert estimate(Workload("sft", {"documents": 80}, characters=20.0), []).tokens == 80 * 20
+    answered = Workload("evaluate", {"documents": 80, "max_new_tokens": 32}, characters=20.0)
+    assert estimate(answered, []).tokens == 80 * (20 + 32)
 
 
 def test_without_history_and_work_nothing_is_guessed() -> None:

@@ -23,12 +23,23 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the job is. `step` is the liveness counter: it grows while the job lives, whatever the clocks say."""
+    """How far the job is. `step` is the liveness counter: it grows while the job lives, whatever the clocks say.
+
+    `tokens` is what a budget meters, counted by one rule for every kind of job:
+
+    * a prompt's tokens, once each time the prompt is read to be answered: samples of one prompt share that reading;
+    * every generated token;
+    * every token of a document trained on, prompt and response, once per optimiser step that it is part of.
+
+    So supervised fine-tuning counts what it trains on, an evaluation what it reads and writes, and GRPO both: responses
+    of groups with signal are generated and then trained on. Passes that neither answer nor train (the frozen reference
+    of a KL penalty) are not counted.
+    """
 
     step: int
     total: int
     phase: str  # "sft", "grpo", "evaluate" …
-    tokens: int  # spent so far by this attempt's lineage (trained + generated): what the budget meters
+    tokens: int  # spent so far by this attempt's lineage
     at: float
 
 

@@ -66,7 +66,9 @@ class Frozen(BaseModel):
 class Budget(Frozen):
     """Hard limits of a run. None means that nobody declared one."""
 
-    tokens: Annotated[int, BeforeValidator(parse_count), Field(ge=1)] | None = None  # trained + generated
+    tokens: Annotated[int, BeforeValidator(parse_count), Field(ge=1)] | None = (
+        None  # read, generated and trained on: see facts.Progress
+    )
     wall_clock: Annotated[float, BeforeValidator(parse_duration), Field(gt=0)] | None = None  # seconds of running
     attempts: Annotated[int, Field(ge=1, le=20)] = 5  # per stage, for infrastructure failures
 

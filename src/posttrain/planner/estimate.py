@@ -15,7 +15,9 @@ class Workload:
     """What one stage has to do: `Workload("sft", {"steps": 350, "documents": 22400}, characters=38.5)`."""
 
     kind: str
-    work: Mapping[str, float]  # as the trainer declares it: steps, documents (read or answered), max_new_tokens
+    # as the trainer declares it: steps, documents (read or answered), max_new_tokens, and where they differ: prompts
+    # (documents of one prompt are one), trained (documents trained on after they were answered)
+    work: Mapping[str, float]
     characters: float | None = None  # mean length of what is read of one row: prompt + completion, or the prompt alone
 
     @property
@@ -46,9 +48,9 @@ class Estimate:
 def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
     """The cost of a stage.
 
-    With history: the median cost per unit of earlier stages of the same kind, times the units. Without: tokens at one
-    per character and the longest responses (a character tokenizer adds a few per chat turn, a larger vocabulary needs
-    a quarter), and no seconds.
+    With history: the median cost per unit of earlier stages of the same kind, times the units. Without: tokens by the
+    rule of `facts.Progress` at one per character, the longest responses and every document trained on (a character
+    tokenizer adds a few per chat turn, a larger vocabulary needs a quarter), and no seconds.
     """
     rates = [e for e in earlier if e.workload.kind == workload.kind and e.workload.units > 0]
     if rates:
@@ -59,6 +61,8 @@ def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
     if workload.characters is None or "documents" not in workload.work:
         return Estimate(None, None, "no history yet")
     longest = workload.work.get("max_new_tokens", 0.0)
-    tokens = round(workload.units * (workload.characters + longest))
+    read = workload.work.get("prompts", workload.units) * workload.characters
+    trained = workload.work.get("trained", 0.0) * (workload.characters + longest)
+    tokens = round(read + workload.units * longest + trained)
     assumed = "one per character" + (f", responses of {longest:g}" if longest else "")
     return Estimate(tokens, None, f"no history yet; {assumed}")

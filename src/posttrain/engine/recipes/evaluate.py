@@ -56,7 +56,7 @@ class Response:
 
 @dataclass(slots=True)
 class Meter:
-    """Tokens spent, against what may be spent.
+    """Tokens spent, by the rule of `facts.Progress`, against what may be spent.
 
     Args:
         limit: tokens; None for no limit.
@@ -175,11 +175,12 @@ def evaluate_suite(
         size = max(1, _ROWS_PER_CALL // max(1, samples))
         for start in range(0, len(items) if samples else 0, size):
             chunk = items[start : start + size]
-            meter.admit(samples * sum(len(item.prompt) + config.max_new_tokens for item in chunk))
+            read = sum(len(item.prompt) for item in chunk)
+            meter.admit(read + len(chunk) * samples * config.max_new_tokens)
             keys = [derive_seed(0, item.id) for item in chunk]
             prompts = [item.prompt for item in chunk]
             found = rollout.generate(prompts, samples=samples, sampling=sampling, prompt_keys=keys)
-            meter.tokens += sum(len(t.prompt) + len(t.tokens) for t in found)
+            meter.tokens += read + sum(len(t.tokens) for t in found)
             for index, trajectory in enumerate(found):
                 text = decode_response(tokenizer, trajectory.tokens, ended=not trajectory.truncated)
                 extracted = extract_answer(pattern, text)

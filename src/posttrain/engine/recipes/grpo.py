@@ -97,12 +97,12 @@ class GRPO:
         self._rollout, self._prompts, self._scorer, self._probe = rollout, prompts, scorer, probe
 
     def price(self, step: int) -> int:
-        """Every prompt once, and every response at the token limit."""
+        """Every prompt read once, every response at the token limit, and all of it trained on."""
         c = self._config
-        rows = self.journal.peek(c.prompts_per_step)
-        return (
-            sum(len(self._prompts[row].tokens) for row in rows) + c.prompts_per_step * c.group_size * c.max_new_tokens
-        )
+        prompts = sum(len(self._prompts[row].tokens) for row in self.journal.peek(c.prompts_per_step))
+        generated = c.prompts_per_step * c.group_size * c.max_new_tokens
+        trained = c.group_size * prompts + generated
+        return prompts + generated + trained
 
     def step(self, step: int, trace: Trace) -> StepReport:
         """prompts → trajectories → rewards → advantages → update."""
@@ -118,7 +118,8 @@ class GRPO:
             span |= {"groups": len(prompts), "trained": int(signal.sum())}
         with trace.span("update"):
             learned = self._update(batch, step)
-        tokens = generated + sum(len(p.tokens) for p in prompts)
+        trained = sum(batch.lengths) if batch else 0  # every document is in exactly one mini-batch
+        tokens = sum(len(p.tokens) for p in prompts) + generated + trained
         return StepReport(tokens, {**_rollout_metrics(trajectories, rewards, signal), **learned})
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:

@@ -17,7 +17,7 @@ from posttrain.engine.roles.policy import Policy
 class StepReport:
     """What one step did: `StepReport(tokens=5120, metrics={"reward/mean": 0.41})`."""
 
-    tokens: int  # spent: what the budget meters
+    tokens: int  # spent, by the rule of `facts.Progress`
     metrics: Mapping[str, float]
 
 

@@ -112,12 +112,18 @@ def _metrics(config: StageConfig) -> dict[str, bool]:
 
 
 def _work(config: StageConfig) -> dict[str, float]:
-    """What the planner multiplies: documents trained on and tokens generated at the most."""
+    """What the planner multiplies: documents read or answered, and what GRPO trains on besides, at the most."""
     if isinstance(config, SFTConfig):
         return {"steps": config.steps, "documents": config.steps * config.batch_size}
     if isinstance(config, GRPOConfig):
         samples = config.steps * config.prompts_per_step * config.group_size
-        return {"steps": config.steps, "documents": samples, "max_new_tokens": config.max_new_tokens}
+        return {
+            "steps": config.steps,
+            "documents": samples,
+            "prompts": config.steps * config.prompts_per_step,
+            "trained": samples,
+            "max_new_tokens": config.max_new_tokens,
+        }
     if isinstance(config, EvaluateConfig):
         most = max(suite.max_new_tokens for suite in config.suites.values())
         return {
