@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
 
+from posttrain.app.workspace import Workspace
+from posttrain.store.audit import verify_releases
+
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
@@ -255,3 +258,9 @@ def test_watching_an_ended_run_returns(world: World) -> None:
     world.ok("run", "run.yaml")
     assert "succeeded" in world.ok("get", "sort", "--watch")
     assert "grpo says hello" in world.ok("logs", "sort", "-f")
+
+
+def test_every_row_of_the_ledger_is_what_an_event_said(story: tuple[World, dict[str, str]]) -> None:
+    workspace = Workspace(story[0].root / ".posttrain")
+    assert verify_releases(workspace.ledger) > 30
+    workspace.close()

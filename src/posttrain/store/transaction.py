@@ -177,7 +177,7 @@ class Transaction:
         )
         self._insert(releases, entry, f"release {sequence} of channel {channel}")
         payload = {"model": model_digest, "previous": expected, "run": run_id, "report": report_digest}
-        self.append_event(f"channel.{action}", channel, {**payload, "sequence": sequence})
+        self.append_event(f"channel.{action}", channel, {**payload, "sequence": sequence, "at": entry.at})
         return entry
 
     def put_cache(self, cache_key: str, run_id: str, stage: str) -> None:
