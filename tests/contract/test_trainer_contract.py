@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from posttrain.domain.canonical import digest_json, is_digest
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult
 from posttrain.execution.ports import Trainer
+from posttrain.execution.trainers import native
 from posttrain.execution.trainers.fake import FakeTrainer
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
@@ -104,14 +108,66 @@ def test_compiling_is_pure_and_collecting_waits_for_the_word(trainer: Trainer, t
     assert trainer.collect(folder) == result
 
 
-def test_the_native_trainer_digests_every_source_that_decides_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.execution.trainers import native
+@pytest.fixture
+def digested(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    """The native trainer's digest, made afresh."""
 
-    before = NativeTrainer().code_digest()
-    native._code_digest.cache_clear()
-    monkeypatch.setattr(native, "_version", lambda library: "another")
-    assert NativeTrainer().code_digest() != before
-    native._code_digest.cache_clear()
+    def fresh() -> str:
+        native._sources.cache_clear()
+        return NativeTrainer().code_digest()
+
+    yield fresh
+    monkeypatch.undo()
+    native._sources.cache_clear()
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers", "jinja2", "pyarrow", "tokenizers"])
+def test_a_library_that_decides_results_is_in_the_code_digest(
+    library: str, digested: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, version = digested(), native._version
+    monkeypatch.setattr(native, "_version", lambda name: "another" if name == library else version(name))
+    assert digested() != before
+
+
+@pytest.mark.parametrize("fact", ["machine", "python_version"])
+def test_the_platform_is_in_the_code_digest(
+    fact: str, digested: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digested()
+    monkeypatch.setattr(f"platform.{fact}", lambda: "another")
+    assert digested() != before
+
+
+def test_what_settles_an_automatic_device_is_in_the_code_digest(
+    digested: Callable[[], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`auto` means bf16 on a GPU and fp32 without: the same parameters, other results."""
+    for name in native._CHOSEN_BY:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(native, "_DEVICE_FILES", (f"{tmp_path}/nvidia[0-9]*",))
+    without = digested()
+    (tmp_path / "nvidiactl").touch()
+    assert digested() == without
+    (tmp_path / "nvidia0").touch()
+    visible = digested()
+    assert visible != without
+    for chosen in ("1", "0,1", "GPU-5ebe", "MIG-7c1f"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert digested() == visible
+    for hidden in ("", "-1", "none"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert digested() != visible
+    (tmp_path / "nvidia0").unlink()
+    assert digested() == without
+
+
+def test_digesting_needs_no_torch() -> None:
+    program = (
+        "import sys; from posttrain.execution.trainers.native import NativeTrainer; NativeTrainer().code_digest();"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
 def test_the_native_trainer_passes_thread_settings_before_torch_is_imported(tmp_path: Path) -> None:

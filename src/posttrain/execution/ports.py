@@ -71,7 +71,7 @@ class Trainer(Protocol):
         """The word of `trainer:` in run.yaml."""
 
     def code_digest(self) -> str:
-        """Digest of the sources and the engine versions that decide results: part of every stage's cache key."""
+        """Digest of the sources, engine versions and platform that decide results: part of every stage's cache key."""
 
     def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
         """Validate and normalise a stage.

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import glob
+import os
+import platform
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
@@ -21,7 +25,11 @@ from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
 _DECIDING_ROOMS = ("engine", "jobs", "data/rows.py", "domain/seeds.py")
-_DECIDING_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
+# torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads Parquet rows.
+_DECIDING_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "jinja2", "pyarrow")
+_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
+_CHOSEN_BY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_CHOOSES = re.compile(r"\d|GPU-|MIG-")  # how a list begins that leaves at least one device visible
 
 
 class NativeTrainer:
@@ -36,8 +44,8 @@ class NativeTrainer:
     }
 
     def code_digest(self) -> str:
-        """Digest of the engine's sources and the versions of the libraries under it."""
-        return _code_digest()
+        """Digest of the engine's sources, the versions of the libraries under it, and the platform."""
+        return digest_json({**_sources(), "platform": _platform()})
 
     def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
         """Validate and normalise; words that name inputs are replaced by their slot, so that naming decides nothing.
@@ -73,7 +81,7 @@ class NativeTrainer:
 
 
 @functools.cache
-def _code_digest() -> str:
+def _sources() -> dict[str, Any]:
     found = find_spec("posttrain")
     if found is None or not found.submodule_search_locations:
         raise InputError("posttrain: is not an installed package, so its sources cannot be digested; install it")
@@ -82,7 +90,33 @@ def _code_digest() -> str:
         p for room in _DECIDING_ROOMS for p in ([root / room] if room.endswith(".py") else (root / room).rglob("*.py"))
     ]
     files = {p.relative_to(root).as_posix(): digest_bytes(p.read_bytes()) for p in sorted(sources)}
-    return digest_json({"files": files, "libraries": {name: _version(name) for name in _DECIDING_LIBRARIES}})
+    return {"files": files, "libraries": {name: _version(name) for name in _DECIDING_LIBRARIES}}
+
+
+def _platform() -> dict[str, Any]:
+    """What decides results besides and is written in no parameter.
+
+    `device: auto` and `dtype: auto` are settled in the job, by torch: bf16 on CUDA, fp32 on CPU. Torch is not imported
+    on this side, so a stage's cache key cannot hold what they will be settled to; it holds what settles them. A
+    workspace that moves to a machine with a GPU, or gets another build of torch, then computes anew instead of taking a
+    CPU result for a GPU's. The guess errs to the safe side: at worst an equal result is computed twice.
+    """
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "accelerator": _accelerator(),
+    }
+
+
+def _accelerator() -> list[str]:
+    """Empty without a device file (CUDA, WSL, ROCm); else `there`, and the variables that hide every device.
+
+    A job inherits these variables from whoever launches it.
+    """
+    if not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
+        return []
+    return ["there", *(name for name in _CHOSEN_BY if name in os.environ and not _CHOOSES.match(os.environ[name]))]
 
 
 def _version(library: str) -> str:
