@@ -163,43 +163,45 @@ def evaluate_suite(
     Raises:
         BudgetExceededError: before a batch that could go past a limit.
     """
-    pattern = re.compile(config.extract)
-    greedy = SamplingParams(max_new_tokens=config.max_new_tokens, greedy=True)
-    sampled = SamplingParams(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        seed=derive_seed(seed, "evaluate", suite),
-    )
+    limit = config.max_new_tokens
+    greedy = SamplingParams(max_new_tokens=limit, greedy=True)
+    seed = derive_seed(seed, "evaluate", suite)
+    sampled = SamplingParams(max_new_tokens=limit, temperature=config.temperature, seed=seed)
+    read_back = _Reader(tokenizer, re.compile(config.extract))
     responses: list[Response] = []
     for kind, samples, sampling in (("greedy", 1, greedy), ("sample", config.samples, sampled)):
         size = max(1, _ROWS_PER_CALL // max(1, samples))
         for start in range(0, len(items) if samples else 0, size):
             chunk = items[start : start + size]
             read = sum(len(item.prompt) for item in chunk)
-            meter.admit(read + len(chunk) * samples * config.max_new_tokens)
+            meter.admit(read + len(chunk) * samples * limit)
             keys = [derive_seed(0, item.id) for item in chunk]
-            prompts = [item.prompt for item in chunk]
-            found = rollout.generate(prompts, samples=samples, sampling=sampling, prompt_keys=keys)
+            found = rollout.generate([i.prompt for i in chunk], samples=samples, sampling=sampling, prompt_keys=keys)
             meter.tokens += read + sum(len(t.tokens) for t in found)
-            for index, trajectory in enumerate(found):
-                text = decode_response(tokenizer, trajectory.tokens, ended=not trajectory.truncated)
-                extracted = extract_answer(pattern, text)
-                item = chunk[index // samples]
-                responses.append(_response(item, kind, index % samples, text, extracted, trajectory))
+            responses += [read_back(chunk[t.prompt_index], kind, t) for t in found]
             if not between(len(found)):
                 return None
     return SuiteResult(suite, config, items, responses)
 
 
-def _response(item: Item, kind: str, sample: int, text: str, extracted: str | None, trajectory: Trajectory) -> Response:
-    return Response(
-        item=item,
-        kind=kind,
-        sample=sample,
-        text=text,
-        extracted=extracted,
-        correct=is_correct(extracted, item.answer),
-        tokens=len(trajectory.tokens),
-        truncated=trajectory.truncated,
-        logprob=float(sum(trajectory.logprobs)),
-    )
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """From a trajectory to what is compared and kept."""
+
+    tokenizer: PreTrainedTokenizerBase
+    pattern: re.Pattern[str]
+
+    def __call__(self, item: Item, kind: str, trajectory: Trajectory) -> Response:
+        text = decode_response(self.tokenizer, trajectory.tokens, ended=not trajectory.truncated)
+        extracted = extract_answer(self.pattern, text)
+        return Response(
+            item=item,
+            kind=kind,
+            sample=trajectory.sample_index,
+            text=text,
+            extracted=extracted,
+            correct=is_correct(extracted, item.answer),
+            tokens=len(trajectory.tokens),
+            truncated=trajectory.truncated,
+            logprob=float(sum(trajectory.logprobs)),
+        )
