@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -77,6 +80,45 @@ FOREIGN = {
             return float(completion[-1]['content'] == '12')
     """,
 }
+DETACHES = """
+import os, subprocess, time
+
+def score(completion):
+    for _ in range(3):
+        if os.fork() == 0:
+            os.setsid()
+            subprocess.Popen(["sleep", "{mark}"], start_new_session=True)
+            os._exit(0)
+        os.wait()
+    open("{started}", "w").close()
+    while {hang}:
+        time.sleep(600)
+    return 1.0
+"""
+# A job in a process of its own. Arguments: source, how it ends, the mark, where this file lies.
+USES = """
+import json, sys
+from pathlib import Path
+source, ending, mark, here = sys.argv[1:]
+sys.path.insert(0, here)
+from test_reward_contract import call, living
+from posttrain.engine.rewards.port import RewardError
+from posttrain.engine.rewards.process import open_reward
+reward = open_reward(Path(source), timeout=2 if ending == "time-out" else 60)
+started = 0
+try:
+    reward.score(call("12"))
+    started = len(living(mark))
+except RewardError as error:
+    started = 3 if "time-out" in str(error) and Path(source).with_name("started").exists() else 0
+reward.close()
+print(json.dumps({"notes": reward.notes, "started": started, "left": living(mark)}))
+"""
+FORBIDDEN = 77  # exit code of FORBID where it cannot take namespaces away
+FORBID = """
+for kind in user pid net mnt; do echo 0 > /proc/sys/user/max_${kind}_namespaces || exit 77; done
+exec "$@"
+"""
 Opener = Callable[[str], RewardFunction]
 
 
@@ -121,7 +163,6 @@ class TestEveryReward:
         for _ in range(2):
             scores = reward.score(call("12", "21", "12"))
             assert [s.score for s in scores] == [1.0, 0.0, 1.0]
-            assert {s.status for s in scores} == {"ok"}
 
     def test_nothing_to_score(self, open_any: Opener) -> None:
         assert open_any("exact").score(call()) == []
@@ -264,19 +305,37 @@ class TestDialects:
 
 
 class TestCell:
-    def test_hang_is_killed_at_the_deadline(self, opened: Callable[..., ProcessReward], tmp_path: Path) -> None:
-        source = f"""
-            import os, subprocess, time
-            def score(completion):
-                child = subprocess.Popen(["sleep", "600"])
-                open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
-                time.sleep(600)
-        """
-        reward = opened(source, timeout=1.0)
-        with pytest.raises(RewardError, match=r"reward:mine@1 took longer than its time-out of 1 s .*was killed"):
-            reward.score(call("12"))
-        for pid in (tmp_path / "pids").read_text().split():
-            assert gone(int(pid))
+    @pytest.mark.parametrize("cell", ["namespaces", "none"])
+    @pytest.mark.parametrize("ending", ["close", "time-out", "job killed"])
+    def test_nothing_outlives_it(self, write: Callable[[str], Path], tmp_path: Path, cell: str, ending: str) -> None:
+        mark = f"600.{uuid.uuid4().int % 10**12:012d}"  # seconds of sleep, by which the detached processes are found
+        source = write(DETACHES.format(mark=mark, hang=ending != "close", started=str(tmp_path / "started")))
+        program = [sys.executable, "-c", USES, str(source), ending, mark, str(Path(__file__).parent)]
+        if cell == "none":
+            program = ["unshare", "--user", "--map-root-user", "sh", "-c", FORBID, "sh", *program]
+        with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+            if ending == "job killed":
+                until = time.monotonic() + 30
+                while len(living(mark)) < 3 and job.poll() is None and time.monotonic() < until:
+                    time.sleep(0.02)
+                assert len(living(mark)) >= 3 or job.poll() == FORBIDDEN
+                os.kill(job.pid, signal.SIGKILL)
+            out, err = job.communicate(timeout=60)
+        if job.returncode == FORBIDDEN or (cell == "none" and not shutil.which("unshare")):
+            pytest.skip("this machine makes no user namespaces, so the kernel that gives none cannot be played")
+        if ending == "job killed":
+            assert vanish(mark)
+            return
+        assert job.returncode == 0, err
+        report = json.loads(out)
+        assert report["started"] >= 3, "the reward's detached processes were there to be killed"
+        assert report["left"] == []
+        if cell == "none":
+            assert [note.partition(":")[0] for note in report["notes"]] == [
+                "the reward can reach the network",
+                "the reward sees this machine's processes and can signal those of its user",
+                "the reward can read and write what its user can, the workspace too",
+            ]
 
     def test_hang_while_imported(self, opened: Callable[..., ProcessReward], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("posttrain.engine.rewards.process.START_TIMEOUT", 1.0)
@@ -341,36 +400,63 @@ class TestCell:
         assert first.score(call("a", "b")) == second.score(call("a", "b"))
         assert first.score(call("a", "b")) != first.score(call("a", "c"))
 
-    def test_dies_with_its_parent(self, write: Callable[[str], Path], tmp_path: Path) -> None:
-        pid_file = tmp_path / "pid"
-        source = write(f"""
-            import os, time
+    def test_processes_and_privileges_are_limited(self, opened: Callable[..., ProcessReward]) -> None:
+        source = """
+            import re, resource
             def score(completion):
-                open({str(pid_file)!r}, "w").write(str(os.getpid()))
-                time.sleep(600)
-        """)
-        program = (
-            "from pathlib import Path; from posttrain.engine.rewards.process import open_reward; "
-            "from posttrain.engine.rewards.port import RewardCall; "
-            f"open_reward(Path({str(source)!r}), timeout=600).score(RewardCall(['q'], ['c'], [{{}}]))"
+                status = open("/proc/self/status").read()
+                capable = int(re.search(r"CapEff:\\s*(\\w+)", status)[1], 16)
+                regain = int(re.search(r"NoNewPrivs:\\s*(\\w+)", status)[1])
+                return {"score": resource.getrlimit(resource.RLIMIT_NPROC)[1], "capable": capable, "final": regain}
+        """
+        [score] = opened(source).score(call("12"))
+        assert score.score is not None
+        assert 256 <= score.score < 100_000
+        assert score.components == {"capable": 0.0, "final": 1.0}
+
+    def test_hidden_folders_are_empty_even_where_its_own_source_lies(self, tmp_path: Path) -> None:
+        workspace = tmp_path / "workspace"
+        (workspace / "cache").mkdir(parents=True)
+        (workspace / "ledger.db").write_text("the answers")
+        (workspace / "cache" / "parts.py").write_text("VALUE = 0.5\n")
+        (workspace / "cache" / "reward.py").write_text(
+            "from parts import VALUE\n"
+            "def score(completion):\n"
+            "    try:\n"
+            f"        open({str(workspace / 'ledger.db')!r}, 'r+')\n"
+            "    except OSError:\n"
+            "        return VALUE\n"
+            "    return 0.0\n"
         )
-        with subprocess.Popen([sys.executable, "-c", program]) as parent:
-            until = time.monotonic() + 30
-            while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < until:
-                time.sleep(0.02)
-            os.kill(parent.pid, signal.SIGKILL)
-        assert gone(int(pid_file.read_text()))
-
-
-def gone(pid: int) -> bool:
-    """Whether the process ends within a few seconds (a zombie has ended)."""
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
+        reward = open_reward(
+            workspace / "cache", timeout=20, hidden=[workspace / "cache", workspace, tmp_path / "none"]
+        )
         try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
+            exposed = any("read and write" in note for note in reward.notes)
+            assert reward.score(call("12"))[0].score == (0.0 if exposed else 0.5)
+        finally:
+            reward.close()
+        assert (workspace / "ledger.db").read_text() == "the answers"
+
+    def test_a_folder_it_runs_on_is_not_hidden(self, write: Callable[[str], Path]) -> None:
+        with open_reward(write(SOURCES["exact"]), timeout=20, hidden=[Path("/")]) as reward:
+            assert reward.score(call("12"))[0].score == 1.0
+            assert "the reward can read and write /: it holds what the reward runs on" in reward.notes
+
+
+def living(mark: str) -> list[int]:
+    """Processes that sleep for this long (a zombie has no command line)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (entry / "cmdline").read_bytes() == b"sleep\0%s\0" % mark.encode():
+                found.append(int(entry.name))
+    return found
+
+
+def vanish(mark: str) -> bool:
+    """Whether they are all gone within a few seconds."""
+    until = time.monotonic() + 10
+    while living(mark) and time.monotonic() < until:
         time.sleep(0.02)
-    return False
+    return not living(mark)

@@ -16,7 +16,7 @@ import torch
 
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError
-from posttrain.domain.facts import Progress
+from posttrain.domain.facts import Note, Progress
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.roles.policy import DivergedError
@@ -204,6 +204,17 @@ class TestJobs:
         assert result.failure.kind is FailureClass.BAD_INPUT
         assert says in result.failure.message
         assert not list(attempt.checkpoints.glob("*"))
+
+    def test_the_reward_finds_neither_job_nor_store(self, shop: Shop) -> None:
+        before, attempt = dict(shop.inputs), shop.root / "curious"
+        places = [str(place) for place in (attempt / "job.json", shop.root / "blobs", shop.root / "cache")]
+        shop.put("reward", f"import os\ndef score(completion):\n    return sum(map(os.path.exists, {places}))\n")
+        result = run(shop.grpo("curious"))
+        facts = AttemptFolder(attempt).facts()[0]
+        shop.inputs = before
+        assert result.failure is None
+        exposed = any("read and write" in fact.message for fact in facts if isinstance(fact, Note))
+        assert result.metrics["reward/mean"] == (3.0 if exposed else 0.0)
 
     def test_prompt_beyond_the_context(self, shop: Shop) -> None:
         result = run(shop.grpo("long", params={"max_new_tokens": 63}))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from posttrain.data.rows import prompt_text, read_rows
 from posttrain.domain.errors import InputError
@@ -97,6 +99,7 @@ def _grpo(
         dialect=meta.get("dialect") or "auto",
         name=job.label("reward"),
         source=meta.get("source") or "",
+        hidden=_workspace(job),
     )
     stack.callback(reward.close)
     for note in reward.notes:
@@ -114,6 +117,15 @@ def _grpo(
             name=job.label("probe"),
         )
     return GRPO(config, model, open_rollout(model), train, scorer, job.order.seed, probe)
+
+
+def _workspace(job: Job) -> list[Path]:
+    """What is no business of a reward's: attempts, cached inputs, the store where it is a folder, what they lie in."""
+    store = urlsplit(job.blobs.url)
+    folders = [job.folder.resolve(), Path(job.order.cache_dir).resolve()]
+    if store.scheme == "file":
+        folders.append(Path(unquote(store.path)))
+    return [Path(os.path.commonpath(folders[:2])), *folders]
 
 
 def _prompts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +26,8 @@ LIMITS: Mapping[str, int] = {
     "RLIMIT_FSIZE": 2**30,  # bytes per file written, the job's log included
     "RLIMIT_NOFILE": 256,
 }
+END_TIMEOUT = 5.0  # seconds the keeper may take to kill what the reward started, before it is killed itself
+_SOURCES = Path(__file__).resolve().parents[3]
 START_TIMEOUT = 30.0  # seconds a worker may take to start and import the reward's source, on a busy machine
 
 
@@ -32,23 +35,31 @@ class ProcessReward:
     """A reward function in a worker process; see `open_reward`."""
 
     def __init__(
-        self, path: Path, entry: str | None, timeout: float, dialect: str, name: str, source: str = ""
+        self,
+        path: Path,
+        entry: str | None,
+        timeout: float,
+        dialect: str,
+        name: str,
+        source: str = "",
+        hidden: Sequence[Path] = (),
     ) -> None:
         self._timeout = timeout
         self._name = name or f"reward {source or path.name}"
-        self._process, self._channel, self._scratch = _start()
+        self._scratch = tempfile.mkdtemp(prefix="posttrain-reward-")
+        folders, exposed = _hideable(hidden, Path(self._scratch))
+        self._process, self._channel = _start(self._scratch, folders)
         try:
-            if path.suffix != ".py":  # a blob: give it back its name, which errors show
-                path = Path(shutil.copyfile(path, Path(self._scratch, Path(source or "reward.py").name)))
+            path = _within_reach(path, source, Path(self._scratch), folders)
             wanted = None if dialect == "auto" else dialect
-            order = {"op": "open", "path": str(path), "entry": entry, "dialect": wanted, "limits": dict(LIMITS)}
+            order = {"op": "open", "path": str(path), "entry": entry, "dialect": wanted}
             opened = self._ask(order, max(timeout, START_TIMEOUT), "load")
         except BaseException:
             self.close()
             raise
         self.where: str = opened["where"]
         self.dialect: str = opened["dialect"]
-        self._notes = tuple(opened["notes"])
+        self._notes = (*opened["notes"], *exposed)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -69,11 +80,15 @@ class ProcessReward:
         return checked([(score, components) for score, components in answer["scores"]], call, self.where)
 
     def close(self) -> None:
-        """Kill the worker and what it started; remove its scratch folder."""
+        """Kill the worker and everything it started, detached or not; remove its scratch folder."""
         self._channel.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.terminate()
+        try:
+            self._process.wait(END_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -109,8 +124,9 @@ class ProcessReward:
         return answer
 
     def _ending(self) -> str:
-        code = self._process.returncode
-        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        code = self._process.returncode or 0
+        signalled = -code if code < 0 else code - 128  # the keeper answers as shells do
+        return f"signal {signalled}" if signalled > 0 else f"exit code {code}"
 
 
 class _Deadline:
@@ -145,13 +161,16 @@ def open_reward(
     dialect: str | None = "auto",
     name: str = "",
     source: str = "",
+    hidden: Sequence[Path] = (),
 ) -> ProcessReward:
     """Start a worker for one reward function; close it when the job ends.
 
     The function may be written in any dialect of `engine.rewards.dialects`. It runs with a minimal environment, a
-    scratch folder as home, resource limits and no network where the kernel allows (`notes` says when not), and dies
-    with the thread that opened it. It must give the same scores for the same call; Python's and numpy's global
-    generators are seeded from the call for that.
+    scratch folder as home and resource limits, in a cell without network and without sight of other processes or of
+    `hidden` folders where the kernel allows (`notes` says when not). All other files are as open to it as to the user
+    who runs the job. It ends, with everything it started, when it is closed, when it passes its time-out, and when the
+    thread that opened it ends. It must give the same scores for the same call; Python's and numpy's global generators
+    are seeded from the call for that.
 
     Args:
         path: the source file, or a folder that holds it.
@@ -162,13 +181,14 @@ def open_reward(
         dialect: one of `DIALECTS` when the parameter names do not tell; `auto` reads them.
         name: how errors call it, e.g. `reward:exact@1`.
         source: the file's original name for error messages, when `path` is a blob called by its digest.
+        hidden: folders the reward finds empty, such as the workspace; its own source may lie in one.
 
     Raises:
         InputError: no such file or function, not Python, parameters of no dialect, or an unknown dialect.
         RewardError: its code raises or hangs while it is imported.
     """
     file, _, function = (entry or "").rpartition(":")
-    return ProcessReward(source_file(path, file), function or None, timeout, dialect or "auto", name, source)
+    return ProcessReward(source_file(path, file), function or None, timeout, dialect or "auto", name, source, hidden)
 
 
 def source_file(path: Path, file: str = "") -> Path:
@@ -189,23 +209,40 @@ def source_file(path: Path, file: str = "") -> Path:
     return path / chosen
 
 
-def _start() -> tuple[subprocess.Popen[bytes], socket.socket, str]:
+def _within_reach(path: Path, source: str, scratch: Path, hidden: Sequence[Path]) -> Path:
+    """The source under its own name, which errors show, where the reward can read it."""
+    if path.suffix != ".py":  # a blob
+        return Path(shutil.copyfile(path, scratch / Path(source or "reward.py").name))
+    if any(path.resolve().is_relative_to(folder) for folder in hidden):
+        return shutil.copytree(path.parent, scratch / "source") / path.name  # with its sibling modules
+    return path
+
+
+def _hideable(hidden: Sequence[Path], scratch: Path) -> tuple[list[Path], list[str]]:
+    """The outermost of the folders, but for those without which the reward could not run; notes on these."""
+    needed = [path.resolve() for path in (scratch, _SOURCES, *map(Path, (sys.prefix, sys.base_prefix, sys.executable)))]
+    wanted = {folder.resolve() for folder in hidden if folder.is_dir()}
+    holding = {folder for folder in wanted if any(path.is_relative_to(folder) for path in needed)}
+    kept = sorted(folder for folder in wanted - holding if not any(p in wanted - holding for p in folder.parents))
+    return kept, [f"the reward can read and write {folder}: it holds what the reward runs on" for folder in holding]
+
+
+def _start(scratch: str, hidden: Sequence[Path]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a worker with a minimal environment: no variable of ours reaches the reward's code."""
     ours, theirs = socket.socketpair()
-    scratch = tempfile.mkdtemp(prefix="posttrain-reward-")
-    source_root = Path(__file__).resolve().parents[3]
     environment = {
         "PATH": os.environ.get("PATH", os.defpath),
         "HOME": scratch,
         "TMPDIR": scratch,
         "LANG": "C.UTF-8",
-        "PYTHONPATH": str(source_root),
+        "PYTHONPATH": str(_SOURCES),
         "PYTHONHASHSEED": "0",  # iteration over sets of strings must not differ from run to run
         "PYTHONDONTWRITEBYTECODE": "1",  # the source may lie in the shared cache
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-s", "-P", "-m", worker.__name__, str(theirs.fileno()), str(os.getpid())]
+    cell = json.dumps({"limits": dict(LIMITS), "hidden": [str(folder) for folder in hidden]})
+    command = [sys.executable, "-s", "-P", "-m", worker.__name__, str(theirs.fileno()), cell, str(os.getpid())]
     with theirs:
         process = subprocess.Popen(
             command,
@@ -216,4 +253,4 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket, str]:
             cwd=scratch,
             start_new_session=True,
         )
-    return process, ours, scratch
+    return process, ours

@@ -1,9 +1,9 @@
-"""The process in which a reward's own code runs: `python -m posttrain.engine.rewards.worker FD`.
+"""The process in which a reward's own code runs: `python -m posttrain.engine.rewards.worker FD CELL PARENT`.
 
-Stdlib only, so that it starts in tens of milliseconds and holds nothing worth stealing. One loop: read a call from the
-socket `FD`, run the function, answer. It waits for nothing but its parent; the parent waits with a deadline and kills
-the whole process group when it passes. When the parent dies the kernel kills the worker (PR_SET_PDEATHSIG), and so does
-the end of file on the socket. Whatever the reward prints goes to stderr, which is the job's log.
+Stdlib only, so that it starts in tens of milliseconds and holds nothing worth stealing. It enters its cell first
+(`engine.rewards.cell`), then has one loop: read a call from the socket `FD`, run the function, answer. It waits for
+nothing but its parent; the parent waits with a deadline and closes the cell when it passes. When the parent dies the
+cell closes by itself. Whatever the reward prints goes to stderr, which is the job's log.
 
 Messages are JSON behind an 8-byte big-endian length. The first is `open`, answered by what was found; then `score`
 calls. Error answers are `{"error": {"kind": "load" | "raised" | "answer", "message": …}}`.
@@ -12,7 +12,6 @@ calls. Error answers are `{"error": {"kind": "load" | "raised" | "answer", "mess
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -21,8 +20,6 @@ import json
 import linecache
 import os
 import random
-import resource
-import signal
 import socket
 import struct
 import sys
@@ -32,11 +29,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from posttrain.engine.rewards.cell import enter
 from posttrain.engine.rewards.dialects import BATCHED, SINGLE, Binder, DialectError, detect
 
 MAX_MESSAGE = 256 * 2**20  # bytes
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _CONVENTIONAL = ("score", "compute_score")
 
 
@@ -85,33 +81,6 @@ def _exactly(channel: Channel, count: int) -> bytes:
             raise EOFError("the other end closed the socket")
         chunks += chunk
     return bytes(chunks)
-
-
-# --- the cell ---------------------------------------------------------------------------------------------------------
-
-
-def confine(parent: int, limits: Mapping[str, int]) -> list[str]:
-    """Die with the parent, cut the network off, lower the resource limits; what could not be done, in words."""
-    notes: list[str] = []
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) and libc.unshare(_CLONE_NEWNET):
-            notes.append(f"the reward can reach the network: unshare failed ({os.strerror(ctypes.get_errno())})")
-        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # last: a change of credentials clears it
-    else:
-        notes.append("the reward can reach the network: namespaces need Linux")
-    if os.getppid() != parent:
-        os._exit(1)  # the parent died before prctl took effect
-    for name, value in (*limits.items(), ("RLIMIT_CORE", 0)):
-        which = getattr(resource, name)
-        hard = resource.getrlimit(which)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        try:
-            resource.setrlimit(which, (value, value))
-        except (OSError, ValueError) as error:
-            notes.append(f"the reward runs without {name}: {error}")
-    return notes
 
 
 # --- the reward's source ----------------------------------------------------------------------------------------------
@@ -289,8 +258,8 @@ def seed_from(key: bytes) -> None:
         numpy.random.seed(seed)
 
 
-def serve(channel: socket.socket, parent: int) -> None:
-    """Answer calls until the parent closes the socket."""
+def serve(channel: socket.socket, notes: list[str]) -> None:
+    """Answer calls until the parent closes the socket; `notes` says what the cell does not confine."""
     scorer: Scorer | None = None
     while True:
         try:
@@ -300,7 +269,6 @@ def serve(channel: socket.socket, parent: int) -> None:
         linecache.checkcache()
         try:
             if message["op"] == "open":
-                notes = confine(parent, message["limits"])
                 scorer = Scorer(Path(message["path"]), message["entry"], message["dialect"])
                 answer: Any = {"notes": notes, "dialect": scorer.dialect, "where": scorer.where}
             elif scorer is None:
@@ -316,9 +284,11 @@ def serve(channel: socket.socket, parent: int) -> None:
 
 
 def main() -> None:
-    """Entry point: the socket's descriptor and the parent's process id as arguments."""
+    """Entry point. Arguments: the socket's descriptor, `{"limits", "hidden"}` as JSON, the parent's process id."""
     os.dup2(2, 1)
-    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    descriptor, cell, parent = sys.argv[1:]
+    notes = enter(int(parent), **json.loads(cell))
+    serve(socket.socket(fileno=int(descriptor)), notes)
 
 
 if __name__ == "__main__":
