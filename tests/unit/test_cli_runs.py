@@ -7,10 +7,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import cli_world
 import pytest
 from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
 
 from posttrain.app.workspace import Workspace
+from posttrain.domain.jobs import JobOrder
+from posttrain.store.attempts import AttemptFolder
 from posttrain.store.audit import verify_releases
 
 
@@ -182,6 +185,47 @@ def test_a_corrupt_blob_is_exit_8(world: World) -> None:
     assert result.exit_code == 8
     assert "reward:sort@1" in result.stderr
     assert json.loads(world("verify", "prod", "-o", "json").stdout)["ok"] is False
+
+
+def spoil(world: World, digest: str) -> None:
+    """Corrupt a blob."""
+    body = digest.removeprefix("sha256:")
+    (world.root / ".posttrain" / "blobs" / "sha256" / body[:2] / body[2:]).write_bytes(b"{}")
+
+
+def test_one_unreadable_manifest_hides_no_other_run(world: World) -> None:
+    world.ok("run", "run.yaml")
+    bad = world.newest()
+    spoil(world, world.json("get", bad)["manifest"])
+    world.ok("plan", "run.yaml", "--seed", "18")
+    world.ok("run", "run.yaml", "--seed", "18")
+    rows = {run["id"]: run for run in world.json("ls")["runs"]}
+    assert len(rows) == 2
+    assert "manifest unreadable: blob sha256:" in rows.pop(bad)["trouble"]
+    assert [run["trouble"] for run in rows.values()] == [""]
+    for words in (("ls",), ("get", bad)):
+        shown = world.ok(*words)
+        assert "manifest unreadable" in " ".join(shown.split())
+        assert f"posttrain verify {bad}" in " ".join(shown.split())
+    checks = json.loads(world("doctor", "-o", "json").stdout)
+    assert [c["finding"][: len(bad)] for c in checks if c["state"] == "fail" and c["name"] == "run"] == [bad]
+    assert {c["name"]: c["state"] for c in checks}["jobs"] == "ok"
+
+
+def test_a_corrupt_event_segment_does_not_end_whoever_watches(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = cli_world.train
+
+    def train(folder: AttemptFolder, order: JobOrder) -> None:
+        folder.events.mkdir(parents=True)
+        (folder.events / "000001.jsonl").write_bytes(b'{"half a')
+        real(folder, order)
+
+    monkeypatch.setattr("cli_world.train", train)
+    shown = world.ok("run", "run.yaml")
+    assert "000001.jsonl cannot be read" in shown
+    status = {stage["name"]: stage for stage in world.json("get", "sort")["stages"]}
+    assert (status["grpo"]["step"], status["grpo"]["steps"]) == (6, 6)
+    assert (world.root / ".posttrain" / "runs" / world.newest() / "curves.png").exists()
 
 
 def test_a_lost_job_is_retried_and_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from posttrain.app.workspace import Workspace, find_workspace, process_alive
 from posttrain.domain.errors import PosttrainError, WorkspaceError
 from posttrain.domain.jobs import JobState
 from posttrain.domain.lifecycle import RunState, is_final
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import AttemptRecord
 from posttrain.store.sealer import verify_chain
 
 _ENGINE = ("torch", "transformers", "safetensors")
@@ -162,13 +164,16 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
 
 
 def _jobs(workspace: Workspace) -> Iterator[Check]:
-    """Processes that no unfinished attempt knows, and runs that nobody drives on."""
+    """Processes that no unfinished attempt knows, runs that nobody drives on, and runs that cannot be read."""
     orphans, idle = [], []
     now = workspace.ledger.clock.now()
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
-        for attempt in workspace.ledger.attempts(run.id):
-            if is_final("attempt", attempt.state) and _lives(workspace, run.id, attempt.stage, attempt.number):
-                orphans.append(attempt.name)
+        manifest, trouble = workspace.manifest_or_trouble(run)
+        if manifest is None:
+            yield Check("run", "fail", f"{run.id}: {trouble}", "restore the workspace from a copy, or run it again")
+        else:
+            ended = [a for a in workspace.ledger.attempts(run.id) if is_final("attempt", a.state)]
+            orphans += [attempt.name for attempt in ended if _lives(workspace, manifest, attempt)]
         held = run.lease_owner and (run.lease_expires or 0.0) > now and process_alive(run.lease_owner)
         if run.state in (RunState.PENDING, RunState.RUNNING, RunState.STOPPING) and not held:
             idle.append(run.id)
@@ -182,13 +187,13 @@ def _jobs(workspace: Workspace) -> Iterator[Check]:
         yield Check("runs", "ok", "none waits for a driver")
 
 
-def _lives(workspace: Workspace, run_id: str, stage: str, number: int) -> bool:
+def _lives(workspace: Workspace, manifest: Manifest, attempt: AttemptRecord) -> bool:
     wiring = workspace.wiring
-    manifest = wiring.manifest(workspace.ledger.run(run_id))
-    trainer = wiring.trainers.get(manifest.stage(stage).trainer)
-    directory = wiring.attempt_dir(run_id, stage, number)
-    if trainer is None or not (directory / "job.json").exists():
+    trainer, folder = wiring.trainers.get(manifest.stage(attempt.stage).trainer), wiring.folder(attempt)
+    if trainer is None:
         return False
-    attempt = next(a for a in workspace.ledger.attempts(run_id, stage) if a.number == number)
-    spec = trainer.compile(wiring.folder(attempt).read_order(), directory)
-    return wiring.executor.observe(spec).state in (JobState.STARTING, JobState.RUNNING)
+    try:
+        spec = trainer.compile(folder.read_order(), folder.path)
+        return wiring.executor.observe(spec).state in (JobState.STARTING, JobState.RUNNING)
+    except PosttrainError:  # it never came to be launched, or its folder is damaged: nothing to be found by it
+        return False

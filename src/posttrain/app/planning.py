@@ -252,7 +252,9 @@ def _history(workspace: Workspace, manifest: Manifest) -> Iterator[tuple[str | N
     """Earlier stages that really ran, newest first, each with the base model of its run."""
     wanted = {stage.kind for stage in manifest.stages if stage.trainer != CONTROL}
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
-        earlier = workspace.wiring.manifest(run)
+        earlier, _ = workspace.manifest_or_trouble(run)
+        if earlier is None:
+            continue
         for row in workspace.ledger.stages(run.id):
             ran = row.state == StageState.SUCCEEDED and not row.cached_from and row.started_at and row.finished_at
             if row.kind not in wanted or not ran:

@@ -218,7 +218,9 @@ def _changes(
     other = baseline_run(workspace, manifest, gates)
     if other is None or other == status.run.id:
         return "", []
-    theirs = workspace.wiring.manifest(workspace.ledger.run(other))
+    theirs, _ = workspace.manifest_or_trouble(workspace.ledger.run(other))
+    if theirs is None:
+        return "", []
     return other, compare(workspace.wiring, theirs, manifest)
 
 

@@ -60,6 +60,7 @@ class RunStatus:
     seconds: float  # since it started, until it ended or now
     driven: bool  # a live process holds its lease
     next_action: str
+    trouble: str = ""  # one line when a part of it cannot be read
 
     @property
     def tokens(self) -> int:
@@ -76,6 +77,7 @@ class RunStatus:
             "reason": run.reason,
             "message": run.message,
             "next_action": self.next_action,
+            "trouble": self.trouble,
             "driven": self.driven,
             "owner": run.owner,
             "manifest": run.manifest_digest,
@@ -100,6 +102,7 @@ class RunWatcher:
         self._workspace, self._run_id, self._cached = workspace, run_id, cached
         self._watchers: dict[str, StageWatcher] = {}
         self._manifest: Manifest | None = None
+        self._trouble = ""
 
     def read(self) -> RunStatus:
         """The run as it is now.
@@ -112,13 +115,14 @@ class RunWatcher:
             run = ledger.run(self._run_id)
             rows = ledger.stages(run.id)
             attempts = [self._attempts(ledger, row) for row in rows]
-        if self._manifest is None:
-            self._manifest = self._workspace.wiring.manifest(run)
-        waiting = _waiting_for(self._manifest, rows)
+        if self._manifest is None and not self._trouble:
+            self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
+        waiting = _waiting_for(self._manifest, rows) if self._manifest else {}
         driven = _driven(run, now)
         stages = tuple(self._stage(run, row, own, waiting, now) for row, own in zip(rows, attempts, strict=True))
         seconds = (run.finished_at or now) - run.started_at if run.started_at else 0.0
-        return RunStatus(run, stages, max(0.0, seconds), driven, _run_action(run, driven))
+        action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driven)
+        return RunStatus(run, stages, max(0.0, seconds), driven, action, self._trouble)
 
     def watcher(self, stage: str) -> StageWatcher:
         """The facts of one stage that were read so far."""

@@ -13,7 +13,9 @@ import psutil
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.wiring import Wiring
 from posttrain.data.catalog import Catalog
-from posttrain.domain.errors import WorkspaceError
+from posttrain.domain.errors import PosttrainError, WorkspaceError
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import RunRecord
 from posttrain.execution.executors.local import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.blobs import open_blobs
@@ -54,6 +56,14 @@ class Workspace:
             actor=self.actor,
         )
         self.catalog = Catalog(self.ledger, self.blobs, self.actor)
+
+    def manifest_or_trouble(self, run: RunRecord) -> tuple[Manifest | None, str]:
+        """A run's manifest, or one line that says why it cannot be read: a look at many runs survives a bad one."""
+        try:
+            return self.wiring.manifest(run), ""
+        except (PosttrainError, ValueError) as error:  # bytes gone or corrupt, or a manifest of another version
+            why = str(error).splitlines()[0]
+            return None, f"manifest unreadable: {why}"
 
     @functools.cached_property
     def reconciler(self) -> Reconciler:

@@ -52,7 +52,7 @@ def ls(
     for status in statuses:
         run = status.run
         mark = Text(glyph(run.state), style=style(run.state))
-        reason = run.message if run.state != "succeeded" else run.reason
+        reason = status.trouble or (run.message if run.state != "succeeded" else run.reason)
         table.add_row(
             mark, run.id, run.state, ago(run.created_at), duration(status.seconds), Text(reason), status.next_action
         )

@@ -40,7 +40,8 @@ def run_tree(status: RunStatus) -> Tree:
 def run_footer(status: RunStatus) -> list[Text]:
     """Why the run is where it is, and the next action."""
     run = status.run
-    return [Text(f"reason: {run.message or run.reason}"), Text(f"next:   {status.next_action}", style="bold")]
+    lines = [Text(f"reason: {run.message or run.reason}"), Text(f"next:   {status.next_action}", style="bold")]
+    return [Text(f"error:  {status.trouble}", style=style("error")), *lines] if status.trouble else lines
 
 
 def attempt_line(attempt: AttemptRecord) -> Text:

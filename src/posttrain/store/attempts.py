@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +119,13 @@ class AttemptFolder:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _unreadable(self.path / "result.json", error) from error
 
-    def facts(self, after_segment: int = 0) -> tuple[list[Fact], int]:
+    def facts(
+        self, after_segment: int = 0, unreadable: Callable[[IntegrityError], None] | None = None
+    ) -> tuple[list[Fact], int]:
         """Facts of the segments behind `after_segment`, in the order they were said, and the last segment read.
+
+        Args:
+            unreadable: told of a segment that cannot be read, which is then left out; without it that raises.
 
         Raises:
             IntegrityError: a segment cannot be read.
@@ -128,7 +133,12 @@ class AttemptFolder:
         found: list[Fact] = []
         last = after_segment
         while (segment := self._segment(last + 1)).exists():
-            found += _read_segment(segment)
+            try:
+                found += _read_segment(segment)
+            except IntegrityError as error:
+                if unreadable is None:
+                    raise
+                unreadable(error)
             last += 1
         return found, last
 

@@ -47,10 +47,10 @@ class StageWatcher:
         self.curves: dict[str, dict[int, float]] = {}  # metric → step → value; a redone step overwrites
 
     def read(self, attempts: Sequence[AttemptRecord]) -> StageProgress:
-        """Take in what is new and sum up."""
+        """Take in what is new and sum up. A segment that cannot be read becomes a note: watching harms no run."""
         for attempt in attempts:
             facts, self._seen[attempt.folder] = AttemptFolder(self._root / attempt.folder).facts(
-                self._seen.get(attempt.folder, 0)
+                self._seen.get(attempt.folder, 0), lambda error: self._notes.append(str(error))
             )
             for fact in facts:
                 self._take(fact)
