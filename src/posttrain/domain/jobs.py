@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from posttrain.domain.errors import FailureClass, InputError
+from posttrain.domain.errors import FailureClass, InputError, IntegrityError
 
 ORDER_SCHEMA = 1
+CHECKPOINT_FORMAT = "posttrain.checkpoint/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,38 @@ class Output:
 
     path: str
     form: str  # file | tree
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCommit:
+    """A checkpoint's `COMMIT`, its last file: `CheckpointCommit(120, {"model.safetensors": "sha256:…", …})`.
+
+    A checkpoint folder is whole when every shard named here is there with its digest; without this file it does not
+    exist for anybody.
+    """
+
+    step: int  # steps completed
+    shards: Mapping[str, str]  # file name → digest
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": CHECKPOINT_FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> CheckpointCommit:
+        """The inverse of `to_json`.
+
+        Raises:
+            IntegrityError: something else, another format, or no shards.
+        """
+        try:
+            if value["format"] != CHECKPOINT_FORMAT:
+                raise IntegrityError(f"a COMMIT must be of format {CHECKPOINT_FORMAT}, got {value['format']!r}")
+            commit = cls(int(value["step"]), {str(name): str(digest) for name, digest in value["shards"].items()})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise IntegrityError(f"a COMMIT must have format, step and shards: {error!r}; it is damaged") from error
+        if not commit.shards:
+            raise IntegrityError(f"a COMMIT must name at least one shard, got none at step {commit.step}")
+        return commit
 
 
 @dataclass(frozen=True, slots=True)

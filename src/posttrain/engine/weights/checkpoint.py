@@ -6,7 +6,7 @@
         model.safetensors       trainable parameters at the optimiser's precision
         optimizer.safetensors   AdamW: <parameter>/exp_avg, <parameter>/exp_avg_sq, <parameter>/step
         state.json              TrainState: step, data cursor, tokens spent, what it belongs to
-        COMMIT                  {"format": "posttrain.checkpoint/1", "step": 120, "shards": {name: sha256:…}}
+        COMMIT                  domain.jobs.CheckpointCommit: {"format", "step", "shards": {name: sha256:…}}
 
 COMMIT is written once, after every shard and the folder are on the disk; a folder without it does not exist for
 anybody. No random state is stored because there is none: every random number is a function of (seed, step, …).
@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,9 +27,9 @@ from torch import Tensor
 from posttrain.domain.canonical import canonical_json, digest_bytes, digest_chunks
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import IntegrityError
+from posttrain.domain.jobs import CheckpointCommit
 from posttrain.engine.weights.shards import write_tensors
 
-FORMAT = "posttrain.checkpoint/1"
 KEEP = 2  # the newest may be half published when the next begins
 COMMIT = "COMMIT"
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -72,8 +71,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         _sync_folder(path)
         _sync_folder(folder)
         crashpoint("checkpoint.before_commit")
-        commit = canonical_json({"format": FORMAT, "step": checkpoint.state.step, "shards": shards})
-        _write_synced(path / f".{COMMIT}", commit)
+        commit = CheckpointCommit(checkpoint.state.step, shards)
+        _write_synced(path / f".{COMMIT}", canonical_json(commit.to_json()))
         (path / f".{COMMIT}").rename(path / COMMIT)
         _sync_folder(path)
         crashpoint("checkpoint.after_commit")
@@ -116,19 +115,17 @@ def _write_shards(path: Path, checkpoint: Checkpoint) -> dict[str, str]:
     return {**shards, _STATE: digest_bytes(state)}
 
 
-def _read_commit(path: Path) -> dict[str, str]:
+def _read_commit(path: Path) -> Mapping[str, str]:
     try:
-        commit: dict[str, Any] = json.loads((path / COMMIT).read_bytes())
-        shards: dict[str, str] = commit["shards"]
-        known = commit["format"] == FORMAT and set(shards) == {_MODEL, _OPTIMIZER, _STATE}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        shards = CheckpointCommit.from_json(json.loads((path / COMMIT).read_bytes())).shards
+    except (OSError, ValueError) as error:
         raise IntegrityError(
             f"checkpoint {path} has no readable COMMIT ({type(error).__name__}); resume from another"
         ) from error
-    if not known:
-        raise IntegrityError(
-            f"checkpoint {path} must be of format {FORMAT}, got {commit['format']} with {sorted(shards)}"
-        )
+    except IntegrityError as error:
+        raise IntegrityError(f"checkpoint {path}: {error}; resume from another") from error
+    if set(shards) != {_MODEL, _OPTIMIZER, _STATE}:
+        raise IntegrityError(f"checkpoint {path} must hold {_MODEL}, {_OPTIMIZER}, {_STATE}, got {sorted(shards)}")
     return shards
 
 
