@@ -19,19 +19,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.domain.canonical import digest_chunks
-from posttrain.domain.errors import IntegrityError, NotFoundError
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.facts import Fact, Note, Progress, fact_from_json, fact_to_json
-from posttrain.domain.jobs import JobOrder, JobResult
+from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
 from posttrain.store.atomic import make_folder, read_json, write_atomic, write_json
-
-CHECKPOINT_FORMAT = "posttrain.checkpoint/1"
-_CHUNK = 1 << 20
+from posttrain.store.trees import file_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +161,8 @@ class AttemptFolder:
         for folder in sorted(self.checkpoints.glob("step-*"), reverse=True):
             commit = _verified_commit(folder)
             if commit is not None:
-                state = read_json(folder / "state.json") if "state.json" in commit["shards"] else None
-                return CommittedCheckpoint(folder, int(commit["step"]), int((state or {}).get("tokens", 0)))
+                state = read_json(folder / "state.json") if "state.json" in commit.shards else None
+                return CommittedCheckpoint(folder, commit.step, int((state or {}).get("tokens", 0)))
         return None
 
     def _control(self, **orders: Any) -> None:
@@ -235,19 +232,11 @@ def _read_segment(path: Path) -> list[Fact]:
         raise IntegrityError(f"event segment {path} cannot be read: {error}; remove it to go on without") from error
 
 
-def _verified_commit(folder: Path) -> dict[str, Any] | None:
+def _verified_commit(folder: Path) -> CheckpointCommit | None:
     """The COMMIT of a checkpoint folder, if every shard it lists is there with its digest."""
     try:
-        commit = json.loads((folder / "COMMIT").read_bytes())
-        if commit["format"] != CHECKPOINT_FORMAT or not commit["shards"]:
-            return None
-        matches = all(digest_chunks(_chunks(folder / name)) == digest for name, digest in commit["shards"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        commit = CheckpointCommit.from_json(json.loads((folder / "COMMIT").read_bytes()))
+        matches = all(file_digest(folder / name) == digest for name, digest in commit.shards.items())
+    except (OSError, ValueError, InputError, IntegrityError):
         return None  # half-written, pruned while we looked, or damaged: it does not count
     return commit if matches else None
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk
