@@ -18,7 +18,8 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord
 from posttrain.execution.executors.local import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.store.blobs import open_blobs
+from posttrain.store.atomic import read_json, write_json
+from posttrain.store.blobs import blobs_url, open_blobs
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
@@ -26,13 +27,18 @@ from posttrain.store.sealer import seal
 
 FOLDER = ".posttrain"
 VARIABLE = "POSTTRAIN_WORKSPACE"
+STORE_VARIABLE = "POSTTRAIN_STORE"
+_RECORD = "workspace.json"  # {"format", "store"}: written once
+_FORMAT = "posttrain.workspace/1"
+_OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
 
 
 class Workspace:
     """The control plane over one folder.
 
     Raises:
-        WorkspaceError: no workspace there, read-only, disk full, or of a newer schema.
+        WorkspaceError: no workspace there, read-only, disk full, of a newer schema, or POSTTRAIN_STORE names another
+            artifact store than the one it was made with.
     """
 
     def __init__(self, root: Path, *, create: bool = False, actor: str | None = None) -> None:
@@ -43,8 +49,10 @@ class Workspace:
             raise WorkspaceError(f"{self.root}: is no workspace; run `posttrain init`, or set {VARIABLE} to one")
         clock = SystemClock()
         self.actor = actor or f"user:{_user()}"
+        self.blobs = open_blobs(_store(self.root))
+        if create:
+            _record_store(self.root, self.blobs.url)
         self.ledger = Ledger(Database(self.root / "ledger.db", create=create), clock)
-        self.blobs = open_blobs(os.environ.get("POSTTRAIN_STORE") or str(self.root / "blobs"))
         trainers = (NativeTrainer(),)
         self.wiring = Wiring(
             ledger=self.ledger,
@@ -125,9 +133,38 @@ def process_alive(owner: str) -> bool:
         return False
 
 
+def _store(root: Path) -> str:
+    """Where the artifacts of a workspace are: recorded when it is made, so that no later command can look elsewhere.
+
+    Raises:
+        WorkspaceError: POSTTRAIN_STORE names another store.
+        InputError: its URL holds credentials.
+    """
+    own = blobs_url(root / _OWN_STORE)
+    wanted = blobs_url(os.environ[STORE_VARIABLE]) if os.environ.get(STORE_VARIABLE) else None
+    record = read_json(root / _RECORD)
+    if record is None:
+        return wanted or own
+    try:
+        found = own if record["store"] == _OWN_STORE else str(record["store"])
+    except (KeyError, TypeError) as error:
+        raise WorkspaceError(f"{root / _RECORD}: must name the artifact store as `store`, got {record!r}") from error
+    if wanted not in (None, found):
+        raise WorkspaceError(
+            f"{root}: its artifacts are in {found}, {STORE_VARIABLE} names {wanted}; unset it or make another workspace"
+        )
+    return found
+
+
+def _record_store(root: Path, url: str) -> None:
+    if read_json(root / _RECORD) is None:
+        own = blobs_url(root / _OWN_STORE)
+        write_json(root / _RECORD, {"format": _FORMAT, "store": _OWN_STORE if url == own else url})
+
+
 def _make(root: Path) -> None:
     try:
-        for folder in (root, root / "blobs", root / "runs", root / "cache"):
+        for folder in (root, root / "runs", root / "cache"):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WorkspaceError(f"{root}: cannot be made: {error.strerror}; choose a folder you can write to") from error

@@ -77,7 +77,7 @@ EPILOG = "\b\n" + "\n".join(
         "\b",
         "Environment:",
         "  POSTTRAIN_WORKSPACE  the workspace folder (otherwise the nearest .posttrain, here or above)",
-        "  POSTTRAIN_STORE      where artifacts live: a folder or an object-store URL",
+        "  POSTTRAIN_STORE      where artifacts live: a folder or an object-store URL; recorded by init",
         "  POSTTRAIN_DEBUG=1    show tracebacks        NO_COLOR=1  no colours",
     ]
 )

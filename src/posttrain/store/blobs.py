@@ -52,6 +52,20 @@ def open_blobs(location: str | Path) -> BlobStore:
     return ObjectBlobs(_backend(location))
 
 
+def blobs_url(location: str | Path) -> str:
+    """What `open_blobs(location).url` would be, without opening anything.
+
+    Raises:
+        InputError: a URL that holds credentials: it is written into ledgers and job orders.
+    """
+    url = _backend(location).url
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query:
+        shown = f"{parts.scheme}://…@{parts.netloc.rpartition('@')[2]}{parts.path}"
+        raise InputError(f"artifact store URL {shown} must not hold credentials; give them by the environment")
+    return url
+
+
 def _backend(location: str | Path) -> Backend:
     address = str(location)
     if isinstance(location, Path) or "://" not in address:
