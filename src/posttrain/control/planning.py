@@ -24,6 +24,7 @@ class Planned:
 
     manifest: Manifest
     contracts: Mapping[str, StageContract]
+    warnings: tuple[str, ...] = ()  # what could not be checked before the run
 
 
 def plan_run(
