@@ -11,6 +11,7 @@ import cli_world
 import pytest
 from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
 
+from posttrain.app.status import Vigil
 from posttrain.app.workspace import Workspace
 from posttrain.domain.jobs import JobOrder
 from posttrain.store.attempts import AttemptFolder
@@ -296,6 +297,38 @@ def test_reports_are_made_again_and_short_ids_do(world: World) -> None:
     assert report.exists()
     assert str(report) in shown
     assert world.json("get", run[:7], "--report")["report"] == str(report)
+
+
+@pytest.mark.parametrize("words", [("logs", "sort", "-f"), ("get", "sort", "--watch")])
+def test_watching_a_run_that_nobody_drives_says_so_and_ends(world: World, words: tuple[str, ...]) -> None:
+    world.hold.add("grpo")
+    world("run", "run.yaml", "--timeout", "0.5")
+    result = world(*words, "--timeout", "1.3")
+    assert result.exit_code == 12
+    told, error = result.stderr.splitlines()
+    assert told.startswith(f"nobody drives this run (running): posttrain retry {world.newest()}")
+    assert error.startswith("error: ")
+    assert "still running after 1.3 s of watching" in error
+    assert world(*words[:2], "--timeout", "1").exit_code == 2
+
+
+def test_being_left_alone_is_told_once_each_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.app.status._ALONE", 0.0)
+    world.hold.add("sft")
+    world("run", "run.yaml", "--timeout", "0.3")
+    workspace, told = Workspace(world.root / ".posttrain"), []
+    vigil = Vigil(workspace, world.newest(), told.append, None)
+    counts = []
+    for _ in range(2):
+        workspace.reconciler.tick(world.newest())  # this process drives it
+        vigil.look()
+        counts.append(len(told))
+        workspace.reconciler.release(world.newest())
+        vigil.look()
+        vigil.look()
+        counts.append(len(told))
+    assert counts == [0, 1, 1, 2]
+    workspace.close()
 
 
 def test_watching_an_ended_run_returns(world: World) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.app.status import Vigil
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import NotFoundError
 from posttrain.domain.lifecycle import is_final
@@ -68,12 +69,16 @@ def read_all(workspace: Workspace, run_id: str, stage: str | None) -> Iterator[t
 
 
 def follow(
-    workspace: Workspace, run_id: str, stage: str | None, interval: float = 0.3
+    workspace: Workspace, run_id: str, stage: str | None, vigil: Vigil, interval: float = 0.3
 ) -> Iterator[tuple[LogFile, str]]:
-    """Pieces of log as they come, until the run has ended and everything was read."""
+    """Pieces of log as they come, until the run has ended and everything was read.
+
+    Raises:
+        DeadlineError: the vigil's time is up.
+    """
     read: dict[Path, int] = {}
     while True:
-        over = is_final("run", workspace.ledger.run(run_id).state)
+        over = is_final("run", vigil.look().state)
         quiet = True
         for log in log_files(workspace, run_id, stage):
             text, read[log.path] = log.read(read.get(log.path, 0))

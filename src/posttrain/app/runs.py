@@ -55,7 +55,7 @@ class Run:
         """Drive the run in this process until it ends (or watch, while another process drives it).
 
         Args:
-            timeout: seconds; None: the run's budget bounds it.
+            timeout: seconds; None: as long as it takes. Only a `wall_clock` budget bounds the jobs then.
             check: raise when it did not succeed.
             watch: called about ten times a second with the run.
 

@@ -4,11 +4,12 @@ report show. Reads only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.app.workspace import Workspace, process_alive
+from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
@@ -17,6 +18,7 @@ from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
 
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
+_ALONE = 1.0  # seconds without a driver before that is told: from one driver to the next takes less
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,40 @@ class RunWatcher:
         seconds = sum((attempt.finished_at or now) - attempt.created_at for attempt in own)
         reason, action = _stage_words(run, row, waiting.get(row.name, ""))
         return StageStatus(row, own, progress, max(0.0, seconds), reason, action)
+
+
+class Vigil:
+    """Waiting for a run that somebody else is to drive: says when nobody does, and ends at a deadline.
+
+    Args:
+        say: told one line each time the run is left alone.
+        timeout: seconds; None: until the run ends, however long that takes.
+    """
+
+    def __init__(self, workspace: Workspace, run_id: str, say: Callable[[str], None], timeout: float | None) -> None:
+        self._workspace, self._run_id, self._say, self._timeout = workspace, run_id, say, timeout
+        self._started = self._driven_at = workspace.ledger.clock.now()
+        self._told = False
+
+    def look(self) -> RunRecord:
+        """The run as it is now.
+
+        Raises:
+            DeadlineError: the time is up and the run is not final.
+        """
+        run, now = self._workspace.ledger.run(self._run_id), self._workspace.ledger.clock.now()
+        if is_final("run", run.state):
+            return run
+        if _driven(run, now):
+            self._driven_at, self._told = now, False
+        elif not self._told and now - self._driven_at >= _ALONE:
+            self._told = True
+            self._say(f"nobody drives this run ({run.state}): posttrain retry {run.id} drives it on; still waiting")
+        if self._timeout is not None and now - self._started >= self._timeout:
+            raise DeadlineError(
+                f"run {run.id}: still {run.state} after {self._timeout:g} s of watching; see posttrain why {run.id}"
+            )
+        return run
 
 
 def read_status(workspace: Workspace, run_id: str) -> RunStatus:

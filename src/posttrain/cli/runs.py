@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli.console import Output, OutputOption, ago, console, digest, duration, emit_json, glyph, say, style
-from posttrain.cli.driving import RunArgument
+from posttrain.cli.driving import RunArgument, TimeoutOption
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def get(
     run: RunArgument,
     watch: Annotated[bool, typer.Option("--watch", help="Show it until it ends; this does not drive it.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Write its report and learning curves again.")] = False,
+    timeout: TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show one run: stages, state, reason, next action."""
@@ -73,10 +74,12 @@ def get(
 
     if watch and output is Output.JSON:
         raise InputError("get: --watch draws for people, got -o json; ask again without --watch")
+    if timeout is not None and not watch:
+        raise InputError(f"get: --timeout belongs to --watch, got {timeout:g} without it")
     workspace = open_workspace()
     run_id = workspace.ledger.find_run(run).id
     if watch:
-        _watch(workspace, run_id)
+        _watch(workspace, run_id, timeout)
     written = None
     if report:
         from posttrain.app.reporting import write_report
@@ -100,17 +103,24 @@ def logs(
     run: RunArgument,
     stage: Annotated[str | None, typer.Argument(metavar="[STAGE]", help="All stages by default.")] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
+    timeout: TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print what a run's jobs printed. Of a reused stage, what was printed where it was computed."""
     from posttrain.app import logs as log
+    from posttrain.app.status import Vigil
     from posttrain.app.workspace import open_workspace
 
     if follow and output is Output.JSON:
         raise InputError("logs: -f goes on and on, got -o json; ask again without -f")
+    if timeout is not None and not follow:
+        raise InputError(f"logs: --timeout belongs to -f, got {timeout:g} without it")
     workspace = open_workspace()
     run_id = workspace.ledger.find_run(run).id
-    pieces = (log.follow if follow else log.read_all)(workspace, run_id, stage)
+    if follow:
+        pieces = log.follow(workspace, run_id, stage, Vigil(workspace, run_id, _aside, timeout))
+    else:
+        pieces = log.read_all(workspace, run_id, stage)
     if output is Output.JSON:
         emit_json([{**asdict(file), "path": str(file.path), "text": text} for file, text in pieces])
         return
@@ -200,13 +210,20 @@ def _metric_rows(first: dict[str, float], second: dict[str, float]) -> list[dict
     return [{"metric": m, "a": first[m], "b": second[m]} for m in both if first[m] != second[m]]
 
 
-def _watch(workspace: Workspace, run_id: str) -> None:
+def _aside(line: str) -> None:
+    """A line beside what was asked for."""
+    typer.echo(line, err=True)
+
+
+def _watch(workspace: Workspace, run_id: str, timeout: float | None) -> None:
+    from posttrain.app.status import Vigil
     from posttrain.cli.live import open_display
     from posttrain.domain.lifecycle import is_final
 
+    vigil = Vigil(workspace, run_id, _aside, timeout)
     with open_display(workspace, run_id) as display:
         while True:
-            record = workspace.ledger.run(run_id)
+            record = vigil.look()
             display(record)
             if is_final("run", record.state):
                 return
