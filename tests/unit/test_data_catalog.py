@@ -5,10 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from posttrain.data.catalog import Catalog
+from posttrain.domain.errors import NotFoundError
 from posttrain.domain.ports import BlobStore
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
@@ -59,3 +61,27 @@ def test_what_programs_leave_in_a_folder_makes_no_version(catalog: Catalog, blob
     assert list(tree_listing(blobs, first.digest)) == ["reward.py", "rules.py"]
     (reward / "rules.py").write_text("def worth(text):\n    return 0.0\n")
     assert catalog.add_reward(reward, "length").version == 2
+
+
+def test_a_file_of_the_hubs_cache_is_a_data_set(
+    catalog: Catalog, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hub" / "datasets--org--sums"
+    snapshot = repository / "snapshots" / "c0ffee"
+    for folder in (repository / "refs", repository / "blobs", snapshot / "data"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c0ffee")
+    (repository / "blobs" / "1").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    (snapshot / "data" / "train.jsonl").symlink_to("../../../blobs/1")  # as the cache is laid out
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    resolve = catalog.resolver(tmp_path)
+    ref = resolve("dataset", "hf:org/sums@main/data/train.jsonl")
+    assert (ref.form, ref.name) == ("file", "hf:org/sums@main/data/train.jsonl")
+    manifest = MagicMock()
+    manifest.assets.return_value = [("sft", "data", ref)]
+    catalog.publish(manifest)
+    assert blobs.get(str(ref.digest)) == (repository / "blobs" / "1").read_bytes()
+    with pytest.raises(
+        NotFoundError, match=r"hf download --repo-type dataset org/sums data/test\.jsonl --revision main"
+    ):
+        resolve("dataset", "hf:org/sums@main/data/test.jsonl")

@@ -21,6 +21,12 @@ from posttrain.domain.errors import InputError, NotFoundError
         ("train.parquet", "dataset", AssetRef("dataset", Source.PATH, "train.parquet")),
         ("/models/tiny", "model", AssetRef("model", Source.PATH, "/models/tiny")),
         ("hf:org/name@v1.0", "model", AssetRef("model", Source.HUB, "org/name", revision="v1.0")),
+        ("hf:org/name@refs/pr/1", "model", AssetRef("model", Source.HUB, "org/name", revision="refs/pr/1")),
+        (
+            "hf:org/name@v1.0/data/train.jsonl",
+            "dataset",
+            AssetRef("dataset", Source.HUB, "org/name", revision="v1.0", file="data/train.jsonl"),
+        ),
     ],
 )
 def test_parsed_and_printed_back(text: str, kind: str, expected: AssetRef) -> None:
@@ -43,6 +49,10 @@ def test_parsed_and_printed_back(text: str, kind: str, expected: AssetRef) -> No
         ("dataset:x@latest", "dataset", "got 'latest'"),
         ("hf:org/name", "model", "must name its revision"),
         ("hf:org/name@", "model", "must name its revision"),
+        ("hf:org/name@/x.jsonl", "dataset", "must name its revision"),
+        ("hf:org/name@v1", "dataset", "must name a file, got ''; write hf:org/name@v1/PATH/IN/REPO.jsonl"),
+        ("hf:org/name@v1/../x.jsonl", "dataset", "must name a file, got '../x.jsonl'"),
+        ("hf:org/name@v1//etc/passwd", "dataset", "must name a file, got '/etc/passwd'"),
         ("hf:../../x@1", "model", "must be hf:org/name@revision"),
         ("hf:org/name@1", "reward", "cannot come from the hub"),
         ("model:x", "modle", r"asset kind must be one of .*did you mean 'model'"),
@@ -88,7 +98,9 @@ def test_hub_refs_come_from_the_local_cache_only(tmp_path: Path) -> None:
         assert local_path(parse_ref(f"hf:org/name@{revision}", "model"), tmp_path, environment) == snapshot
     with pytest.raises(NotFoundError, match="fetch it with: hf download org/name --revision v9"):
         local_path(parse_ref("hf:org/name@v9", "model"), tmp_path, environment)
-    with pytest.raises(NotFoundError, match="hf download --repo-type dataset org/name --revision abc123"):
-        local_path(parse_ref("hf:org/name@abc123", "dataset"), tmp_path, {"HF_HUB_CACHE": str(tmp_path / "hub")})
+    with pytest.raises(NotFoundError, match=r"hf download --repo-type dataset org/name a/b\.jsonl --revision abc123"):
+        local_path(
+            parse_ref("hf:org/name@abc123/a/b.jsonl", "dataset"), tmp_path, {"HF_HUB_CACHE": str(tmp_path / "hub")}
+        )
     with pytest.raises(InputError, match="revision must be a commit, branch or tag"):
         local_path(parse_ref("hf:org/name@../../x", "model"), tmp_path, environment)

@@ -133,8 +133,6 @@ class Catalog:
         return InputRef(source="asset", name=asset.ref, digest=asset.digest, form=cast(Form, asset.form), meta=meta)
 
     def _from_files(self, ref: AssetRef, path: Path) -> InputRef:
-        if ref.source is Source.HUB and ref.kind == "dataset":
-            raise InputError(f"ref {ref}: a hub dataset is a folder of files; name one by its path, or register it")
         found = _INSPECT[ref.kind](path)
         form = "tree" if path.is_dir() else "file"
         hub = ref.source is Source.HUB  # its cache is made of links

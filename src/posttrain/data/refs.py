@@ -1,4 +1,6 @@
-"""How a person names an asset: `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision`."""
+"""How a person names an asset: `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision`,
+`hf:org/name@revision/path/in/repo.jsonl`.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,11 @@ class AssetRef:
     name: str  # registry name, path as written, or org/name on the hub
     version: int | None = None  # registry only; None is the latest
     revision: str | None = None  # hub only
+    file: str | None = None  # hub data sets only: the path in the repository
 
     def __str__(self) -> str:
         if self.source is Source.HUB:
-            return f"hf:{self.name}@{self.revision}"
+            return f"hf:{self.name}@{self.revision}" + (f"/{self.file}" if self.file else "")
         if self.source is Source.PATH:
             return self.name
         return f"{self.kind}:{self.name}" + (f"@{self.version}" if self.version is not None else "")
@@ -83,9 +86,14 @@ def _hub_ref(rest: str, kind: str, text: str) -> AssetRef:
         raise InputError(f"ref {text!r}: a {kind} cannot come from the hub; give a Python file or {kind}:NAME@VERSION")
     if not _HUB_NAME.fullmatch(name):
         raise InputError(f"ref {text!r}: must be hf:org/name@revision, got name {name!r}")
+    file = None
+    if kind == "dataset":  # a repository holds several files: one is the data set
+        revision, _, file = revision.partition("/")
     if not revision:
         raise InputError(f"ref {text!r}: a hub ref must name its revision, got none; write hf:{name}@COMMIT")
-    return AssetRef(kind, Source.HUB, name, revision=revision)
+    if file is not None and not all(part not in ("", ".", "..") for part in file.split("/")):
+        raise InputError(f"ref {text!r}: must name a file, got {file!r}; write hf:{name}@{revision}/PATH/IN/REPO.jsonl")
+    return AssetRef(kind, Source.HUB, name, revision=revision, file=file)
 
 
 def _is_path(text: str) -> bool:
@@ -124,8 +132,9 @@ def _hub_snapshot(ref: AssetRef, environment: Mapping[str, str]) -> Path:
     pointer = folder / "refs" / revision
     commit = pointer.read_text().strip() if pointer.is_file() else revision
     snapshot = folder / "snapshots" / commit
-    if not snapshot.is_dir():
-        what = "--repo-type dataset " if ref.kind == "dataset" else ""
-        command = f"hf download {what}{ref.name} --revision {revision}"
+    found = snapshot / ref.file if ref.file else snapshot
+    if not (found.is_file() if ref.file else found.is_dir()):
+        what = f"--repo-type dataset {ref.name} {ref.file}" if ref.file else ref.name
+        command = f"hf download {what} --revision {revision}"
         raise NotFoundError(f"ref {ref}: not in the local cache {cache}; fetch it with: {command}")
-    return snapshot
+    return found
