@@ -16,11 +16,11 @@ from typing import Any
 from posttrain.data.rows import has_answer, is_parquet, prompt_text, read_rows
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.rewards import entry_name, source_name
 from posttrain.domain.validation import nearest
 
 Meta = dict[str, Any]
 REWARD_DIALECTS = ("auto", "trl", "openrlhf", "row", "areal", "verifiers", "verl", "slime")
-_CONVENTIONAL = ("score", "compute_score")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _MAX_HEADER = 100 * 2**20  # bytes; a safetensors header is JSON
 
@@ -108,24 +108,15 @@ def _reward_source(path: Path, file: str) -> Path:
         return path
     if not path.is_dir():
         raise NotFoundError(f"reward source {path} does not exist; give a Python file or a folder that holds one")
-    found = sorted(p.name for p in path.glob("*.py"))
-    chosen = file or ("reward.py" if "reward.py" in found else found[0] if len(found) == 1 else "")
-    if chosen not in found:
-        wanted = repr(file) if file else "`reward.py` or a single Python file"
-        raise InputError(f"reward folder {path.name} must hold {wanted}, got {', '.join(found) or 'none'}")
-    return path / chosen
+    return path / source_name({p.name for p in path.glob("*.py")}, file, path.name)
 
 
 def _entry_node(module: ast.Module, entry: str, source: str) -> tuple[str, _Function | None]:
     """The entry's name and definition; None for a name that is imported or assigned."""
     functions = {node.name: node for node in module.body if isinstance(node, _Function)}
-    public = [name for name in functions if not name.startswith("_")]
-    if not entry:
-        entry = next((name for name in _CONVENTIONAL if name in functions), public[0] if len(public) == 1 else "")
-    if not entry:
-        defined = ", ".join(public) or "none"
-        raise InputError(f"{source} must define a function `score`, or one public function; it defines {defined}")
+    entry = entry or entry_name(functions, source)
     if entry not in functions and entry not in _bound_names(module):
+        public = [name for name in functions if not name.startswith("_")]
         raise NotFoundError(f"{source} has no function {entry!r}{nearest(entry, public)}")
     return entry, functions.get(entry)
 

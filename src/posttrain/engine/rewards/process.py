@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import posttrain.engine.rewards.worker as worker
 from posttrain.domain.errors import InputError
+from posttrain.domain.rewards import source_name
 from posttrain.engine.rewards.port import RewardCall, RewardError, Score, checked
 
 LIMITS: Mapping[str, int] = {
@@ -201,12 +202,7 @@ def source_file(path: Path, file: str = "") -> Path:
         return path
     if not path.is_dir():
         raise InputError(f"reward source {path.name} does not exist; give a Python file or a folder that holds one")
-    found = sorted(p.name for p in path.glob("*.py"))
-    chosen = file or ("reward.py" if "reward.py" in found else found[0] if len(found) == 1 else "")
-    if chosen not in found:
-        wanted = f"{file!r}" if file else "`reward.py` or a single Python file"
-        raise InputError(f"reward folder {path.name} must hold {wanted}, got {', '.join(found) or 'none'}")
-    return path / chosen
+    return path / source_name({p.name for p in path.glob("*.py")}, file, path.name)
 
 
 def _within_reach(path: Path, source: str, scratch: Path, hidden: Sequence[Path]) -> Path:

@@ -29,11 +29,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from posttrain.domain.errors import InputError
+from posttrain.domain.rewards import entry_name
 from posttrain.engine.rewards.cell import enter
 from posttrain.engine.rewards.dialects import BATCHED, SINGLE, Binder, DialectError, detect
 
 MAX_MESSAGE = 256 * 2**20  # bytes
-_CONVENTIONAL = ("score", "compute_score")
 
 
 class ReportedError(Exception):
@@ -116,20 +117,15 @@ def entry_function(module: ModuleType, path: Path, entry: str | None) -> Callabl
     Raises:
         ReportedError: there is no such function.
     """
-    own = {
-        name: value
+    own = [
+        name
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    }
-    if entry is None:
-        entry = next((name for name in _CONVENTIONAL if name in own), None) or (
-            next(iter(own)) if len(own) == 1 else None
-        )
-        if entry is None:
-            names = ", ".join(own) or "none"
-            raise ReportedError(
-                "load", f"{path.name} must define a function `score`, or one public function; it defines {names}"
-            )
+    ]
+    try:
+        entry = entry or entry_name(own, path.name)
+    except InputError as error:
+        raise ReportedError("load", str(error)) from error
     function = getattr(module, entry, None)
     if not callable(function):
         known = ", ".join(own) or "no function"
