@@ -6,7 +6,6 @@ Nothing here writes, but for the locked manifest on disk.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from posttrain.app.fitting import read_dataset
 from posttrain.app.runs import plan_spec
 from posttrain.app.workspace import Workspace
 from posttrain.control.cache import cache_key, usable
 from posttrain.control.planning import CONTROL, Planned, manifest_from_json
 from posttrain.data.contamination import contamination
-from posttrain.data.refs import Source, local_path, parse_ref
-from posttrain.data.rows import Row, prompt_text, read_rows
+from posttrain.data.rows import Row, prompt_text
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
 from posttrain.domain.jobs import InputBlob
@@ -109,7 +108,7 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> P
     )
     power = tuple(_power(planned, datasets, empty))
     warnings = [note.warning for note in power if note.warning]
-    warnings += _seen_in_training(planned, datasets)
+    warnings += [*planned.warnings, *_seen_in_training(planned, datasets)]
     return PlanView(planned.manifest, stages, power, tuple(warnings), existing[0] if existing else None)
 
 
@@ -302,14 +301,7 @@ def _dataset(workspace: Workspace, ref: InputRef, word: str, base: Path) -> _Dat
     rows = _registered_rows(workspace, ref)
     if rows is not None and rows > _READ_AT_MOST:
         return _Dataset(rows, None)
-    parsed = parse_ref(word, "dataset")
-    if parsed.source is Source.PATH:
-        read = read_rows(local_path(parsed, base), name=ref.name)
-    else:
-        with tempfile.TemporaryDirectory(prefix="posttrain-plan-") as folder:
-            file = Path(folder, "rows")
-            workspace.blobs.fetch(str(ref.digest), file)
-            read = read_rows(file, name=ref.name)
+    read = read_dataset(workspace, ref, word, base)
     return _Dataset(len(read), tuple(read))
 
 

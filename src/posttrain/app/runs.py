@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from posttrain.app.fitting import check_fit
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.control import actions, compare, explain
 from posttrain.control.lineage import Node, VerifyReport, release_lineage, verify
@@ -144,13 +145,18 @@ def plan(path: str | Path, workspace: Workspace | None = None, *, seed: int | No
 
 
 def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | None = None) -> Planned:
-    """Resolve an already read run file; relative paths in it start at its folder."""
+    """Resolve an already read run file; relative paths in it start at its folder.
+
+    Raises:
+        InputError: as `plan`; also for rows that do not fit the model or the stage that reads them.
+    """
     if seed is not None:
         if not 0 <= seed < MAX_SEED:
             raise InputError(f"seed must be a whole number from 0 to 2^53 - 1, got {seed}")
         spec = spec.model_copy(update={"seed": seed})
     resolve = workspace.catalog.resolver(source.parent)
-    return plan_run(spec, str(source), resolve, workspace.wiring.trainers, workspace.ledger.channels())
+    planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, workspace.ledger.channels())
+    return replace(planned, warnings=tuple(check_fit(planned, spec, workspace, source)))
 
 
 def submit(

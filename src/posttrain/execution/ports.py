@@ -53,6 +53,17 @@ class Executor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RowNeeds:
+    """What a stage asks of a data set's rows: what its job would refuse, a plan refuses before anything runs."""
+
+    learn: bool = False  # rows are demonstrations to learn from; else prompts to respond to
+    max_length: int | None = None  # tokens of a demonstration; None: the model's context
+    reserve: int = 0  # tokens of the context kept free for a response
+    answer: bool = False  # every row needs a reference answer
+    first: int | None = None  # only so many rows are used; None: all
+
+
+@dataclass(frozen=True, slots=True)
 class StageContract:
     """What a trainer says of a stage before anything runs."""
 
@@ -61,6 +72,7 @@ class StageContract:
     outputs: Mapping[str, str]  # name → form: file | tree
     metrics: Mapping[str, bool] = field(default_factory=dict)  # metrics it will produce → whether they are 0/1 per item
     work: Mapping[str, float] = field(default_factory=dict)  # for the planner: steps, documents, max_new_tokens …
+    rows: Mapping[str, RowNeeds] = field(default_factory=dict)  # data set slot → what its rows must be
 
 
 class Trainer(Protocol):

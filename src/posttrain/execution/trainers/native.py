@@ -20,7 +20,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
 from posttrain.domain.validation import explain, nearest
 from posttrain.engine.config import STAGE_CONFIGS, EvaluateConfig, GRPOConfig, SFTConfig, StageConfig, stage_config
-from posttrain.execution.ports import StageContract
+from posttrain.execution.ports import RowNeeds, StageContract
 from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
@@ -66,6 +66,7 @@ class NativeTrainer:
             outputs={"metrics": "file", "items": "file"} if kind == "evaluate" else {"model": "tree"},
             metrics=_metrics(config),
             work=_work(config),
+            rows=_row_needs(config),
         )
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
@@ -143,6 +144,19 @@ def _metrics(config: StageConfig) -> dict[str, bool]:
     if not isinstance(config, EvaluateConfig):
         return {}
     return {name: binary for suite, c in config.suites.items() for name, binary in c.metrics(suite).items()}
+
+
+def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
+    if isinstance(config, SFTConfig):
+        return {"data": RowNeeds(learn=True, max_length=config.max_length)}
+    if isinstance(config, EvaluateConfig):
+        return {f"suites.{n}": RowNeeds(reserve=s.max_new_tokens, answer=True) for n, s in config.suites.items()}
+    if not isinstance(config, GRPOConfig):
+        return {}
+    needs = {"data": RowNeeds(reserve=config.max_new_tokens)}
+    if config.probe:
+        needs["probe"] = RowNeeds(reserve=config.max_new_tokens, answer=True, first=config.probe.items)
+    return needs
 
 
 def _work(config: StageConfig) -> dict[str, float]:

@@ -1,0 +1,163 @@
+"""Before anything runs: do the rows of a run's data sets fit its base model and its stages?
+
+A fit is remembered in the workspace's cache by what it depends on, so that submitting again costs nothing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from posttrain.app.workspace import Workspace
+from posttrain.control.planning import Planned
+from posttrain.data.fitting import (
+    PlanTokenizer,
+    Read,
+    check_answers,
+    check_demonstrations,
+    check_prompts,
+    context_length,
+    open_tokenizer,
+)
+from posttrain.data.refs import Source, local_path, parse_ref
+from posttrain.data.rows import Row, read_rows
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import InputError, WorkspaceError
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.runspec import RunSpec
+from posttrain.execution.ports import RowNeeds
+from posttrain.store.atomic import make_folder, write_atomic
+from posttrain.store.trees import tree_listing
+
+_FORM = "posttrain.fit/1"  # another number forgets what was remembered
+_LOOKED_AT = 200_000  # rows of one data set; the job looks at the others
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The model all stages start from, as far as its tokens go."""
+
+    ref: InputRef | None  # None: the run makes it itself
+    tokenizer: PlanTokenizer | None = None
+    context: int | None = None
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """Files of the run's assets, opened once."""
+
+    workspace: Workspace
+    spec: RunSpec
+    folder: Path  # relative paths start here
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+    bases: dict[str, _Base] = field(default_factory=dict)
+
+    def base(self, ref: InputRef | None) -> _Base:
+        if ref is None:
+            return _Base(None)
+        if str(ref.digest) not in self.bases:
+            read = self._reader(ref)
+            self.bases[str(ref.digest)] = _Base(ref, open_tokenizer(read), context_length(read))
+        return self.bases[str(ref.digest)]
+
+    def _reader(self, ref: InputRef) -> Read:
+        parsed = parse_ref(str(self.spec.model), "model")
+        if parsed.source is not Source.REGISTRY:
+            root = local_path(parsed, self.folder)
+            return lambda name: (root / name).read_bytes() if (root / name).is_file() else None
+        blobs = self.workspace.blobs
+        listing = tree_listing(blobs, str(ref.digest))
+        return lambda name: blobs.get(listing[name].digest) if name in listing else None
+
+    def data(self, ref: InputRef, word: str) -> list[Row]:
+        if str(ref.digest) not in self.rows:
+            self.rows[str(ref.digest)] = read_dataset(self.workspace, ref, self.spec.data[word], self.folder)
+        return self.rows[str(ref.digest)]
+
+
+def read_dataset(workspace: Workspace, ref: InputRef, word: str, folder: Path) -> list[Row]:
+    """The rows of a planned data set, which is in the store or, named by its path, on disk only.
+
+    Args:
+        word: how the run file names it.
+        folder: where its relative paths start.
+
+    Raises:
+        NotFoundError, IntegrityError: its bytes are missing or corrupt.
+    """
+    parsed = parse_ref(word, "dataset")
+    if parsed.source is not Source.REGISTRY:
+        return read_rows(local_path(parsed, folder), name=ref.name)
+    with tempfile.TemporaryDirectory(prefix="posttrain-plan-") as scratch:
+        file = Path(scratch, "rows")
+        workspace.blobs.fetch(str(ref.digest), file)
+        return read_rows(file, name=ref.name)
+
+
+def check_fit(planned: Planned, spec: RunSpec, workspace: Workspace, source: Path) -> Iterator[str]:
+    """Check every data set against what its stage needs; what could not be checked, in words.
+
+    Args:
+        source: the run file.
+
+    Raises:
+        InputError: naming file, field, data set, row, constraint and value.
+        NotFoundError, IntegrityError: bytes of an asset are missing or corrupt.
+    """
+    shelf, said = _Shelf(workspace, spec, source.parent), set()
+    for stage in planned.manifest.stages:
+        contract = planned.contracts.get(stage.name)
+        if contract is None or _starts_from_channel(stage):  # the candidate's evaluation has the same data
+            continue
+        base = _base_model(planned.manifest, stage)
+        for slot, needs in contract.rows.items():
+            try:
+                warnings = list(_check(shelf, base, stage.inputs[slot], contract.inputs[slot][1], needs))
+            except InputError as error:
+                raise type(error)(f"{source}: stages.{stage.name}.{slot}: {error}") from error
+            yield from (warning for warning in warnings if warning not in said)
+            said.update(warnings)
+
+
+def _check(shelf: _Shelf, model: InputRef | None, data: InputRef, word: str, needs: RowNeeds) -> Iterator[str]:
+    key = {"form": _FORM, "model": model and model.digest, "data": data.digest, "needs": asdict(needs)}
+    memory = shelf.workspace.root / "cache" / "fits" / digest_json(key).removeprefix("sha256:")
+    if memory.exists():
+        return
+    rows, base = shelf.data(data, word), shelf.base(model)
+    used = rows[: needs.first]
+    looked_at = used[:_LOOKED_AT]
+    if needs.answer:
+        check_answers(looked_at, data.name)
+    if base.tokenizer and needs.learn:
+        check_demonstrations(looked_at, base.tokenizer, name=data.name, context=base.context, longest=needs.max_length)
+    elif base.tokenizer:
+        check_prompts(looked_at, base.tokenizer, name=data.name, context=base.context, reserve=needs.reserve)
+    if len(looked_at) < len(used):
+        yield f"{data.name}: rows beyond {_LOOKED_AT} are checked when the job starts"
+    elif base.ref and not base.tokenizer:
+        yield f"{base.ref.name} has no tokenizer.json, so the lengths of {data.name} are checked when the job starts"
+    else:
+        _remember(memory)
+
+
+def _remember(memory: Path) -> None:
+    try:
+        make_folder(memory.parent)
+        write_atomic(memory, b"")
+    except WorkspaceError:  # a plan needs no place to write
+        return
+
+
+def _starts_from_channel(stage: StageManifest) -> bool:
+    return "model" in stage.inputs and stage.inputs["model"].source == "channel"
+
+
+def _base_model(manifest: Manifest, stage: StageManifest) -> InputRef | None:
+    """The registered model that the stage's model was trained from; None for one the run makes from nothing."""
+    ref = stage.inputs.get("model")
+    while ref is not None and ref.source == "stage":
+        ref = manifest.stage(ref.name).inputs.get("model")
+    return ref

@@ -1,0 +1,274 @@
+"""Do a data set's rows fit a model, before anything runs? Counts tokens as the engine will, without torch.
+
+`engine.models.chat` decides what a row becomes, and needs transformers, which the control side does not import. This
+reads the same two files, `tokenizer.json` and the chat template, with `tokenizers` and `jinja2`, and renders by the
+same rules; a test holds both to the same token ids. A tokenizer without `tokenizer.json` is left to the job.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any, cast
+
+from posttrain.data.rows import Row
+from posttrain.domain.errors import InputError
+
+Read = Callable[[str], bytes | None]  # a file of the model's folder by name; None: there is no such file
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which templates find a message's reasoning
+_CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
+_BROKEN = (
+    "the chat template renders an earlier turn differently once a later one follows, so prompts cannot be told from "
+    "completions; use a template whose output only grows"
+)
+
+
+class PlanTokenizer:
+    """A model's tokenizer and chat template.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`.
+        template: Jinja source; None: the model has none.
+        special: `eos_token` → its text, and so on: variables of the template.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None, special: Mapping[str, str]) -> None:
+        self._tokenizer, self._special = tokenizer, special
+        self._source, self._compiled = template, cast(Any, None)
+        self._end = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
+
+    def prompt(self, row: Row) -> list[int]:
+        """Token ids up to where the model begins to write.
+
+        Raises:
+            InputError: nothing to prompt with, or a chat row and no template.
+        """
+        if row.get("prompt") is not None:
+            prompt = row["prompt"]
+            return self._open_text(prompt) if isinstance(prompt, str) else self._render(prompt, generate=True)
+        if row.get("messages") is None:
+            raise InputError(f"a prompt needs the column prompt or messages, got {', '.join(sorted(row))}")
+        messages = list(row["messages"])
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        return self._render(messages, generate=True)
+
+    def examples(self, row: Row) -> list[tuple[list[int], list[int]]]:
+        """(prompt ids, completion ids) of every assistant turn of `messages`, else of the row.
+
+        Raises:
+            InputError: the row demonstrates nothing, or its template breaks the prefix.
+        """
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if prompt is not None and completion is not None:
+            if isinstance(prompt, str):
+                return [(self._open_text(prompt), self._closed(self._encode(completion, special=False)))]
+            return [self._turn(prompt, completion)]
+        if row.get("messages") is not None:
+            messages = list(row["messages"])
+            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            if not turns:
+                raise InputError("messages must hold an assistant message to learn from, got none")
+            return [self._turn(messages[:i], messages[i : i + 1]) for i in turns]
+        if row.get("text") is not None:
+            ids = self._closed(self._open_text(row["text"]))
+            return [(ids[:1], ids[1:])]
+        raise InputError(f"a demonstration needs completion, messages or text, got columns {', '.join(sorted(row))}")
+
+    def _turn(self, before: Sequence[Any], answer: Sequence[Any]) -> tuple[list[int], list[int]]:
+        prompt = self._render(before, generate=True)
+        whole = self._render([*before, *answer], generate=False)
+        if whole[: len(prompt)] != prompt:
+            raise InputError(_BROKEN)
+        completion = whole[len(prompt) :]
+        if self._end in completion:
+            return prompt, completion[: len(completion) - completion[::-1].index(self._end)]
+        return prompt, self._closed(completion)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> list[int]:
+        if not self._source:
+            raise InputError(
+                "a chat row needs a tokenizer with a chat template, the model has none; write prompts as text"
+            )
+        if not messages:
+            raise InputError("a chat row needs at least one message before the answer, got none")
+        if self._compiled is None:
+            self._compiled = _environment().from_string(self._source)
+        given = [_message(message) for message in messages]
+        text = self._compiled.render(messages=given, add_generation_prompt=generate, **_ABSENT, **self._special)
+        return self._encode(text, special=False)
+
+    def _open_text(self, text: str) -> list[int]:
+        ids = self._encode(text, special=True)
+        return ids[:-1] if ids and ids[-1] == self._end else ids
+
+    def _closed(self, ids: list[int]) -> list[int]:
+        return ids if ids and ids[-1] == self._end else [*ids, -1 if self._end is None else self._end]
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+
+def open_tokenizer(read: Read) -> PlanTokenizer | None:
+    """The tokenizer of a model; None when it cannot be read without transformers."""
+    import tokenizers  # here: commands that plan nothing need not load it
+
+    data = read("tokenizer.json")
+    if data is None:
+        return None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        config = json.loads(read("tokenizer_config.json") or b"{}")
+        special = _special_tokens({**json.loads(read("special_tokens_map.json") or b"{}"), **config})
+        tokenizer.add_special_tokens([*special.values(), *_texts(config.get("extra_special_tokens"))])
+    except Exception:  # tokenizers raises plain Exception for a file of a newer format
+        return None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return PlanTokenizer(tokenizer, _template(read, config), special)
+
+
+def context_length(read: Read) -> int | None:
+    """Tokens of prompt and response together by `config.json`; None when it does not say."""
+    config = json.loads(read("config.json") or b"{}")
+    text = config.get("text_config") or config
+    return next((int(text[key]) for key in _CONTEXT if text.get(key)), None)
+
+
+def check_answers(rows: Sequence[Row], name: str) -> None:
+    """Refuse rows that cannot be marked right or wrong.
+
+    Raises:
+        InputError: a row without a reference answer; names data set and row (from 1).
+    """
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get("answer"), str):
+            raise InputError(
+                f"{name} row {number} must have an answer as text, got columns {', '.join(sorted(row))}; "
+                "add it or drop the row"
+            )
+
+
+def check_prompts(
+    rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, reserve: int
+) -> None:
+    """Refuse prompts that leave no room for their responses.
+
+    Args:
+        context: tokens of prompt and response together; None: no limit.
+        reserve: tokens a response may take.
+
+    Raises:
+        InputError: a row that cannot be rendered or does not fit; names data set and row (from 1).
+    """
+    for number, row in enumerate(rows, start=1):
+        with _row_errors(name, number):
+            length = len(tokenizer.prompt(row))
+        if context is not None and length + reserve > context:
+            raise InputError(
+                f"{name} row {number}: prompt of {length} tokens + max_new_tokens {reserve} exceeds the context of "
+                f"{context}; shorten or drop the row, or lower max_new_tokens"
+            )
+
+
+def check_demonstrations(
+    rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, longest: int | None
+) -> None:
+    """Refuse demonstrations that are too long: they are never cut.
+
+    Args:
+        context: the model's limit, tokens of prompt and completion together; None: no limit.
+        longest: the stage's own limit.
+
+    Raises:
+        InputError: a row that cannot be rendered, shows nothing or does not fit; names data set and row (from 1).
+    """
+    limits = [(longest, "max_length"), (context, "the context")]
+    limit, what = min(((n, word) for n, word in limits if n is not None), default=(None, ""))
+    for number, row in enumerate(rows, start=1):
+        with _row_errors(name, number):
+            length = max(len(prompt) + len(completion) for prompt, completion in tokenizer.examples(row))
+        if limit is not None and length > limit:
+            raise InputError(
+                f"{name} row {number}: prompt and completion of {length} tokens exceed {what} of {limit}; "
+                f"shorten or drop the row{', or raise max_length' if what == 'max_length' else ''}"
+            )
+
+
+@contextmanager
+def _row_errors(name: str, number: int) -> Iterator[None]:
+    """Say which row it was."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{name} row {number}: {error}") from error
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, TemplateError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{name} row {number} cannot be rendered by the chat template: {reason}") from error
+
+
+# --- what transformers reads and gives to a chat template -------------------------------------------------------------
+
+_ABSENT: dict[str, None] = {"tools": None, "documents": None}
+
+
+def _template(read: Read, config: Mapping[str, Any]) -> str | None:
+    file = read("chat_template.jinja")
+    if file is not None:
+        return file.decode()
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several by name
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found or None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    return {name: text for name in _SPECIAL for text in _texts([config.get(name)])}
+
+
+def _texts(tokens: Any) -> list[str]:
+    """Tokens written as text, or as `{"content": text, …}`."""
+    values = tokens.values() if isinstance(tokens, Mapping) else tokens or ()
+    found = [value.get("content") if isinstance(value, Mapping) else value for value in values]
+    return [text for text in found if isinstance(text, str) and text]
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is null, and with its reasoning under every name that templates use."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((given[key] for key in _REASONING if key in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _environment() -> Any:
+    """Jinja as chat templates are written for: sandboxed, blocks trimmed, loop controls, `generation` blocks."""
+    from jinja2 import TemplateError, ext, nodes, sandbox
+
+    class Generation(ext.Extension):
+        """`{% generation %}` marks what an assistant wrote; for its text it means nothing."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

@@ -1,0 +1,192 @@
+"""A plan refuses rows that the job would refuse, whichever door it is asked through, and writes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from posttrain.app.planning import view_plan
+from posttrain.app.runs import plan, submit
+from posttrain.app.workspace import init_workspace
+from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.engine.config import InitModelConfig
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+
+CONTEXT = 32
+ROW = {"prompt": [{"role": "user", "content": "Q: sort 31"}], "completion": "A: 13", "answer": "13"}  # 15 + 6 tokens
+RUN: dict[str, Any] = {
+    "name": "sort",
+    "owner": "ada",
+    "seed": 1,
+    "model": "model:tiny",
+    "data": {"train": "train.jsonl", "heldout": "dataset:heldout"},
+    "rewards": {"exact": "reward.py"},
+    "stages": {
+        "sft": {"kind": "sft", "data": "train", "steps": 1},
+        "grpo": {
+            "kind": "grpo",
+            "model": "sft",
+            "data": "train",
+            "reward": "exact",
+            "steps": 1,
+            "max_new_tokens": 17,
+            "probe": {"data": "heldout", "items": 2},
+        },
+        "evaluate": {
+            "kind": "evaluate",
+            "model": "grpo",
+            "suites": {"heldout": {"data": "heldout", "max_new_tokens": 17}},
+        },
+    },
+}
+LONG = {**ROW, "prompt": [{"role": "user", "content": "Q: sort 312"}]}
+Change = Callable[[dict[str, Any]], None]
+
+
+class Bench:
+    """A workspace with a model, a data set and a run file beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.workspace = init_workspace(folder)
+        config = InitModelConfig(hidden_size=16, intermediate_size=16, layers=1, context_length=CONTEXT)
+        tokenizer = character_tokenizer(config.characters)
+        initial_model(config, tokenizer, seed=1).save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        self.workspace.catalog.add_model(folder / "model", "tiny")
+        (folder / "reward.py").write_text("def score(completion, answer):\n    return float(completion == answer)\n")
+        self.rows("train", ROW)
+        self.heldout(ROW, ROW, ROW)
+
+    def rows(self, name: str, *rows: dict[str, Any]) -> Path:
+        path = self.folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    def heldout(self, *rows: dict[str, Any]) -> None:
+        self.workspace.catalog.add_dataset(self.rows("heldout", *rows), "heldout")
+
+    def file(self, change: Change = lambda raw: None) -> Path:
+        raw = copy.deepcopy(RUN)
+        change(raw)
+        path = self.folder / "run.yaml"
+        path.write_text(yaml.safe_dump(raw))
+        return path
+
+    def refused(self, change: Change = lambda raw: None) -> str:
+        """What a submit is refused with; it leaves nothing."""
+        blobs = [path for path in (self.workspace.root / "blobs").rglob("*") if path.is_file()]
+        with pytest.raises(InputError) as caught:
+            submit(self.file(change), workspace=self.workspace)
+        assert self.workspace.ledger.runs() == []
+        assert [path for path in (self.workspace.root / "blobs").rglob("*") if path.is_file()] == blobs
+        return str(caught.value).removeprefix(f"{self.folder}/run.yaml: ")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.workspace.close()
+
+
+def change(stage: str, **values: Any) -> Change:
+    return lambda raw: raw["stages"][stage].update(values)
+
+
+def test_rows_that_fit_to_the_token(bench: Bench) -> None:
+    planned = plan(bench.file(change("sft", max_length=21)), bench.workspace)
+    assert planned.warnings == ()
+
+
+def test_demonstrations(bench: Bench) -> None:
+    assert bench.refused(change("sft", max_length=20)) == (
+        "stages.sft.data: path:train.jsonl row 1: prompt and completion of 21 tokens exceed max_length of 20; "
+        "shorten or drop the row, or raise max_length"
+    )
+    bench.rows("train", ROW, {**ROW, "completion": "A: " + "1" * 20})
+    assert "row 2: prompt and completion of 39 tokens exceed the context of 32" in bench.refused()
+    bench.rows("train", {"prompt": "Q: sort 31", "answer": "13"})
+    assert "train.jsonl row 1: a demonstration needs completion" in bench.refused()
+
+
+def test_prompts_with_their_responses(bench: Bench) -> None:
+    assert bench.refused(change("grpo", max_new_tokens=18)) == (
+        "stages.grpo.data: path:train.jsonl row 1: prompt of 15 tokens + max_new_tokens 18 exceeds the context of 32; "
+        "shorten or drop the row, or lower max_new_tokens"
+    )
+    bench.heldout(ROW, ROW, LONG)  # the probe takes the first two
+    assert bench.refused().startswith("stages.evaluate.suites.heldout: dataset:heldout@2 row 3: prompt of 16 tokens")
+    bench.heldout(ROW, LONG)
+    assert bench.refused().startswith("stages.grpo.probe: dataset:heldout@3 row 2: prompt of 16 tokens")
+
+
+def test_answers(bench: Bench) -> None:
+    bench.heldout(ROW, ROW, {**ROW, "answer": None})
+    assert "stages.evaluate.suites.heldout: dataset:heldout@" in (said := bench.refused())
+    assert "row 3 must have an answer as text, got columns" in said
+
+
+def test_chat_rows_without_a_template(bench: Bench) -> None:
+    folder = bench.folder / "untemplated"
+    (bench.folder / "model").rename(folder)
+    (folder / "chat_template.jinja").rename(bench.folder / "kept")
+    try:
+        said = bench.refused(lambda raw: raw.update(model="./untemplated"))
+    finally:
+        (bench.folder / "kept").rename(folder / "chat_template.jinja")
+        folder.rename(bench.folder / "model")
+    assert said.startswith("stages.sft.data: path:train.jsonl row 1: a chat row needs a tokenizer with a chat template")
+
+
+def test_a_tokenizer_that_needs_transformers_is_a_warning(bench: Bench) -> None:
+    file = bench.folder / "model" / "tokenizer.json"
+    file.rename(bench.folder / "kept")
+    try:
+        path = bench.file(lambda raw: raw.update(model="./model"))
+        warnings = view_plan(path, bench.workspace).warnings
+        bench.heldout({**ROW, "answer": None})
+        assert "must have an answer" in bench.refused(lambda raw: raw.update(model="./model"))
+    finally:
+        (bench.folder / "kept").rename(file)
+    assert [w for w in warnings if "tokenizer.json" in w] == [
+        f"path:model has no tokenizer.json, so the lengths of {name} are checked when the job starts"
+        for name in ("path:train.jsonl", "dataset:heldout@1")
+    ]
+
+
+def test_what_fits_is_remembered_and_what_does_not_is_not(bench: Bench) -> None:
+    fits = bench.workspace.root / "cache" / "fits"
+    plan(bench.file(), bench.workspace)
+    before = set(fits.glob("*"))
+    bench.rows("train", {**ROW, "answer": "fresh"})
+    plan(bench.file(), bench.workspace)
+    assert len(set(fits.glob("*")) - before) == 2, "for sft and for grpo; the suites have been seen"
+    known = set(fits.glob("*"))
+    plan(bench.file(), bench.workspace)
+    assert set(fits.glob("*")) == known
+    for _ in range(2):
+        assert "exceeds the context" in bench.refused(change("grpo", max_new_tokens=30))
+
+
+def test_corrupt_rows_are_found_before_anything_runs(bench: Bench) -> None:
+    bench.heldout(ROW, {**ROW, "answer": "other"})
+    digest = bench.workspace.catalog.find("dataset:heldout").digest.removeprefix("sha256:")
+    blob = bench.workspace.root / "blobs" / "sha256" / digest[:2] / digest[2:]
+    data = blob.read_bytes()
+    blob.chmod(0o644)
+    blob.write_bytes(data[:-3] + b"!}\n")
+    with pytest.raises(IntegrityError, match=digest[:12]):
+        plan(bench.file(), bench.workspace)
+    blob.write_bytes(data)
+
+
+def test_a_cache_that_cannot_be_written_does_not_matter(bench: Bench) -> None:
+    (bench.workspace.root / "cache" / "fits").write_text("a file where the folder should be")
+    assert plan(bench.file(), bench.workspace).manifest.name == "sort"

@@ -1,0 +1,240 @@
+"""Tokens counted before a run are the tokens the engine will see; rows that do not fit are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from posttrain.data.fitting import (
+    PlanTokenizer,
+    Read,
+    check_answers,
+    check_demonstrations,
+    check_prompts,
+    context_length,
+    open_tokenizer,
+)
+from posttrain.data.rows import Row, read_rows
+from posttrain.domain.errors import InputError
+from posttrain.engine.config import InitModelConfig
+from posttrain.engine.models.chat import encode_examples, encode_prompts, render_examples, render_prompt
+from posttrain.engine.models.initial import character_tokenizer
+from posttrain.engine.models.loading import load_tokenizer
+
+QUESTION = {"role": "user", "content": "Q: sort 31"}
+ANSWER = {"role": "assistant", "content": "A: 13"}
+DIALECTS: dict[str, dict[str, Any]] = {
+    "trl prompt": {"prompt": [QUESTION]},
+    "trl prompt and completion": {"prompt": [QUESTION], "completion": [ANSWER]},
+    "trl text": {"text": "Q: sort 31 A: 13"},
+    "trl messages": {"messages": [{"role": "system", "content": "sort"}, QUESTION, ANSWER, QUESTION, ANSWER]},
+    "plain": {"prompt": "Q: sort 31", "completion": " A: 13"},
+    "verifiers": {"prompt": [QUESTION], "answer": "13", "info": {"k": 1}, "task": "sort"},
+    "question": {"question": "sort 31", "answer": 13},
+    "verl": {"data_source": "made", "prompt": [QUESTION], "reward_model": {"style": "rule", "ground_truth": "13"}},
+    "nulls": {"prompt": [{**QUESTION, "name": None}], "completion": "A: 13"},
+}
+# branches on what transformers gives a template: special tokens, reasoning, tojson, loop controls, absent tools
+CURIOUS = """
+{%- if tools %}{{ tools | tojson }}{% endif %}{{ bos_token }}
+{%- for m in messages %}
+    {%- if loop.index > 9 %}{% break %}{% endif %}
+    {%- if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}
+    {{- m['role'] }}{{ bos_token }}
+    {%- if m['role'] == 'assistant' %}
+        {%- generation %}{% if m.reasoning_content %}({{ m.thinking }}){% endif %}{{ m['content'] }}{{ eos_token }}
+        {%- endgeneration %}
+    {%- else %}{{ {'é<': m['content']} | tojson }}{{ m.name is defined }}{% endif %}
+{% endfor %}
+{%- if add_generation_prompt %}assistant{{ bos_token }}{% endif %}"""
+
+
+def letters(folder: Path) -> None:
+    character_tokenizer(InitModelConfig().characters).save_pretrained(folder)
+
+
+def pairs(folder: Path) -> None:
+    """Byte pairs with a beginning of sequence that only plain text gets, and one template among several."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    corpus = ["user: Q: sort 31 assistant: A: 13 sorted"] * 9
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    raw.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    )
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CURIOUS}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": templates}))
+
+
+@pytest.fixture(scope="module", params=[letters, pairs], ids=["letters", "pairs"])
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PlanTokenizer, PreTrainedTokenizerBase]:
+    """One tokenizer as the plan and as the engine reads it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make: Callable[[Path], None] = request.param
+    make(folder)
+    planned = open_tokenizer(reader(folder))
+    assert planned is not None
+    return planned, load_tokenizer(folder)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> PlanTokenizer:
+    letters(tmp_path)
+    tokenizer = open_tokenizer(reader(tmp_path))
+    assert tokenizer is not None
+    return tokenizer
+
+
+def reader(folder: Path) -> Read:
+    return lambda name: (folder / name).read_bytes() if (folder / name).is_file() else None
+
+
+def canonical(tmp_path: Path, row: dict[str, Any]) -> Row:
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "row")
+    return read_rows(tmp_path / "row")[0]
+
+
+class TestSameTokensAsTheEngine:
+    @pytest.mark.parametrize("dialect", DIALECTS)
+    def test_every_dialect(
+        self, both: tuple[PlanTokenizer, PreTrainedTokenizerBase], dialect: str, tmp_path: Path
+    ) -> None:
+        planned, engine = both
+        row = canonical(tmp_path, DIALECTS[dialect])
+        if "text" not in row:
+            assert planned.prompt(row) == render_prompt(engine, row)
+        if {"completion", "messages", "text"} & row.keys():
+            assert planned.examples(row) == render_examples(engine, row)
+
+    @given(
+        turns=st.lists(
+            st.tuples(st.text(alphabet="QA: sort0123é<\n|>_", max_size=12), st.none() | st.text(max_size=4)),
+            min_size=2,
+            max_size=5,
+        )
+    )
+    def test_any_conversation(
+        self, both: tuple[PlanTokenizer, PreTrainedTokenizerBase], turns: list[tuple[str, str | None]]
+    ) -> None:
+        planned, engine = both
+        roles = ["user", "assistant"] * 3
+        messages = [
+            {"role": role, "content": text, "thinking": thought}
+            for role, (text, thought) in zip(roles, turns, strict=False)
+        ]
+        row = {"messages": messages}
+        assert planned.prompt(row) == render_prompt(engine, row)
+        assert planned.examples(row) == render_examples(engine, row)
+
+    @given(prompt=st.text(max_size=12), completion=st.text(max_size=12))
+    def test_any_text(self, both: tuple[PlanTokenizer, PreTrainedTokenizerBase], prompt: str, completion: str) -> None:
+        planned, engine = both
+        row = {"prompt": prompt, "completion": completion}
+        assert planned.examples(row) == render_examples(engine, row)
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"prompt": [{"role": "tool", "content": "x"}]},
+            {"prompt": []},
+            {"messages": [ANSWER]},
+            {"messages": [QUESTION]},
+            {"prompt": "a"},
+            {"answer": "a"},
+        ],
+        ids=str,
+    )
+    def test_both_refuse_the_same_rows(
+        self, both: tuple[PlanTokenizer, PreTrainedTokenizerBase], row: dict[str, Any]
+    ) -> None:
+        planned, engine = both
+
+        def refused(check: Callable[[], Any]) -> bool:
+            try:
+                check()
+            except InputError:
+                return True
+            return False
+
+        room = {"name": "d", "context": None}
+        assert refused(lambda: check_prompts([row], planned, reserve=0, **room)) == refused(
+            lambda: encode_prompts(engine, [row], name="d", limit=99)
+        )
+        assert refused(lambda: check_demonstrations([row], planned, longest=None, **room)) == refused(
+            lambda: encode_examples(engine, [row], name="d", limit=99)
+        )
+
+
+class TestLimits:
+    def test_a_prompt_and_its_response_fill_the_context_exactly(self, tiny: PlanTokenizer) -> None:
+        rows = [{"prompt": "1"}, {"prompt": "12345"}]
+        check_prompts(rows, tiny, name="d@1", context=8, reserve=3)
+        with pytest.raises(InputError, match=r"^d@1 row 2: prompt of 5 tokens \+ max_new_tokens 3 exceeds the context"):
+            check_prompts(rows, tiny, name="d@1", context=7, reserve=3)
+
+    def test_demonstrations_are_held_to_the_smaller_limit(self, tiny: PlanTokenizer) -> None:
+        rows = [{"prompt": "1", "completion": "2"}, {"prompt": "12", "completion": "21"}]  # with end of sequence: 3, 5
+        check_demonstrations(rows, tiny, name="d@1", context=5, longest=None)
+        with pytest.raises(InputError, match=r"^d@1 row 2: .* of 5 tokens exceed the context of 4; shorten or drop"):
+            check_demonstrations(rows, tiny, name="d@1", context=4, longest=9)
+        with pytest.raises(InputError, match=r"^d@1 row 2: .* exceed max_length of 3; .* or raise max_length$"):
+            check_demonstrations(rows, tiny, name="d@1", context=9, longest=3)
+
+    def test_chat_rows_need_a_template(self, tmp_path: Path) -> None:
+        letters(tmp_path)
+        (tmp_path / "chat_template.jinja").unlink()
+        tokenizer = open_tokenizer(reader(tmp_path))
+        assert tokenizer is not None
+        check_prompts([{"prompt": "1"}], tokenizer, name="d", context=9, reserve=1)
+        with pytest.raises(InputError, match="d row 1: a chat row needs a tokenizer with a chat template"):
+            check_prompts([{"prompt": [QUESTION]}], tokenizer, name="d", context=99, reserve=1)
+
+    @pytest.mark.parametrize("template", ["{% for %}", "{{ messages[0]['content'].__class__.__mro__ }}", "{{ 1 / 0 }}"])
+    def test_a_template_that_cannot_be_rendered(self, tmp_path: Path, template: str) -> None:
+        letters(tmp_path)
+        (tmp_path / "chat_template.jinja").write_text(template)
+        tokenizer = open_tokenizer(reader(tmp_path))
+        assert tokenizer is not None
+        with pytest.raises(InputError, match="d row 1 cannot be rendered by the chat template"):
+            check_prompts([{"prompt": [QUESTION]}], tokenizer, name="d", context=99, reserve=1)
+
+    @pytest.mark.parametrize("answer", [{}, {"answer": None}, {"answer": ["1"]}, {"answer": True}])
+    def test_answers(self, answer: dict[str, Any]) -> None:
+        with pytest.raises(InputError, match=r"d row 2 must have an answer as text, got columns"):
+            check_answers([{"prompt": "1", "answer": "1"}, {"prompt": "1", **answer}], "d")
+
+
+def test_what_needs_transformers_is_left_to_the_job(tmp_path: Path) -> None:
+    assert open_tokenizer(reader(tmp_path)) is None
+    (tmp_path / "tokenizer.json").write_text('{"version": "9.0"}')
+    assert open_tokenizer(reader(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"n_positions": 32}, 32),
+        ({"text_config": {"n_ctx": 16}}, 16),
+        ({}, None),
+    ],
+)
+def test_context_length(tmp_path: Path, config: dict[str, Any], length: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert context_length(reader(tmp_path)) == length
