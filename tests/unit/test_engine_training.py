@@ -174,6 +174,19 @@ def test_going_back_to_an_older_checkpoint_redoes_the_steps(tmp_path: Path) -> N
     assert [f.step for f in again.facts if isinstance(f, Progress)] == [3, 4]
 
 
+def test_a_checkpoint_covers_no_step_that_nobody_heard_of(tmp_path: Path) -> None:
+    durable: list[int] = []  # the newest step whose progress was flushed, at each commit
+
+    def flush() -> None:
+        steps = [fact.step for fact in desk.facts if isinstance(fact, Progress)]
+        durable.append(max(steps, default=0))
+        assert not (desk.folder / f"step-{durable[-1]:08d}" / "COMMIT").exists(), "facts first, then the commit"
+
+    desk = Desk(tmp_path, sft(), every=1, flush=flush)
+    outcome = desk.run()
+    assert durable == list(range(1, outcome.steps + 1))
+
+
 def test_resuming_keeps_the_decoder_on_the_live_weights(tmp_path: Path) -> None:
     """The decoder reads parameters in place; a restore that re-pointed them would be caught as an IntegrityError."""
     first = Desk(tmp_path, grpo(), orders=stop_after(2))

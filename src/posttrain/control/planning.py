@@ -69,12 +69,12 @@ def plan_run(
 
 
 def _check_channel(spec: RunSpec, source: str, channels: Collection[str]) -> None:
-    """A slip would find an empty channel: no baseline to be judged against, and a model shipped where nobody looks."""
+    """A slip would find an empty channel: no baseline to judge against, and a model shipped where nobody looks."""
     channel = spec.release.channel if spec.release else None
     near = difflib.get_close_matches(channel or "", channels, n=1, cutoff=0.7)
     if channel and channel not in channels and near:
         raise InputError(
-            f"{source}: release.channel: {channel!r} is unknown and nearly {near[0]!r}; write that, or a name less alike"
+            f"{source}: release.channel: {channel!r} is unknown and nearly {near[0]!r}; write that, or one less alike"
         )
 
 

@@ -14,7 +14,7 @@
       evaluate: {kind: evaluate, model: grpo, suites: {heldout: {data: heldout}}}
     gates:
       - {name: accuracy, metric: heldout/accuracy, at_least: 0.9}
-    budget: {tokens: 5e6, wall_clock: 10m}
+    budget: {tokens: 1e7, wall_clock: 10m}
     release: {channel: prod, model: grpo}
 """
 

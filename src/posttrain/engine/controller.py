@@ -69,6 +69,8 @@ class Controller:
         belongs_to: digest of what decides the result; a checkpoint of anything else is refused.
         every: steps between checkpoints.
         sink: where facts go.
+        flush: makes the facts said so far durable; called before a checkpoint, which must not cover steps nobody
+        heard of.
         orders: asked between steps.
         limits: tokens and deadline.
     """
@@ -80,6 +82,7 @@ class Controller:
     sink: FactSink
     orders: Callable[[], Order] = lambda: Order.GO_ON
     limits: Limits = Limits()
+    flush: Callable[[], None] = lambda: None
     tokens: int = 0  # spent so far in this lineage
     _step: int = 0
     _saved: int = -1
@@ -170,6 +173,7 @@ class Controller:
         policy = self.recipe.policy
         state = TrainState(self.belongs_to, self._step, self.recipe.journal.consumed, self.tokens, dict(self._metrics))
         trace = Trace(self.sink, self._step)
+        self.flush()
         with trace.span("checkpoint"):
             save_checkpoint(self.checkpoints, Checkpoint(state, policy.parameters(), policy.moments()))
         self._saved = self._step

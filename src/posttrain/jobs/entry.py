@@ -51,6 +51,7 @@ class Job:
     attempt: AttemptFolder
     order: JobOrder
     sink: FactSink
+    flush: Callable[[], None]  # makes the facts said so far durable
     blobs: BlobStore
     stopping: Callable[[], bool]  # somebody asked for a stop, by control.json or SIGTERM
     folder: Path
@@ -162,13 +163,14 @@ def failed(error: Exception, tokens: int = 0) -> JobResult:
 
 
 def _guarded(
-    attempt: AttemptFolder, order: JobOrder, sink: FactSink, body: Body, stopping: Callable[[], bool]
+    attempt: AttemptFolder, order: JobOrder, sink: EventWriter, body: Body, stopping: Callable[[], bool]
 ) -> JobResult:
     try:
         job = Job(
             attempt=attempt,
             order=order,
             sink=sink,
+            flush=sink.flush,
             blobs=open_blobs(order.store_url),
             stopping=lambda: stopping() or attempt.stop_requested(),
             folder=attempt.path,

@@ -151,6 +151,7 @@ def _controller(job: Job, recipe: Recipe, runtime: RuntimeConfig) -> Controller:
         belongs_to=job.fingerprint(),
         every=runtime.checkpoint_every,
         sink=job.sink,
+        flush=job.flush,
         orders=_orders(job),
         limits=Limits(job.order.token_allowance, job.order.deadline),
     )
