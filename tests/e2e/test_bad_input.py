@@ -20,6 +20,7 @@ from tiny_run import RUN
 from workbench import Finished, Workbench
 
 from posttrain.store.schema import VERSION_TABLE
+from posttrain.store.trees import tree_listing
 
 pytestmark = pytest.mark.slow
 
@@ -169,20 +170,38 @@ def test_a_prompt_longer_than_the_context(empty: Workbench) -> None:
     row = '{"prompt": "Q: sort %s", "answer": "1"}\n'
     empty.write("long.jsonl", row % "12" + row % ("1" * 90))
     empty.write("bad.yaml", one_stage() | {"data": {"train": "long.jsonl"}})
-    job_fails(empty, ("long.jsonl", "row 2", "96"))
+    for verb in ("plan", "lock", "run"):
+        refused(
+            empty, verb, "bad.yaml", naming=("bad.yaml", "stages.grpo.data", "long.jsonl", "row 2", "context of 96")
+        )
 
 
-def test_a_corrupt_blob(empty: Workbench) -> None:
+def test_a_corrupt_data_set(empty: Workbench) -> None:
     with empty.open() as workspace:
         digest = workspace.catalog.find("dataset:train").digest
+    flip_a_bit(empty, digest)
+    shutil.rmtree(empty.root / "cache", ignore_errors=True)  # what was planned before would not be read again
+    empty.write("bad.yaml", one_stage())
+    refused(empty, "run", "bad.yaml", code=8, naming=(digest[:19],))
+
+
+def test_corrupt_weights(empty: Workbench) -> None:
+    with empty.open() as workspace:
+        listing = tree_listing(workspace.blobs, workspace.catalog.find("model:tiny").digest)
+    digest = listing["model.safetensors"].digest
+    flip_a_bit(empty, digest)
+    shutil.rmtree(empty.root / "cache", ignore_errors=True)
+    empty.write("bad.yaml", one_stage())
+    job_fails(empty, (digest[:19],), code=8)
+
+
+def flip_a_bit(bench: Workbench, digest: str) -> None:
     name = digest.removeprefix("sha256:")
-    blob = empty.root / "blobs" / "sha256" / name[:2] / name[2:]
+    blob = bench.root / "blobs" / "sha256" / name[:2] / name[2:]
     data = bytearray(blob.read_bytes())
     data[100] ^= 1
     blob.chmod(0o644)
     blob.write_bytes(data)
-    empty.write("bad.yaml", one_stage())
-    job_fails(empty, (digest[:19],), code=8)
 
 
 def job_fails(bench: Workbench, naming: tuple[str, ...], code: int = 2) -> None:
