@@ -14,7 +14,7 @@ import pytest
 from posttrain.domain.canonical import digest_json, is_digest
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult
-from posttrain.execution.ports import Trainer
+from posttrain.execution.ports import RowNeeds, Trainer
 from posttrain.execution.trainers import native
 from posttrain.execution.trainers.fake import FakeTrainer
 from posttrain.execution.trainers.native import NativeTrainer
@@ -39,7 +39,21 @@ def test_a_checked_stage_says_what_it_needs_and_leaves(trainer: Trainer, kind: s
     assert wanted.items() <= contract.inputs.items()
     assert contract.outputs == {"model": "tree"}
     assert contract.work["steps"] == 3
+    assert all(contract.inputs[slot][0] == "dataset" for slot in contract.rows)
     json.dumps(dict(contract.params))  # it goes into the manifest
+
+
+def test_what_the_native_stages_ask_of_their_rows() -> None:
+    probe, suite = {"data": "d", "items": 9}, {"data": "d", "max_new_tokens": 5}
+    check = NativeTrainer().check
+    assert check("sft", {**STAGES[0][1], "max_length": 40}).rows == {"data": RowNeeds(learn=True, max_length=40)}
+    assert check("grpo", {**STAGES[1][1], "max_new_tokens": 7, "probe": probe}).rows == {
+        "data": RowNeeds(reserve=7),
+        "probe": RowNeeds(reserve=7, answer=True, first=9),
+    }
+    assert check("evaluate", {"model": "sft", "suites": {"h": suite}}).rows == {
+        "suites.h": RowNeeds(reserve=5, answer=True)
+    }
 
 
 @pytest.mark.parametrize(("kind", "params"), STAGES)
