@@ -172,6 +172,11 @@ def test_lineage_verify_rollback_promote(story: tuple[World, dict[str, str]]) ->
     assert f"of run {ids['A']}" in world.ok("rollback", "prod")
     assert f"made by: grpo in {ids['A']}/grpo" in world.ok("lineage", "prod")
     assert f"of run {ids['C']}" in world.ok("rollback", "prod", "--to", ids["C"])
+    history = world.json("get", "prod")["history"]
+    assert [row["action"] for row in history[-2:]] == ["rollback", "rollback"]
+    assert {row["run_id"]: row["state"] for row in history} == {ids["A"]: "rolled_back", ids["C"]: "live"}
+    assert "rolled back" in world.ok("get", "prod")
+    assert world("rollback", "prod", "--from", "1").exit_code == 9
     assert world("promote", ids["B"]).exit_code == 3
     assert world.json("ls")["channels"][0]["run_id"] == ids["C"]
 

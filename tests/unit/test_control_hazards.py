@@ -10,6 +10,7 @@ from control_bench import TRAIN_ONLY, Bench, evaluate, train
 from posttrain.control import actions
 from posttrain.control.attempts import PREEMPTIONS_PER_ATTEMPT
 from posttrain.control.explain import explain_run
+from posttrain.control.lineage import release_lineage, verify
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import (
     ConflictError,
@@ -18,6 +19,7 @@ from posttrain.domain.errors import (
 from posttrain.domain.jobs import JobResult, JobSpec, Output
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
+from posttrain.store.sealer import seal
 
 
 def promote_rival(bench: Bench, digest: str = "sha256:" + "1" * 64) -> str:
@@ -185,3 +187,13 @@ def test_rollback_can_be_repeated_safely(bench: Bench) -> None:
     assert actions.rollback(bench.wiring, "prod", to=first.id) == entry
     with pytest.raises(ConflictError, match="release 3 must be live, got 4"):
         actions.rollback(bench.wiring, "prod", since=3)
+
+
+def test_a_row_that_was_edited_behind_the_ledgers_back_does_not_verify(bench: Bench) -> None:
+    bench.drive(bench.submit())
+    seal(bench.ledger)
+    tree = release_lineage(bench.wiring, "prod")
+    assert verify(bench.wiring, tree).problems == ()
+    with bench.ledger.database.write() as connection:
+        connection.exec_driver_sql("UPDATE releases SET model_digest = report_digest")
+    assert any("release" in problem for problem in verify(bench.wiring, tree).problems)

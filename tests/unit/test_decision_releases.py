@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.decision.releases import promotion, rollback_target
+from posttrain.decision.releases import promotion, release_states, rollback_target
 from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError
 from posttrain.domain.gates import GateReport, Outcome, Verdict
 from posttrain.domain.records import ReleaseEntry
@@ -131,3 +131,13 @@ def test_repeated_rollbacks_end_and_never_repeat_what_they_left(promoted: list[s
     else:
         pytest.fail("rolling back did not end")
     assert rows[-1].model_digest == promoted[0]
+
+
+def test_every_released_model_has_a_state_by_the_release_machine() -> None:
+    moves = [("a", "promote"), ("b", "promote"), ("c", "promote"), ("a", "rollback"), ("c", "promote")]
+    history = [ReleaseEntry(i, "prod", model, None, action, "ann", 0.0) for i, (model, action) in enumerate(moves, 1)]
+    assert release_states([]) == {}
+    assert release_states(history[:1]) == {"a": "live"}
+    assert release_states(history[:3]) == {"a": "superseded", "b": "superseded", "c": "live"}
+    assert release_states(history[:4]) == {"a": "live", "b": "superseded", "c": "rolled_back"}
+    assert release_states(history) == {"a": "superseded", "b": "superseded", "c": "live"}

@@ -12,8 +12,9 @@ from posttrain.control import actions, compare, explain
 from posttrain.control.lineage import Node, VerifyReport, release_lineage, verify
 from posttrain.control.planning import Planned, plan_run
 from posttrain.control.submission import submit as submit_manifest
+from posttrain.decision.releases import release_states
 from posttrain.domain.errors import InputError
-from posttrain.domain.lifecycle import RunState
+from posttrain.domain.lifecycle import ReleaseState, RunState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import ReleaseEntry, RunRecord
 from posttrain.domain.runspec import RunSpec, load_run_spec
@@ -114,9 +115,18 @@ class Channel:
         """Every move, oldest first."""
         return self.workspace.ledger.history(self.name)
 
-    def rollback(self, to: str | None = None) -> ReleaseEntry:
-        """Point it back at the model before, or at `to` (release number, run id, digest prefix)."""
-        entry = actions.rollback(self.workspace.wiring, self.name, to)
+    @property
+    def states(self) -> dict[str, ReleaseState]:
+        """Model digest → `live`, `superseded` or `rolled_back`."""
+        return release_states(self.history)
+
+    def rollback(self, to: str | None = None, *, since: int | None = None) -> ReleaseEntry:
+        """Point it back at the model before, or at `to` (release number, run id, digest prefix).
+
+        Args:
+            since: the release that must be live now; makes a bare rollback safe to repeat.
+        """
+        entry = actions.rollback(self.workspace.wiring, self.name, to, since=since)
         self.workspace.seal()
         return entry
 

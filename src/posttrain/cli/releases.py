@@ -52,6 +52,9 @@ def rollback(
     to: Annotated[
         str | None, typer.Option(help="A release number, run id or model digest; the model before by default.")
     ] = None,
+    since: Annotated[
+        int | None, typer.Option("--from", help="The release that must be live: a repeated rollback goes back once.")
+    ] = None,
 ) -> None:
     """Point a channel back at the model it served before. Waits for no gate."""
     from posttrain.app import runs
@@ -60,7 +63,7 @@ def rollback(
     workspace = open_workspace()
     handle = runs.channel(channel, workspace)
     before = handle.live
-    entry = handle.rollback(to)
+    entry = handle.rollback(to, since=since)
     was = f"; it was {digest(before.model_digest)} of run {before.run_id}" if before else ""
     say(f"{channel} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence}){was}")
     workspace.close()

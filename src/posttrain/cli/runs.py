@@ -62,13 +62,13 @@ def ls(
 
 
 def get(
-    run: RunArgument,
+    run: Annotated[str, typer.Argument(metavar="RUN|CHANNEL")],
     watch: Annotated[bool, typer.Option("--watch", help="Show it until it ends; this does not drive it.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Write its report and learning curves again.")] = False,
     timeout: TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Show one run: stages, state, reason, next action."""
+    """Show one run (stages, state, reason, next action), or the release history of a channel."""
     from posttrain.app.status import read_status
     from posttrain.app.workspace import open_workspace
 
@@ -77,6 +77,9 @@ def get(
     if timeout is not None and not watch:
         raise InputError(f"get: --timeout belongs to --watch, got {timeout:g} without it")
     workspace = open_workspace()
+    if run in workspace.ledger.channels():
+        _get_channel(workspace, run, output)
+        return
     run_id = workspace.ledger.find_run(run).id
     if watch:
         _watch(workspace, run_id, timeout)
@@ -97,6 +100,22 @@ def get(
     screen.print(run_tree(status), *run_footer(status), sep="\n")
     if written:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
+
+
+def _get_channel(workspace: Workspace, name: str, output: Output) -> None:
+    from posttrain.app import runs
+    from posttrain.cli.screens import history_table
+
+    channel = runs.channel(name, workspace)
+    history, states = channel.history, channel.states
+    workspace.close()
+    if output is Output.JSON:
+        rows = [{**asdict(entry), "state": states[entry.model_digest]} for entry in history]
+        emit_json({"channel": name, "live": history[-1].model_digest, "history": rows})
+        return
+    console().print(
+        history_table(history, states), f"next:   posttrain rollback {name}, posttrain lineage {name}", sep="\n"
+    )
 
 
 def logs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -10,11 +10,11 @@ from rich.tree import Tree
 
 from posttrain.app.planning import PlanView, StagePlan
 from posttrain.app.status import RunStatus, StageStatus
-from posttrain.cli.console import count, digest, duration, glyph, style
+from posttrain.cli.console import count, digest, duration, glyph, moment, style
 from posttrain.control.compare import Difference
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.lifecycle import AttemptState, StageState
-from posttrain.domain.records import AttemptRecord
+from posttrain.domain.records import AttemptRecord, ReleaseEntry
 
 _CONTROL = ("gate", "release")  # stages without a process: their inputs are what the tree shows anyway
 _NOTE = 400  # characters of a note (a guideline) that are shown
@@ -87,6 +87,26 @@ def stage_table(status: RunStatus) -> Table:
             count(row.tokens) if row.tokens else "",
             digest(output) if output else "",
             Text(f"reused from {row.cached_from}" if row.cached_from else "", style="dim"),
+        )
+    return table
+
+
+def history_table(history: Sequence[ReleaseEntry], states: Mapping[str, str]) -> Table:
+    """A channel's moves, newest first. The state is the model's as it stands now."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("release", "action", "model", "of run", "its state now", "by", "at", "gate report"):
+        table.add_column(heading)
+    for entry in reversed(history):
+        state = str(states[entry.model_digest])
+        table.add_row(
+            str(entry.sequence),
+            entry.action,
+            digest(entry.model_digest),
+            entry.run_id or "-",
+            Text(state.replace("_", " "), style=style(state)),
+            entry.actor,
+            moment(entry.at),
+            digest(entry.report_digest),
         )
     return table
 

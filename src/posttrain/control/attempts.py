@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from posttrain.control import budgets
@@ -209,21 +210,15 @@ def _retry(
     """Back off and try again, unless the attempts are used up or the same thing happened twice in a row."""
     tried = [a for a in wiring.ledger.attempts(stage.run_id, stage.name) if a.number > stage.retried_after]
     preempted = failure.kind is FailureClass.PREEMPTED
-    counted = [a for a in tried if a.reason != "Preempted" and not (preempted and a.number == attempt.number)]
-    same_twice = len(counted) > 1 and failure.signature and counted[-2].failure_signature == failure.signature
-    limit = manifest.budget.attempts * (PREEMPTIONS_PER_ATTEMPT if preempted else 1)
-    over = (len(tried) if preempted else len(counted)) >= limit
-    now = wiring.clock.now()
-    wait = BACKOFF_SECONDS[min(len(tried), len(BACKOFF_SECONDS)) - 1]
+    why = _why_not_again(manifest, tried, failure)
+    now, wait = wiring.clock.now(), BACKOFF_SECONDS[min(len(tried), len(BACKOFF_SECONDS)) - 1]
     tokens = _billed(wiring, attempt, _spent(wiring, attempt))
-    if same_twice or over:
-        why = "the same failure twice in a row" if same_twice else f"{len(tried)} attempts, the budget's limit"
-        state, reason = StageState.FAILED, "CircuitOpen" if same_twice else "AttemptsExhausted"
-        message = f"{failure.message}; {why}"
+    if why:
+        state, reason, message = StageState.FAILED, why[0], f"{failure.message}; {why[1]}"
         action = f"posttrain logs {stage.run_id} {stage.name}; then posttrain retry {stage.run_id}"
     else:
-        state, reason = StageState.READY, "BackOff"
-        message, action = f"{failure.message}; trying again in {wait:g} s", "none needed"
+        state, reason, action = StageState.READY, "BackOff", "none needed"
+        message = f"{failure.message}; trying again in {wait:g} s"
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_attempt(
             attempt,
@@ -244,6 +239,18 @@ def _retry(
             tokens=stage.tokens + tokens,
             not_before=now + wait,
         )
+
+
+def _why_not_again(manifest: Manifest, tried: Sequence[AttemptRecord], failure: Failure) -> tuple[str, str] | None:
+    """The reason and the words when another attempt would be pointless; the last of `tried` is the one that failed."""
+    preempted = failure.kind is FailureClass.PREEMPTED
+    own = [a for a in tried[:-1] if a.reason != "Preempted"]
+    if own and failure.signature and own[-1].failure_signature == failure.signature:
+        return "CircuitOpen", "the same failure twice in a row"
+    made = len(tried) if preempted else len(own) + 1
+    if made >= manifest.budget.attempts * (PREEMPTIONS_PER_ATTEMPT if preempted else 1):
+        return "AttemptsExhausted", f"{made} attempts, the budget's limit"
+    return None
 
 
 def _spent(wiring: Wiring, attempt: AttemptRecord) -> int:

@@ -11,6 +11,7 @@ from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.records import Asset, ReleaseEntry, StageRecord
+from posttrain.store.audit import verify_releases
 from posttrain.store.sealer import verify_chain
 from posttrain.store.trees import verify_tree
 
@@ -144,7 +145,10 @@ def _asset_details(asset: Asset) -> tuple[tuple[str, str], ...]:
 
 
 def verify(wiring: Wiring, tree: Node, progress: Callable[[int], None] = lambda done: None) -> VerifyReport:
-    """Hash everything in a lineage again, and recompute the event chain. Problems are collected, not raised."""
+    """Hash everything in a lineage again, recompute the event chain, and hold the ledger's rows against it.
+
+    Problems are collected, not raised.
+    """
     problems: list[str] = []
     seen: set[str] = set()
     size = 0
@@ -162,6 +166,7 @@ def verify(wiring: Wiring, tree: Node, progress: Callable[[int], None] = lambda 
     events = 0
     try:
         events = verify_chain(wiring.ledger).sealed
+        verify_releases(wiring.ledger)
     except IntegrityError as error:
         problems.append(str(error))
     return VerifyReport(len(seen), size, events, tuple(problems))

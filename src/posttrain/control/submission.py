@@ -34,7 +34,18 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False) -> Submit
     run_id = f"{manifest.name}-{digest.removeprefix('sha256:')[:8]}"
     if existing:
         run_id += f".{len(existing) + 1}"
-    now = wiring.clock.now()
+    run, stages = _records(manifest, run_id, digest, wiring.clock.now())
+    crashpoint("submit.before_commit")
+    try:
+        with wiring.ledger.transaction(wiring.actor) as transaction:
+            transaction.insert_run(run, stages)
+    except ConflictError:  # another submit of the same digest won the race: attach to it
+        return Submitted(wiring.ledger.run(run_id), attached=True)
+    crashpoint("submit.after_commit")
+    return Submitted(wiring.ledger.run(run_id), attached=False)
+
+
+def _records(manifest: Manifest, run_id: str, digest: str, now: float) -> tuple[RunRecord, list[StageRecord]]:
     run = RunRecord(
         id=run_id,
         name=manifest.name,
@@ -59,11 +70,4 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False) -> Submit
         )
         for position, stage in enumerate(manifest.stages)
     ]
-    crashpoint("submit.before_commit")
-    try:
-        with wiring.ledger.transaction(wiring.actor) as transaction:
-            transaction.insert_run(run, stages)
-    except ConflictError:  # another submit of the same digest won the race: attach to it
-        return Submitted(wiring.ledger.run(run_id), attached=True)
-    crashpoint("submit.after_commit")
-    return Submitted(wiring.ledger.run(run_id), attached=False)
+    return run, stages

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError
 from posttrain.domain.gates import GateReport, Outcome
+from posttrain.domain.lifecycle import ReleaseState, check_transition
 from posttrain.domain.records import ReleaseEntry
 
 
@@ -75,6 +76,28 @@ def rollback_target(history: Sequence[ReleaseEntry], to: str | None = None) -> s
     if all(entry.model_digest != to for entry in history):
         raise NotFoundError(f"rollback: {to} was never live in channel {channel}; see its history with `posttrain get`")
     return to
+
+
+def release_states(history: Sequence[ReleaseEntry]) -> dict[str, ReleaseState]:
+    """Where every model that was ever released stands, by digest, replayed through the release machine.
+
+    Args:
+        history: one channel's entries, oldest first.
+
+    Raises:
+        ConflictError: a move that the machine does not draw, such as a model promoted over itself.
+    """
+    states: dict[str, ReleaseState] = {}
+    live: str | None = None
+    for entry in history:
+        if live is not None:
+            left = ReleaseState.SUPERSEDED if entry.action == "promote" else ReleaseState.ROLLED_BACK
+            check_transition("release", states[live], left)
+            states[live] = left
+        check_transition("release", states.get(entry.model_digest, ReleaseState.PROPOSED), ReleaseState.LIVE)
+        live = entry.model_digest
+        states[live] = ReleaseState.LIVE
+    return states
 
 
 def _stack(history: Sequence[ReleaseEntry]) -> list[str]:
