@@ -193,7 +193,9 @@ def test_a_row_that_was_edited_behind_the_ledgers_back_does_not_verify(bench: Be
     bench.drive(bench.submit())
     seal(bench.ledger)
     tree = release_lineage(bench.wiring, "prod")
-    assert verify(bench.wiring, tree).problems == ()
+    before = verify(bench.wiring, tree).problems  # the bench's datasets are digests without bytes
+    assert not any("release" in problem for problem in before)
     with bench.ledger.database.write() as connection:
         connection.exec_driver_sql("UPDATE releases SET model_digest = report_digest")
-    assert any("release" in problem for problem in verify(bench.wiring, tree).problems)
+    added = set(verify(bench.wiring, tree).problems) - set(before)
+    assert [problem for problem in added if "release" in problem]
