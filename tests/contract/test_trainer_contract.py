@@ -166,14 +166,17 @@ def test_what_settles_an_automatic_device_is_in_the_code_digest(
     (tmp_path / "nvidia0").touch()
     visible = digested()
     assert visible != without
+    assert native.gpu_visible()
     for chosen in ("1", "0,1", "GPU-5ebe", "MIG-7c1f"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
         assert digested() == visible
     for hidden in ("", "-1", "none"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert digested() != visible
+        assert not native.gpu_visible(), "jobs then compute on the CPU, side by side"
     (tmp_path / "nvidia0").unlink()
     assert digested() == without
+    assert not native.gpu_visible()
 
 
 def test_digesting_needs_no_torch() -> None:

@@ -17,7 +17,7 @@ from posttrain.domain.errors import PosttrainError, WorkspaceError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord
 from posttrain.execution.executors.local import LocalExecutor
-from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.execution.trainers.native import NativeTrainer, gpu_visible
 from posttrain.store.atomic import read_json, write_json
 from posttrain.store.blobs import blobs_url, open_blobs
 from posttrain.store.clock import SystemClock
@@ -62,6 +62,7 @@ class Workspace:
             clock=clock,
             root=self.root,
             actor=self.actor,
+            slots=1 if gpu_visible() else max(1, os.cpu_count() or 1),  # every job takes the first GPU
         )
         self.catalog = Catalog(self.ledger, self.blobs, self.actor)
 

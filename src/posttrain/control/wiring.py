@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.control.planning import manifest_from_json
@@ -28,7 +27,7 @@ class Wiring:
     clock: Clock
     root: Path  # the workspace folder
     actor: str  # who acts, as the audit log names it
-    slots: int = field(default_factory=lambda: max(1, os.cpu_count() or 1))  # jobs of one run at a time
+    slots: int = 1  # jobs of one run at a time
 
     def manifest(self, run: RunRecord) -> Manifest:
         """The run's locked manifest.

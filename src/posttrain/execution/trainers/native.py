@@ -110,6 +110,11 @@ def _platform() -> dict[str, Any]:
     }
 
 
+def gpu_visible() -> bool:
+    """Whether a job launched from here would find a GPU, as far as can be told without torch."""
+    return _accelerator() == ["there"]
+
+
 def _accelerator() -> list[str]:
     """Empty without a device file (CUDA, WSL, ROCm); else `there`, and the variables that hide every device.
 
