@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from control_bench import TRAIN_ONLY, Bench, evaluate, train
+from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, fail, train
 
 from posttrain.control import actions
 from posttrain.control.attempts import PREEMPTIONS_PER_ATTEMPT
 from posttrain.control.explain import explain_run
 from posttrain.control.lineage import release_lineage, verify
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import (
-    ConflictError,
-    InfrastructureError,
-)
+from posttrain.domain.errors import ConflictError, FailureClass, InfrastructureError, NotFoundError
 from posttrain.domain.jobs import JobResult, JobSpec, Output
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
@@ -39,6 +36,7 @@ def test_the_gate_judges_against_the_model_whose_baseline_was_measured(bench: Be
     bench.scripts |= {"sft": [train("better")], "evaluate": [moving]}
     run = bench.drive(bench.submit(seed=2))
     assert (run.state, run.reason) == ("rejected", "ChannelMoved"), "the channel moved after its baseline was bound"
+    assert isinstance(bench.error(run.id), ConflictError)
     report = explain_run(bench.wiring, run.id).report
     assert report is not None
     assert report.baseline == bench.stage(run.id, "baseline-evaluate").inputs["model"]["digest"]
@@ -64,11 +62,19 @@ def test_time_in_which_nobody_looked_is_not_billed(bench: Bench) -> None:
     assert bench.ledger.attempts(run_id)[0].seconds == 20.0
 
 
-def test_a_deadline_counts_from_the_launch(bench: Bench) -> None:
+def test_a_deadline_counts_from_the_launch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die_before_launch(name: str) -> None:
+        raise KeyboardInterrupt(name)
+
     run_id = bench.submit(budget={"wall_clock": "10m"}, **TRAIN_ONLY)
     bench.reconciler.tick(run_id)
     assert bench.ledger.attempts(run_id)[0].state == "planned"
     bench.clock.sleep(86400)  # the process that planned it died
+    monkeypatch.setattr("posttrain.control.launching.crashpoint", die_before_launch)
+    with pytest.raises(KeyboardInterrupt):
+        bench.reconciler.tick(run_id)
+    monkeypatch.undo()
+    bench.clock.sleep(86400)  # and so did the one that wrote its order
     bench.reconciler.tick(run_id)
     deadline = bench.wiring.folder(bench.ledger.attempts(run_id)[0]).read_order().deadline
     assert deadline is not None
@@ -199,3 +205,68 @@ def test_a_row_that_was_edited_behind_the_ledgers_back_does_not_verify(bench: Be
         connection.exec_driver_sql("UPDATE releases SET model_digest = report_digest")
     added = set(verify(bench.wiring, tree).problems) - set(before)
     assert [problem for problem in added if "release" in problem]
+
+
+def test_a_job_that_was_told_to_end_from_outside_is_preempted_however_late_it_is_noticed(bench: Bench) -> None:
+    bench.scripts["sft"] = [None, train()]
+    run_id = bench.submit(budget={"wall_clock": 30}, **TRAIN_ONLY)
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    attempt = bench.ledger.attempts(run_id)[0]
+    bench.wiring.folder(attempt).write_result(JobResult("stopped", seconds=5.0))
+    bench.executor.finish(attempt.name)
+    bench.clock.sleep(3600)
+    run = bench.drive(run_id)
+    assert run.state == "succeeded"
+    assert [a.reason for a in bench.ledger.attempts(run_id)] == ["Preempted", "Succeeded"]
+
+
+def test_a_rollback_goes_where_it_is_told_or_nowhere(bench: Bench) -> None:
+    first = bench.drive(bench.submit())
+    live = bench.ledger.channel("prod")
+    assert live is not None
+    twos = promote_rival(bench, "sha256:" + "2" * 64)
+    promote_rival(bench, "sha256:" + "3" * 64)
+    assert actions.rollback(bench.wiring, "prod", to="2").model_digest == twos, "release 2"
+    assert actions.rollback(bench.wiring, "prod", to="33333333").model_digest == "sha256:" + "3" * 64
+    assert actions.rollback(bench.wiring, "prod", to=first.id[:4]).model_digest == live.model_digest
+    for nowhere in ("7", "2222", "absent", "44444444"):
+        with pytest.raises(NotFoundError, match=f"nothing it served is called '{nowhere}'"):
+            actions.rollback(bench.wiring, "prod", to=nowhere)
+
+
+def test_promotion_opens_no_channel_by_a_slip(bench: Bench) -> None:
+    run = bench.drive(bench.submit())
+    with pytest.raises(NotFoundError, match="channel 'prdo' is unknown"):
+        actions.promote(bench.wiring, run.id, "prdo")
+    assert bench.ledger.channels() == ["prod"]
+
+
+def test_lineage_shows_the_stage_that_made_the_release_even_if_it_changed_nothing(bench: Bench) -> None:
+    two = {
+        "sft": RUN["stages"]["sft"],
+        "more": {"kind": "sft", "model": "sft", "data": "train", "steps": 4},
+        "evaluate": {**RUN["stages"]["evaluate"], "model": "more"},
+    }
+    bench.scripts["more"] = [train()]  # the same bytes
+    run = bench.drive(bench.submit(stages=two, release={"channel": "prod", "model": "more"}))
+    model = release_lineage(bench.wiring, "prod").children[0]
+    assert model.name == f"{run.id}/more"
+    assert [child.name for child in model.children if child.kind == "model"] == [f"{run.id}/sft"]
+
+
+def test_two_equal_stages_of_one_run_are_computed_once(bench: Bench) -> None:
+    stages = dict.fromkeys(("one", "two"), RUN["stages"]["sft"])
+    bench.scripts |= {"one": [train()], "two": [train()]}
+    run = bench.drive(bench.submit(stages=stages, gates=[], release=None))
+    assert len(bench.launched) == 1
+    assert bench.stage(run.id, "two").cached_from == f"{run.id}/one"
+
+
+def test_after_a_retry_no_stage_tells_the_old_story(bench: Bench) -> None:
+    bench.scripts["sft"] = [fail(FailureClass.BUG), train()]
+    run = bench.drive(bench.submit())
+    assert bench.stage(run.id, "evaluate").reason == "NotReached"
+    actions.retry(bench.wiring, run.id)
+    assert {s.reason for s in bench.ledger.stages(run.id)} == {"Retried", "WaitingForInputs", "ChannelEmpty"}
+    assert bench.drive(run.id).state == "succeeded"

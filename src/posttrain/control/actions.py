@@ -10,7 +10,9 @@ from posttrain.decision.releases import promotion, rollback_target
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError, StaleWriteError
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.records import ReleaseEntry, RunRecord
+from posttrain.domain.validation import nearest
 
+_DIGITS = 8  # the fewest hex digits that name a model; fewer decimal ones are a release number
 _TRIES = 20  # compare-and-set against a reconciler that ticks ten times a second
 
 
@@ -55,6 +57,10 @@ def retry(wiring: Wiring, run_id: str) -> RunRecord:
                     not_before=None,
                     retried_after=sum(attempt.stage == stage.name for attempt in attempts),
                 )
+            elif stage.reason == "NotReached":
+                transaction.update_stage(
+                    stage, reason="WaitingForInputs", message="waiting for its turn", next_action="none needed"
+                )
         return transaction.update_run(
             run, state=RunState.RUNNING, desired="running", reason="Retried", message="going on", next_action=""
         )
@@ -66,6 +72,7 @@ def promote(wiring: Wiring, run_id: str, channel: str) -> ReleaseEntry:
 
     Raises:
         InputError: the run has no gate report.
+        NotFoundError: a channel that neither exists nor is the one the run file names.
         GateRejectedError, GateInconclusiveError: the report does not say PASS.
         ConflictError: the channel moved since the gate looked.
     """
@@ -76,6 +83,11 @@ def promote(wiring: Wiring, run_id: str, channel: str) -> ReleaseEntry:
         raise InputError(f"run {run.id}: promote needs a gate report and it has none; its gates have not been judged")
     report_digest = gate.outputs["report"]["digest"]
     report = read_report(wiring, report_digest)
+    release, known = wiring.manifest(run).release, wiring.ledger.channels()
+    if channel not in known and (release is None or release.channel != channel):
+        raise NotFoundError(
+            f"channel {channel!r} is unknown{nearest(channel, known)}; a new one is opened by naming it in a run file"
+        )
     live = wiring.ledger.channel(channel)
     current = live.model_digest if live else None
     if not promotion(current, report.baseline, report.candidate, report) and live is not None:
@@ -117,11 +129,25 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
 
 
 def _release_named(history: Sequence[ReleaseEntry], to: str | None) -> str | None:
-    """The model digest a person means by a release number, a run id or a digest prefix; as written when nothing
-    matches.
+    """The model digest a person means: by release number, else by run id or its prefix, else by digest prefix.
+
+    Raises:
+        NotFoundError: nothing in the history is called that.
+        InputError: several models are.
     """
-    for entry in history:
-        digest = entry.model_digest
-        if to in (str(entry.sequence), entry.run_id, digest) or (to and digest.removeprefix("sha256:").startswith(to)):
-            return digest
-    return to
+    if to is None:
+        return None
+    if to.isdecimal() and len(to) < _DIGITS:
+        found = {e.model_digest for e in history if e.sequence == int(to)}
+    else:
+        found = {e.model_digest for e in history if e.run_id == to}
+        found = found or {e.model_digest for e in history if (e.run_id or "").startswith(to)}
+        bare = to.removeprefix("sha256:")
+        if not found and len(bare) >= _DIGITS:
+            found = {e.model_digest for e in history if e.model_digest.removeprefix("sha256:").startswith(bare)}
+    channel = history[-1].channel
+    if not found:
+        raise NotFoundError(f"channel {channel}: nothing it served is called {to!r}; look: posttrain get {channel}")
+    if len(found) > 1:
+        raise InputError(f"channel {channel}: {to!r} names {len(found)} models; name one by its release number")
+    return found.pop()

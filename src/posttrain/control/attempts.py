@@ -40,7 +40,7 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
             if result.state not in (JobState.STARTING, JobState.RUNNING):
                 _lost(wiring, manifest, stage, attempt, result)
             return
-        result = _why_stopped(wiring, run, manifest, result)
+        result = _why_stopped(run, attempt, result)
         if result.status == "failed" and result.failure and result.failure.kind.retried:
             _retry(wiring, manifest, stage, attempt, result.failure, AttemptState.FAILED)
             return
@@ -71,15 +71,14 @@ def _begin(
         _retry(wiring, manifest, stage, attempt, failure, AttemptState.LOST)
 
 
-def _why_stopped(wiring: Wiring, run: RunRecord, manifest: Manifest, result: JobResult) -> JobResult:
+def _why_stopped(run: RunRecord, attempt: AttemptRecord, result: JobResult) -> JobResult:
     """A job that stopped though no person asked: it was told to end for the budget, or from outside."""
     if result.status != "stopped" or run.desired == "stopped":
         return result
-    spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), wiring.clock.now())
-    over = budgets.exhausted(manifest, spent)
+    asked = attempt.stop_requested_at is not None  # and a run that nobody stopped asks for the budget's sake only
     preempted = Failure(FailureClass.PREEMPTED, "the job was told to end from outside (SIGTERM)", "")
-    failure = Failure(FailureClass.BUDGET, over, "budget") if over else preempted
-    return replace(result, status="failed", failure=failure)
+    over = Failure(FailureClass.BUDGET, "the budget is spent; raise it in run.yaml and submit again", "budget")
+    return replace(result, status="failed", failure=over if asked else preempted)
 
 
 def _look(
@@ -183,7 +182,7 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
         return f"posttrain retry {stage.run_id} resumes it"
     return {
         FailureClass.BUDGET: "raise the budget in run.yaml and submit again",
-        FailureClass.BAD_INPUT: "correct what the message names and submit again",
+        FailureClass.BAD_INPUT: f"mend what the message names and submit again, or posttrain retry {stage.run_id}",
         FailureClass.OUT_OF_MEMORY: "lower runtime.micro_batch_tokens and submit again",
         FailureClass.DIVERGED: "lower the learning rate and submit again",
     }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; mend the cause and submit again")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from posttrain.control.judging import read_report
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import (
+    ConflictError,
     FailureClass,
     GateInconclusiveError,
     GateRejectedError,
@@ -52,7 +53,8 @@ def outcome_error(run: RunRecord, stages: tuple[StageRecord, ...]) -> PosttrainE
     if run.state == RunState.STOPPED:
         return StoppedError(message)
     if run.state == RunState.REJECTED:
-        return (GateInconclusiveError if run.reason == "GateInconclusive" else GateRejectedError)(message)
+        kinds = {"GateInconclusive": GateInconclusiveError, "ChannelMoved": ConflictError}
+        return kinds.get(run.reason, GateRejectedError)(message)
     if run.state != RunState.FAILED:
         return None
     reason = next((stage.reason for stage in stages if stage.state == StageState.FAILED), run.reason)

@@ -109,7 +109,7 @@ def release_stage(
                 finished_at=wiring.clock.now(),
             )
     except ConflictError as error:
-        action = f"posttrain run again judges against what {channel} points at now (--again)"
+        action = f"posttrain run RUN.yaml --again judges against what {channel} points at now"
         with wiring.ledger.transaction(wiring.actor) as transaction:
             transaction.update_stage(
                 stage, state=StageState.REJECTED, reason="ChannelMoved", message=str(error), next_action=action

@@ -8,7 +8,7 @@ from posttrain.control import budgets
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InfrastructureError
-from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobSpec
+from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobSpec, JobState
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, StageRecord
@@ -57,9 +57,10 @@ def launch_attempt(
         Why it could not be started; None when it was.
     """
     folder = wiring.folder(attempt)
-    if not folder.has_order():  # once: a job may be reading it already
+    # limits count from the launch, and whoever wrote an order before may have died a day ago; no job reads it yet
+    if not folder.has_order() or _unknown(wiring, attempt, trainer):
         folder.write_order(_order(wiring, manifest, stage, attempt))
-    spec = trainer.compile(folder.read_order(), folder.path)
+    spec = attempt_spec(wiring, attempt, trainer)
     crashpoint("attempt.after_intent")
     try:
         handle = wiring.executor.launch(spec)
@@ -69,6 +70,10 @@ def launch_attempt(
     record_launch(wiring, attempt, handle)
     crashpoint("attempt.after_handle")
     return None
+
+
+def _unknown(wiring: Wiring, attempt: AttemptRecord, trainer: Trainer) -> bool:
+    return wiring.executor.observe(attempt_spec(wiring, attempt, trainer)).state is JobState.UNKNOWN
 
 
 def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str) -> None:

@@ -105,7 +105,8 @@ def _evaluations(wiring: Wiring, run_id: str) -> list[Node]:
 
 
 def _model_node(wiring: Wiring, digest: str, run_id: str | None) -> Node:
-    for stage in wiring.ledger.stages(run_id) if run_id else []:
+    # the last one first: a stage that changed nothing made the same weights as the one before it
+    for stage in reversed(wiring.ledger.stages(run_id)) if run_id else []:
         if stage.outputs.get("model", {}).get("digest") == digest:
             return _stage_node(wiring, stage)
     return _asset_node(wiring, InputBlob(digest, "tree"))

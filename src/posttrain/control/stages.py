@@ -149,13 +149,17 @@ def _reuse(wiring: Wiring, stage: StageRecord, key: str) -> bool:
 
 
 def _twin(wiring: Wiring, stage: StageRecord, key: str) -> str | None:
-    """A stage elsewhere that computes the same right now, in a run that somebody is driving."""
+    """Another stage that computes the same right now, in this run or one that somebody is driving."""
     now = wiring.clock.now()
     for run in wiring.ledger.runs(state="running"):
-        if run.id == stage.run_id or (run.lease_expires or 0.0) < now:
+        if run.id != stage.run_id and (run.lease_expires or 0.0) < now:
             continue
         for other in wiring.ledger.stages(run.id):
-            if other.cache_key == key and other.state == StageState.RUNNING:
+            if (
+                (run.id, other.name) != (stage.run_id, stage.name)
+                and other.cache_key == key
+                and other.state == StageState.RUNNING
+            ):
                 return f"{run.id}/{other.name}"
     return None
 
