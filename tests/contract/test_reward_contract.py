@@ -114,6 +114,47 @@ except RewardError as error:
 reward.close()
 print(json.dumps({"notes": reward.notes, "started": started, "left": living(mark)}))
 """
+# Goes on, in its own PID namespace, until one of its processes has the number that the answer says; that one's children
+# have the next numbers. The score is the last of them.
+COUNTS = """
+import os, time
+
+def score(completion, answer):
+    reading, writing = os.pipe()
+    while (child := os.fork()) and child < int(answer):
+        os.waitpid(child, 0)
+    if not child:
+        if os.getpid() < int(answer):
+            os._exit(0)
+        for _ in range(40):
+            last = os.fork()
+            if not last:
+                time.sleep(600)
+        os.write(writing, str(last).encode())
+        time.sleep(600)
+    return float(os.read(reading, 20))
+"""
+# A job among few processes, so that numbers are small. Arguments: source, where this file lies.
+AMONG_OTHERS = """
+import json, os, subprocess, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_reward_contract import call
+from posttrain.engine.rewards.process import open_reward
+
+def parent(process):
+    return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+
+for _ in range(5):
+    subprocess.run(["true"])  # takes the first numbers, which the reward itself has in its namespace
+reward = open_reward(Path(sys.argv[1]), timeout=20)
+[keeper] = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if parent(entry) == os.getpid()]
+others = [subprocess.Popen(["sleep", "600"]) for _ in range(20)]
+last = reward.score(call("x", answer=str(keeper)))[0].score
+same = [other.pid for other in others if keeper < other.pid <= last]
+reward.close()
+print(json.dumps({"same": same, "died": [other.pid for other in others if other.poll() is not None]}))
+"""
 FORBIDDEN = 77  # exit code of FORBID where it cannot take namespaces away
 FORBID = """
 for kind in user pid net mnt; do echo 0 > /proc/sys/user/max_${kind}_namespaces || exit 77; done
@@ -336,6 +377,17 @@ class TestCell:
                 "the reward sees this machine's processes and can signal those of its user",
                 "the reward can read and write what its user can, the workspace too",
             ]
+
+    def test_processes_of_the_same_numbers_outside_live_on(self, write: Callable[[str], Path]) -> None:
+        fresh = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        if not shutil.which("unshare") or subprocess.run([*fresh, "true"], capture_output=True, check=False).returncode:
+            pytest.skip("this machine makes no PID namespace for the test, where the numbers of processes are small")
+        program = [sys.executable, "-c", AMONG_OTHERS, str(write(COUNTS)), str(Path(__file__).parent)]
+        done = subprocess.run([*fresh, *program], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["same"], "processes inside had numbers of processes outside"
+        assert report["died"] == []
 
     def test_hang_while_imported(self, opened: Callable[..., ProcessReward], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("posttrain.engine.rewards.process.START_TIMEOUT", 1.0)

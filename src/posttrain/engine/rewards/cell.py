@@ -66,8 +66,9 @@ def enter(parent: int, limits: Mapping[str, int], hidden: Sequence[str]) -> list
     libc.prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # after unshare: a change of credentials clears it
     if os.getppid() != parent:
         os._exit(1)  # it died before prctl took effect
-    _fork(libc, _keep)
-    if got & _PID:
+    own = bool(got & _PID)
+    _fork(libc, lambda child: _keep(child, own))
+    if own:
         if got & _MOUNT:
             libc.mount(b"proc", b"/proc", b"proc", _INERT & ~1, None)  # its own; refused where /proc is masked
         _fork(libc, _reap)
@@ -112,11 +113,15 @@ def _fork(libc: Any, stay: Callable[[int], NoReturn]) -> None:
         os._exit(1)
 
 
-def _keep(child: int) -> NoReturn:
-    """Wait for an order or the child's end, then leave nothing behind."""
+def _keep(child: int, own: bool) -> NoReturn:
+    """Wait for an order or the child's end, then leave nothing behind.
+
+    Where the child is pid 1 of its `own` namespace, it is the only one to kill. /proc is not asked there: it may be
+    that namespace's by now, and its numbers are other processes' here.
+    """
     code = _wait(child)
     while True:
-        for pid in _children() or [child]:
+        for pid in ([] if own else _children()) or _unreaped(child):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -143,6 +148,15 @@ def _wait(child: int) -> int:
             if not pid:
                 break
     return 128 + signal.SIGTERM
+
+
+def _unreaped(child: int) -> list[int]:
+    """The child, unless it has been waited for: its number may be another process's then."""
+    try:
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return []
+    return [child]
 
 
 def _children() -> list[int]:
