@@ -14,9 +14,10 @@ import yaml
 from posttrain.app.planning import view_plan
 from posttrain.app.runs import plan, submit
 from posttrain.app.workspace import init_workspace
-from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.store.trees import tree_listing
 
 CONTEXT = 32
 ROW = {"prompt": [{"role": "user", "content": "Q: sort 31"}], "completion": "A: 13", "answer": "13"}  # 15 + 6 tokens
@@ -177,14 +178,38 @@ def test_what_fits_is_remembered_and_what_does_not_is_not(bench: Bench) -> None:
 
 def test_corrupt_rows_are_found_before_anything_runs(bench: Bench) -> None:
     bench.heldout(ROW, {**ROW, "answer": "other"})
-    digest = bench.workspace.catalog.find("dataset:heldout").digest.removeprefix("sha256:")
-    blob = bench.workspace.root / "blobs" / "sha256" / digest[:2] / digest[2:]
-    data = blob.read_bytes()
+    digest = bench.workspace.catalog.find("dataset:heldout").digest
+    place = f"{bench.file()}: stages.grpo.probe: dataset:heldout@2: blob {digest} "
+    blob = blob_path(bench, digest)
     blob.chmod(0o644)
-    blob.write_bytes(data[:-3] + b"!}\n")
-    with pytest.raises(IntegrityError, match=digest[:12]):
+    blob.write_bytes(blob.read_bytes()[:-3] + b"!}\n")
+    with pytest.raises(IntegrityError) as caught:
         plan(bench.file(), bench.workspace)
-    blob.write_bytes(data)
+    assert str(caught.value).startswith(f"{place}is corrupt")
+    assert str(caught.value).endswith("; register it again with posttrain asset add")
+    bench.workspace.catalog.add_dataset(bench.folder / "heldout.jsonl", "heldout")
+    plan(bench.file(), bench.workspace)
+
+
+def test_rows_that_rot_after_they_fitted_are_named_too(bench: Bench) -> None:
+    plan(bench.file(), bench.workspace)
+    blob = blob_path(bench, bench.workspace.catalog.find("dataset:heldout").digest)
+    blob.chmod(0o644)
+    blob.write_bytes(b"{}")
+    with pytest.raises(IntegrityError, match=r"run.yaml: stages.evaluate.suites.heldout: dataset:heldout@1: blob"):
+        view_plan(bench.file(), bench.workspace)
+
+
+def test_a_model_whose_files_are_missing_is_named(bench: Bench) -> None:
+    listing = tree_listing(bench.workspace.blobs, bench.workspace.catalog.find("model:tiny").digest)
+    blob_path(bench, listing["tokenizer.json"].digest).unlink()
+    with pytest.raises(NotFoundError, match=r"run.yaml: model: model:tiny@1: blob .* register it again"):
+        plan(bench.file(), bench.workspace)
+
+
+def blob_path(bench: Bench, digest: str) -> Path:
+    body = digest.removeprefix("sha256:")
+    return bench.workspace.root / "blobs" / "sha256" / body[:2] / body[2:]
 
 
 def test_a_cache_that_cannot_be_written_does_not_matter(bench: Bench) -> None:

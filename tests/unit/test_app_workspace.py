@@ -72,7 +72,18 @@ def test_no_secret_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(InputError, match="must not hold credentials") as caught:
         init_workspace(tmp_path)
     assert "secret" not in str(caught.value)
-    assert not [path for path in (tmp_path / ".posttrain").rglob("*") if path.is_file()]
+    assert not (tmp_path / ".posttrain").exists()
+
+
+def test_a_store_that_cannot_be_opened_leaves_no_half_workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTTRAIN_STORE", "foo://bar")
+    with pytest.raises(InputError, match="foo://bar"):
+        init_workspace(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.delenv("POSTTRAIN_STORE")
+    stored(init_workspace(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["[]", "{}"])

@@ -92,6 +92,14 @@ def test_a_wrong_run_file_names_file_and_place(world: World, change: tuple[str, 
         ("asset create model:x run.yaml", 2, ("run.yaml",)),
         ("demo --task no-such-task", 2, ("no-such-task",)),
         ("logs nobody -f -o json", 2, ("-f",)),
+        ("lock run.yaml --out late.json", 2, ("late.json", "*.lock.json", "--out")),
+        ("plan late.lock.json", 2, ("is a locked manifest", "posttrain run late.lock.json")),
+        ("lock late.lock.json", 2, ("is a locked manifest", "posttrain run late.lock.json")),
+        ("run run.yaml --timeout -5", 2, ("--timeout", "more than 0", "-5")),
+        ("run run.yaml --timeout nan", 2, ("--timeout", "nan")),
+        ("retry nobody --timeout 0", 2, ("--timeout", "got 0")),
+        ("get nobody --watch --timeout -1", 2, ("--timeout", "-1")),
+        ("logs nobody -f --timeout -1", 2, ("--timeout", "-1")),
     ],
 )
 def test_a_wrong_word_names_itself(world: World, command: str, code: int, words: tuple[str, ...]) -> None:
@@ -99,6 +107,8 @@ def test_a_wrong_word_names_itself(world: World, command: str, code: int, words:
     assert result.exit_code == code, result.stdout
     for word in words:
         assert word in one_line(result)
+    assert not (world.root / "late.json").exists()
+    assert world.json("ls")["runs"] == []
 
 
 def test_an_empty_or_broken_data_set_is_refused(world: World) -> None:
@@ -121,6 +131,20 @@ def test_a_lock_of_other_sources_is_refused(world: World) -> None:
     world.write("other.lock.json", "[]")
     assert "other.lock.json" in one_line(world("run", "other.lock.json"))
     assert "--seed" in one_line(world("run", "other.lock.json", "--seed", "1"))
+
+
+@pytest.mark.parametrize(("value", "words"), [("five", ("steps", "five")), (0, ("steps", "0"))])
+def test_a_lock_with_a_parameter_that_its_trainer_refuses(world: World, value: object, words: tuple[str, ...]) -> None:
+    world.ok("lock", "run.yaml", "--out", "edited.lock.json")
+    manifest = json.loads((world.root / "edited.lock.json").read_text())
+    next(stage for stage in manifest["stages"] if stage["name"] == "grpo")["params"]["steps"] = value
+    world.write("edited.lock.json", json.dumps(manifest))
+    result = world("run", "edited.lock.json")
+    assert result.exit_code == 2
+    assert one_line(result).startswith("error: edited.lock.json: stages.grpo: ")
+    for word in words:
+        assert word in one_line(result)
+    assert world.json("ls")["runs"] == []
 
 
 def test_without_a_workspace_every_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

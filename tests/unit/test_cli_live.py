@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pytest
 from cli_world import World, make_world
 from rich.console import Console
 
-from posttrain.app.status import RunWatcher
+from posttrain.app.status import RunWatcher, read_status
 from posttrain.app.workspace import Workspace
 from posttrain.cli.console import ago, count, duration, glyph
 from posttrain.cli.live import LineDisplay, TableDisplay, run_table
@@ -72,6 +73,36 @@ def test_lines_tell_a_change_once(world: World, capsys: pytest.CaptureFixture[st
     assert sum(" grpo succeeded" in line for line in lines) == 1
     assert sum("note: almost there" in line for line in lines) == 2
     assert not any(" gate " in line for line in lines)
+    workspace.close()
+
+
+def test_what_ended_before_somebody_attached_is_told_with_its_own_time(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace(world.root / ".posttrain")
+    run = workspace.ledger.run(world.newest())
+    ended = next(s.finished_at for s in workspace.ledger.stages(run.id) if s.name == "grpo")
+    later = time.time() + 3 * 86400
+    monkeypatch.setattr("posttrain.cli.live.time.time", lambda: later)
+    LineDisplay(RunWatcher(workspace, run.id))(run)
+    lines = capsys.readouterr().out.splitlines()
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended))
+    assert next(line for line in lines if " grpo succeeded" in line).startswith(f"{stamp} grpo succeeded")
+    assert f"{stamp} grpo note: almost there" in lines
+    now = time.strftime("%H:%M:%S", time.localtime(later))
+    assert next(line for line in lines if " evaluate " in line).startswith(f"{now} evaluate running")
+    workspace.close()
+
+
+def test_seconds_are_those_in_which_a_job_ran(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace(world.root / ".posttrain")
+    run, clock = world.newest(), workspace.ledger.clock
+    launched = next(a.launched_at for a in workspace.ledger.attempts(run, "evaluate"))
+    monkeypatch.setattr(type(clock), "now", lambda self: float(launched or 0.0) + 7.0)
+    seconds = {stage.record.name: stage.seconds for stage in read_status(workspace, run).stages}
+    assert seconds["grpo"] == 1.0, "its job's own word"
+    assert seconds["evaluate"] == pytest.approx(7.0), "it still runs"
+    assert seconds["release"] == 0.0
     workspace.close()
 
 

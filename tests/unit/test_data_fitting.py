@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,9 +215,18 @@ class TestLimits:
         with pytest.raises(InputError, match="d row 1 cannot be rendered by the chat template"):
             check_prompts([{"prompt": [QUESTION]}], tokenizer, name="d", context=99, reserve=1)
 
-    @pytest.mark.parametrize("answer", [{}, {"answer": None}, {"answer": ["1"]}, {"answer": True}])
-    def test_answers(self, answer: dict[str, Any]) -> None:
-        with pytest.raises(InputError, match=r"d row 2 must have an answer as text, got columns"):
+    @pytest.mark.parametrize(
+        ("answer", "got"),
+        [
+            ({}, "columns prompt;"),
+            ({"answer": None}, "columns prompt;"),
+            ({"answer": ["1"]}, 'answer ["1"] (list);'),
+            ({"answer": True}, "answer true (bool);"),
+            ({"answer": ["é" * 99]}, f'answer ["{"é" * 58}… (list);'),
+        ],
+    )
+    def test_answers(self, answer: dict[str, Any], got: str) -> None:
+        with pytest.raises(InputError, match=r"^d row 2 must have an answer as text, got " + re.escape(got)):
             check_answers([{"prompt": "1", "answer": "1"}, {"prompt": "1", **answer}], "d")
 
 

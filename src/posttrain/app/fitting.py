@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from posttrain.data.fitting import (
 from posttrain.data.refs import Source, local_path, parse_ref
 from posttrain.data.rows import Row, read_rows
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.errors import InputError, WorkspaceError
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.runspec import RunSpec
 from posttrain.execution.ports import RowNeeds
@@ -50,7 +51,7 @@ class _Shelf:
 
     workspace: Workspace
     spec: RunSpec
-    folder: Path  # relative paths start here
+    source: Path  # the run file
     rows: dict[str, list[Row]] = field(default_factory=dict)
     bases: dict[str, _Base] = field(default_factory=dict)
 
@@ -58,14 +59,15 @@ class _Shelf:
         if ref is None:
             return _Base(None)
         if str(ref.digest) not in self.bases:
-            read = self._reader(ref)
-            self.bases[str(ref.digest)] = _Base(ref, open_tokenizer(read), context_length(read))
+            with located(f"{self.source}: model"), _bytes_of(ref):
+                read = self._reader(ref)
+                self.bases[str(ref.digest)] = _Base(ref, open_tokenizer(read), context_length(read))
         return self.bases[str(ref.digest)]
 
     def _reader(self, ref: InputRef) -> Read:
         parsed = parse_ref(str(self.spec.model), "model")
         if parsed.source is not Source.REGISTRY:
-            root = local_path(parsed, self.folder)
+            root = local_path(parsed, self.source.parent)
             return lambda name: (root / name).read_bytes() if (root / name).is_file() else None
         blobs = self.workspace.blobs
         listing = tree_listing(blobs, str(ref.digest))
@@ -73,7 +75,7 @@ class _Shelf:
 
     def data(self, ref: InputRef, word: str) -> list[Row]:
         if str(ref.digest) not in self.rows:
-            self.rows[str(ref.digest)] = read_dataset(self.workspace, ref, self.spec.data[word], self.folder)
+            self.rows[str(ref.digest)] = read_dataset(self.workspace, ref, self.spec.data[word], self.source.parent)
         return self.rows[str(ref.digest)]
 
 
@@ -85,15 +87,35 @@ def read_dataset(workspace: Workspace, ref: InputRef, word: str, folder: Path) -
         folder: where its relative paths start.
 
     Raises:
-        NotFoundError, IntegrityError: its bytes are missing or corrupt.
+        NotFoundError, IntegrityError: its bytes are missing or corrupt; names the data set.
     """
     parsed = parse_ref(word, "dataset")
     if parsed.source is not Source.REGISTRY:
         return read_rows(local_path(parsed, folder), name=ref.name)
     with tempfile.TemporaryDirectory(prefix="posttrain-plan-") as scratch:
         file = Path(scratch, "rows")
-        workspace.blobs.fetch(str(ref.digest), file)
+        with _bytes_of(ref):
+            workspace.blobs.fetch(str(ref.digest), file)
         return read_rows(file, name=ref.name)
+
+
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Put before an error where in which file its cause is written; its class stays."""
+    try:
+        yield
+    except (InputError, IntegrityError) as error:
+        raise type(error)(f"{place}: {error}") from error
+
+
+@contextmanager
+def _bytes_of(ref: InputRef) -> Iterator[None]:
+    """Name the asset whose bytes are missing or corrupt. Registering it again is what mends it."""
+    try:
+        yield
+    except (IntegrityError, NotFoundError) as error:
+        what = str(error).partition(";")[0]
+        raise type(error)(f"{ref.name}: {what}; register it again with posttrain asset add") from error
 
 
 def check_fit(planned: Planned, spec: RunSpec, workspace: Workspace, source: Path) -> Iterator[str]:
@@ -104,43 +126,48 @@ def check_fit(planned: Planned, spec: RunSpec, workspace: Workspace, source: Pat
 
     Raises:
         InputError: naming file, field, data set, row, constraint and value.
-        NotFoundError, IntegrityError: bytes of an asset are missing or corrupt.
+        NotFoundError, IntegrityError: bytes of an asset are missing or corrupt; names file, field and asset.
     """
-    shelf, said = _Shelf(workspace, spec, source.parent), set()
+    shelf, said = _Shelf(workspace, spec, source), set()
     for stage in planned.manifest.stages:
         contract = planned.contracts.get(stage.name)
         if contract is None or _starts_from_channel(stage):  # the candidate's evaluation has the same data
             continue
         base = _base_model(planned.manifest, stage)
         for slot, needs in contract.rows.items():
-            try:
-                warnings = list(_check(shelf, base, stage.inputs[slot], contract.inputs[slot][1], needs))
-            except InputError as error:
-                raise type(error)(f"{source}: stages.{stage.name}.{slot}: {error}") from error
+            place = f"{source}: stages.{stage.name}.{slot}"
+            warnings = list(_check(shelf, base, stage.inputs[slot], contract.inputs[slot][1], needs, place))
             yield from (warning for warning in warnings if warning not in said)
             said.update(warnings)
 
 
-def _check(shelf: _Shelf, model: InputRef | None, data: InputRef, word: str, needs: RowNeeds) -> Iterator[str]:
+def _check(
+    shelf: _Shelf, model: InputRef | None, data: InputRef, word: str, needs: RowNeeds, place: str
+) -> Iterator[str]:
     key = {"form": _FORM, "model": model and model.digest, "data": data.digest, "needs": asdict(needs)}
     memory = shelf.workspace.root / "cache" / "fits" / digest_json(key).removeprefix("sha256:")
     if memory.exists():
         return
-    rows, base = shelf.data(data, word), shelf.base(model)
-    used = rows[: needs.first]
-    looked_at = used[:_LOOKED_AT]
-    if needs.answer:
-        check_answers(looked_at, data.name)
-    if base.tokenizer and needs.learn:
-        check_demonstrations(looked_at, base.tokenizer, name=data.name, context=base.context, longest=needs.max_length)
-    elif base.tokenizer:
-        check_prompts(looked_at, base.tokenizer, name=data.name, context=base.context, reserve=needs.reserve)
+    with located(place):
+        used = shelf.data(data, word)[: needs.first]
+    base, looked_at = shelf.base(model), used[:_LOOKED_AT]
+    with located(place):
+        _check_rows(looked_at, base, data.name, needs)
     if len(looked_at) < len(used):
         yield f"{data.name}: rows beyond {_LOOKED_AT} are checked when the job starts"
     elif base.ref and not base.tokenizer:
         yield f"{base.ref.name} has no tokenizer.json, so the lengths of {data.name} are checked when the job starts"
     else:
         _remember(memory)
+
+
+def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> None:
+    if needs.answer:
+        check_answers(rows, name)
+    if base.tokenizer and needs.learn:
+        check_demonstrations(rows, base.tokenizer, name=name, context=base.context, longest=needs.max_length)
+    elif base.tokenizer:
+        check_prompts(rows, base.tokenizer, name=name, context=base.context, reserve=needs.reserve)
 
 
 def _remember(memory: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from posttrain.app.fitting import read_dataset
+from posttrain.app.fitting import located, read_dataset
 from posttrain.app.runs import plan_spec
 from posttrain.app.workspace import Workspace
 from posttrain.control.cache import cache_key, usable
@@ -90,7 +90,7 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> P
     """
     spec = load_run_spec(path)
     planned = plan_spec(spec, workspace, path, seed=seed)
-    datasets = _datasets(planned, spec, workspace, path.parent)
+    datasets = _datasets(planned, spec, workspace, path)
     existing = workspace.ledger.runs(manifest_digest=planned.manifest.digest)
     history = list(_history(workspace, planned.manifest))
     cached = _cached(planned.manifest, workspace)
@@ -117,12 +117,30 @@ def lock_path(path: Path) -> Path:
     return path.with_name(path.stem + LOCK_SUFFIX)
 
 
+def is_lock(path: Path) -> bool:
+    """Whether a file holds a locked manifest: its name says so."""
+    return path.name.endswith(LOCK_SUFFIX)
+
+
+def refuse_lock(path: Path) -> None:
+    """Refuse a locked manifest where a run file is expected.
+
+    Raises:
+        InputError: it is one.
+    """
+    if is_lock(path):
+        raise InputError(f"{path}: is a locked manifest, not a run file; run it with posttrain run {path}")
+
+
 def write_lock(manifest: Manifest, path: Path) -> None:
     """Write the canonical manifest, so that the file's SHA-256 is the manifest's digest.
 
     Raises:
+        InputError: the name does not end as those of locks do, so that `posttrain run` would not know it as one.
         WorkspaceError: the place cannot be written.
     """
+    if not is_lock(path):
+        raise InputError(f"{path}: a locked manifest must be named *{LOCK_SUFFIX}; name it so with --out")
     try:
         path.write_bytes(canonical_json(manifest.to_json()))
     except OSError as error:
@@ -133,7 +151,8 @@ def read_lock(path: Path, workspace: Workspace) -> Planned:
     """A locked manifest, checked against this workspace and this version.
 
     Raises:
-        InputError: not a manifest, or locked with other engine sources (unless its run exists already).
+        InputError: not a manifest, or, unless its run exists already, locked with other engine sources or with
+            parameters that its trainers refuse.
         NotFoundError: an asset's bytes are not in this workspace.
     """
     try:
@@ -157,6 +176,10 @@ def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> None:
                 f"{path}: locked with other sources of trainer {name!r} ({digest[:19]}…) than are installed; "
                 "lock the run file again, or install the version it was locked with"
             )
+    for each in manifest.stages:
+        if each.trainer in workspace.wiring.trainers:
+            with located(f"{path}: stages.{each.name}"):
+                workspace.wiring.trainers[each.trainer].check(each.kind, each.params)
     for stage, slot, ref in manifest.assets():
         if not workspace.blobs.has(str(ref.digest)):
             raise NotFoundError(
@@ -286,14 +309,15 @@ def _registered_rows(workspace: Workspace, ref: InputRef) -> int | None:
     return int(metas[0]["rows"]) if metas else None
 
 
-def _datasets(planned: Planned, spec: RunSpec, workspace: Workspace, base: Path) -> dict[str, _Dataset]:
+def _datasets(planned: Planned, spec: RunSpec, workspace: Workspace, source: Path) -> dict[str, _Dataset]:
     """Digest → data set, for everything that stages work through."""
     found: dict[str, _Dataset] = {}
     for stage in planned.manifest.stages:
         for slot, ref in _dataset_slots(stage):
             if str(ref.digest) not in found:
                 word = planned.contracts[stage.name].inputs[slot][1]
-                found[str(ref.digest)] = _dataset(workspace, ref, spec.data[word], base)
+                with located(f"{source}: stages.{stage.name}.{slot}"):
+                    found[str(ref.digest)] = _dataset(workspace, ref, spec.data[word], source.parent)
     return found
 
 

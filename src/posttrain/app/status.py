@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.app.workspace import Workspace, process_alive
+from posttrain.control.budgets import spending
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
 from posttrain.domain.lifecycle import RunState, StageState, is_final
@@ -141,9 +142,9 @@ class RunWatcher:
     ) -> StageStatus:
         own = tuple(attempt for attempt in attempts if attempt.run_id == row.run_id)
         progress = self.watcher(row.name).read(attempts) if attempts else StageProgress()
-        seconds = sum((attempt.finished_at or now) - attempt.created_at for attempt in own)
+        seconds = spending((), own, now).seconds  # what the budget is billed
         reason, action = _stage_words(run, row, waiting.get(row.name, ""))
-        return StageStatus(row, own, progress, max(0.0, seconds), reason, action)
+        return StageStatus(row, own, progress, seconds, reason, action)
 
 
 class Vigil:

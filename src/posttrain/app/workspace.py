@@ -43,14 +43,13 @@ class Workspace:
 
     def __init__(self, root: Path, *, create: bool = False, actor: str | None = None) -> None:
         self.root = root.resolve()
-        if create:
-            _make(self.root)
-        elif not (self.root / "ledger.db").exists():
+        if not create and not (self.root / "ledger.db").exists():
             raise WorkspaceError(f"{self.root}: is no workspace; run `posttrain init`, or set {VARIABLE} to one")
         clock = SystemClock()
         self.actor = actor or f"user:{_user()}"
-        self.blobs = open_blobs(_store(self.root))
+        self.blobs = open_blobs(_store(self.root))  # first: a store that cannot be opened leaves no half workspace
         if create:
+            _make(self.root)
             _record_store(self.root, self.blobs.url)
         self.ledger = Ledger(Database(self.root / "ledger.db", create=create), clock)
         trainers = (NativeTrainer(),)

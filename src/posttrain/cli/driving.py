@@ -18,8 +18,18 @@ if TYPE_CHECKING:
 
 DETACHED = 130
 RunArgument = Annotated[str, typer.Argument(help="Run id, a prefix of it, or a name (its newest run).")]
-TimeoutOption = Annotated[float | None, typer.Option(help="Seconds to wait at most; the run is not stopped by that.")]
 _STOP_SECONDS = 90.0
+
+
+def _positive(timeout: float | None) -> float | None:
+    if timeout is not None and not timeout > 0:  # so put, it refuses nan too
+        raise InputError(f"--timeout must be more than 0 seconds, got {timeout:g}; leave it out to wait without limit")
+    return timeout
+
+
+TimeoutOption = Annotated[
+    float | None, typer.Option(callback=_positive, help="Seconds to wait at most; the run is not stopped by that.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -37,12 +47,12 @@ def run(
     seed: SeedOption = None,
 ) -> None:
     """Submit a run and drive it to its end. One submitted before is attached to; the exit code is the outcome."""
-    from posttrain.app.planning import LOCK_SUFFIX, read_lock
+    from posttrain.app.planning import is_lock, read_lock
     from posttrain.app.runs import plan, submit_planned
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
-    locked = file.name.endswith(LOCK_SUFFIX)
+    locked = is_lock(file)
     if locked and seed is not None:
         raise InputError(f"{file}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
     planned = read_lock(file, workspace) if locked else plan(file, workspace, seed=seed)

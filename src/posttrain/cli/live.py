@@ -18,7 +18,7 @@ from rich.text import Text
 from posttrain.app.status import RunStatus, RunWatcher, StageStatus
 from posttrain.cli.console import console, count, duration, glyph, number, say, style
 from posttrain.domain.lifecycle import StageState, is_final
-from posttrain.domain.records import RunRecord
+from posttrain.domain.records import RunRecord, StageRecord
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -105,7 +105,7 @@ class LineDisplay:
         row = stage.record
         for note in stage.progress.notes:
             if note not in self._noted.get(row.name, ()):
-                _line(row.name, f"note: {note}")
+                _line(row.name, f"note: {note}", _ended(row))
         self._noted[row.name] = stage.progress.notes
         told = (row.state, row.reason, row.message)
         if row.state == StageState.PENDING:
@@ -113,7 +113,7 @@ class LineDisplay:
         if told != self._told.get(row.name):
             self._told[row.name] = told
             self._line_at[row.name] = now
-            _line(row.name, _changed(stage))
+            _line(row.name, _changed(stage), _ended(row))
         elif row.state == StageState.RUNNING and stage.progress.total and now - self._line_at[row.name] >= _LINE_EVERY:
             self._line_at[row.name] = now
             _line(row.name, progress_words(stage))
@@ -197,6 +197,15 @@ def _changed(stage: StageStatus) -> str:
     return "; ".join(word for word in words if word)
 
 
-def _line(stage: str, words: str) -> None:
-    say(f"{time.strftime('%H:%M:%S')} {stage} {words}")
+def _ended(row: StageRecord) -> float | None:
+    """When a stage ended: what is told of it happened no later, however late somebody attaches."""
+    return row.finished_at if is_final("stage", row.state) else None
+
+
+def _line(stage: str, words: str, at: float | None = None) -> None:
+    """One line with the time of what it tells, now by default; with its date unless that is today."""
+    now = time.time()
+    day, today = (time.strftime("%Y-%m-%d", time.localtime(moment)) for moment in (now if at is None else at, now))
+    stamp = time.strftime("%H:%M:%S", time.localtime(now if at is None else at))
+    say(f"{stamp if day == today else f'{day} {stamp}'} {stage} {words}")
     sys.stdout.flush()

@@ -19,6 +19,7 @@ from posttrain.domain.errors import InputError
 Read = Callable[[str], bytes | None]  # a file of the model's folder by name; None: there is no such file
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which templates find a message's reasoning
+_SHOWN = 60  # characters of a wrong value in an error
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
 _BROKEN = (
     "the chat template renders an earlier turn differently once a later one follows, so prompts cannot be told from "
@@ -146,10 +147,18 @@ def check_answers(rows: Sequence[Row], name: str) -> None:
         InputError: a row without a reference answer; names data set and row (from 1).
     """
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get("answer"), str):
+        answer = row.get("answer")
+        if answer is None:
+            there = ", ".join(sorted(column for column, value in row.items() if value is not None))
             raise InputError(
-                f"{name} row {number} must have an answer as text, got columns {', '.join(sorted(row))}; "
-                "add it or drop the row"
+                f"{name} row {number} must have an answer as text, got columns {there}; add it or drop the row"
+            )
+        if not isinstance(answer, str):
+            shown = json.dumps(answer, ensure_ascii=False, default=str)
+            shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"
+            raise InputError(
+                f"{name} row {number} must have an answer as text, got answer {shown} ({type(answer).__name__}); "
+                "write it in quotes or drop the row"
             )
 
 
