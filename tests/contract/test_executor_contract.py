@@ -312,6 +312,56 @@ def test_a_supervisor_that_cannot_start_is_an_infrastructure_error(spec: Make, m
     assert LocalExecutor().cancel(job, PATIENCE).exit_code == 0
 
 
+def run_out_of_time(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """Launchers find their time over as soon as the file is there."""
+    wait = subprocess.Popen.wait
+
+    def over(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(process)
+        wait_until(file.exists)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", over)
+
+
+@pytest.mark.parametrize(
+    ("step", "meanwhile"), [("_claim", JobState.LOST), ("create_json", JobState.STARTING)], ids=["lock", "claim"]
+)
+def test_a_supervisor_that_comes_after_the_time_out_starts_nothing(
+    spec: Make, monkeypatch: pytest.MonkeyPatch, step: str, meanwhile: JobState
+) -> None:
+    job = spec()
+    folder = Path(job.attempt_dir)
+    monkeypatch.setattr(local, "_SUPERVISOR", "executor_late_supervisor")
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    monkeypatch.setenv("LATE_FOR", step)
+    run_out_of_time(monkeypatch, folder / "arrived")
+    with pytest.raises(InfrastructureError, match="did not start within"):
+        LocalExecutor().launch(job)
+    late = int((folder / "arrived").read_text())
+    found = processes.identity(late)
+    assert found is not None
+    assert LocalExecutor().observe(job).state == meanwhile  # it has the lock, or it has nothing
+    (folder / "late").touch()
+    wait_until(lambda: not processes.alive(late, found))
+    assert LocalExecutor().observe(job).state == JobState.LOST
+    LocalExecutor().launch(job)
+    assert LocalExecutor().observe(job).state == JobState.LOST
+    assert started(job) == []
+
+
+def test_a_job_whose_supervisor_came_in_time_is_launched_though_its_launcher_waited_too_long(
+    spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = spec()
+    run_out_of_time(monkeypatch, Path(job.attempt_dir) / "supervisor.json")
+    assert LocalExecutor().launch(job) == str(claim(job)["pid"])
+    wait_until((Path(job.attempt_dir) / "ready").exists)
+    assert LocalExecutor().cancel(job, PATIENCE) == Observation(JobState.EXITED, exit_code=0)
+    assert len(started(job)) == 1
+
+
 def test_a_folder_that_cannot_be_made_is_a_workspace_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WorkspaceError, match="cannot write"):

@@ -99,6 +99,26 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, sort_keys=True, ensure_ascii=False).encode() + b"\n")
 
 
+def create_json(path: Path, value: Any) -> bool:
+    """Write JSON where nothing is yet; False, and nothing changed, where there is something. One of several writers wins.
+
+    Raises:
+        WorkspaceError: as `write_atomic`, or the file system has no hard links.
+    """
+    whole = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.new")
+    try:
+        write_json(whole, value)
+        os.link(whole, path)  # unlike a rename, it replaces nothing
+        sync_folder(path.parent)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        whole.unlink(missing_ok=True)
+    return True
+
+
 def read_json(path: Path) -> Any:
     """The JSON at `path`; None when there is no such file.
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from posttrain.domain.errors import DeadlineError, InfrastructureError
 from posttrain.domain.jobs import JobSpec, JobState, Observation
 from posttrain.execution import processes
-from posttrain.store.atomic import make_folder, read_json, unwritable, write_json
+from posttrain.store.atomic import create_json, make_folder, read_json, unwritable, write_json
 from posttrain.store.attempts import AttemptFolder
 
 _SUPERVISOR = "posttrain.execution.executors.supervisor"
@@ -49,8 +49,8 @@ class LocalExecutor:
             if claim is not None:
                 return str(claim["pid"])
             if time.monotonic() >= deadline:
-                raise InfrastructureError(f"the supervisor of {spec.name} did not start within {_LAUNCH_SECONDS:g} s")
-            if _start_supervisor(folder, spec) == _ALREADY_CLAIMED:
+                _withdraw(folder, spec)
+            elif _start_supervisor(folder, spec) == _ALREADY_CLAIMED:
                 time.sleep(_POLL_SECONDS)  # somebody holds the lock and has not written the claim yet
 
     def observe(self, spec: JobSpec) -> Observation:
@@ -104,7 +104,7 @@ def _start_supervisor(folder: Path, spec: JobSpec) -> int:
     """Start one and wait until it has the attempt or knows that another one has; its exit code.
 
     Raises:
-        InfrastructureError: it could do neither.
+        InfrastructureError: it could do neither, and will not.
     """
     write_json(folder / "spec.json", {**asdict(spec), "environment": dict(spec.environment)})
     command = [sys.executable, "-P", "-m", _SUPERVISOR, str(folder), str(folder / "spec.json")]
@@ -115,12 +115,11 @@ def _start_supervisor(folder: Path, spec: JobSpec) -> int:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
             code = process.wait(_LAUNCH_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        process.kill()
+    except subprocess.TimeoutExpired:
+        process.kill()  # what it has forked is in a session of its own, and lives
         process.wait()
-        raise InfrastructureError(
-            f"the supervisor of {spec.name} did not start within {_LAUNCH_SECONDS:g} s"
-        ) from error
+        _withdraw(folder, spec)
+        return _ALREADY_CLAIMED
     except OSError as error:
         raise unwritable(folder, error) from error
     if code not in (0, _ALREADY_CLAIMED):
@@ -128,6 +127,20 @@ def _start_supervisor(folder: Path, spec: JobSpec) -> int:
             f"the supervisor of {spec.name} failed with exit code {code}; see {folder / 'log.txt'}"
         )
     return code
+
+
+def _withdraw(folder: Path, spec: JobSpec) -> None:
+    """Claim the attempt for nobody, so that a supervisor that comes late starts nothing; return if one has come.
+
+    Raises:
+        InfrastructureError: none has, and none can any more.
+    """
+    nobody = {"pid": os.getpid(), "identity": ""}  # an identity that no process has
+    if create_json(folder / "supervisor.json", nobody):
+        raise InfrastructureError(
+            f"the supervisor of {spec.name} did not start within {_LAUNCH_SECONDS:g} s; "
+            "try again when the machine is less busy"
+        )
 
 
 def _supervised(folder: Path) -> bool:

@@ -12,7 +12,8 @@
                                              │ 4. waits; kills what the job left of its process group; exit.json
 
 Who unblocks whom: the launcher waits for the intermediate, which waits for the claim (a byte, or the end of the pipe if
-the supervisor dies); the forked child waits for the supervisor's word in the same way; the supervisor waits for the job
+the supervisor dies); a launcher that has waited long enough writes a claim itself, and a supervisor that comes later
+starts nothing; the forked child waits for the supervisor's word in the same way; the supervisor waits for the job
 only. The job dies with its supervisor (parent-death signal), so a lost supervisor means a lost job.
 
 Nothing here imports more than the standard library (and rooms of ours that keep to it): it has to start in a blink.
@@ -33,7 +34,7 @@ from typing import Any, NoReturn
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.execution.processes import identity
-from posttrain.store.atomic import write_json
+from posttrain.store.atomic import create_json, write_json
 
 ALREADY_CLAIMED = 75
 _FAILED = 70
@@ -55,7 +56,8 @@ def main(attempt_dir: str, spec_file: str) -> int:
     os.setsid()
     os.chdir(folder)
     lock = _claim(folder)
-    os.write(writing, b"0" if lock is None else b"1")
+    with suppress(BrokenPipeError):  # the launcher waits no longer; whether it found the claim is on disk
+        os.write(writing, b"0" if lock is None else b"1")
     os.close(writing)
     if lock is not None:
         _supervise(folder, spec)
@@ -70,9 +72,8 @@ def _claim(folder: Path) -> int | None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return None
-    if (folder / "supervisor.json").exists() or (folder / "exit.json").exists():
+    if (folder / "exit.json").exists() or not create_json(folder / "supervisor.json", _self()):
         return None
-    write_json(folder / "supervisor.json", _self())
     return lock
 
 
