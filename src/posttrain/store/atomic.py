@@ -100,7 +100,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def create_json(path: Path, value: Any) -> bool:
-    """Write JSON where nothing is yet; False, and nothing changed, where there is something. One of several writers wins.
+    """Write JSON where nothing is yet; False where there is something, which stays. One of several writers wins.
 
     Raises:
         WorkspaceError: as `write_atomic`, or the file system has no hard links.
