@@ -11,8 +11,10 @@ import cli_world
 import pytest
 from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
 
+from posttrain.app.runs import plan, submit
 from posttrain.app.status import Vigil
-from posttrain.app.workspace import Workspace
+from posttrain.app.workspace import Workspace, open_workspace
+from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.audit import verify_releases
@@ -345,4 +347,15 @@ def test_watching_an_ended_run_returns(world: World) -> None:
 def test_every_row_of_the_ledger_is_what_an_event_said(story: tuple[World, dict[str, str]]) -> None:
     workspace = Workspace(story[0].root / ".posttrain")
     assert verify_releases(workspace.ledger) > 30
+    workspace.close()
+
+
+def test_python_submits_a_locked_manifest_too(world: World) -> None:
+    world.ok("lock", "run.yaml")
+    workspace = open_workspace(world.root)
+    first = submit(world.root / "run.yaml", workspace=workspace)
+    again = submit(world.root / "run.lock.json", workspace=workspace)
+    assert (again.id, again.attached) == (first.id, True)
+    with pytest.raises(InputError, match="is a locked manifest"):
+        plan(world.root / "run.lock.json", workspace)
     workspace.close()

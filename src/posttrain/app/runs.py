@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.app.fitting import check_fit
+from posttrain.app.locks import is_lock, read_lock, refuse_lock
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.control import actions, compare, explain
 from posttrain.control.lineage import Node, VerifyReport, release_lineage, verify
@@ -149,9 +150,9 @@ def plan(path: str | Path, workspace: Workspace | None = None, *, seed: int | No
     Raises:
         InputError: naming file, field, constraint and value.
     """
-    at = workspace or open_workspace()
-    spec, source = load_run_spec(Path(path)), Path(path)
-    return plan_spec(spec, at, source, seed=seed)
+    at, source = workspace or open_workspace(), Path(path)
+    refuse_lock(source)
+    return plan_spec(load_run_spec(source), at, source, seed=seed)
 
 
 def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | None = None) -> Planned:
@@ -172,12 +173,18 @@ def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | 
 def submit(
     path: str | Path, *, again: bool = False, workspace: Workspace | None = None, seed: int | None = None
 ) -> Run:
-    """Lock a run file and record the run; a manifest that was submitted before attaches to its run.
+    """Record a run of a run file or of a locked manifest; one that was submitted before attaches to its run.
 
     Nothing computes until somebody drives the run: `run.wait()`, or `posttrain run` in any terminal.
+
+    Raises:
+        InputError: as `plan` and `read_lock`; a seed for a manifest that is locked already.
     """
-    at = workspace or open_workspace()
-    return submit_planned(plan(path, at, seed=seed), at, again=again)
+    at, source = workspace or open_workspace(), Path(path)
+    if is_lock(source) and seed is not None:
+        raise InputError(f"{path}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
+    planned = read_lock(source, at) if is_lock(source) else plan(source, at, seed=seed)
+    return submit_planned(planned, at, again=again)
 
 
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False) -> Run:

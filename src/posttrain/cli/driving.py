@@ -47,16 +47,11 @@ def run(
     seed: SeedOption = None,
 ) -> None:
     """Submit a run and drive it to its end. One submitted before is attached to; the exit code is the outcome."""
-    from posttrain.app.planning import is_lock, read_lock
-    from posttrain.app.runs import plan, submit_planned
+    from posttrain.app.runs import submit
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
-    locked = is_lock(file)
-    if locked and seed is not None:
-        raise InputError(f"{file}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
-    planned = read_lock(file, workspace) if locked else plan(file, workspace, seed=seed)
-    handle = submit_planned(planned, workspace, again=again)
+    handle = submit(file, again=again, workspace=workspace, seed=seed)
     _greet(workspace, handle)
     drive(workspace, handle, timeout, f"posttrain run {file}" + (f" --seed {seed}" if seed is not None else ""))
 

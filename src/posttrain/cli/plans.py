@@ -21,10 +21,9 @@ def register(app: typer.Typer) -> None:
 
 def plan(file: FileArgument, seed: SeedOption = None, output: OutputOption = Output.TEXT) -> None:
     """Validate a run file; show stages, cache, cost, power. Writes nothing."""
-    from posttrain.app.planning import refuse_lock, view_plan
+    from posttrain.app.planning import view_plan
     from posttrain.app.workspace import open_workspace
 
-    refuse_lock(file)
     workspace = open_workspace()
     view = view_plan(file, workspace, seed=seed)
     workspace.close()
@@ -51,10 +50,9 @@ def lock(
 ) -> None:
     """Write the immutable manifest. The SHA-256 of the file is the run's identity."""
     from posttrain.app import runs
-    from posttrain.app.planning import lock_path, refuse_lock, write_lock
+    from posttrain.app.locks import lock_path, write_lock
     from posttrain.app.workspace import open_workspace
 
-    refuse_lock(file)
     workspace = open_workspace()
     manifest = runs.plan(file, workspace, seed=seed).manifest
     workspace.close()

@@ -1,0 +1,94 @@
+"""Locked manifests as files: written by `lock`, checked and run by `run`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from posttrain.app.fitting import located
+from posttrain.app.workspace import Workspace
+from posttrain.control.planning import Planned, manifest_from_json
+from posttrain.domain.canonical import canonical_json
+from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.validation import explain
+
+LOCK_SUFFIX = ".lock.json"
+
+
+def lock_path(path: Path) -> Path:
+    """Where the lock of a run file goes by default: `run.yaml` → `run.lock.json`."""
+    return path.with_name(path.stem + LOCK_SUFFIX)
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a file holds a locked manifest: its name says so."""
+    return path.name.endswith(LOCK_SUFFIX)
+
+
+def refuse_lock(path: Path) -> None:
+    """Refuse a locked manifest where a run file is expected.
+
+    Raises:
+        InputError: it is one.
+    """
+    if is_lock(path):
+        raise InputError(f"{path}: is a locked manifest, not a run file; run it with posttrain run {path}")
+
+
+def write_lock(manifest: Manifest, path: Path) -> None:
+    """Write the canonical manifest, so that the file's SHA-256 is the manifest's digest.
+
+    Raises:
+        InputError: the name does not end as those of locks do, so that `posttrain run` would not know it as one.
+        WorkspaceError: the place cannot be written.
+    """
+    if not is_lock(path):
+        raise InputError(f"{path}: a locked manifest must be named *{LOCK_SUFFIX}; name it so with --out")
+    try:
+        path.write_bytes(canonical_json(manifest.to_json()))
+    except OSError as error:
+        raise WorkspaceError(f"{path}: cannot be written: {error.strerror}; choose another place with --out") from error
+
+
+def read_lock(path: Path, workspace: Workspace) -> Planned:
+    """A locked manifest, checked against this workspace and this version.
+
+    Raises:
+        InputError: not a manifest, or, unless its run exists already, locked with other engine sources or with
+            parameters that its trainers refuse.
+        NotFoundError: an asset's bytes are not in this workspace.
+    """
+    try:
+        manifest = manifest_from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+    except ValidationError as error:
+        raise explain(error, str(path), Manifest) from error
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path}: is not a locked manifest: {error}; write one with posttrain lock") from error
+    if not workspace.ledger.runs(manifest_digest=manifest.digest):
+        _check_lock(manifest, path, workspace)
+    return Planned(manifest, {})
+
+
+def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> None:
+    for name, digest in manifest.code.items():
+        trainer = workspace.wiring.trainers.get(name)
+        if trainer is None or trainer.code_digest() != digest:
+            raise InputError(
+                f"{path}: locked with other sources, libraries or platform of trainer {name!r} ({digest[:19]}…); "
+                "lock the run file again, or install what it was locked with"
+            )
+    for each in manifest.stages:
+        if each.trainer in workspace.wiring.trainers:
+            with located(f"{path}: stages.{each.name}"):
+                workspace.wiring.trainers[each.trainer].check(each.kind, each.params)
+    for stage, slot, ref in manifest.assets():
+        if not workspace.blobs.has(str(ref.digest)):
+            raise NotFoundError(
+                f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "
+                "register it with posttrain asset add"
+            )
