@@ -234,7 +234,14 @@ def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _processes(root: Path) -> Iterator[Live]:
+    """Those whose command line names an attempt of the workspace.
+
+    A child shows its parent's command line from its fork until its exec (a job that starts its reward worker, say): it
+    is no job of its own. A second job would be the child of a supervisor.
+    """
     for pid, words in _command_lines():
+        if _words(_parent(pid)) == words:
+            continue
         kind = next((kind for kind, module in _MODULES.items() if any(w.startswith(module) for w in words)), None)
         attempt = next((Path(word) for word in words if word.startswith(f"{root}/")), None)
         if kind and attempt:
@@ -252,7 +259,19 @@ def _orphaned_rewards() -> list[int]:
 
 def _command_lines() -> Iterator[tuple[int, list[str]]]:
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):  # gone while we looked
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                yield int(entry.name), [word for word in words if word]
+        if entry.name.isdigit() and (words := _words(int(entry.name))):
+            yield int(entry.name), words
+
+
+def _words(pid: int) -> list[str]:
+    """A command line; empty for a process that is gone or a zombie."""
+    with suppress(OSError):  # gone while we looked
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return [word for word in words if word]
+    return []
+
+
+def _parent(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
