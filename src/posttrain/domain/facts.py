@@ -5,7 +5,7 @@ The engine makes them and knows neither store nor telemetry; whoever reads them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -63,9 +63,38 @@ class Note:
     level: str = "info"
 
 
-Fact = Metric | Progress | Span | Note
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response's whole way through a step, from the prompt to the update that consumed it.
+
+    Sequences are per response token, or empty where the role is absent or nothing was trained on it.
+    """
+
+    id: str  # "<step>.<prompt's position in the data stream>.<sample>", e.g. "12.388.3"; steps count from 0
+    step: int
+    prompt: str
+    response: str
+    prompt_tokens: Sequence[int]
+    tokens: Sequence[int]
+    behaviour_logprobs: Sequence[float]
+    truncated: bool
+    versions: Sequence[str]  # policy versions that sampled it, "<incarnation>.<step>"
+    reward: float | None
+    fate: str  # "update 12, mini-batch 0" | "dropped: group without signal" | "dropped: no score"
+    components: Mapping[str, float] = field(default_factory=dict)
+    status: str = "ok"  # the reward's: ok | timeout | error | none
+    advantages: Sequence[float] = ()
+    logprobs: Sequence[float] = ()  # of the policy as the update found it
+    ratios: Sequence[float] = ()  # exp(logprobs - old), the old being what the loss divides by
+    clipped: Sequence[bool] = ()
+    reference_logprobs: Sequence[float] = ()
+    values: Sequence[float] = ()
+    returns: Sequence[float] = ()
+
+
+Fact = Metric | Progress | Span | Note | Sample
 FactSink = Callable[[Fact], None]
-_KINDS: dict[str, type[Any]] = {"metric": Metric, "progress": Progress, "span": Span, "note": Note}
+_KINDS: dict[str, type[Any]] = {"metric": Metric, "progress": Progress, "span": Span, "note": Note, "sample": Sample}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
