@@ -100,24 +100,17 @@ class KLConfig(_Frozen):
     estimator: Literal["k2", "k3"] = "k3"
 
 
-class GRPOConfig(_Frozen):
-    """GRPO with clip-higher (DAPO); groups without reward spread carry no gradient and are not trained on."""
+class _OnPolicyConfig(_Frozen):
+    """What every recipe has that learns from responses which its own policy sampled."""
 
-    kind: ClassVar[str] = "grpo"
     model: Word = "base"
     data: Word
-    reward: Word
     steps: Positive
     prompts_per_step: Positive = 32
-    group_size: Annotated[int, Field(ge=2)] = 8  # samples per prompt; a group of one has no baseline
     max_new_tokens: Positive = 64
     temperature: float = Field(default=1.0, gt=0)
-    mini_batches: Positive = 1  # optimiser steps per rollout batch
+    mini_batches: Positive = 1  # optimiser steps per rollout batch (and epoch)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.28, gt=0)
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    kl: KLConfig | None = None
     reward_timeout: float = Field(default=10.0, gt=0)  # seconds for one batch of completions
     probe: ProbeConfig | None = None
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
@@ -125,10 +118,103 @@ class GRPOConfig(_Frozen):
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""
-        slots = {"model": ("model", self.model), "data": ("dataset", self.data), "reward": ("reward", self.reward)}
+        slots = {"model": ("model", self.model), "data": ("dataset", self.data)}
         if self.probe:
             slots["probe"] = ("dataset", self.probe.data)
         return slots
+
+
+class GRPOConfig(_OnPolicyConfig):
+    """GRPO with clip-higher (DAPO); groups without reward spread carry no gradient and are not trained on."""
+
+    kind: ClassVar[str] = "grpo"
+    reward: Word
+    group_size: Annotated[int, Field(ge=2)] = 8  # samples per prompt; a group of one has no baseline
+    clip_high: float = Field(default=0.28, gt=0)
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    kl: KLConfig | None = None
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        return super().inputs() | {"reward": ("reward", self.reward)}
+
+
+class PPOKLConfig(_Frozen):
+    """KL penalty against the frozen starting policy: in the reward of every token (PPO's own place) or in the loss."""
+
+    coefficient: float = Field(default=0.01, gt=0)
+    estimator: Literal["k1", "k2", "k3"] = "k1"  # in the reward k1 is the unbiased one
+    place: Literal["reward", "loss"] = "reward"
+
+    @model_validator(mode="after")
+    def _has_a_gradient(self) -> PPOKLConfig:
+        if self.place == "loss" and self.estimator == "k1":
+            raise ValueError("kl.estimator must be k2 or k3 in the loss, got k1, whose expected gradient is zero there")
+        return self
+
+
+class AdvantageConfig(_Frozen):
+    """Generalised advantage estimation (arXiv 1506.02438)."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1)  # per token; below 1 a long response is worth less
+    lam: float = Field(default=0.95, ge=0, le=1)  # 1: Monte Carlo returns; 0: one-step temporal difference
+    whiten: bool = True  # advantages of a rollout batch to mean 0 and standard deviation 1
+
+
+class CriticConfig(_Frozen):
+    """The value model: the starting policy's backbone under a head that begins at zero."""
+
+    optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
+    clip: float | None = Field(default=0.2, gt=0)  # how far a value may move in one rollout batch; None: freely
+    warmup: NonNegative = 0  # first steps in which only the critic learns (value pre-training)
+
+
+class PPOConfig(_OnPolicyConfig):
+    """PPO with a critic; scored by a reward function, or by a reward model that a `reward_model` stage trained."""
+
+    kind: ClassVar[str] = "ppo"
+    reward: Word | None = None
+    reward_model: Word | None = None
+    group_size: Positive = 4  # samples per prompt; no baseline comes from them, so one is enough
+    epochs: Positive = 1  # passes over a rollout batch
+    clip_high: float = Field(default=0.2, gt=0)
+    gae: AdvantageConfig = AdvantageConfig()
+    kl: PPOKLConfig | None = PPOKLConfig()
+    critic: CriticConfig = CriticConfig()
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> PPOConfig:
+        if (self.reward is None) == (self.reward_model is None):
+            given = "neither" if self.reward is None else "both"
+            raise ValueError(f"exactly one of reward and reward_model must be given, got {given}")
+        if self.critic.warmup >= self.steps:
+            raise ValueError(
+                f"critic.warmup must be < steps ({self.steps}), got {self.critic.warmup}: the policy would never learn"
+            )
+        return self
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        judges = {"reward": ("reward", self.reward), "reward_model": ("model", self.reward_model)}
+        return super().inputs() | {slot: (kind, word) for slot, (kind, word) in judges.items() if word}
+
+
+class RewardModelConfig(_Frozen):
+    """A scalar reward model from preference pairs (Bradley-Terry), saved as a sequence classifier of one label."""
+
+    kind: ClassVar[str] = "reward_model"
+    model: Word = "base"
+    data: Word  # rows of prompt, chosen and rejected
+    steps: Positive
+    batch_size: Positive = 64  # pairs per optimiser step
+    max_length: Positive | None = None  # tokens of prompt and response; None: the model's context. Never cut
+    optimizer: OptimizerConfig = OptimizerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        return {"model": ("model", self.model), "data": ("dataset", self.data)}
 
 
 class SuiteConfig(_Frozen):
