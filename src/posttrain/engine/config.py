@@ -65,6 +65,8 @@ class RuntimeConfig(InferenceRuntimeConfig):
 
     micro_batch_tokens: Positive | Literal["auto"] = "auto"  # per forward; auto: 4096 on CPU (caches), 16384 on CUDA
     checkpoint_every: Positive = 50  # steps
+    activation_checkpointing: bool = False  # recompute the layers in backward: memory for time
+    sequence_parallel: Positive = 1  # ranks that share the tokens of one batch (Ulysses); divides the pool's ranks
 
 
 class SFTConfig(_Frozen):
