@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import Document, Provenance, TokenBatch
 
-DOCUMENTS = [Document((1, 2), (3,), (-0.5,)), Document((4,), (5, 6, 7), (-0.1, -0.2, -0.3)), Document((8,), ())]
+DOCUMENTS = [Document((1, 2), (3,), (-0.5,)), Document((4,), (5, 6, 7), (-0.1, -0.2, -0.3)), Document((8,), (), ())]
 
 
 def _batch() -> TokenBatch:

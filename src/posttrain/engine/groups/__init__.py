@@ -1,1 +1,1 @@
-"""Worker groups. Empty until the single-controller issue lands; its place in the import order is held here."""
+"""Worker groups: one controller calls methods of workers that live in one process or in many."""

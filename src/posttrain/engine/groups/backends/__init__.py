@@ -1,0 +1,1 @@
+"""Where workers live: in the controller's own process, or in Ray actors."""

@@ -1,0 +1,127 @@
+"""Workers in the controller's own process and thread: no copies, no processes, the same semantics.
+
+With several ranks, calls run one after the other, so there are no collectives; that serves tests and measurements of
+dispatch. A worker with collectives runs inline on one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, final
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.groups.failures import WorkerLostError, blame
+from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.port import Answer, Call, Process, Stored
+
+R = TypeVar("R")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InlineStored(Generic[R]):
+    """A value and its reference are the same thing here."""
+
+    held: R
+
+    def value(self) -> R:
+        """The value itself, not a copy."""
+        return self.held
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InlineCall(Generic[R]):
+    """A call that was answered, or failed, when it was made."""
+
+    role: str
+    rank: int
+    method: str
+    answer: Answer[R] | None
+    failure: Exception | None
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def answered(self) -> Answer[R] | None:
+        """None after a failure."""
+        return self.answer
+
+
+@final
+class InlineBackend:
+    """`Backend` inside this process.
+
+    Args:
+        ranks: how many places; more than one without collectives.
+        device: of every place.
+        pool: its name.
+    """
+
+    name = "inline"
+
+    def __init__(self, ranks: int = 1, device: str = "cpu", pool: str = "main") -> None:
+        if ranks < 1:
+            raise InputError(f"a pool must have at least 1 rank, got {ranks}")
+        self.pool, self.ranks = pool, ranks
+        self.places = tuple(Place(pool, rank, ranks, device) for rank in range(ranks))
+        self.processes = tuple(Process(rank, os.getpid(), "localhost", device) for rank in range(ranks))
+        self._workers: dict[tuple[str, int], Any] = {}
+        self._closed = False
+
+    def start(
+        self, role: str, worker: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
+    ) -> None:
+        """See `Backend.start`."""
+        for place in self.places:
+            try:
+                self._workers[role, place.rank] = worker(place, *args, **kwargs)
+            except Exception as error:
+                blame(error, role, place.rank, "__init__", os.getpid())
+                raise
+
+    def submit(
+        self, role: str, rank: int, method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Call[R]:
+        """See `Backend.submit`; it has run when this returns."""
+        if self._closed:
+            raise WorkerLostError(f"{role} rank {rank} is gone: its pool {self.pool} was closed; start a new pool")
+        started, begin = time.time(), time.perf_counter()
+        try:
+            value = method(self._workers[role, rank], *args, **kwargs)
+        except Exception as error:
+            blame(error, role, rank, method.__name__, os.getpid())
+            return InlineCall[R](role, rank, method.__name__, None, error)
+        return InlineCall(role, rank, method.__name__, Answer(value, started, time.perf_counter() - begin), None)
+
+    def submit_stored(
+        self, role: str, rank: int, method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Call[Stored[R]]:
+        """See `Backend.submit_stored`."""
+
+        def stored(worker: Any, *args: Any, **kwargs: Any) -> Stored[R]:
+            return InlineStored(method(worker, *args, **kwargs))
+
+        stored.__name__ = method.__name__
+        return self.submit(role, rank, stored, args, kwargs)
+
+    def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
+        """See `Backend.wait`; there is nothing left to wait for, so deadlines are the group's to notice afterwards."""
+        answers: list[Answer[R]] = []
+        for call in calls:
+            assert isinstance(call, InlineCall)
+            if call.failure is not None:
+                raise call.failure
+            assert call.answer is not None
+            answers.append(call.answer)
+        return answers
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._workers.clear()
+        self.places = ()
+        self._closed = True

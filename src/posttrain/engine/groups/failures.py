@@ -1,0 +1,38 @@
+"""How a failure on a rank reaches the controller: as itself, with role, rank and its own traceback."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from posttrain.domain.errors import FailureClass, InfrastructureError, JobFailedError
+
+_PREFIX = "worker: "
+
+
+class WorkerLostError(InfrastructureError):
+    """A worker's process is gone, or its group can no longer be used; a retry starts anew from a checkpoint."""
+
+
+class WorkerError(JobFailedError):
+    """A worker raised something that cannot travel between processes; its text and traceback are all there is."""
+
+    failure_class: ClassVar[FailureClass] = FailureClass.BUG
+
+
+class RemoteTraceback(Exception):  # noqa: N818  # it is a cause to print, not an error to catch
+    """The traceback of a worker in another process, as text: the `__cause__` of what the controller raises."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+def blame(error: BaseException, role: str, rank: int, method: str, pid: int) -> None:
+    """Note on an exception which worker raised it; the innermost worker is named, once."""
+    if not raised_by(error):
+        error.add_note(f"{_PREFIX}{role} rank {rank}, in {method}, process {pid}")
+
+
+def raised_by(error: BaseException) -> str:
+    """`policy rank 1, in update, process 4711`; empty when no worker raised it."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return next((note.removeprefix(_PREFIX) for note in notes if note.startswith(_PREFIX)), "")

@@ -1,0 +1,87 @@
+"""A resource pool: the processes, one per rank, in which the workers of one or more roles live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Concatenate, ParamSpec, TypeVar, final
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.port import Backend, Process
+from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.groups.worker_group import Reach, WorkerGroup
+from posttrain.pacing.balancing import TOKENS, CostModel
+
+W = TypeVar("W")
+P = ParamSpec("P")
+
+CALL_SECONDS = 3600.0  # a call nobody gave a deadline of its own; long contexts on many ranks take minutes
+START_SECONDS = 300.0  # a process, its imports, its model
+
+
+@final
+class ResourcePool:
+    """Roles started in one pool share its processes and devices; their classes are not fused.
+
+    Args:
+        backend: where the workers live; closed with the pool.
+        recorder: told of every call.
+        costs: what an item costs; batches are split by it.
+        sequence_parallel: consecutive ranks that work on one shard together.
+
+    Raises:
+        InputError: ranks that cannot be divided by `sequence_parallel`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        recorder: Recorder | None = None,
+        *,
+        costs: CostModel = TOKENS,
+        sequence_parallel: int = 1,
+    ) -> None:
+        if sequence_parallel < 1 or backend.ranks % sequence_parallel:
+            raise InputError(f"sequence_parallel must divide the pool's {backend.ranks} ranks, got {sequence_parallel}")
+        self._backend, self._costs, self._sequence_parallel = backend, costs, sequence_parallel
+        self._recorder = recorder or Recorder()
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+        return self._backend.ranks
+
+    @property
+    def processes(self) -> Sequence[Process]:
+        """One per rank; an inline pool names the controller's own process for each."""
+        return self._backend.processes
+
+    def start(
+        self, role: str, worker: Callable[Concatenate[Place, P], W], *args: P.args, **kwargs: P.kwargs
+    ) -> WorkerGroup[W]:
+        """Construct a worker on every rank.
+
+        Args:
+            role: the group's name in traces and errors.
+            worker: its class; constructed as `worker(place, *args, **kwargs)`.
+
+        Raises:
+            Exception: whatever a constructor raised, with role and rank.
+        """
+        self._backend.start(role, worker, args, kwargs, START_SECONDS)
+        return WorkerGroup(
+            Reach(role, self._backend, self._recorder, self._costs, CALL_SECONDS, self._sequence_parallel)
+        )
+
+    def close(self) -> None:
+        """End every worker and free the devices."""
+        self._backend.close()
+
+    def __enter__(self) -> ResourcePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,138 @@
+"""What a worker group asks of the place its workers live in, and of what it sends through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Shardable(Protocol):
+    """Items with lengths, of which a part can be taken: a `TokenBatch`, prompts to sample from."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of every item: what its cost is estimated from."""
+
+    def select(self, documents: Sequence[int], /) -> Any:
+        """The named items, in the named order; none gives an empty one of the same type."""
+
+
+class Gatherable(Protocol):
+    """What ranks return and the controller puts together."""
+
+    @classmethod
+    def gather(cls, parts: Any, shards: Sequence[Sequence[int]], /) -> Any:
+        """One value out of one part per shard; `parts[r]` was computed from the items `shards[r]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Where one rank runs: `Process(rank=1, pid=4711, host="127.0.0.1", device="cuda:0")`."""
+
+    rank: int
+    pid: int
+    host: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[R_co]):
+    """What one rank returned, and what that took."""
+
+    value: R_co
+    started: float  # seconds since the epoch, by the rank's clock
+    seconds: float  # the method ran
+    bytes_out: int = 0  # controller → rank, serialised
+    bytes_in: int = 0  # rank → controller
+
+
+class Stored(Protocol[R_co]):
+    """A value that stayed where it was computed. It travels as a reference, from rank to rank, past the controller."""
+
+    def value(self) -> R_co:
+        """Fetch it; called by the worker that was given the reference."""
+
+
+class Call(Protocol[R_co]):
+    """A method running on one rank."""
+
+    @property
+    def role(self) -> str:
+        """Of the worker."""
+
+    @property
+    def rank(self) -> int:
+        """Of the worker."""
+
+    def done(self) -> bool:
+        """Whether there is an answer or a failure."""
+
+    def answered(self) -> Answer[R_co] | None:
+        """The answer, where it has been fetched."""
+
+
+class Backend(Protocol):
+    """Processes (or one) in which workers live, one place per rank.
+
+    Every implementation:
+
+    * starts a role's worker on every rank, in the same process as the other roles of that rank;
+    * runs the calls of one rank in the order they were submitted, those of different ranks side by side where it has
+      several processes;
+    * raises a worker's own exception with its role, its rank and its traceback (`failures.blame`);
+    * raises at the first failure: the other ranks of a broken collective are not waited for;
+    * raises DeadlineError when the time is over, WorkerLostError when a process is gone, and afterwards refuses calls
+      to ranks that may still be stuck;
+    * frees everything in `close`, also after failures; closing twice is allowed.
+    """
+
+    @property
+    def name(self) -> str:
+        """`inline` or `ray`."""
+
+    @property
+    def pool(self) -> str:
+        """The pool's name."""
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+
+    @property
+    def processes(self) -> Sequence[Process]:
+        """One per rank, in rank order."""
+
+    def start(
+        self, role: str, worker: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
+    ) -> None:
+        """Construct `worker(place, *args, **kwargs)` on every rank as `role`."""
+
+    def submit(
+        self,
+        role: str,
+        rank: int,
+        method: Callable[..., R],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Call[R]:
+        """Begin `method(worker, *args, **kwargs)` on one rank."""
+
+    def submit_stored(
+        self,
+        role: str,
+        rank: int,
+        method: Callable[..., R],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Call[Stored[R]]:
+        """As `submit`, but what is returned stays where it is."""
+
+    def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
+        """The answers, in the order of the calls; `timeout` in seconds."""
+
+    def close(self) -> None:
+        """End every process and free the devices."""

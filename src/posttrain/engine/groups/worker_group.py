@@ -1,0 +1,224 @@
+"""A role's workers, called by passing the method itself.
+
+::
+
+    logp    = policy.map(PolicyWorker.logprobs, batch)         # split by cost over the ranks, gathered in order
+    metrics = policy.each(PolicyWorker.optimizer_step, rate)   # every rank; collectives go here
+    step    = policy.within(30).one(PolicyWorker.local_step)   # one rank, no collective; at most 30 seconds
+    future  = rollout.nonblocking.map(RolloutWorker.generate, prompts)   # returns at once; future.result() waits
+
+The method is an ordinary attribute of an ordinary class. So a type checker refuses a misspelt method, a wrong argument
+and a batch of the wrong type; go-to-definition lands in the worker; and a traceback shows the worker's own frames.
+Nothing is registered, generated or bound anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
+
+from posttrain.domain.errors import DeadlineError, InputError
+from posttrain.engine.groups.port import Answer, Backend, Call, Gatherable, Shardable, Stored
+from posttrain.engine.groups.recording import Recorder
+from posttrain.pacing.balancing import Assignment, CostModel, balance
+
+W = TypeVar("W")
+B = TypeVar("B", bound=Shardable)
+G = TypeVar("G", bound=Gatherable)
+R = TypeVar("R")
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How a group reaches its workers."""
+
+    role: str
+    backend: Backend
+    recorder: Recorder
+    costs: CostModel  # of an item, from its length
+    deadline: float  # seconds, for each call
+    sequence_parallel: int  # consecutive ranks that work on one shard together
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts a batch is split."""
+        return self.backend.ranks // self.sequence_parallel
+
+
+@final
+class Future(Generic[R]):
+    """The answer to a call that may still be running."""
+
+    def __init__(self, wait: Callable[[], R], done: Callable[[], bool]) -> None:
+        self._wait, self._done = wait, done
+        self._settled: tuple[R] | None = None
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+        return self._settled is not None or self._done()
+
+    def result(self) -> R:
+        """Wait for the answer.
+
+        Raises:
+            DeadlineError: the time since the call is over.
+            WorkerLostError: a worker's process is gone.
+            Exception: whatever the worker raised, with its role, rank and traceback.
+        """
+        if self._settled is None:
+            self._settled = (self._wait(),)
+        return self._settled[0]
+
+
+@final
+class NonBlocking(Generic[W]):
+    """A group's calls that return before they are answered."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+
+    def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
+        """As `WorkerGroup.map`."""
+        reach = self._reach
+        assignment = balance(reach.costs.costs(batch.lengths), reach.shards)
+        parts: list[B] = [batch] if reach.shards == 1 else [batch.select(shard) for shard in assignment.shards]
+        begun = (time.time(), time.perf_counter())
+        calls = [
+            reach.backend.submit(reach.role, rank, method, (parts[rank // reach.sequence_parallel], *args), kwargs)
+            for rank in range(reach.backend.ranks)
+        ]
+
+        def combine(answers: Sequence[G]) -> G:
+            first = answers[:: reach.sequence_parallel]  # the ranks of one shard agree
+            if len(first) == 1:
+                return first[0]
+            gathered: G = first[0].gather(first, assignment.shards)
+            return gathered
+
+        return self._future(calls, method, begun, combine, assignment)
+
+    def each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]:
+        """As `WorkerGroup.each`."""
+        reach = self._reach
+        begun = (time.time(), time.perf_counter())
+        calls = [reach.backend.submit(reach.role, rank, method, args, kwargs) for rank in range(reach.backend.ranks)]
+        return self._future(calls, method, begun, list)
+
+    def one(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """As `WorkerGroup.one`."""
+        reach = self._reach
+        begun = (time.time(), time.perf_counter())
+        call = reach.backend.submit(reach.role, 0, method, args, kwargs)
+        return self._future([call], method, begun, lambda answers: answers[0])
+
+    def stored(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[Stored[R]]:
+        """As `WorkerGroup.stored`."""
+        reach = self._reach
+        begun = (time.time(), time.perf_counter())
+        calls = [
+            reach.backend.submit_stored(reach.role, rank, method, args, kwargs) for rank in range(reach.backend.ranks)
+        ]
+        return self._future(calls, method, begun, lambda answers: answers[0])
+
+    def _future(
+        self,
+        calls: Sequence[Call[R]],
+        method: Callable[..., Any],
+        begun: tuple[float, float],
+        combine: Callable[[Sequence[R]], T],
+        assignment: Assignment | None = None,
+    ) -> Future[T]:
+        reach = self._reach
+
+        def wait() -> T:
+            left = reach.deadline - (time.perf_counter() - begun[1])
+            answers: list[Answer[R]] = reach.backend.wait(calls, max(left, 0.0))
+            slowest = max(answers, key=lambda answer: answer.seconds)
+            if slowest.seconds > reach.deadline:  # in this process nothing could interrupt it
+                raise DeadlineError(
+                    f"{reach.role} must answer {method.__name__} within {reach.deadline:g} seconds, took "
+                    f"{slowest.seconds:.3g}; give the call a longer deadline"
+                )
+            reach.recorder.call(
+                reach.role,
+                reach.backend.pool,
+                method.__name__,
+                [call.rank for call in calls],
+                answers,
+                begun,
+                assignment.imbalance if assignment else 1.0,
+            )
+            return combine([answer.value for answer in answers])
+
+        return Future(wait, lambda: all(call.done() for call in calls))
+
+
+@final
+class WorkerGroup(Generic[W]):
+    """All ranks of one role.
+
+    Every call waits for its answer, at the longest for the group's deadline, and then raises what `Future.result`
+    raises. Made by `ResourcePool.start`.
+    """
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+
+    @property
+    def role(self) -> str:
+        """`policy`, `critic` …"""
+        return self._reach.role
+
+    @property
+    def ranks(self) -> int:
+        """How many workers."""
+        return self._reach.backend.ranks
+
+    @property
+    def backend(self) -> Backend:
+        """Where the workers live."""
+        return self._reach.backend
+
+    @property
+    def nonblocking(self) -> NonBlocking[W]:
+        """The same calls, each returning a `Future` at once. In-process workers answer before it returns."""
+        return NonBlocking(self._reach)
+
+    def within(self, seconds: float) -> WorkerGroup[W]:
+        """The same workers with another deadline.
+
+        Raises:
+            InputError: no positive number of seconds.
+        """
+        if not seconds > 0:
+            raise InputError(f"deadline of a call to {self.role} must be > 0 seconds, got {seconds}")
+        return WorkerGroup(replace(self._reach, deadline=seconds))
+
+    def balanced(self, batch: Shardable) -> Assignment:
+        """How `map` would split this batch, with its imbalance."""
+        return balance(self._reach.costs.costs(batch.lengths), self._reach.shards)
+
+    def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> G:
+        """Split a batch by cost, one shard per rank; gather what the ranks return in the original order.
+
+        A rank with an empty shard is called like the others, so that it takes part in collectives. With sequence
+        parallelism, consecutive ranks get the same shard and the first of them answers.
+        """
+        return self.nonblocking.map(method, batch, *args, **kwargs).result()
+
+    def each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Every rank with the same arguments; the answers in rank order."""
+        return self.nonblocking.each(method, *args, **kwargs).result()
+
+    def one(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Rank 0 alone. The method must not communicate with the other ranks."""
+        return self.nonblocking.one(method, *args, **kwargs).result()
+
+    def stored(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Stored[R]:
+        """Every rank; what rank 0 returns stays there, to be handed to other workers by reference."""
+        return self.nonblocking.stored(method, *args, **kwargs).result()
