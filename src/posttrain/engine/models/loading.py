@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.engine.models.backbone import Backbone
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.models.scalar_model import ScalarModel, adopt_classifier, put_scalar_head
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -25,29 +34,66 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
 
     Raises:
         NotFoundError: no such folder, or no `config.json` in it.
-        InputError: weights that are not safetensors, an unknown dtype, a device that is not there, or an
-            architecture that is not a causal language model of transformers.
+        InputError: weights that are not safetensors or not all there, an unknown dtype, a device that is not there, or
+            an architecture that is not a causal language model of transformers.
     """
+    _check_folder(folder)
+    if is_sequence_classifier(folder):
+        raise InputError(f"model in {folder} must be a causal language model, got a sequence classifier; name another")
+    return adopt_module(_read_module(AutoModelForCausalLM, folder, device, dtype))
+
+
+def load_scalar_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> ScalarModel:
+    """Load a value or reward model: a sequence classifier of one label as saved, a causal language model's backbone
+    under a head of zeros.
+
+    Raises:
+        NotFoundError, InputError: as `load_model`; an architecture without a sequence classifier in transformers, or a
+            classifier of another form than one linear head without bias on the last token.
+    """
+    _check_folder(folder)
+    if is_sequence_classifier(folder):
+        return adopt_classifier(_read_module(AutoModelForSequenceClassification, folder, device, dtype))
+    return adopt_classifier(put_scalar_head(_read_module(AutoModelForCausalLM, folder, device, dtype)))
+
+
+def is_sequence_classifier(folder: Path) -> bool:
+    """Whether the folder says that it holds one (`architectures` in `config.json`)."""
+    try:
+        names = json.loads((folder / "config.json").read_bytes()).get("architectures")
+    except (ValueError, OSError, AttributeError) as error:
+        raise InputError(f"model in {folder} must have a readable config.json: {_first_line(error)}") from error
+    return any(str(name).endswith("ForSequenceClassification") for name in names or ())
+
+
+def _read_module(auto_class: Any, folder: Path, device: str, dtype: str) -> PreTrainedModel:
     kind = _DTYPES.get(dtype)
     if kind is None:
         raise InputError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device must exist, got {device!r} but torch finds no CUDA device; use device cpu")
-    _check_folder(folder)
     if not any(folder.glob("*.safetensors")):
         found = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         raise InputError(
             f"weights in {folder} must be *.safetensors, got {', '.join(found) or 'none'}; convert them first"
         )
     try:
-        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=kind
+        module, info = auto_class.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=kind,
+            output_loading_info=True,
         )
     except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(
             f"model in {folder} cannot be loaded: {_first_line(error)}; check its config.json and weights"
         ) from error
-    return adopt_module(module.to(device))
+    if info["missing_keys"]:  # transformers would go on with random numbers
+        raise InputError(f"weights in {folder} must be complete, got none for {min(info['missing_keys'])}; copy again")
+    loaded: PreTrainedModel = module.to(device)
+    return loaded
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -73,7 +119,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def save_model(model: LanguageModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+def save_model(model: Backbone, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
     """Write weights, configuration and tokenizer. The same weights give the same bytes.
 
     Args:
@@ -85,7 +131,27 @@ def save_model(model: LanguageModel, tokenizer: PreTrainedTokenizerBase | None, 
         tokenizer.save_pretrained(folder)
 
 
-def copy_weights(model: LanguageModel) -> dict[str, Tensor]:
+def save_scalar_model(model: ScalarModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Write a value or reward model as transformers' sequence classifier of one label.
+
+    transformers scores the last token that is not padding. A padding token that also ends sequences would make it score
+    the token before the end; then none is written, and transformers takes single sequences only instead of silently
+    giving other scores.
+
+    Args:
+        tokenizer: its padding token goes into the configuration.
+        folder: created when missing.
+    """
+    config = model.module.config.get_text_config()
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    pad = config.pad_token_id
+    if tokenizer is not None:
+        pad, ends = tokenizer.pad_token_id, [*ends, tokenizer.eos_token_id]
+    config.pad_token_id = None if pad in ends else pad
+    save_model(model, tokenizer, folder)
+
+
+def copy_weights(model: Backbone) -> dict[str, Tensor]:
     """A copy of every weight by name, tied weights once, each tensor with memory of its own (fit for safetensors)."""
     seen: set[tuple[int, torch.Size]] = set()
     copies: dict[str, Tensor] = {}
@@ -97,7 +163,7 @@ def copy_weights(model: LanguageModel) -> dict[str, Tensor]:
     return copies
 
 
-def restore_weights(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+def restore_weights(model: Backbone, weights: Mapping[str, Tensor]) -> None:
     """Write weights into the model in place, so that optimisers and zero-copy decoders keep looking at them.
 
     Raises:
@@ -114,7 +180,7 @@ def restore_weights(model: LanguageModel, weights: Mapping[str, Tensor]) -> None
             tensor.copy_(weights[name])
 
 
-def copy_names(model: LanguageModel) -> list[str]:
+def copy_names(model: Backbone) -> list[str]:
     """The names `copy_weights` gives, without copying."""
     places: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in model.module.state_dict().items():
