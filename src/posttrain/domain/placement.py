@@ -1,0 +1,210 @@
+"""Where the roles of a training stage run: the `placement` of a stage in run.yaml.
+
+::
+
+    placement: collocated                                     # the default: every role in one process, no cluster
+    placement: {collocated: {gpus: 4, kind: h100}}            # every role in one pool of 4 ranks
+    placement: {policy: {gpus: 4, kind: h100}, rollout: {gpus: 12, kind: l40s}, reference: {with: rollout}}
+
+A **resource pool** is a set of processes, one per rank. A role with resources of its own heads a pool of that name; a
+role `with` another lives in that one's pool; a role nobody mentions lives with the policy. Roles that share a pool stay
+separate workers: their classes are not fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_serializer, model_validator
+
+from posttrain.domain.errors import InputError
+from posttrain.domain.runspec import Frozen
+from posttrain.domain.validation import nearest
+
+ROLES = ("policy", "critic", "reference", "reward_model", "rollout", "reward")
+COLLOCATED = "collocated"
+MAIN = "main"  # the pool of collocated roles
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+def _known_role(role: str) -> str:
+    if role not in ROLES:
+        raise ValueError(f"must be a role, got {role!r}{nearest(role, ROLES)}")
+    return role
+
+
+RoleName = Annotated[str, AfterValidator(_known_role)]
+
+
+class Resources(Frozen):
+    """What one pool gets: `{gpus: 4, kind: h100}`; or whose pool a role shares: `{with: policy}`.
+
+    `gpus` and `cpus` are totals of the pool and are dealt out evenly to its ranks.
+    """
+
+    gpus: Annotated[int, Field(ge=0)] = 0
+    cpus: Positive | None = None  # None: one for each rank
+    kind: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")] | None = None  # accelerator, lower case: h100, l40s
+    ranks: Positive | None = None  # None: one per GPU, else one per CPU, else one
+    with_: RoleName | None = Field(default=None, alias="with")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Resources:
+        if self.with_ is not None and self.model_fields_set != {"with_"}:
+            raise ValueError(f"with must stand alone, got it beside {self._others()}: a pool has one set of resources")
+        if self.kind is not None and not self.gpus:
+            raise ValueError(f"kind needs gpus >= 1, got kind {self.kind!r} with gpus: 0; say how many")
+        for name, amount in (("gpus", self.gpus), ("cpus", self.cpus or 0)):
+            if amount % self.rank_count:
+                raise ValueError(f"{name} must be a multiple of ranks ({self.rank_count}), got {amount}")
+        return self
+
+    def _others(self) -> str:
+        return ", ".join(name for name in Resources.model_fields if name in self.model_fields_set - {"with_"})
+
+    @property
+    def rank_count(self) -> int:
+        """Processes of the pool."""
+        return self.ranks or self.gpus or self.cpus or 1
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """Devices of one process."""
+        return self.gpus // self.rank_count
+
+    @property
+    def cpus_per_rank(self) -> int:
+        """Cores of one process."""
+        return (self.cpus or self.rank_count) // self.rank_count
+
+    @model_serializer
+    def _written(self) -> dict[str, Any]:
+        """As in run.yaml, without what is left at its default: equal requests have equal digests."""
+        if self.with_ is not None:
+            return {"with": self.with_}
+        given = {"gpus": self.gpus or None, "cpus": self.cpus, "kind": self.kind, "ranks": self.ranks}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Processes and the roles in them: `Pool("policy", Resources(gpus=4), ("policy", "reference"))`."""
+
+    name: str
+    resources: Resources
+    roles: tuple[str, ...]  # in the order of `ROLES`
+
+
+class Placement(Frozen):
+    """Which roles share a pool, and what each pool gets.
+
+    Raises:
+        pydantic.ValidationError: an unknown role (with the nearest), amounts that ranks do not divide, roles that are
+            `with` each other in a circle.
+    """
+
+    collocated: Resources | None = None  # the pool of every role; beside it no role can be placed
+    policy: Resources | None = None
+    critic: Resources | None = None
+    reference: Resources | None = None
+    reward_model: Resources | None = None
+    rollout: Resources | None = None
+    reward: Resources | None = None  # its ranks are scoring processes side by side
+    sleep: Literal["auto"] | bool = "auto"  # idle roles of a shared pool free their device's memory; auto: on a GPU
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        if isinstance(value, Placement) or value == COLLOCATED:
+            return {} if value == COLLOCATED else value
+        if not isinstance(value, dict):
+            raise ValueError(f"must be {COLLOCATED} or a map of roles to resources, got {value!r}")
+        empty = next((role for role, given in value.items() if given is None), None)
+        if empty is not None:
+            raise ValueError(f"{empty} must be a map such as {{gpus: 4}} or {{with: policy}}, got nothing")
+        return {key: given for key, given in value.items() if (key, given) != (COLLOCATED, {})}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Placement:
+        if self.collocated is not None and self.placed:
+            raise ValueError(
+                f"{COLLOCATED} puts every role into one pool, got it beside {', '.join(self.placed)}; "
+                f"write policy instead of {COLLOCATED}: roles that are not mentioned live with it"
+            )
+        if self.collocated is not None and self.collocated.with_ is not None:
+            raise ValueError(f"{COLLOCATED} must have resources of its own, got with: {self.collocated.with_}")
+        for role in ROLES:
+            self._head(role)
+        return self
+
+    @property
+    def placed(self) -> dict[str, Resources]:
+        """What is written of single roles, in the order of `ROLES`."""
+        found = {role: getattr(self, role) for role in ROLES}
+        return {role: given for role, given in found.items() if given is not None}
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether one process is enough: a single pool of one rank. A cluster that is named is used nevertheless."""
+        pools = self.pools()
+        return len(pools) == 1 and all(pool.resources.rank_count == 1 for pool in pools.values())
+
+    def pools(self, roles: Collection[str] = ROLES) -> dict[str, Pool]:
+        """Pools by name, in the order in which `ROLES` has their first roles.
+
+        Args:
+            roles: those of the stage; a pool that none of them lives in is not made.
+        """
+        homes: dict[str, list[str]] = {}
+        for role in ROLES:
+            if role in roles:
+                homes.setdefault(self._head(role), []).append(role)
+        return {name: Pool(name, self._resources(name), tuple(found)) for name, found in homes.items()}
+
+    def pool_of(self, role: str) -> Pool:
+        """The pool that a role lives in."""
+        return self.pools()[self._head(role)]
+
+    def for_roles(self, roles: Collection[str], stage: str) -> Placement:
+        """This placement, for a stage that has only these roles.
+
+        Args:
+            stage: what the stage is called in the error.
+
+        Raises:
+            InputError: it names a role that the stage does not have.
+        """
+        has = ", ".join(role for role in ROLES if role in roles)
+        for role, given in self.placed.items():
+            for named in (role, given.with_):
+                if named is not None and named not in roles:
+                    raise InputError(f"placement.{role}: {stage} has no {named} (its roles: {has}); remove it")
+        return self
+
+    def _head(self, role: str) -> str:
+        """The name of the pool that `role` lives in."""
+        if not self.placed:
+            return MAIN
+        seen = [role]
+        while True:
+            given = self.placed.get(seen[-1])
+            host = given.with_ if given is not None else "policy" if seen[-1] != "policy" else None
+            if host is None:
+                return seen[-1]
+            if host in seen:
+                raise ValueError(f"{' with '.join([*seen, host])} is a circle; give one of them resources")
+            seen.append(host)
+
+    def _resources(self, pool: str) -> Resources:
+        return self.placed.get(pool) or self.collocated or Resources()
+
+    @model_serializer
+    def _written(self) -> str | dict[str, Any]:
+        """As in run.yaml, in one form: reading it back gives an equal placement."""
+        nap = {} if self.sleep == "auto" else {"sleep": self.sleep}
+        shared = self.collocated.model_dump() if self.collocated is not None else {}
+        both = {role: given.model_dump() for role, given in self.placed.items()}
+        return {**({COLLOCATED: shared} if shared else {}), **both, **nap} or COLLOCATED
