@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from posttrain.domain.placement import Placement
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$")]
@@ -67,6 +69,7 @@ class RuntimeConfig(InferenceRuntimeConfig):
     checkpoint_every: Positive = 50  # steps
     activation_checkpointing: bool = False  # recompute the layers in backward: memory for time
     sequence_parallel: Positive = 1  # ranks that share the tokens of one batch (Ulysses); divides the pool's ranks
+    ray_address: Word | None = None  # of a Ray cluster that runs already; None: one on this machine, where needed
 
 
 class SFTConfig(_Frozen):
@@ -80,6 +83,7 @@ class SFTConfig(_Frozen):
     max_length: Positive | None = None  # tokens; None: the model's context. A longer row is refused, never cut
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    placement: Placement = Placement()
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""
@@ -117,6 +121,7 @@ class _OnPolicyConfig(_Frozen):
     probe: ProbeConfig | None = None
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    placement: Placement = Placement()
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""
@@ -213,6 +218,7 @@ class RewardModelConfig(_Frozen):
     max_length: Positive | None = None  # tokens of prompt and response; None: the model's context. Never cut
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    placement: Placement = Placement()
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""

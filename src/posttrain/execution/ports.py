@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec, Observation
+from posttrain.planner.residency import Load
 from posttrain.store.attempts import AttemptFolder
 
 
@@ -73,6 +74,7 @@ class StageContract:
     metrics: Mapping[str, bool] = field(default_factory=dict)  # metrics it will produce → whether they are 0/1 per item
     work: Mapping[str, float] = field(default_factory=dict)  # for the planner: steps, documents, max_new_tokens …
     rows: Mapping[str, RowNeeds] = field(default_factory=dict)  # data set slot → what its rows must be
+    load: Load | None = None  # what it makes of memory and asks of devices; None: one process that trains nothing
 
 
 class Trainer(Protocol):

@@ -19,14 +19,25 @@ from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
 from posttrain.domain.validation import explain, nearest
-from posttrain.engine.config import STAGE_CONFIGS, EvaluateConfig, GRPOConfig, SFTConfig, StageConfig, stage_config
+from posttrain.engine.config import (
+    STAGE_CONFIGS,
+    EvaluateConfig,
+    GRPOConfig,
+    PPOConfig,
+    RewardModelConfig,
+    SFTConfig,
+    StageConfig,
+    stage_config,
+)
 from posttrain.execution.ports import RowNeeds, StageContract
+from posttrain.planner.residency import Load
 from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
 _DECIDING_ROOMS = ("engine", "jobs", "data/rows.py", "domain/seeds.py")
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads Parquet rows.
 _DECIDING_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "jinja2", "pyarrow")
+_DECODED_TOGETHER = 256  # rows; `rollout.port.SamplingParams.batch_size`, which a test compares
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 _CHOSEN_BY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _CHOOSES = re.compile(r"\d|GPU-|MIG-")  # how a list begins that leaves at least one device visible
@@ -51,7 +62,7 @@ class NativeTrainer:
         """Validate and normalise; words that name inputs are replaced by their slot, so that naming decides nothing.
 
         Raises:
-            InputError: an unknown kind or parameter, a value out of range.
+            InputError: an unknown kind or parameter, a value out of range, a role placed that the stage does not have.
         """
         if kind not in STAGE_CONFIGS:
             raise InputError(f"kind: unknown stage kind {kind!r}{nearest(kind, STAGE_CONFIGS)}")
@@ -67,6 +78,7 @@ class NativeTrainer:
             metrics=_metrics(config),
             work=_work(config),
             rows=_row_needs(config),
+            load=_load(config),
         )
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
@@ -162,6 +174,55 @@ def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
     if config.probe:
         needs["probe"] = RowNeeds(reserve=config.max_new_tokens, answer=True, first=config.probe.items)
     return needs
+
+
+def _load(config: object) -> Load | None:
+    """What memory and devices see of a training stage.
+
+    Raises:
+        InputError: a role is placed that the stage does not have.
+    """
+    if not isinstance(config, SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig):
+        return None
+    runtime, samples, longest = config.runtime, 0, 0
+    if isinstance(config, GRPOConfig | PPOConfig):
+        samples, longest = config.prompts_per_step * config.group_size, config.max_new_tokens
+    roles = _roles(config)
+    return Load(
+        kind=config.kind,
+        roles=roles,
+        placement=config.placement.for_roles(roles, _described(config)),
+        device=runtime.device,
+        dtype=runtime.dtype,
+        micro_batch_tokens=None if runtime.micro_batch_tokens == "auto" else runtime.micro_batch_tokens,
+        activation_checkpointing=runtime.activation_checkpointing,
+        sequence_parallel=runtime.sequence_parallel,
+        rows=min(samples, _DECODED_TOGETHER),
+        response_tokens=longest,
+        ray_address=runtime.ray_address,
+    )
+
+
+def _roles(config: SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig) -> tuple[str, ...]:
+    if isinstance(config, RewardModelConfig):
+        return ("reward_model",)
+    if isinstance(config, SFTConfig):
+        return ("policy",)
+    reference = ("reference",) if config.kl else ()
+    if isinstance(config, GRPOConfig):
+        return ("policy", *reference, "rollout", "reward")
+    judge = "reward" if config.reward else "reward_model"
+    return ("policy", "critic", *reference, "rollout", judge)
+
+
+def _described(config: SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig) -> str:
+    """The stage in an error: what its configuration leaves out decides which roles it has."""
+    words = [config.kind]
+    if isinstance(config, PPOConfig):
+        words.append("with a reward function" if config.reward else "with a reward model")
+    if isinstance(config, GRPOConfig | PPOConfig) and config.kl is None:
+        words.append("without kl")
+    return " ".join(words)
 
 
 def _work(config: StageConfig) -> dict[str, float]:

@@ -1,0 +1,296 @@
+"""What lies in memory when: every phase of a training step, by pool and role, for one rank. Pure arithmetic.
+
+Of a model with N parameters, computed in b bytes each (4 on a CPU, 2 as bfloat16), on G ranks:
+
+====================  ========================================================  =======================================
+part                  one rank                                                  G > 1 (FSDP2, shards kept in float32)
+====================  ========================================================  =======================================
+weights               b N                                                       4 N / G
+masters               4 N when b = 2: the optimiser updates float32             none
+optimizer             8 N: two moments of Adam in float32                       8 N / G
+gradients             4 N, and 2 N of the last micro-batch when b = 2           4 N / G
+gathered              none                                                      b × (embedding + head + two layers)
+====================  ========================================================  =======================================
+
+So training takes 16 N in float32 and 20 N in mixed precision with float32 accumulation: the 16 N of ZeRO (Rajbhandari
+et al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. A frozen role holds b N on every rank. A
+rollout that shares a pool of one rank with the policy reads its weights where they are; elsewhere it holds a copy. Its
+key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the rows that are decoded together.
+
+Activations are estimated, not certain: what autograd keeps of a Llama-style layer, per token, is about
+4 hidden + 3 (heads + kv_heads) × head_dim + 4 intermediate values of b bytes (counted as in Korthikanti et al. 2022,
+section 4, without the scores, which fused attention never stores); with checkpointing one layer of these and `hidden`
+values for each other; and the logits twice, in float32 and at most `CHUNKED_LOGITS` of them.
+
+Asleep, a role of a shared pool leaves its GPU; on a CPU a frozen model is dropped and what is trained stays, for there
+is nowhere to put it. Not counted: Python and torch themselves (about 0.5 GB a process), CUDA contexts, allocator
+fragments, collective buffers, data sets, checkpoints being written, and a reward function's own processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from posttrain.domain.placement import Placement, Pool
+
+CHUNKED_LOGITS = 2**25  # above, the engine computes logits in chunks and again in backward
+_TRAINED = ("policy", "critic", "reward_model")  # in the phase named `update`
+_ROLES_OF_PHASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "sft": {"update": ("policy",)},
+    "reward_model": {"update": ("reward_model",)},
+    "grpo": {
+        "rollout": ("rollout",),
+        "reward": ("reward",),
+        "reference": ("reference",),
+        "update": ("policy",),
+        "weights": ("policy", "rollout"),
+    },
+    "ppo": {
+        "rollout": ("rollout",),
+        "reward": ("reward", "reward_model"),
+        "reference": ("reference",),
+        "values": ("critic",),
+        "update critic": ("critic",),
+        "update policy": ("policy",),
+        "weights": ("policy", "rollout"),
+    },
+}
+_ANY: Mapping[str, tuple[str, ...]] = {"rollout": ("rollout",), "reward": ("reward",), "update": _TRAINED}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a decoder that memory depends on."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool  # embedding and output head are one matrix
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], parameters: int | None = None) -> Shape | None:
+        """From a `config.json` in the Llama style; None when it does not name these sizes.
+
+        Args:
+            parameters: as counted in the weights; else computed for a gated MLP without biases.
+        """
+        text = {**config, **(config.get("text_config") or {})}
+        try:
+            hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+            shape = cls(
+                parameters or 0,
+                layers=int(text["num_hidden_layers"]),
+                hidden=hidden,
+                intermediate=int(text.get("intermediate_size") or 4 * hidden),
+                heads=heads,
+                kv_heads=int(text.get("num_key_value_heads") or heads),
+                head_dim=int(text.get("head_dim") or hidden // heads),
+                vocabulary=int(text["vocab_size"]),
+                tied=bool(text.get("tie_word_embeddings", False)),
+            )
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            return None
+        outside = shape.hidden * shape.vocabulary * (1 if shape.tied else 2) + shape.hidden
+        return shape if parameters else replace(shape, parameters=outside + shape.layers * shape.layer_parameters)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one decoder layer: query, key, value and output projections, gate, up and down, two norms."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def unit_parameters(self) -> int:
+        """Whole at once when sharded: embedding and head, the layer at work, and the one fetched ahead."""
+        return self.hidden * self.vocabulary * (1 if self.tied else 2) + 2 * self.layer_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a stage's configuration makes of memory."""
+
+    kind: str
+    roles: tuple[str, ...]
+    placement: Placement
+    device: str  # cpu | cuda | auto
+    dtype: str  # float32 | bfloat16 | auto
+    micro_batch_tokens: int | None  # None: the engine's own for the device
+    activation_checkpointing: bool = False
+    sequence_parallel: int = 1
+    rows: int = 0  # responses decoded together
+    response_tokens: int = 0
+    ray_address: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one role holds in one phase: `Held("update", "main", "policy", "optimizer", 800, estimated=False)`."""
+
+    phase: str
+    pool: str
+    role: str
+    part: str  # weights | masters | optimizer | gradients | gathered | copy | kv cache | activations | logits
+    bytes: int  # of one rank
+    estimated: bool  # an estimate that depends on the rows; else certain
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The fullest phase of a pool: bytes of one rank, and how many of them are certain."""
+
+    pool: str
+    device: str  # cpu | cuda
+    ranks: int
+    phase: str
+    bytes: int
+    certain: int
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """The table of one stage, phase by phase."""
+
+    held: tuple[Held, ...]
+    peaks: tuple[Peak, ...]  # in the order of the pools; bytes and certain bytes are both the highest of any phase
+
+    def total(self, phase: str, pool: str, role: str) -> int:
+        """Bytes of one rank."""
+        return sum(h.bytes for h in self.held if (h.phase, h.pool, h.role) == (phase, pool, role))
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """In the order of a step."""
+        return tuple(dict.fromkeys(h.phase for h in self.held))
+
+
+def resident(load: Load, shapes: Mapping[str, Shape], *, prompt_tokens: int = 0, gpu_there: bool = False) -> Residency:
+    """What every role holds in every phase.
+
+    Args:
+        load: the stage.
+        shapes: of the model behind each role; a role without one is left out.
+        prompt_tokens: of a typical prompt, for the key-value cache.
+        gpu_there: what `device: auto` of collocated roles becomes.
+    """
+    pools = load.placement.pools(load.roles)
+    held: list[Held] = []
+    peaks: list[Peak] = []
+    stays = {name: _Pool(load, pool, gpu_there, prompt_tokens) for name, pool in pools.items()}
+    for phase, active in _phases(load).items():
+        for pool in stays.values():
+            held += pool.phase(phase, active, shapes)
+    for name, pool in stays.items():
+        mine = {phase: [h for h in held if (h.phase, h.pool) == (phase, name)] for phase in _phases(load)}
+        full = {phase: sum(h.bytes for h in rows) for phase, rows in mine.items()}
+        sure = [sum(h.bytes for h in rows if not h.estimated) for rows in mine.values()]
+        worst = max(full, key=full.__getitem__)
+        ranks = pool.pool.resources.rank_count
+        if full[worst]:
+            peaks.append(Peak(name, pool.device, ranks, worst, full[worst], max(sure)))
+    return Residency(tuple(held), tuple(peaks))
+
+
+def shared_weights(load: Load) -> bool:
+    """Whether the rollout reads the policy's weights where they are."""
+    if not {"policy", "rollout"} <= set(load.roles):
+        return False
+    home = load.placement.pool_of("policy")
+    return "rollout" in home.roles and home.resources.rank_count == 1
+
+
+def _phases(load: Load) -> dict[str, tuple[str, ...]]:
+    """Phases with the roles that work in them; without those in which no role of the stage has anything to do."""
+    known = _ROLES_OF_PHASES.get(load.kind, _ANY)
+    found = {phase: tuple(role for role in roles if role in load.roles) for phase, roles in known.items()}
+    if shared_weights(load):
+        found.pop("weights", None)
+    return {phase: roles for phase, roles in found.items() if roles}
+
+
+class _Pool:
+    """The memory of one rank of one pool."""
+
+    def __init__(self, load: Load, pool: Pool, gpu_there: bool, prompt_tokens: int) -> None:
+        self._load, self.pool = load, pool
+        gpu = pool.resources.gpus > 0 or (gpu_there and load.placement.is_inline and load.ray_address is None)
+        self.device = "cuda" if load.device == "cuda" or (load.device == "auto" and gpu) else "cpu"
+        wide = load.dtype == "float32" or (load.dtype == "auto" and self.device == "cpu")
+        self._width, self._ranks = 4 if wide else 2, pool.resources.rank_count
+        sleep = load.placement.sleep
+        self._sleeps = (self.device == "cuda" if sleep == "auto" else sleep) and len(pool.roles) > 1
+        tokens = load.micro_batch_tokens or (16384 if self.device == "cuda" else 4096)
+        self._tokens = math.ceil(tokens / load.sequence_parallel)
+        self._context = prompt_tokens + load.response_tokens
+        self._trained = _trained(load)
+
+    def phase(self, phase: str, active: Collection[str], shapes: Mapping[str, Shape]) -> Iterator[Held]:
+        for role in self.pool.roles:
+            if role in shapes:
+                found = [*self._persistent(phase, role, shapes[role], active)]
+                found += self._transient(phase, role, shapes[role]) if role in active else []
+                for part, size, estimated in found:
+                    if size:
+                        yield Held(phase, self.pool.name, role, part, size, estimated)
+
+    def _persistent(
+        self, phase: str, role: str, shape: Shape, active: Collection[str]
+    ) -> Iterator[tuple[str, int, bool]]:
+        asleep = self._sleeps and role not in active
+        size, width, ranks = shape.parameters, self._width, self._ranks
+        if role == "rollout":
+            if not shared_weights(self._load) and not asleep:
+                yield "copy", width * size, False
+        elif role not in self._trained:
+            if not asleep:
+                yield "weights", width * size, False
+        elif not (asleep and self.device == "cuda"):
+            yield "weights", (width * size if ranks == 1 else 4 * math.ceil(size / ranks)), False
+            yield "masters", (4 * size if ranks == 1 and width == 2 else 0), False
+            yield "optimizer", 8 * math.ceil(size / ranks), False
+        elif role == "policy" and "rollout" in active and shared_weights(self._load):
+            yield "weights", width * size, False  # what the rollout reads does not sleep
+
+    def _transient(self, phase: str, role: str, shape: Shape) -> Iterator[tuple[str, int, bool]]:
+        width = self._width
+        if role == "rollout" and phase == "rollout":
+            rows = math.ceil(self._load.rows / self._ranks)
+            per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * width
+            yield "kv cache", rows * self._context * per_token, True
+            yield "logits", 2 * 4 * rows * shape.vocabulary, True
+        elif role in self._trained and phase != "rollout":
+            if self._ranks > 1:
+                yield "gathered", width * min(shape.parameters, shape.unit_parameters), False
+            if phase == "weights" and self.device == "cpu":
+                yield "copy", width * shape.parameters, False  # whole, on its way to the rollout
+            if phase.startswith("update"):
+                own = 4 * math.ceil(shape.parameters / self._ranks)
+                last = 2 * shape.parameters if self._ranks == 1 and width == 2 else 0
+                yield "gradients", own + last, False
+                yield from self._forward(shape, backward=True, head=role == "policy")
+            elif phase != "weights":
+                yield from self._forward(shape, backward=False, head=False)
+        elif role != "rollout":
+            yield from self._forward(shape, backward=False, head=role == "reference")
+
+    def _forward(self, shape: Shape, *, backward: bool, head: bool) -> Iterator[tuple[str, int, bool]]:
+        layer = 4 * shape.hidden + 3 * (shape.heads + shape.kv_heads) * shape.head_dim + 4 * shape.intermediate
+        kept = layer
+        if backward:
+            saved = shape.hidden if self._load.activation_checkpointing else layer
+            kept = layer + (shape.layers - 1) * saved
+        yield "activations", self._tokens * kept * self._width, True
+        if head:
+            yield "logits", 2 * 4 * min(self._tokens * shape.vocabulary, CHUNKED_LOGITS), True
+
+
+def _trained(load: Load) -> tuple[str, ...]:
+    """The roles that learn. PPO's reward model does not: it was trained by a stage of its own."""
+    return ("reward_model",) if load.kind == "reward_model" else ("policy", "critic")
