@@ -1,0 +1,292 @@
+"""Who computes what: items split over ranks and packed into micro-batches by what they cost.
+
+All arithmetic is on integers and every tie is broken by position, so each machine comes to the same split.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from posttrain.domain.errors import InputError
+
+_EXCHANGES = 4  # per part: more were never needed on lognormal lengths
+_PARTNERS = 4  # the lightest parts with which the heaviest tries to exchange
+_GOOD_ENOUGH = 10_000  # stop once the heaviest load is within mean / _GOOD_ENOUGH of the mean
+
+_Item = tuple[int, int]  # cost, index
+_NOTHING: _Item = (0, -1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What an item of n tokens costs: `linear`·n + `quadratic`·n², in a unit of its own.
+
+    `CostModel(7700, 1)`: attention over 7700 tokens costs as much as everything else done to them.
+
+    Raises:
+        InputError: a negative factor, or both zero.
+    """
+
+    linear: int
+    quadratic: int
+
+    def __post_init__(self) -> None:
+        if min(self.linear, self.quadratic) < 0 or not self.linear + self.quadratic:
+            raise InputError(
+                f"cost factors must be >= 0 and not both 0, got linear={self.linear}, quadratic={self.quadratic}"
+            )
+
+    @classmethod
+    def of_model(cls, *, parameters: int, layers: int, attention_width: int) -> CostModel:
+        """The cost model of a transformer with causal attention.
+
+        One forward pass over n tokens takes 2·`parameters`·n FLOPs in matrix products (Kaplan et al. 2020, table 1)
+        and 4·`layers`·`attention_width`·n²/2 in attention: scores and weighted sum, half of them masked. A backward
+        pass takes twice both, so the ratio stays; it is rounded to `quadratic` = 1, which keeps the integers small.
+
+        Args:
+            parameters: of the layers, without embeddings.
+            layers: with attention.
+            attention_width: heads × head dimension.
+
+        Raises:
+            InputError: a number below 1.
+        """
+        least = min(parameters, layers, attention_width)
+        if least < 1:
+            raise InputError(f"parameters, layers and attention width of a model must be >= 1, got {least}")
+        width = layers * attention_width
+        return cls(max(1, (2 * parameters + width) // (2 * width)), 1)
+
+    def costs(self, lengths: Iterable[int]) -> list[int]:
+        """The cost of each item, from its tokens."""
+        linear, quadratic = self.linear, self.quadratic
+        if not quadratic:
+            return [linear * n for n in lengths]
+        return [n * (linear + quadratic * n) for n in lengths]
+
+
+TOKENS = CostModel(1, 0)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which items each part gets: `Assignment(shards=((0, 3), (1, 2)), loads=(9, 8), largest=7)`."""
+
+    shards: tuple[tuple[int, ...], ...]  # ascending within a part; a part may be empty
+    loads: tuple[int, ...]  # cost of each part
+    largest: int  # cost of the costliest item; 0 without items
+
+    @classmethod
+    def of(cls, costs: Sequence[int], shards: Iterable[Iterable[int]]) -> Assignment:
+        """A split that is given."""
+        ordered = tuple(tuple(sorted(shard)) for shard in shards)
+        loads = tuple(sum(costs[i] for i in shard) for shard in ordered)
+        return cls(ordered, loads, max(costs, default=0))
+
+    @property
+    def imbalance(self) -> float:
+        """Heaviest load over mean load: 1.0 is even, 1.1 leaves the mean part idle for a tenth of its own time."""
+        total = sum(self.loads)
+        return max(self.loads) * len(self.loads) / total if total else 1.0
+
+    @property
+    def bound(self) -> float:
+        """What the imbalance cannot exceed, known from the costs alone: 1 + (m - 1)·largest/total (see `balance`)."""
+        total = sum(self.loads)
+        return 1.0 + (len(self.loads) - 1) * self.largest / total if total else 1.0
+
+    @property
+    def floor(self) -> float:
+        """What no split goes below, because an item cannot be divided: m·largest/total, at least 1."""
+        total = sum(self.loads)
+        return max(1.0, len(self.loads) * self.largest / total) if total else 1.0
+
+
+def balance(costs: Sequence[int], parts: int) -> Assignment:
+    """Split items into parts of costs as equal as can be found quickly.
+
+    Each item, the costliest first, goes to the part with the least load so far (LPT). Then the heaviest part moves an
+    item to a light part, or exchanges two, as long as that lowers it and for a bounded number of times.
+
+    For m parts, Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969), proves of LPT
+
+        heaviest load <= mean load + (1 - 1/m)·largest cost        and        <= (4/3 - 1/(3m))·the best possible,
+
+    and the exchanges only ever lower the heaviest load. On lognormal lengths (sigma 0.99, 2…64 parts) this is as even
+    as Karmarkar-Karp differencing to about 1e-4, in a tenth of its time or less.
+
+    Args:
+        costs: of each item, >= 0.
+        parts: how many, >= 1; there may be fewer items.
+
+    Raises:
+        InputError: a negative cost, or no part.
+    """
+    if parts < 1:
+        raise InputError(f"parts to balance over must be >= 1, got {parts}")
+    if costs and min(costs) < 0:
+        raise InputError(f"costs to balance must be >= 0, got {min(costs)}")
+    if parts == 1:
+        return Assignment.of(costs, [range(len(costs))])
+    shards, loads = _longest_first(costs, parts)
+    _exchange(shards, loads)
+    return Assignment.of(costs, ([item for _, item in shard] for shard in shards))
+
+
+def _longest_first(costs: Sequence[int], parts: int) -> tuple[list[list[_Item]], list[int]]:
+    """The shards of LPT, ascending by (cost, item), and their loads. Among equal loads, the fewest items go first."""
+    shards: list[list[_Item]] = [[] for _ in range(parts)]
+    heap = [(0, 0, part) for part in range(parts)]
+    for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable: equal costs by position
+        load, count, part = heap[0]
+        shards[part].append((costs[item], item))
+        heapq.heapreplace(heap, (load + costs[item], count + 1, part))
+    for shard in shards:
+        shard.sort()
+    loads = [0] * parts
+    for load, _, part in heap:
+        loads[part] = load
+    return shards, loads
+
+
+def _exchange(shards: list[list[_Item]], loads: list[int]) -> None:
+    """Lower the heaviest load by moves and swaps, in place."""
+    parts, total = len(shards), sum(loads)
+    for _ in range(_EXCHANGES * parts):
+        heavy = max(range(parts), key=loads.__getitem__)
+        if (loads[heavy] * parts - total) * _GOOD_ENOUGH <= total or len(shards[heavy]) == 1:
+            return
+        for light in heapq.nsmallest(_PARTNERS, range(parts), key=loads.__getitem__):
+            found = _best_swap(shards[heavy], shards[light], loads[heavy] - loads[light])
+            if found:
+                _swap(shards, loads, heavy, light, *found)
+                break
+        else:
+            return
+
+
+def _best_swap(heavy: list[_Item], light: list[_Item], gap: int) -> tuple[_Item, _Item] | None:
+    """An item of each (or nothing of the light part) whose swap leaves the heavier of the two parts lightest.
+
+    A swap that moves d of the gap leaves the parts gap - 2·d apart, so d should come close to gap / 2 and must be
+    within 0 < d < gap to lower the heavier part.
+    """
+    offers = [_NOTHING, *light]
+    best, found = gap, None
+    for item in heavy:
+        place = bisect_left(offers, (item[0] - gap // 2, -1))
+        for offer in offers[max(place - 1, 0) : place + 1]:
+            moved = item[0] - offer[0]
+            if max(moved, gap - moved) < best:
+                best, found = max(moved, gap - moved), (item, offer)
+    return found
+
+
+def _swap(shards: list[list[_Item]], loads: list[int], heavy: int, light: int, item: _Item, offer: _Item) -> None:
+    for source, target, moved in ((heavy, light, item), (light, heavy, offer)):
+        if moved is not _NOTHING:
+            del shards[source][bisect_left(shards[source], moved)]
+            insort(shards[target], moved)
+            loads[source] -= moved[0]
+            loads[target] += moved[0]
+
+
+def micro_batches(
+    lengths: Sequence[int], costs: Sequence[int], token_budget: int, at_least: int = 1
+) -> tuple[tuple[int, ...], ...]:
+    """Pack items into few micro-batches that fit the budget and cost about the same.
+
+    Their number is that of first-fit decreasing, or of cutting the items in their order where that needs fewer: at
+    most 11/9·fewest possible + 6/9 (Dósa 2007). No two of them would fit into one, so with T tokens and budget B it
+    is also at most max(1, ceil(2·T/B) - 1). `at_least` can raise it, for ranks that step together.
+
+    Args:
+        lengths: tokens of each item.
+        costs: of each item.
+        token_budget: tokens of a micro-batch; an item that exceeds it is a micro-batch of its own.
+        at_least: micro-batches, unless there are fewer items.
+
+    Returns:
+        Every item once; items ascend within a micro-batch, and the costliest micro-batch is first, so that the k-th
+        ones of several ranks are alike and the largest need for memory shows at once.
+
+    Raises:
+        InputError: lengths and costs that differ in number, a negative one, a budget or `at_least` below 1.
+    """
+    if len(lengths) != len(costs):
+        raise InputError(f"micro-batches need one cost per item ({len(lengths)}), got {len(costs)}")
+    if min(token_budget, at_least) < 1:
+        raise InputError(f"token budget and count of micro-batches must be >= 1, got {min(token_budget, at_least)}")
+    if not lengths:
+        return ()
+    least = min(*lengths, *costs)
+    if least < 0:
+        raise InputError(f"lengths and costs to pack must be >= 0, got {least}")
+    fewest = min(_first_fit(lengths, token_budget), _in_order(lengths, token_budget), key=len)
+    count = max(len(fewest), min(at_least, len(lengths)))
+    packed = _spread(lengths, costs, token_budget, count) or _divide(fewest, costs, count)
+    ordered = (tuple(sorted(items)) for items in packed)
+    return tuple(sorted(ordered, key=lambda items: (-sum(costs[i] for i in items), items)))
+
+
+def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """First-fit decreasing: each item, the longest first, into the first micro-batch that has room."""
+    room = np.full(len(lengths), budget, dtype=np.int64)
+    packed: list[list[int]] = []
+    for item in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        oversized = lengths[item] > budget
+        place = len(packed) if oversized else int((room[: len(packed) + 1] >= lengths[item]).argmax())
+        if place == len(packed):
+            packed.append([])
+        packed[place].append(item)
+        room[place] = -1 if oversized else room[place] - lengths[item]
+    return packed
+
+
+def _in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Cut where the next item does not fit."""
+    packed: list[list[int]] = []
+    used = 0
+    for item, length in enumerate(lengths):
+        if not packed or used + length > budget:
+            packed.append([])
+            used = 0
+        packed[-1].append(item)
+        used += length
+    return packed
+
+
+def _spread(lengths: Sequence[int], costs: Sequence[int], budget: int, count: int) -> list[list[int]]:
+    """Each item, the longest first, into the cheapest of `count` micro-batches with room; [] where one finds none."""
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], costs[i]), reverse=True)
+    packed = [[item] for item in order[:count]]
+    room = budget - np.array([lengths[item] for item in order[:count]], dtype=np.int64)
+    load = np.array([costs[item] for item in order[:count]], dtype=np.float64)
+    for item in order[count:]:
+        place = int(np.where(room >= lengths[item], load, np.inf).argmin())
+        if room[place] < lengths[item]:
+            return []
+        packed[place].append(item)
+        room[place] -= lengths[item]
+        load[place] += costs[item]
+    return packed
+
+
+def _divide(packed: Sequence[list[int]], costs: Sequence[int], count: int) -> list[list[int]]:
+    """Halve the costliest micro-batch that has more than one item until there are `count`."""
+    divided = list(packed)
+    while len(divided) < count:
+        costliest = max((items for items in divided if len(items) > 1), key=lambda items: sum(costs[i] for i in items))
+        divided.remove(costliest)
+        halves = balance([costs[i] for i in costliest], 2).shards
+        divided += [[costliest[k] for k in half] for half in halves]
+    return divided
