@@ -6,7 +6,7 @@ A fit is remembered in the workspace's cache by what it depends on, so that subm
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -59,24 +59,46 @@ class _Shelf:
         if ref is None:
             return _Base(None)
         if str(ref.digest) not in self.bases:
-            with located(f"{self.source}: model"), _bytes_of(ref):
+            with located(f"{self.source}: model"), bytes_of(ref):
                 read = self._reader(ref)
                 self.bases[str(ref.digest)] = _Base(ref, open_tokenizer(read), context_length(read))
         return self.bases[str(ref.digest)]
 
     def _reader(self, ref: InputRef) -> Read:
-        parsed = parse_ref(str(self.spec.model), "model")
-        if parsed.source is not Source.REGISTRY:
-            root = local_path(parsed, self.source.parent)
-            return lambda name: (root / name).read_bytes() if (root / name).is_file() else None
-        blobs = self.workspace.blobs
-        listing = tree_listing(blobs, str(ref.digest))
-        return lambda name: blobs.get(listing[name].digest) if name in listing else None
+        return model_files(self.workspace, ref, self.spec.model, self.source.parent).read
 
     def data(self, ref: InputRef, word: str) -> list[Row]:
         if str(ref.digest) not in self.rows:
             self.rows[str(ref.digest)] = read_dataset(self.workspace, ref, self.spec.data[word], self.source.parent)
         return self.rows[str(ref.digest)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of a model, wherever they are."""
+
+    sizes: Mapping[str, int]  # path in the model's folder → bytes
+    read: Read
+
+
+def model_files(workspace: Workspace, ref: InputRef, word: str | None, folder: Path) -> ModelFiles:
+    """The files of a planned base model, which is in the store or, named by its path, on disk only.
+
+    Args:
+        word: how the run file names it; None: in the store.
+        folder: where its relative paths start.
+
+    Raises:
+        NotFoundError, IntegrityError: its listing is missing or corrupt.
+    """
+    parsed = parse_ref(word, "model") if word is not None else None
+    if parsed is not None and parsed.source is not Source.REGISTRY:
+        root = local_path(parsed, folder)
+        sizes = {path.name: path.stat().st_size for path in root.iterdir() if path.is_file()}
+        return ModelFiles(sizes, lambda name: (root / name).read_bytes() if (root / name).is_file() else None)
+    listing = tree_listing(workspace.blobs, str(ref.digest))
+    sizes = {name: file.size for name, file in listing.items()}
+    return ModelFiles(sizes, lambda name: workspace.blobs.get(listing[name].digest) if name in listing else None)
 
 
 def read_dataset(workspace: Workspace, ref: InputRef, word: str, folder: Path) -> list[Row]:
@@ -94,7 +116,7 @@ def read_dataset(workspace: Workspace, ref: InputRef, word: str, folder: Path) -
         return read_rows(local_path(parsed, folder), name=ref.name)
     with tempfile.TemporaryDirectory(prefix="posttrain-plan-") as scratch:
         file = Path(scratch, "rows")
-        with _bytes_of(ref):
+        with bytes_of(ref):
             workspace.blobs.fetch(str(ref.digest), file)
         return read_rows(file, name=ref.name)
 
@@ -109,7 +131,7 @@ def located(place: str) -> Iterator[None]:
 
 
 @contextmanager
-def _bytes_of(ref: InputRef) -> Iterator[None]:
+def bytes_of(ref: InputRef) -> Iterator[None]:
     """Name the asset whose bytes are missing or corrupt. Registering it again is what mends it."""
     try:
         yield
@@ -133,7 +155,7 @@ def check_fit(planned: Planned, spec: RunSpec, workspace: Workspace, source: Pat
         contract = planned.contracts.get(stage.name)
         if contract is None or _starts_from_channel(stage):  # the candidate's evaluation has the same data
             continue
-        base = _base_model(planned.manifest, stage)
+        base = base_model(planned.manifest, stage)
         for slot, needs in contract.rows.items():
             place = f"{source}: stages.{stage.name}.{slot}"
             warnings = list(_check(shelf, base, stage.inputs[slot], contract.inputs[slot][1], needs, place))
@@ -182,9 +204,14 @@ def _starts_from_channel(stage: StageManifest) -> bool:
     return "model" in stage.inputs and stage.inputs["model"].source == "channel"
 
 
-def _base_model(manifest: Manifest, stage: StageManifest) -> InputRef | None:
+def base_model(manifest: Manifest, stage: StageManifest) -> InputRef | None:
     """The registered model that the stage's model was trained from; None for one the run makes from nothing."""
-    ref = stage.inputs.get("model")
-    while ref is not None and ref.source == "stage":
-        ref = manifest.stage(ref.name).inputs.get("model")
-    return ref
+    ref = origin(manifest, stage, "model")
+    return ref if isinstance(ref, InputRef) else None
+
+
+def origin(manifest: Manifest, stage: StageManifest, slot: str) -> InputRef | StageManifest:
+    """Where a stage's model began: a registered one, or the stage that makes one from nothing."""
+    while slot in stage.inputs and stage.inputs[slot].source == "stage":
+        stage, slot = manifest.stage(stage.inputs[slot].name), "model"
+    return stage.inputs.get(slot, stage)

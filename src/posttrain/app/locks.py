@@ -8,12 +8,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from posttrain.app.fitting import located
+from posttrain.app.placing import refuse_infeasible
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned, manifest_from_json
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.validation import explain
+from posttrain.planner.residency import Load
 
 LOCK_SUFFIX = ".lock.json"
 
@@ -57,8 +59,8 @@ def read_lock(path: Path, workspace: Workspace) -> Planned:
     """A locked manifest, checked against this workspace and this version.
 
     Raises:
-        InputError: not a manifest, or, unless its run exists already, locked with other engine sources or with
-            parameters that its trainers refuse.
+        InputError: not a manifest, or, unless its run exists already, locked with other engine sources, with parameters
+            that its trainers refuse, or with a placement that cannot be had here.
         NotFoundError: an asset's bytes are not in this workspace.
     """
     try:
@@ -82,13 +84,16 @@ def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> None:
                 f"{path}: locked with other sources, libraries or platform of trainer {name!r} ({digest[:19]}…); "
                 "lock the run file again, or install what it was locked with"
             )
+    loads: dict[str, Load] = {}
     for each in manifest.stages:
         if each.trainer in workspace.wiring.trainers:
             with located(f"{path}: stages.{each.name}"):
-                workspace.wiring.trainers[each.trainer].check(each.kind, each.params)
+                load = workspace.wiring.trainers[each.trainer].check(each.kind, each.params).load
+            loads |= {each.name: load} if load else {}
     for stage, slot, ref in manifest.assets():
         if not workspace.blobs.has(str(ref.digest)):
             raise NotFoundError(
                 f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "
                 "register it with posttrain asset add"
             )
+    refuse_infeasible(manifest, loads, workspace, path)

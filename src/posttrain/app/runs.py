@@ -8,6 +8,7 @@ from pathlib import Path
 
 from posttrain.app.fitting import check_fit
 from posttrain.app.locks import is_lock, read_lock, refuse_lock
+from posttrain.app.placing import refuse_infeasible
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.control import actions, compare, explain
 from posttrain.control.lineage import Node, VerifyReport, release_lineage, verify
@@ -159,7 +160,8 @@ def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | 
     """Resolve an already read run file; relative paths in it start at its folder.
 
     Raises:
-        InputError: as `plan`; also for rows that do not fit the model or the stage that reads them.
+        InputError: as `plan`; also for rows that do not fit the model or the stage that reads them, and for a placement
+            that cannot be had.
     """
     if seed is not None:
         if not 0 <= seed < MAX_SEED:
@@ -167,6 +169,8 @@ def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | 
         spec = spec.model_copy(update={"seed": seed})
     resolve = workspace.catalog.resolver(source.parent)
     planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, workspace.ledger.channels())
+    loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
+    refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
     return replace(planned, warnings=tuple(check_fit(planned, spec, workspace, source)))
 
 

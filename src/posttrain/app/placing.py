@@ -1,0 +1,117 @@
+"""Before anything runs: can the placement of every stage be had, and what will be resident where?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.app.fitting import bytes_of, model_files, origin
+from posttrain.app.machine import Machine, this_machine
+from posttrain.app.workspace import Workspace
+from posttrain.domain.errors import InputError
+from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.planner.feasibility import gib, infeasible, too_large, unfit
+from posttrain.planner.residency import Load, Residency, Shape, resident
+
+_WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
+_SPECIAL_TOKENS = 7  # of a model that `init_model` makes, beside its characters
+
+
+def refuse_infeasible(
+    manifest: Manifest, loads: Mapping[str, Load], workspace: Workspace, source: Path, model: str | None = None
+) -> None:
+    """Refuse a run whose stages could not be started, or could not hold their models.
+
+    A stage that names a cluster is asked only what no cluster can change: the cluster itself is asked by the job,
+    before it starts anything.
+
+    Args:
+        loads: by stage.
+        source: the run file or lock, for errors.
+        model: how the run file names its base model; None: it is in the store.
+
+    Raises:
+        InputError: naming file, stage, role, what is asked, what is there, and the next action.
+        NotFoundError, IntegrityError: the base model's listing is missing or corrupt.
+    """
+    machine = this_machine() if loads else Machine(1)
+    for name, load in loads.items():
+        shapes = role_shapes(manifest, manifest.stage(name), load, workspace, source, model)
+        found = unfit(load, shapes.get("policy") or shapes.get("reward_model"))
+        if load.ray_address is None:
+            found = infeasible(load.placement, machine.resources(), roles=load.roles) + found
+            peaks = stage_residency(load, shapes, machine).peaks
+            found += too_large(peaks, device=machine.gpu_memory, machine=machine.memory)
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise InputError(f"{source}: stages.{name}: {found[0]}{more}")
+
+
+def stage_residency(
+    load: Load, shapes: Mapping[str, Shape], machine: Machine, prompt_tokens: float | None = None
+) -> Residency:
+    """What the stage keeps resident, on this machine where it names no cluster."""
+    return resident(load, shapes, prompt_tokens=round(prompt_tokens or 0), gpu_there=bool(machine.gpus))
+
+
+def memory_warnings(load: Load, residency: Residency, machine: Machine) -> list[str]:
+    """Where estimates say that memory will not do; the certain part was refused already."""
+    if load.ray_address is not None:
+        return []
+    room, memory = machine.gpu_memory, machine.memory
+    found = [
+        f"{peak.pool} will need about {gib(peak.bytes)} on a GPU that has {gib(room)} (phase {peak.phase}); lower "
+        "runtime.micro_batch_tokens or set activation_checkpointing"
+        for peak in residency.peaks
+        if room is not None and peak.device == "cuda" and peak.bytes > room
+    ]
+    total = sum(peak.bytes * peak.ranks for peak in residency.peaks if peak.device == "cpu")
+    if memory is not None and total > memory:
+        found.append(f"ranks on CPUs will need about {gib(total)}, this machine has {gib(memory)}; use fewer")
+    return found
+
+
+def role_shapes(
+    manifest: Manifest, stage: StageManifest, load: Load, workspace: Workspace, source: Path, model: str | None
+) -> dict[str, Shape]:
+    """The shape of the model behind each role; roles without a model, or with one of unknown shape, are left out."""
+    found: dict[str, Shape] = {}
+    for role in load.roles:
+        slot = "reward_model" if role == "reward_model" and "reward_model" in stage.inputs else "model"
+        shape = _shape(manifest, stage, slot, workspace, source, model) if role != "reward" else None
+        if shape is not None:
+            found[role] = shape
+    return found
+
+
+def _shape(
+    manifest: Manifest, stage: StageManifest, slot: str, workspace: Workspace, source: Path, model: str | None
+) -> Shape | None:
+    found = origin(manifest, stage, slot)
+    if isinstance(found, StageManifest):
+        return _made_from_nothing(found.params) if found.kind == "init_model" else None
+    if found.digest is None or (model is None and not workspace.blobs.has(found.digest)):
+        return None
+    with bytes_of(found):
+        files = model_files(workspace, found, model, source.parent)
+        config = _map(files.read("config.json"))
+    stored = sum(size for name, size in files.sizes.items() if name.endswith(".safetensors"))
+    width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")))
+    return Shape.of_config(config, stored // width if width else None)
+
+
+def _made_from_nothing(params: Mapping[str, Any]) -> Shape | None:
+    names = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+    config = {names.get(name, name): value for name, value in params.items()}
+    words = len(str(params.get("characters", ""))) + _SPECIAL_TOKENS
+    return Shape.of_config({**config, "vocab_size": words, "tie_word_embeddings": True})
+
+
+def _map(data: bytes | None) -> dict[str, Any]:
+    try:
+        value = json.loads(data or b"{}")
+    except ValueError:  # the job, which loads the model, says what is wrong with it
+        return {}
+    return value if isinstance(value, dict) else {}
