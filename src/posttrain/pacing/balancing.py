@@ -206,8 +206,8 @@ def micro_batches(
     """Pack items into few micro-batches that fit the budget and cost about the same.
 
     Their number is that of first-fit decreasing, or of cutting the items in their order where that needs fewer: at
-    most 11/9·fewest possible + 6/9 (Dósa 2007). No two of them would fit into one, so with T tokens and budget B it
-    is also at most max(1, ceil(2·T/B) - 1). `at_least` can raise it, for ranks that step together.
+    most 11/9·fewest possible + 6/9 (Dósa 2007). Of what first-fit packs, no two would fit into one, so with T tokens
+    and budget B it is also at most max(1, ceil(2·T/B) - 1). `at_least` can raise it, for ranks that step together.
 
     Args:
         lengths: tokens of each item.
