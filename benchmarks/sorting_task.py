@@ -8,11 +8,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from posttrain.engine.batch import Document
 from posttrain.engine.config import OptimizerConfig, SFTConfig
+from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.models import adopt_module
+from posttrain.engine.recipes.opening import PoolOf, open_sft
 from posttrain.engine.recipes.recipe import Trace
 from posttrain.engine.recipes.sft import SFT
 
 TEACHING_STEPS = 200
+
+
+def one_process() -> PoolOf:
+    """Every role in this process."""
+    pool = ResourcePool(InlineBackend())
+    return lambda role: pool
 
 
 def task(rng: random.Random) -> dict[str, str]:
@@ -48,6 +57,6 @@ def teach(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
         documents.append(Document(render(tokenizer, row["question"]), response))
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=20)
     config = SFTConfig(data="x", steps=TEACHING_STEPS, batch_size=32, optimizer=optimizer)
-    recipe = SFT(config, adopt_module(module), documents, seed=0)
+    recipe = SFT(config, open_sft(config, adopt_module(module), 0, one_process()), documents, seed=0)
     for step in range(TEACHING_STEPS):
         recipe.step(step, Trace(lambda fact: None, step))

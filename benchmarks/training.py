@@ -56,7 +56,7 @@ from trl import GRPOTrainer, SFTTrainer
 from trl import SFTConfig as TrlSFTConfig
 
 from benchmarks.rollout import gemm_rate
-from benchmarks.sorting_task import exact, render, task, teach
+from benchmarks.sorting_task import exact, one_process, render, task, teach
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
     GRPOConfig,
@@ -67,12 +67,13 @@ from posttrain.engine.config import (
 )
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.initial import character_tokenizer, initial_model
-from posttrain.engine.recipes.grpo import GRPO, Prompt
+from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.opening import open_roles, open_sft
 from posttrain.engine.recipes.recipe import Recipe, Trace
+from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.rewards.scripted import ScriptedReward
-from posttrain.engine.rollout import open_rollout
 
 TARGETS = {"sft": 2.0, "grpo": 2.5}
 SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)
@@ -156,7 +157,7 @@ def sft_documents(vocabulary: int) -> list[Document]:
 
 def sft_ours(module: PreTrainedModel, documents: Sequence[Document]) -> Run:
     config = SFTConfig(data="x", steps=STEPS["sft"] + 1, batch_size=DOCUMENTS, optimizer=OPTIMIZER)
-    recipe = SFT(config, adopt_module(copy.deepcopy(module)), documents, seed=0)
+    recipe = SFT(config, open_sft(config, adopt_module(copy.deepcopy(module)), 0, one_process()), documents, seed=0)
     seconds, reports = timed_steps(recipe, STEPS["sft"])
     return Run(seconds, statistics.mean(r["loss"] for r in reports))
 
@@ -207,7 +208,7 @@ def grpo_ours(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows:
     reward = ScriptedReward(
         lambda call: [exact(c, r["answer"]) for c, r in zip(call.completions, call.rows, strict=True)]
     )
-    recipe = GRPO(config, model, open_rollout(model), prompts, RewardScorer(reward, tokenizer), seed=0)
+    recipe = GRPO(config, open_roles(config, model, 0, one_process()), prompts, RewardScorer(reward, tokenizer), seed=0)
     flops: list[float] = []
     watch(recipe, flops)
     seconds, reports = timed_steps(recipe, STEPS["grpo"])

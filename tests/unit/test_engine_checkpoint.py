@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +13,76 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import Tensor
 
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import IntegrityError
-from posttrain.engine.weights.checkpoint import Checkpoint, TrainState, digest_file, load_checkpoint, save_checkpoint
+from posttrain.engine.weights.checkpoint import (
+    TrainState,
+    begin_checkpoint,
+    commit_checkpoint,
+    digest_file,
+    prune_checkpoints,
+    read_role,
+    read_state,
+    write_role,
+)
 from posttrain.engine.weights.shards import write_tensors
 from posttrain.store.attempts import AttemptFolder
 
 STATE = TrainState(belongs_to="sha256:" + "0" * 64, step=3, consumed=96, tokens=1234, metrics={"loss": 0.25})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A policy on one rank."""
+
+    state: TrainState
+    parameters: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    path = begin_checkpoint(folder, checkpoint.state.step)
+    if path is None:
+        prune_checkpoints(folder, checkpoint.state.step)
+        return folder / f"step-{checkpoint.state.step:08d}"
+    commit_checkpoint(
+        path, checkpoint.state, write_role(path, "policy", 0, 1, checkpoint.parameters, checkpoint.moments, {})
+    )
+    return path
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    return Checkpoint(read_state(path), *read_role(path, "policy", {}))
+
+
+@settings(deadline=None, max_examples=40)
+@given(size=st.integers(1, 9), writers=st.integers(1, 5), readers=st.integers(1, 5))
+def test_any_number_of_ranks_reads_what_any_other_wrote(
+    tmp_path_factory: pytest.TempPathFactory, size: int, writers: int, readers: int
+) -> None:
+    """Rows as torch.chunk deals them, ranks without a row included."""
+    path = tmp_path_factory.mktemp("resharded")
+    whole = torch.arange(size * 2.0).view(size, 2)
+
+    def rows(rank: int, ranks: int) -> tuple[int, int]:
+        chunk = -(-size // ranks)
+        return min(rank * chunk, size), min((rank + 1) * chunk, size)
+
+    shards: dict[str, str] = {}
+    for rank in range(writers):
+        start, stop = rows(rank, writers)
+        moments = {"w/exp_avg": -whole[start:stop], "w/step": torch.tensor(3.0)}
+        shards |= write_role(path, "critic", rank, writers, {"w": whole[start:stop]}, moments, {"w": (start, stop)})
+    assert len(shards) == 2 * writers
+    for rank in range(readers):
+        start, stop = rows(rank, readers)
+        parameters, moments = read_role(path, "critic", {"w": (start, stop)})
+        assert torch.equal(parameters["w"], whole[start:stop])
+        assert torch.equal(moments["w/exp_avg"], -whole[start:stop])
+        assert moments["w/step"] == 3.0
+    assert torch.equal(read_role(path, "critic", {})[0]["w"], whole)
 
 
 def checkpoint(step: int = 3, seed: int = 0) -> Checkpoint:
@@ -87,7 +149,9 @@ def test_the_attempt_folder_understands_it(tmp_path: Path) -> None:
     assert (latest.step, latest.tokens) == (3, STATE.tokens)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize(
+    "name", ["policy-model-00001-of-00001.safetensors", "policy-optimizer-00001-of-00001.safetensors", "state.json"]
+)
 def test_an_altered_shard_is_refused(tmp_path: Path, name: str) -> None:
     path = save_checkpoint(tmp_path, checkpoint())
     data = bytearray((path / name).read_bytes())
@@ -99,7 +163,7 @@ def test_an_altered_shard_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, checkpoint())
-    (path / "optimizer.safetensors").unlink()
+    (path / "policy-optimizer-00001-of-00001.safetensors").unlink()
     with pytest.raises(IntegrityError, match="got nothing"):
         load_checkpoint(path)
 
@@ -136,6 +200,6 @@ def test_killed_while_writing(tmp_path: Path, crashpoint: str, whole: bool, monk
     assert latest is not None
     assert latest.step == (6 if whole else 3)
     if crashpoint == "checkpoint.inside_shard":
-        half = (tmp_path / "checkpoints" / "step-00000006" / "model.safetensors").stat().st_size
-        assert 0 < half < (latest.path / "model.safetensors").stat().st_size
+        half = (tmp_path / "checkpoints" / "step-00000006" / "policy-model-00001-of-00001.safetensors").stat().st_size
+        assert 0 < half < (latest.path / "policy-model-00001-of-00001.safetensors").stat().st_size
     assert same(load_checkpoint(save_checkpoint(tmp_path / "checkpoints", checkpoint(6))), checkpoint(6))

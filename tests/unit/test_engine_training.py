@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, IntegrityError
-from posttrain.domain.facts import Fact, Metric, Progress, Span
+from posttrain.domain.facts import Fact, Metric, Progress, Sample, Span
 from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.batch import Document, TokenBatch, Trajectory
 from posttrain.engine.config import (
     GRPOConfig,
@@ -28,22 +29,30 @@ from posttrain.engine.config import (
     ProbeConfig,
     RuntimeConfig,
     SFTConfig,
+    TraceConfig,
 )
 from posttrain.engine.controller import Controller, Limits, Order, Outcome
+from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
-from posttrain.engine.recipes.grpo import GRPO, Prompt
+from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.opening import open_roles, open_sft
 from posttrain.engine.recipes.probe import AccuracyProbe
 from posttrain.engine.recipes.recipe import Recipe, Trace
+from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.recipes.sft import SFT
+from posttrain.engine.rewards.port import Score
 from posttrain.engine.rewards.scripted import ScriptedReward
-from posttrain.engine.roles.policy import DivergedError, LossParts, Policy
-from posttrain.engine.roles.reference import Reference
+from posttrain.engine.roles.learner import DivergedError
+from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.reference import ReferenceWorker
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
-from posttrain.engine.rollout.opening import open_rollout
 from posttrain.engine.rollout.port import SamplingParams
-from posttrain.engine.weights.checkpoint import load_checkpoint
+from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.weights.checkpoint import read_state
 
 TINY = InitModelConfig(
     hidden_size=16, intermediate_size=16, layers=1, characters="0123456789Q:sort A", context_length=64
@@ -71,9 +80,34 @@ def even_tokens(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -
     return [None if i % 5 == 4 else share for i, share in enumerate(shares)]
 
 
+class FixedScorer:
+    """A scorer made of a function over trajectories."""
+
+    def __init__(self, values: Callable[..., Sequence[float | None]]) -> None:
+        self._values = values
+
+    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
+        return [Score(value) for value in self._values(prompts, trajectories)]
+
+    def text(self, trajectory: Trajectory) -> str:
+        return " ".join(map(str, trajectory.tokens))
+
+
+def inline() -> Callable[[str], ResourcePool]:
+    pool = ResourcePool(InlineBackend())
+    return lambda role: pool
+
+
+def worker(recipe: Any) -> PolicyWorker:
+    """The policy's only worker, which an inline group runs methods on in this process."""
+    found: PolicyWorker = recipe.roles.policy.one(lambda worker: worker)
+    return found
+
+
 def sft(model: LanguageModel | None = None, **changes: Any) -> Recipe:
     options: dict[str, Any] = {"data": "d", "steps": 6, "batch_size": 3, "optimizer": FAST, **changes}
-    return SFT(SFTConfig(**options), model or tiny(), DOCUMENTS, seed=11)
+    config = SFTConfig(**options)
+    return SFT(config, open_sft(config, model or tiny(), 11, inline()), DOCUMENTS, seed=11)
 
 
 def grpo(
@@ -89,8 +123,9 @@ def grpo(
         "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=2), "probe": config_probe,
         **changes,
     }  # fmt: skip
-    model = model or tiny()
-    return GRPO(GRPOConfig(**options), model, open_rollout(model), PROMPTS, scorer, seed=11, probe=probe)
+    config = GRPOConfig(**options)
+    roles = open_roles(config, model or tiny(), 11, inline())
+    return GRPO(config, roles, PROMPTS, FixedScorer(scorer), seed=11, probe=probe)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -122,7 +157,7 @@ class Desk:
         return self.controller.run()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.clone() for name, p in self.recipe.policy.parameters().items()}
+        return {name: p.clone() for name, p in worker(self.recipe).learner.parameters().items()}
 
     def latest(self) -> Path:
         return max(self.folder.glob("step-*"))
@@ -157,7 +192,7 @@ def test_resumed_equals_undisturbed(name: str, tmp_path_factory: pytest.TempPath
     first = Desk(folder, RECIPES[name](), every=every, orders=stop_after(min(cut, expected.steps - 1)))
     assert first.run().status == "stopped"
     second = Desk(folder, RECIPES[name](), every=every)
-    second.controller.resume(load_checkpoint(first.latest()))
+    second.controller.resume(first.latest())
     assert second.run() == expected
     assert equal(second.weights(), weights)
 
@@ -168,7 +203,7 @@ def test_going_back_to_an_older_checkpoint_redoes_the_steps(tmp_path: Path) -> N
     lost = Desk(tmp_path, grpo(), every=2, orders=stop_after(3))
     lost.run()
     again = Desk(tmp_path / "again", grpo())
-    again.controller.resume(load_checkpoint(tmp_path / "step-00000002"))
+    again.controller.resume(tmp_path / "step-00000002")
     assert again.run() == expected
     assert equal(again.weights(), weights)
     assert [f.step for f in again.facts if isinstance(f, Progress)] == [3, 4]
@@ -195,7 +230,7 @@ def test_resuming_keeps_the_decoder_on_the_live_weights(tmp_path: Path) -> None:
     recipe = grpo(model)
     pointers = {name: p.data_ptr() for name, p in model.module.named_parameters()}
     again = Desk(tmp_path, recipe)
-    again.controller.resume(load_checkpoint(first.latest()))
+    again.controller.resume(first.latest())
     again.run()
     assert pointers == {name: p.data_ptr() for name, p in model.module.named_parameters()}
 
@@ -213,31 +248,31 @@ def test_a_parameter_that_is_never_used_does_not_stop_a_resume(tmp_path: Path) -
     first = Desk(tmp_path, recipe(), orders=stop_after(3))
     first.run()
     second = Desk(tmp_path, recipe())
-    second.controller.resume(load_checkpoint(first.latest()))
+    second.controller.resume(first.latest())
     assert second.run() == expected
     assert equal(second.weights(), whole.weights())
 
 
 @pytest.mark.parametrize("key", ["model.norm.weight/step", "nobody/step"])
 def test_incomplete_moments_are_refused(key: str) -> None:
-    policy = sft().policy
+    policy = worker(sft())
     batch = TokenBatch.pack(DOCUMENTS)
     policy.update(batch, mean_loss(batch), step=0)
-    odd = {name: value for name, value in policy.moments().items() if name != key}
-    odd |= {key: torch.zeros(())} if key not in policy.moments() else {}
+    learner = policy.learner
+    odd = {name: value for name, value in learner.moments().items() if name != key}
+    odd |= {key: torch.zeros(())} if key not in learner.moments() else {}
     with pytest.raises(IntegrityError, match=f"moment {key} is odd"):
-        sft().policy.restore(policy.parameters(), odd)
+        worker(sft()).learner.restore(learner.parameters(), odd)
 
 
 def test_a_checkpoint_of_another_stage_is_refused(tmp_path: Path) -> None:
     desk = Desk(tmp_path, sft(), orders=stop_after(1))
     desk.run()
-    checkpoint = load_checkpoint(desk.latest())
-    other = replace(checkpoint, state=replace(checkpoint.state, belongs_to="sha256:y"))
+    desk.controller.belongs_to = "sha256:y"
     with pytest.raises(IntegrityError, match="belongs to another stage"):
-        desk.controller.resume(other)
+        desk.controller.resume(desk.latest())
     with pytest.raises(IntegrityError, match="does not fit the model"):
-        Desk(tmp_path, sft(gpt2())).controller.resume(checkpoint)
+        Desk(tmp_path, sft(gpt2())).controller.resume(desk.latest())
 
 
 class TestBudget:
@@ -251,7 +286,7 @@ class TestBudget:
             assert desk.run().status == "succeeded"
             assert desk.controller.tokens <= limit
             return
-        assert load_checkpoint(desk.latest()).state.tokens == desk.controller.tokens
+        assert read_state(desk.latest()).tokens == desk.controller.tokens
         assert desk.controller.tokens <= limit
 
     def test_raised_budget_finishes_with_the_same_weights(self, tmp_path: Path) -> None:
@@ -260,7 +295,7 @@ class TestBudget:
         with pytest.raises(BudgetExceededError, match=r"raise budget\.tokens"):
             poor.run()
         rich = Desk(tmp_path, sft(), limits=Limits(tokens=expected.tokens))
-        rich.controller.resume(load_checkpoint(poor.latest()))
+        rich.controller.resume(poor.latest())
         assert rich.run() == expected
         assert equal(rich.weights(), weights)
 
@@ -318,7 +353,10 @@ class TestSeveralEndsOfSequence:
 
     def test_the_probe_does_not_see_it(self) -> None:
         probe = AccuracyProbe(PROMPTS[:1], TOKENIZER, extract=r"(?s)(.*)", max_new_tokens=4)
-        assert probe(self.rollout()).metrics == {"probe/accuracy": 1.0}
+        pool = ResourcePool(InlineBackend())
+        pool.start("policy", PolicyWorker, tiny(), FAST, RuntimeConfig(), steps=1, seed=0)
+        group = pool.start("rollout", RolloutWorker, None, self.rollout())
+        assert probe(group).metrics == {"probe/accuracy": 1.0}
 
 
 class TestProbe:
@@ -337,7 +375,7 @@ class TestGRPO:
         metrics = [f for f in desk.facts if isinstance(f, Metric)]
         assert [m.step for m in metrics if "probe/accuracy" in m.values] == [0, 3, 4]
         assert {f.name for f in desk.facts if isinstance(f, Span)} == {
-            "rollout", "reward", "advantage", "update", "probe", "checkpoint",
+            "rollout", "reward", "advantage", "reference", "update", "weights", "probe", "checkpoint",
         }  # fmt: skip
         assert all(torch.isfinite(torch.tensor(list(m.values.values()))).all() for m in metrics)
         progress = [f for f in desk.facts if isinstance(f, Progress)]
@@ -345,25 +383,42 @@ class TestGRPO:
         assert [p.tokens for p in progress] == sorted(p.tokens for p in progress)
         assert "tokens_per_second" not in outcome.metrics
 
-    def test_only_groups_with_signal_are_trained_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_groups_with_signal_are_trained_on(self) -> None:
+        """And every sample can tell what became of it."""
+
         def first_group_only(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float | None]:
             return [float(t.prompt_index == 0 and t.sample_index == 0) for t in trajectories[:-1]] + [None]
 
-        recipe, seen = grpo(scorer=first_group_only, mini_batches=1), []
-        update = recipe.policy.update
-        monkeypatch.setattr(
-            recipe.policy, "update", lambda batch, *a, **k: seen.append(batch) or update(batch, *a, **k)
-        )
-        report = recipe.step(0, quiet(0))
-        assert [batch.documents for batch in seen] == [4]
+        facts: list[Fact] = []
+        recipe = grpo(scorer=first_group_only, mini_batches=1, trace=TraceConfig(groups="all"))
+        report = recipe.step(0, Trace(facts.append, 0))
+        samples = [fact for fact in facts if isinstance(fact, Sample)]
+        assert [s.id for s in samples] == [f"0.{prompt}.{sample}" for prompt in range(3) for sample in range(4)]
+        assert [s.fate for s in samples] == [
+            *["update 0, mini-batch 0"] * 4, *["dropped: group without signal"] * 7, "dropped: no score",
+        ]  # fmt: skip
+        for sample in samples[:4]:
+            assert len(sample.ratios) == len(sample.tokens) == len(sample.advantages)
+            assert sample.ratios == pytest.approx([1.0] * len(sample.tokens), abs=1e-5)
+            assert sample.logprobs == pytest.approx(sample.behaviour_logprobs, abs=1e-5)
+            assert sample.reference_logprobs == pytest.approx(sample.behaviour_logprobs, abs=1e-5)
+            assert not any(sample.clipped)
+        assert samples[0].advantages[0] > 0 > samples[1].advantages[0]
         assert report.metrics["groups/zero_std"] == pytest.approx(2 / 3)
         assert report.metrics["reward/unscored"] == pytest.approx(1 / 12)
 
+    @pytest.mark.parametrize(("groups", "followed"), [(0, 0), (1, 4), (2, 8)])
+    def test_follows_as_many_groups_as_it_is_told(self, groups: int, followed: int) -> None:
+        facts: list[Fact] = []
+        grpo(trace=TraceConfig(groups=groups)).step(0, Trace(facts.append, 0))
+        assert sum(isinstance(fact, Sample) for fact in facts) == followed
+
     def test_no_signal_changes_nothing(self) -> None:
         recipe = grpo(scorer=lambda prompts, trajectories: [1.0] * len(trajectories))
-        before = {name: p.clone() for name, p in recipe.policy.parameters().items()}
+        learner = worker(recipe).learner
+        before = {name: p.clone() for name, p in learner.parameters().items()}
         assert recipe.step(0, quiet(0)).metrics["groups/zero_std"] == 1.0
-        assert equal(before, recipe.policy.parameters())
+        assert equal(before, learner.parameters())
 
     def test_nobody_scored_is_no_reward_of_zero(self) -> None:
         """Trap 12."""
@@ -396,8 +451,8 @@ def quiet(step: int) -> Trace:
 
 
 class TestPolicy:
-    def policy(self, model: LanguageModel | None = None, **options: Any) -> Policy:
-        return Policy(model or tiny(), FAST, RuntimeConfig(**options), steps=10, seed=0)
+    def policy(self, model: LanguageModel | None = None, **options: Any) -> PolicyWorker:
+        return PolicyWorker(Place(), model or tiny(), FAST, RuntimeConfig(**options), steps=10, seed=0)
 
     @pytest.mark.parametrize("budget", [1, 12, 30])
     def test_micro_batches_change_nothing_but_rounding(self, budget: int) -> None:
@@ -405,19 +460,19 @@ class TestPolicy:
         batch = TokenBatch.pack(DOCUMENTS)
         norms = []
         for tokens in (10_000, budget):
-            report = self.policy(micro_batch_tokens=tokens).update(batch, mean_loss(batch), step=0)
+            report = self.policy(micro_batch_tokens=tokens).update(batch, mean_loss(batch), step=0).metrics
             norms.append((report["loss"], report["grad_norm"]))
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
     def test_divergence_is_named_and_updates_nothing(self, poison: float) -> None:
         policy = self.policy()
-        before = {name: p.clone() for name, p in policy.parameters().items()}
+        before = {name: p.clone() for name, p in policy.learner.parameters().items()}
         with pytest.raises(DivergedError, match="diverged at step 4: loss") as caught:
             policy.update(TokenBatch.pack(DOCUMENTS), lambda m, lp: LossParts((lp * poison).sum(), {}), step=3)
         assert caught.value.failure_class is FailureClass.DIVERGED
-        assert equal(before, policy.parameters())
-        assert policy.moments() == {}
+        assert equal(before, policy.learner.parameters())
+        assert policy.learner.moments() == {}
 
     def test_low_precision_weights_learn_through_masters(self) -> None:
         """Updates far below bfloat16's resolution add up, and a restored policy goes on exactly."""
@@ -427,34 +482,39 @@ class TestPolicy:
             model = tiny()
             model.module.to(torch.bfloat16)
             slow = OptimizerConfig(learning_rate=1e-5, warmup_steps=0, schedule="constant")
-            policies.append(Policy(model, slow, RuntimeConfig(), steps=10, seed=0))
+            policies.append(PolicyWorker(Place(), model, slow, RuntimeConfig(), steps=10, seed=0))
         one, two = policies
-        start = {name: p.clone() for name, p in one.parameters().items()}
+        start = {name: p.clone() for name, p in one.learner.parameters().items()}
         for step in range(3):
             one.update(batch, mean_loss(batch), step=step)
-        moved = [(one.parameters()[name] - p).abs().max().item() for name, p in start.items()]
+        moved = [(one.learner.parameters()[name] - p).abs().max().item() for name, p in start.items()]
         assert 0 < max(moved) < 1e-4
-        assert all(p.dtype == torch.float32 for p in one.parameters().values())
+        assert all(p.dtype == torch.float32 for p in one.learner.parameters().values())
         live = dict(one.model.module.named_parameters())
-        assert all(torch.equal(live[name], p.bfloat16()) for name, p in one.parameters().items())
-        two.restore(one.parameters(), one.moments())
+        assert all(torch.equal(live[name], p.bfloat16()) for name, p in one.learner.parameters().items())
+        two.learner.restore(one.learner.parameters(), one.learner.moments())
         for policy in policies:
             policy.update(batch, mean_loss(batch), step=3)
-        assert equal(one.parameters(), two.parameters())
+        assert equal(one.learner.parameters(), two.learner.parameters())
 
     def test_dropout_leaves_the_global_generator_alone(self) -> None:
-        policy = Policy(gpt2(), FAST, RuntimeConfig(), steps=10, seed=0, dropout=True)
+        policy = PolicyWorker(Place(), gpt2(), FAST, RuntimeConfig(), steps=10, seed=0, dropout=True)
         before = torch.get_rng_state()
         policy.update(TokenBatch.pack(DOCUMENTS), mean_loss(TokenBatch.pack(DOCUMENTS)), step=0)
         assert torch.equal(before, torch.get_rng_state())
 
     def test_reference_is_a_copy(self) -> None:
         model = tiny()
-        reference, policy = Reference(model), self.policy(model)
+        reference = ReferenceWorker(Place(), model, temperature=1.0, micro_batch_tokens=16)
+        policy = self.policy(model)
         batch = TokenBatch.pack(DOCUMENTS)
-        before = reference.logprobs(batch)
+        before = reference.logprobs(batch).reference_logprobs
         policy.update(batch, mean_loss(batch), step=0)
-        assert torch.equal(reference.logprobs(batch), before)
+        after = reference.logprobs(batch)
+        assert before is not None
+        assert after.reference_logprobs is not None
+        assert torch.equal(after.reference_logprobs, before)
+        assert after.provenance.role == "reference"
 
 
 def mean_loss(batch: TokenBatch) -> Callable[[TokenBatch, Tensor], LossParts]:

@@ -19,7 +19,7 @@ from posttrain.domain.errors import BudgetExceededError, FailureClass, InputErro
 from posttrain.domain.facts import Note, Progress
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.roles.policy import DivergedError
+from posttrain.engine.roles.learner import DivergedError
 from posttrain.jobs import entry, init_model, train
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs

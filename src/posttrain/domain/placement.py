@@ -46,7 +46,7 @@ class Resources(Frozen):
     """
 
     gpus: Annotated[int, Field(ge=0)] = 0
-    cpus: Positive | None = None  # None: one for each rank
+    cpus: Positive | None = None  # None: none are reserved, ranks share what the machine has
     kind: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")] | None = None  # accelerator, lower case: h100, l40s
     ranks: Positive | None = None  # None: one per GPU, else one per CPU, else one
     with_: RoleName | None = Field(default=None, alias="with")
@@ -77,8 +77,8 @@ class Resources(Frozen):
 
     @property
     def cpus_per_rank(self) -> int:
-        """Cores of one process."""
-        return (self.cpus or self.rank_count) // self.rank_count
+        """Cores reserved for one process; 0: it takes its share of what is there."""
+        return (self.cpus or 0) // self.rank_count
 
     @model_serializer
     def _written(self) -> dict[str, Any]:

@@ -99,6 +99,16 @@ class ProbeConfig(_Frozen):
     extract: Extract = r"(?s)(.*)"
 
 
+class TraceConfig(_Frozen):
+    """Which samples leave their whole way in the trace (`posttrain trace RUN --sample ID`)."""
+
+    groups: NonNegative | Literal["all"] = 1  # prompts per step, with all their samples
+
+    def followed(self, prompts: int) -> int:
+        """Groups to follow of a step with so many prompts."""
+        return prompts if self.groups == "all" else min(self.groups, prompts)
+
+
 class KLConfig(_Frozen):
     """KL penalty against the frozen starting policy, in the loss. k1 as a loss has no expected gradient."""
 
@@ -119,6 +129,7 @@ class _OnPolicyConfig(_Frozen):
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     reward_timeout: float = Field(default=10.0, gt=0)  # seconds for one batch of completions
     probe: ProbeConfig | None = None
+    trace: TraceConfig = TraceConfig()
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     placement: Placement = Placement()
@@ -296,9 +307,9 @@ class InitModelConfig(_Frozen):
         return {}
 
 
-StageConfig = SFTConfig | GRPOConfig | EvaluateConfig | InitModelConfig
+StageConfig = SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig | EvaluateConfig | InitModelConfig
 STAGE_CONFIGS: dict[str, type[StageConfig]] = {
-    c.kind: c for c in (SFTConfig, GRPOConfig, EvaluateConfig, InitModelConfig)
+    c.kind: c for c in (SFTConfig, RewardModelConfig, GRPOConfig, PPOConfig, EvaluateConfig, InitModelConfig)
 }
 
 

@@ -27,8 +27,10 @@ from pathlib import Path
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import BudgetExceededError, IntegrityError
 from posttrain.domain.facts import FactSink, Metric, Note, Progress
+from posttrain.engine.groups.recording import Recorder
 from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
-from posttrain.engine.weights.checkpoint import Checkpoint, TrainState, save_checkpoint
+from posttrain.engine.weights.checkpoint import TrainState, begin_checkpoint, commit_checkpoint, read_state
+from posttrain.engine.weights.view import PolicyVersion
 
 CONTROLLER_METRICS = ("tokens_per_second",)
 
@@ -73,6 +75,7 @@ class Controller:
         heard of.
         orders: asked between steps.
         limits: tokens and deadline.
+        recorder: of the worker groups' calls; told which step they belong to.
     """
 
     recipe: Recipe
@@ -83,27 +86,29 @@ class Controller:
     orders: Callable[[], Order] = lambda: Order.GO_ON
     limits: Limits = Limits()
     flush: Callable[[], None] = lambda: None
+    recorder: Recorder = field(default_factory=Recorder)
     tokens: int = 0  # spent so far in this lineage
+    _incarnation: int = 0
     _step: int = 0
     _saved: int = -1
     _metrics: dict[str, float] = field(default_factory=dict)
 
-    def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint.
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint, which any number of ranks may have written.
 
         Raises:
-            IntegrityError: it belongs to a stage with other parameters, seed or inputs.
+            IntegrityError: it is not whole, or belongs to a stage with other parameters, seed or inputs.
         """
-        state = checkpoint.state
+        state = read_state(path)
         if state.belongs_to != self.belongs_to:
             raise IntegrityError(
                 f"checkpoint at step {state.step} belongs to another stage ({state.belongs_to[:19]}…, this is "
                 f"{self.belongs_to[:19]}…); start afresh"
             )
-        self.recipe.policy.restore(checkpoint.parameters, checkpoint.moments)
+        self.recipe.roles.restore(path)
         self.recipe.journal.consumed = state.consumed
         self.tokens, self._step, self._saved = state.tokens, state.step, state.step
-        self._metrics = dict(state.metrics)
+        self._metrics, self._incarnation = dict(state.metrics), state.incarnation + 1
         self.sink(Note(f"resumed from the checkpoint at step {state.step}", time.time()))
 
     def run(self) -> Outcome:
@@ -115,6 +120,7 @@ class Controller:
             DivergedError: NaN or infinity.
         """
         total = self.recipe.steps
+        self._serve()
         while True:
             order = self.orders()
             if order is not Order.GO_ON:
@@ -135,9 +141,17 @@ class Controller:
         report = self.recipe.step(self._step, Trace(self.sink, self._step))
         crashpoint("train.step")
         self._step += 1
+        self._serve()
         speed = report.tokens / max(time.perf_counter() - started, 1e-9)
         self._report(report, {"tokens_per_second": speed})
         self.sink(Progress(self._step, self.recipe.steps, self.recipe.phase, self.tokens, time.time()))
+
+    def _serve(self) -> None:
+        """The weights of the last update become what the next rollout samples with."""
+        trace = Trace(self.sink, max(self._step - 1, 0))
+        with trace.span("weights"):
+            self.recipe.serve(PolicyVersion(self._incarnation, self._step))
+        self.recorder.step = self._step
 
     def _probe(self) -> None:
         report = self.recipe.probe(self._step, Trace(self.sink, self._step))
@@ -170,10 +184,17 @@ class Controller:
     def _save(self) -> None:
         if self._saved == self._step:
             return
-        policy = self.recipe.policy
-        state = TrainState(self.belongs_to, self._step, self.recipe.journal.consumed, self.tokens, dict(self._metrics))
-        trace = Trace(self.sink, self._step)
+        state = TrainState(
+            self.belongs_to,
+            self._step,
+            self.recipe.journal.consumed,
+            self.tokens,
+            dict(self._metrics),
+            self._incarnation,
+        )
         self.flush()
-        with trace.span("checkpoint"):
-            save_checkpoint(self.checkpoints, Checkpoint(state, policy.parameters(), policy.moments()))
+        with Trace(self.sink, self._step).span("checkpoint"):
+            path = begin_checkpoint(self.checkpoints, self._step)
+            if path is not None:
+                commit_checkpoint(path, state, self.recipe.roles.save(path))
         self._saved = self._step

@@ -15,13 +15,14 @@ from posttrain.data.rows import prompt_text, read_rows
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Metric, Progress
 from posttrain.domain.jobs import JobResult, Output
-from posttrain.engine.config import EvaluateConfig
+from posttrain.engine.config import EvaluateConfig, InferenceRuntimeConfig
 from posttrain.jobs.entry import Job, failed, main
-from posttrain.jobs.train import open_model
+from posttrain.jobs.pools import settled_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from posttrain.engine.models.language_model import LanguageModel
     from posttrain.engine.recipes.evaluate import Item, Meter, SuiteResult
     from posttrain.engine.rollout.port import RolloutEngine
 
@@ -148,6 +149,15 @@ def _write(columns: Mapping[str, list[Any]], types: Mapping[str, str], path: Pat
 
     schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
     pyarrow.parquet.write_table(pyarrow.table(dict(columns), schema=schema), path, compression="zstd")
+
+
+def open_model(job: Job, runtime: InferenceRuntimeConfig) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
+    """The model in slot `model` on the device and in the precision the stage asks for, and its tokenizer."""
+    from posttrain.engine.models.loading import load_tokenizer
+    from posttrain.engine.models.source import ModelSource
+
+    folder = job.input("model")
+    return ModelSource(folder, runtime.dtype).open(settled_device(runtime)), load_tokenizer(folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""`python -m posttrain.jobs.train ATTEMPT_DIR`: supervised fine-tuning or GRPO, resumed where a checkpoint is named."""
+"""`python -m posttrain.jobs.train ATTEMPT_DIR`: every kind of training, resumed where a checkpoint is named.
+
+The controller runs in this process; the roles run where the stage's `placement` puts them (`jobs.pools`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -14,7 +18,7 @@ from posttrain.data.rows import prompt_text, read_rows
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
 from posttrain.domain.jobs import JobResult, Output
-from posttrain.engine.config import GRPOConfig, InferenceRuntimeConfig, RuntimeConfig, SFTConfig, stage_config
+from posttrain.engine.config import GRPOConfig, PPOConfig, RewardModelConfig, RuntimeConfig, SFTConfig, stage_config
 from posttrain.jobs.entry import Job, failed, main
 from posttrain.store.trees import materialise
 
@@ -22,74 +26,148 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.engine.controller import Controller, Order
-    from posttrain.engine.models.language_model import LanguageModel
-    from posttrain.engine.recipes.grpo import Prompt
+    from posttrain.engine.groups.recording import Recorder
+    from posttrain.engine.recipes.opening import PoolOf
+    from posttrain.engine.recipes.probe import AccuracyProbe
     from posttrain.engine.recipes.recipe import Recipe
+    from posttrain.engine.recipes.sampling import Prompt, Scorer
+
+
+TrainingConfig = SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A recipe, ready to run, and how its model is written."""
+
+    recipe: Recipe
+    save_model: Callable[[Path], object]
+    tokenizer: PreTrainedTokenizerBase
 
 
 def body(job: Job) -> JobResult:
     """Train, save outputs/model, answer."""
+    from posttrain.engine.groups.recording import Recorder
+    from posttrain.jobs.pools import open_pools
+
     config = stage_config(job.order.kind, dict(job.order.params))
-    if not isinstance(config, SFTConfig | GRPOConfig):
-        raise InputError(f"posttrain.jobs.train trains sft and grpo stages, got {job.order.kind}")
-    model, tokenizer = open_model(job, config.runtime)
+    if not isinstance(config, TrainingConfig):
+        raise InputError(f"posttrain.jobs.train trains models, got a stage of kind {job.order.kind}")
+    recorder = Recorder(job.sink)
     with ExitStack() as stack:
-        if isinstance(config, SFTConfig):
-            recipe = _sft(job, config, model, tokenizer)
-        else:
-            recipe = _grpo(job, config, model, tokenizer, stack)
-        controller = _controller(job, recipe, config.runtime)
+        pool_of = stack.enter_context(open_pools(config, recorder))
+        trained = _open(job, config, pool_of, stack)
+        controller = _controller(job, trained.recipe, config.runtime, recorder)
         try:
             outcome = controller.run()
+            if outcome.status == "succeeded":
+                folder = job.folder / "outputs" / "model"
+                folder.mkdir(parents=True, exist_ok=True)
+                trained.save_model(folder)
+                trained.tokenizer.save_pretrained(folder)
         except Exception as error:
             return failed(error, controller.tokens)
     if outcome.status != "succeeded":
         return JobResult(outcome.status, metrics=outcome.metrics, tokens=outcome.tokens)
-    from posttrain.engine.models.loading import save_model
-
-    save_model(model, tokenizer, job.folder / "outputs" / "model")
     return JobResult("succeeded", {"model": Output("outputs/model", "tree")}, outcome.metrics, outcome.tokens)
 
 
-def open_model(job: Job, runtime: InferenceRuntimeConfig) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
-    """The model in slot `model` on the device and in the precision the stage asks for, and its tokenizer."""
-    import torch
+def _open(job: Job, config: TrainingConfig, pool_of: PoolOf, stack: ExitStack) -> Trained:
+    from posttrain.engine.models.loading import load_tokenizer
 
-    from posttrain.engine.models.loading import load_model, load_tokenizer
-
-    torch.set_num_threads(runtime.threads)
-    device = runtime.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = runtime.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    folder = job.input("model")
-    return load_model(folder, device=device, dtype=dtype), load_tokenizer(folder)
+    tokenizer = load_tokenizer(job.input("model"))
+    if isinstance(config, SFTConfig):
+        return _sft(job, config, tokenizer, pool_of)
+    if isinstance(config, RewardModelConfig):
+        return _reward_model(job, config, tokenizer, pool_of)
+    return _on_policy(job, config, tokenizer, pool_of, stack)
 
 
-def _sft(job: Job, config: SFTConfig, model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> Recipe:
+def _sft(job: Job, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, pool_of: PoolOf) -> Trained:
     from posttrain.engine.batch import Document
     from posttrain.engine.models.chat import encode_examples
+    from posttrain.engine.models.source import ModelSource
+    from posttrain.engine.recipes.opening import open_sft
     from posttrain.engine.recipes.sft import SFT
+    from posttrain.engine.roles.policy import PolicyWorker
 
-    limit = min(config.max_length or model.context_length, model.context_length)
+    roles = open_sft(config, ModelSource(job.input("model"), config.runtime.dtype), job.order.seed, pool_of)
+    context = roles.policy.one(PolicyWorker.context_length)
+    limit = min(config.max_length or context, context)
     name = job.label("data")
     examples = encode_examples(tokenizer, read_rows(job.input("data"), name=name), name=name, limit=limit)
-    return SFT(config, model, [Document(e.prompt, e.completion) for e in examples], job.order.seed)
+    recipe = SFT(config, roles, [Document(e.prompt, e.completion) for e in examples], job.order.seed)
+    return Trained(recipe, lambda folder: roles.policy.each(PolicyWorker.save_model, folder), tokenizer)
 
 
-def _grpo(
-    job: Job, config: GRPOConfig, model: LanguageModel, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
-) -> Recipe:
+def _reward_model(job: Job, config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, pool_of: PoolOf) -> Trained:
+    from posttrain.engine.models.chat import encode_preferences
+    from posttrain.engine.models.source import ScalarSource
+    from posttrain.engine.recipes.opening import open_preference
+    from posttrain.engine.recipes.reward_model import RewardModel
+    from posttrain.engine.roles.preference import PreferenceWorker
+
+    source = ScalarSource(job.input("model"), config.runtime.dtype)
+    roles = open_preference(config, source, job.order.seed, pool_of)
+    context = roles.reward_model.one(PreferenceWorker.context_length)
+    limit = min(config.max_length or context, context)
+    name = job.label("data")
+    pairs = encode_preferences(tokenizer, read_rows(job.input("data"), name=name), name=name, limit=limit)
+    recipe = RewardModel(config, roles, pairs, job.order.seed)
+    return Trained(recipe, lambda folder: roles.reward_model.each(PreferenceWorker.save_model, folder), tokenizer)
+
+
+def _on_policy(
+    job: Job,
+    config: GRPOConfig | PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    pool_of: PoolOf,
+    stack: ExitStack,
+) -> Trained:
+    from posttrain.engine.models.source import ModelSource, ScalarSource
     from posttrain.engine.recipes.grpo import GRPO
-    from posttrain.engine.recipes.probe import AccuracyProbe
+    from posttrain.engine.recipes.opening import open_roles
+    from posttrain.engine.recipes.ppo import PPO
+    from posttrain.engine.recipes.scoring import ModelScorer
+    from posttrain.engine.roles.policy import PolicyWorker
+
+    dtype, judged = config.runtime.dtype, "reward_model" in job.order.inputs
+    if judged:
+        _same_tokenizer(job.input("model"), job.input("reward_model"), job.label("reward_model"))
+    roles = open_roles(
+        config,
+        ModelSource(job.input("model"), dtype),
+        job.order.seed,
+        pool_of,
+        critic=ScalarSource(job.input("model"), dtype) if isinstance(config, PPOConfig) else None,
+        reward_model=ScalarSource(job.input("reward_model"), dtype) if judged else None,
+    )
+    context = roles.policy.one(PolicyWorker.context_length)
+    train = _prompts(job, "data", tokenizer, context, config.max_new_tokens, None)
+    scorer: Scorer
+    if roles.reward_model:
+        scorer = ModelScorer(roles.reward_model, tokenizer)
+    else:
+        scorer = _reward_function(job, config, tokenizer, train, stack)
+    probe = _probe(job, config, tokenizer, context)
+    seed = job.order.seed
+    recipe: Recipe
+    if isinstance(config, PPOConfig):
+        recipe = PPO(config, roles, train, scorer, seed, probe)
+    else:
+        recipe = GRPO(config, roles, train, scorer, seed, probe)
+    return Trained(recipe, lambda folder: roles.policy.each(PolicyWorker.save_model, folder), tokenizer)
+
+
+def _reward_function(
+    job: Job,
+    config: GRPOConfig | PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    train: list[Prompt],
+    stack: ExitStack,
+) -> Scorer:
     from posttrain.engine.recipes.scoring import RewardScorer
     from posttrain.engine.rewards.process import open_reward
-    from posttrain.engine.rollout.opening import open_rollout
-
-    def prompts(slot: str, items: int | None = None) -> list[Prompt]:
-        return _prompts(job, slot, tokenizer, model.context_length, config.max_new_tokens, items)
 
     meta = job.order.inputs["reward"].meta
     reward = open_reward(
@@ -104,19 +182,38 @@ def _grpo(
     stack.callback(reward.close)
     for note in reward.notes:
         job.sink(Note(note, time.time(), "warning"))
-    scorer, train = RewardScorer(reward, tokenizer), prompts("data")
+    scorer = RewardScorer(reward, tokenizer)
     scorer.rehearse(train)
-    probe = None
-    if config.probe:
-        held_out = prompts("probe", config.probe.items)
-        probe = AccuracyProbe(
-            held_out,
-            tokenizer,
-            extract=config.probe.extract,
-            max_new_tokens=config.max_new_tokens,
-            name=job.label("probe"),
-        )
-    return GRPO(config, model, open_rollout(model), train, scorer, job.order.seed, probe)
+    return scorer
+
+
+def _probe(
+    job: Job, config: GRPOConfig | PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int
+) -> AccuracyProbe | None:
+    from posttrain.engine.recipes.probe import AccuracyProbe
+
+    if not config.probe:
+        return None
+    held_out = _prompts(job, "probe", tokenizer, context, config.max_new_tokens, config.probe.items)
+    return AccuracyProbe(
+        held_out,
+        tokenizer,
+        extract=config.probe.extract,
+        max_new_tokens=config.max_new_tokens,
+        name=job.label("probe"),
+    )
+
+
+def _same_tokenizer(policy: Path, judge: Path, name: str) -> None:
+    """A reward model reads the policy's tokens, so it must have been trained on the same ones.
+
+    Raises:
+        InputError: another vocabulary.
+    """
+    from posttrain.engine.models.loading import load_tokenizer
+
+    if load_tokenizer(policy).get_vocab() != load_tokenizer(judge).get_vocab():
+        raise InputError(f"reward model {name} must have the policy's tokenizer, got another vocabulary; train it anew")
 
 
 def _workspace(job: Job) -> list[Path]:
@@ -132,7 +229,7 @@ def _prompts(
     job: Job, slot: str, tokenizer: PreTrainedTokenizerBase, context: int, reserve: int, items: int | None
 ) -> list[Prompt]:
     from posttrain.engine.models.chat import encode_prompts
-    from posttrain.engine.recipes.grpo import Prompt
+    from posttrain.engine.recipes.sampling import Prompt
 
     name = job.label(slot)
     rows = read_rows(job.input(slot), name=name)[:items]
@@ -140,10 +237,9 @@ def _prompts(
     return [Prompt(tokens, prompt_text(row), row) for tokens, row in zip(encoded, rows, strict=True)]
 
 
-def _controller(job: Job, recipe: Recipe, runtime: RuntimeConfig) -> Controller:
+def _controller(job: Job, recipe: Recipe, runtime: RuntimeConfig, recorder: Recorder) -> Controller:
     """The loop, already resumed where there is something to resume from: this attempt's own work first."""
     from posttrain.engine.controller import Controller, Limits
-    from posttrain.engine.weights.checkpoint import load_checkpoint
 
     controller = Controller(
         recipe=recipe,
@@ -154,12 +250,13 @@ def _controller(job: Job, recipe: Recipe, runtime: RuntimeConfig) -> Controller:
         flush=job.flush,
         orders=_orders(job),
         limits=Limits(job.order.token_allowance, job.order.deadline),
+        recorder=recorder,
     )
     latest = job.attempt.latest_checkpoint()
     if latest is not None:
-        controller.resume(load_checkpoint(latest.path))
+        controller.resume(latest.path)
     elif job.order.resume:
-        controller.resume(load_checkpoint(materialise(job.blobs, job.order.resume, Path(job.order.cache_dir))))
+        controller.resume(materialise(job.blobs, job.order.resume, Path(job.order.cache_dir)))
     return controller
 
 

@@ -1,4 +1,4 @@
-"""Per-token losses. Every function takes `[T]` tensors of a packed batch and a mask; it returns `[T]`, 0 outside.
+"""Per-token losses. Functions take `[T]` tensors of a packed batch and a mask and return `[T]`, 0 outside.
 
 Inputs are masked *before* any non-linear step, so that neither the value nor the gradient of a masked token can leak,
 not even a NaN (0 · NaN is NaN). How tokens are summed is `aggregation`'s business.
@@ -7,6 +7,7 @@ not even a NaN (0 · NaN is NaN). How tokens are summed is `aggregation`'s busin
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0  # e^20 ≈ 5e8: beyond it a ratio says nothing, and float32 would overflow soon after
@@ -65,3 +66,51 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str
     """
     d = -log_ratio(logprobs, reference, mask)
     return {"k2": lambda: d.square() / 2, "k3": lambda: d.exp() - d - 1.0}[estimator]()
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Tensor:
+    """½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²), or ½·(V − R)² without a clip.
+
+    The larger of the two errors: a value that moved further than ε towards its return stops, one that moved away from
+    it is pulled back in full. The factor ½ makes the gradient V − R.
+
+    Args:
+        values: the critic's, differentiable.
+        old_values: what the critic said before the update, with which advantages and returns were estimated.
+        returns: A + V_old (`gae.generalized_advantages`).
+        mask: response tokens.
+        clip: ε, in units of the value.
+
+    Source: PPO2 of OpenAI baselines; Engstrom et al., arXiv 2005.12729, section 3.
+    """
+    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns.detach()))
+    error = (values - returns).square()
+    if clip is not None:
+        held = torch.clamp(values, old_values - clip, old_values + clip)
+        error = torch.maximum(error, (held - returns).square())
+    return 0.5 * error
+
+
+def is_value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Tensor:
+    """`[T]` bool: response tokens whose gradient the clip of `clipped_value_loss` removed."""
+    if clip is None:
+        return torch.zeros_like(mask)
+    values, old_values, returns = (torch.where(mask, x.detach(), 0.0) for x in (values, old_values, returns))
+    held = torch.clamp(values, old_values - clip, old_values + clip)
+    return mask & (held != values) & ((held - returns).square() > (values - returns).square())
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
+    """−log σ(r_chosen − r_rejected − m): the loss of a reward model, one per pair.
+
+    Args:
+        chosen, rejected: [pairs] scores, differentiable.
+        margin: [pairs] m, by how much the chosen one should win; 0 when None (Llama 2, arXiv 2307.09288, eq. 2).
+
+    Returns:
+        [pairs]. The scores' common level is left open: only differences are learnt.
+
+    Source: Bradley and Terry (1952); InstructGPT, arXiv 2203.02155, eq. 1.
+    """
+    difference = chosen - rejected
+    return -F.logsigmoid(difference if margin is None else difference - margin)

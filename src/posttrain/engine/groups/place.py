@@ -16,7 +16,7 @@ class Place:
     """One rank of a resource pool, as the workers in it see it: `Place("main", rank=1, size=2, device="cpu")`.
 
     Workers of several roles can stand in one place. They stay separate objects of separate classes; what one of them
-    shares, it lends by type: the policy lends its model, and a rollout engine beside it decodes from those very weights.
+    shares, it lends by type: the policy lends its model, and a rollout engine beside it decodes from those weights.
     """
 
     pool: str = "main"

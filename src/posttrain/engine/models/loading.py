@@ -119,36 +119,28 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def save_model(model: Backbone, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+def save_model(
+    model: Backbone,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    gathered: Mapping[str, Tensor] | None = None,
+    *,
+    write: bool = True,
+) -> None:
     """Write weights, configuration and tokenizer. The same weights give the same bytes.
 
     Args:
         folder: created when missing.
+        gathered: whole weights of a model whose own are sharded, tied ones once.
+        write: false on the ranks that only took part in the gathering.
     """
+    if not write:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    model.module.save_pretrained(folder, state_dict=_detached_state(model.module))
+    state = _detached_state(model.module) if gathered is None else dict(gathered)
+    model.module.save_pretrained(folder, state_dict=state)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def save_scalar_model(model: ScalarModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Write a value or reward model as transformers' sequence classifier of one label.
-
-    transformers scores the last token that is not padding. A padding token that also ends sequences would make it score
-    the token before the end; then none is written, and transformers takes single sequences only instead of silently
-    giving other scores.
-
-    Args:
-        tokenizer: its padding token goes into the configuration.
-        folder: created when missing.
-    """
-    config = model.module.config.get_text_config()
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    pad = config.pad_token_id
-    if tokenizer is not None:
-        pad, ends = tokenizer.pad_token_id, [*ends, tokenizer.eos_token_id]
-    config.pad_token_id = None if pad in ends else pad
-    save_model(model, tokenizer, folder)
 
 
 def copy_weights(model: Backbone) -> dict[str, Tensor]:

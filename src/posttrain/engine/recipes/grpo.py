@@ -11,50 +11,37 @@ clip-higher and training only on groups with signal: DAPO, arXiv 2503.14476.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.advantages import ESTIMATORS, has_signal
-from posttrain.engine.algorithms.aggregation import Totals, token_weights
-from posttrain.engine.algorithms.losses import is_clipped, kl_penalty, ppo_clip
-from posttrain.engine.batch import Document, Provenance, TokenBatch, Trajectory
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective
+from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import GRPOConfig
 from posttrain.engine.journal import Journal
-from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.recipes.recipe import StepReport, Trace
-from posttrain.engine.roles.policy import LossFunction, LossParts, Policy
-from posttrain.engine.roles.reference import Reference
-from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+from posttrain.engine.recipes.roles import Roles
+from posttrain.engine.recipes.sampling import (
+    Probe,
+    Prompt,
+    Sampled,
+    Scorer,
+    mini_batches,
+    rollout_metrics,
+    sample_groups,
+    score_groups,
+)
+from posttrain.engine.recipes.witness import Witness
+from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.reference import ReferenceWorker
+from posttrain.engine.rollout.port import SamplingParams
+from posttrain.engine.weights.view import PolicyVersion
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One row, ready to sample from: `Prompt(tokens=(1, 5, 9), text="user: Q: sort 31", row={"answer": "13", …})`."""
-
-    tokens: Sequence[int]
-    text: str = ""
-    row: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Scorer(Protocol):
-    """Scores responses; None where there is no score. Wraps a reward function and the tokenizer."""
-
-    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Sequence[float | None]:
-        """One score per trajectory; `prompts` is parallel to it."""
-
-
-class Probe(Protocol):
-    """A held-out measurement of the policy during training."""
-
-    price: int  # tokens it may spend at the most
-
-    def __call__(self, rollout: RolloutEngine) -> StepReport:
-        """Measure; spends at most `price` tokens."""
+_LEARNED = ("loss", "grad_norm", "learning_rate", "clip_fraction", "mismatch_kl")
 
 
 class GRPO:
@@ -62,8 +49,7 @@ class GRPO:
 
     Args:
         config: the stage's parameters.
-        model: what to train, in place.
-        rollout: samples from the very same weights.
+        roles: policy, rollout, and with a KL penalty the reference.
         prompts: every row of the data set.
         scorer: the reward.
         seed: the stage's seed.
@@ -75,26 +61,17 @@ class GRPO:
     def __init__(
         self,
         config: GRPOConfig,
-        model: LanguageModel,
-        rollout: RolloutEngine,
+        roles: Roles,
         prompts: Sequence[Prompt],
         scorer: Scorer,
         seed: int,
         probe: Probe | None = None,
     ) -> None:
         self.steps = config.steps
-        self.reference = Reference(model, config.temperature) if config.kl else None
-        self.policy = Policy(
-            model,
-            config.optimizer,
-            config.runtime,
-            steps=config.steps,
-            seed=seed,
-            temperature=config.temperature,
-        )
+        self.roles = roles
         self.journal = Journal(len(prompts), seed)
         self._config, self._seed = config, seed
-        self._rollout, self._prompts, self._scorer, self._probe = rollout, prompts, scorer, probe
+        self._prompts, self._scorer, self._probe = prompts, scorer, probe
 
     def price(self, step: int) -> int:
         """Every prompt read once, every response at the token limit, and all of it trained on."""
@@ -107,27 +84,34 @@ class GRPO:
     def step(self, step: int, trace: Trace) -> StepReport:
         """prompts → trajectories → rewards → advantages → update."""
         with trace.span("rollout") as span:
-            prompts, trajectories = self._sample(step)
-            generated = sum(len(t.tokens) for t in trajectories)
-            span |= {"trajectories": len(trajectories), "tokens": generated}
+            sampled = self._sample(step)
+            span |= {"trajectories": len(sampled.trajectories), "tokens": sampled.rollouts.tokens}
         with trace.span("reward"):
-            rewards = self._score(prompts, trajectories)
+            sampled = score_groups(sampled, self._scorer)
         with trace.span("advantage") as span:
-            signal = has_signal(rewards)
-            batch = self._trainable(trajectories, rewards, signal, step)
-            span |= {"groups": len(prompts), "trained": int(signal.sum())}
+            signal = has_signal(sampled.rewards)
+            batch = self._trainable(sampled, signal, step)
+            span |= {"groups": len(sampled.prompts), "trained": int(signal.sum())}
+        if batch is not None and self.roles.reference:
+            with trace.span("reference"):
+                batch = self.roles.reference.map(ReferenceWorker.logprobs, batch)
+        witness = Witness(sampled, step, self._config.trace.followed(len(sampled.prompts)))
         with trace.span("update"):
-            learned = self._update(batch, step)
+            learned = self._update(batch, step, witness)
+        witness.report(trace, self._scorer, clip_low=self._config.clip_low, clip_high=self._config.clip_high)
         trained = sum(batch.lengths) if batch else 0  # every document is in exactly one mini-batch
-        tokens = sum(len(p.tokens) for p in prompts) + generated + trained
-        return StepReport(tokens, {**_rollout_metrics(trajectories, rewards, signal), **learned})
+        return StepReport(sampled.tokens + trained, {**rollout_metrics(sampled, signal), **learned})
+
+    def serve(self, version: PolicyVersion) -> None:
+        """The rollout samples with the weights of the last update."""
+        self.roles.publish(version)
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
         """Greedy held-out accuracy before the first step, every N steps, and at the end."""
         if not (self._probe and self._probe_due(step)):
             return None
         with trace.span("probe"):
-            return self._probe(self._rollout)
+            return self._probe(self.roles.rollout)
 
     def probe_price(self, step: int) -> int:
         """The probe's limit where one is due."""
@@ -137,102 +121,59 @@ class GRPO:
         c = self._config.probe
         return c is not None and (step % c.every == 0 or step == self.steps)
 
-    def _sample(self, step: int) -> tuple[list[Prompt], list[Trajectory]]:
+    def _sample(self, step: int) -> Sampled:
         c = self._config
-        taken = self.journal.take(c.prompts_per_step)
-        prompts = [self._prompts[row] for _, row in taken]
-        sampling = SamplingParams(
-            max_new_tokens=c.max_new_tokens,
-            temperature=c.temperature,
-            seed=derive_seed(self._seed, "grpo", "rollout", step),
-        )
-        keys = [position for position, _ in taken]
-        return prompts, self._rollout.generate(
-            [p.tokens for p in prompts], samples=c.group_size, sampling=sampling, prompt_keys=keys
+        seed = derive_seed(self._seed, "grpo", "rollout", step)
+        sampling = SamplingParams(max_new_tokens=c.max_new_tokens, temperature=c.temperature, seed=seed)
+        return sample_groups(
+            self.roles.rollout,
+            self.journal,
+            self._prompts,
+            count=c.prompts_per_step,
+            samples=c.group_size,
+            sampling=sampling,
         )
 
-    def _score(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Tensor:
-        """`[prompts, members]` float64, NaN where the reward gave no score."""
-        scores = self._scorer([prompts[t.prompt_index] for t in trajectories], trajectories)
-        values = [float("nan") if score is None else float(score) for score in scores]
-        return torch.tensor(values, dtype=torch.float64).view(len(prompts), self._config.group_size)
-
-    def _trainable(
-        self, trajectories: Sequence[Trajectory], rewards: Tensor, signal: Tensor, step: int
-    ) -> TokenBatch | None:
+    def _trainable(self, sampled: Sampled, signal: Tensor, step: int) -> TokenBatch | None:
         """Scored members of groups with signal, with their advantages; None when no group has any."""
+        rewards = sampled.rewards
         advantages = ESTIMATORS[self._config.advantage](rewards)
         keep = (signal[:, None] & ~rewards.isnan()).flatten().nonzero().flatten()
         if not len(keep):
             return None
-        documents = [Document(t.prompt, t.tokens, t.logprobs) for t in (trajectories[i] for i in keep.tolist())]
-        batch = TokenBatch.pack(documents, self.policy.model.device, Provenance(step=step, role="policy"))
+        every = sampled.trajectories
+        kept = [every[i] for i in keep.tolist()]
+        batch = TokenBatch.pack(
+            [t.document for t in kept],
+            provenance=replace(sampled.rollouts.provenance, step=step),
+            sample_ids=[sampled.sample_id(step, t) for t in kept],
+        )
         return batch.with_advantages(advantages.flatten()[keep])
 
-    def _update(self, batch: TokenBatch | None, step: int) -> dict[str, float]:
+    def _update(self, batch: TokenBatch | None, step: int, witness: Witness) -> dict[str, float]:
         """One optimiser step per mini-batch; a step without signal changes nothing."""
-        names = (
-            "loss",
-            "grad_norm",
-            "learning_rate",
-            "clip_fraction",
-            "mismatch_kl",
-            *(["kl"] if self.reference else []),
-        )
+        c = self._config
+        names = (*_LEARNED, *(["kl"] if c.kl else []))
         if batch is None:
             return dict.fromkeys(names, 0.0)
         reports = []
-        for part, documents in enumerate(self._mini_batches(batch.documents, step)):
-            mini = batch if len(documents) == batch.documents else batch.select(documents)
-            totals = Totals.of(mini)
-            report = self.policy.update(mini, self._loss(totals), step=step, part=part)
-            reports.append(
-                {k: v / totals.tokens if k in ("clip_fraction", "mismatch_kl", "kl") else v for k, v in report.items()}
+        seed = derive_seed(self._seed, "grpo", "mini_batches", step)
+        for part, documents in enumerate(mini_batches(len(batch), c.mini_batches, seed)):
+            mini = batch if len(documents) == len(batch) else batch.select(documents)
+            update = self.roles.policy.map(
+                PolicyWorker.update, mini, self._objective(mini), step=step, part=part, record=witness.wants(mini)
             )
+            witness.consumed(update.batch, part)
+            reports.append(update.metrics)
         return {name: sum(report[name] for report in reports) / len(reports) for name in names}
 
-    def _mini_batches(self, documents: int, step: int) -> list[list[int]]:
-        """A seeded shuffle cut into `mini_batches` parts (fewer when there are fewer documents)."""
-        count = min(self._config.mini_batches, documents)
-        if count == 1:
-            return [list(range(documents))]
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, "grpo", "mini_batches", step))
-        order = torch.randperm(documents, generator=generator).tolist()
-        return [order[part::count] for part in range(count)]
-
-    def _loss(self, totals: Totals) -> LossFunction:
+    def _objective(self, mini: TokenBatch) -> PolicyObjective:
         c = self._config
-
-        def loss(micro: TokenBatch, logprobs: Tensor) -> LossParts:
-            assert micro.behaviour_logprobs is not None
-            assert micro.advantages is not None
-            mask, old, advantages = micro.response_mask, micro.behaviour_logprobs, micro.advantages
-            weights = token_weights(micro, totals, c.aggregation, norm=c.max_new_tokens)
-            tokens = ppo_clip(logprobs, old, advantages, mask, clip_low=c.clip_low, clip_high=c.clip_high)
-            clipped = is_clipped(logprobs, old, advantages, mask, clip_low=c.clip_low, clip_high=c.clip_high)
-            sums = {
-                "clip_fraction": clipped.sum(),
-                "mismatch_kl": kl_penalty(old, logprobs.detach(), mask, "k3").sum(),
-            }
-            if c.kl and self.reference:
-                penalty = kl_penalty(logprobs, self.reference.logprobs(micro), mask, c.kl.estimator)
-                sums["kl"] = penalty.detach().sum()
-                tokens = tokens + c.kl.coefficient * penalty
-            return LossParts((weights * tokens).sum(), sums)
-
-        return loss
-
-
-def _rollout_metrics(trajectories: Sequence[Trajectory], rewards: Tensor, signal: Tensor) -> dict[str, float]:
-    """Means over the step. `entropy` is the sampled estimate −E[log μ] per token, at the sampling temperature."""
-    scored = rewards[~rewards.isnan()]
-    tokens = sum(len(t.tokens) for t in trajectories)
-    reward = {"reward/mean": float(scored.mean()), "reward/std": float(scored.std(correction=0))} if len(scored) else {}
-    return {
-        **reward,
-        "reward/unscored": 1.0 - len(scored) / rewards.numel(),
-        "groups/zero_std": 1.0 - float(signal.double().mean()),
-        "response_tokens/mean": tokens / len(trajectories),
-        "truncated": sum(t.truncated for t in trajectories) / len(trajectories),
-        "entropy": -sum(sum(t.logprobs) for t in trajectories) / max(tokens, 1),
-    }
+        return PolicyObjective(
+            Totals.of(mini),
+            clip_low=c.clip_low,
+            clip_high=c.clip_high,
+            aggregation=c.aggregation,
+            norm=c.max_new_tokens,
+            kl=KLTerm(c.kl.coefficient, c.kl.estimator) if c.kl else None,
+        )

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.chat import decode_response
 from posttrain.engine.recipes.answers import extract_answer, is_correct, reference_answer
-from posttrain.engine.recipes.grpo import Prompt
 from posttrain.engine.recipes.recipe import StepReport
-from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.rollout.batches import PromptBatch
+from posttrain.engine.rollout.port import SamplingParams
+from posttrain.engine.rollout.worker import RolloutWorker
 
 
 class AccuracyProbe:
@@ -41,11 +44,11 @@ class AccuracyProbe:
         self._answers = [reference_answer(item.row, name, number) for number, item in enumerate(items, start=1)]
         self.price = sum(len(item.tokens) + max_new_tokens for item in items)
 
-    def __call__(self, rollout: RolloutEngine) -> StepReport:
+    def __call__(self, rollout: WorkerGroup[RolloutWorker]) -> StepReport:
         """Greedy accuracy of the weights as they are."""
-        prompts = [item.tokens for item in self._items]
+        prompts = PromptBatch(tuple(tuple(item.tokens) for item in self._items), tuple(range(len(self._items))))
         sampling = SamplingParams(max_new_tokens=self._limit, greedy=True)
-        found = rollout.generate(prompts, samples=1, sampling=sampling)
+        found = rollout.map(RolloutWorker.generate, prompts, sampling, 1).trajectories
         correct = sum(
             is_correct(
                 extract_answer(self._pattern, decode_response(self._tokenizer, t.tokens, ended=not t.truncated)), answer

@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.domain.facts import FactSink, Span
 from posttrain.engine.journal import Journal
-from posttrain.engine.roles.policy import Policy
+from posttrain.engine.weights.view import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,16 @@ class Trace:
             self.sink(Span(name, self.step, started, time.perf_counter() - begin, attributes))
 
 
+class Learners(Protocol):
+    """The roles that a checkpoint must cover, written and read by the ranks themselves."""
+
+    def save(self, path: Path, /) -> Mapping[str, str]:
+        """Write every rank's part of a checkpoint; file name → digest."""
+
+    def restore(self, path: Path, /) -> None:
+        """Go on from a verified checkpoint."""
+
+
 class Recipe(Protocol):
     """A training method.
 
@@ -48,14 +59,20 @@ class Recipe(Protocol):
 
     phase: str  # "sft", "grpo"
     steps: int
-    policy: Policy
     journal: Journal
+
+    @property
+    def roles(self) -> Learners:
+        """Whose weights the recipe changes."""
 
     def price(self, step: int) -> int:
         """Tokens the coming step may spend at the most."""
 
     def step(self, step: int, trace: Trace) -> StepReport:
         """Do step `step` (0-based)."""
+
+    def serve(self, version: PolicyVersion) -> None:
+        """Let whoever samples do it with the policy as it is, under this version."""
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
         """Measure the policy after `step` steps, if it is due; changes nothing."""

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.engine.batch import Trajectory
+from posttrain.engine.batch import Document, TokenBatch, Trajectory
+from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.chat import decode_response
-from posttrain.engine.recipes.grpo import Prompt
-from posttrain.engine.rewards.port import RewardCall, RewardFunction, probe_call
+from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call
+from posttrain.engine.roles.reward_model import RewardModelWorker
 
 
 class RewardScorer:
@@ -18,7 +20,7 @@ class RewardScorer:
     def __init__(self, reward: RewardFunction, tokenizer: PreTrainedTokenizerBase) -> None:
         self._reward, self._tokenizer = reward, tokenizer
 
-    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float | None]:
+    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory.
 
         Raises:
@@ -26,12 +28,16 @@ class RewardScorer:
         """
         call = RewardCall(
             prompts=[prompt.text for prompt in prompts],
-            completions=[decode_response(self._tokenizer, t.tokens, ended=not t.truncated) for t in trajectories],
+            completions=[self.text(t) for t in trajectories],
             rows=[prompt.row for prompt in prompts],
             prompt_ids=[t.prompt for t in trajectories],
             completion_ids=[t.tokens for t in trajectories],
         )
-        return [score.score for score in self._reward.score(call)]
+        return self._reward.score(call)
+
+    def text(self, trajectory: Trajectory) -> str:
+        """A response as the reward reads it."""
+        return decode_response(self._tokenizer, trajectory.tokens, ended=not trajectory.truncated)
 
     def rehearse(self, prompts: Sequence[Prompt]) -> None:
         """One call on the first rows, their answers as completions: a broken reward fails before anything is generated.
@@ -40,3 +46,19 @@ class RewardScorer:
             RewardError: see `RewardFunction.score`.
         """
         self._reward.score(probe_call([prompt.text for prompt in prompts], [prompt.row for prompt in prompts]))
+
+
+class ModelScorer:
+    """A reward model behind the recipes' `Scorer`."""
+
+    def __init__(self, judge: WorkerGroup[RewardModelWorker], tokenizer: PreTrainedTokenizerBase) -> None:
+        self._judge, self._tokenizer = judge, tokenizer
+
+    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory, read after its last token."""
+        batch = TokenBatch.pack([Document(t.prompt, t.tokens) for t in trajectories])
+        return [Score(value) for value in self._judge.map(RewardModelWorker.score, batch).values]
+
+    def text(self, trajectory: Trajectory) -> str:
+        """A response as text."""
+        return decode_response(self._tokenizer, trajectory.tokens, ended=not trajectory.truncated)

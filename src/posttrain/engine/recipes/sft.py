@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from posttrain.engine.algorithms.aggregation import Totals, token_weights
-from posttrain.engine.algorithms.losses import negative_log_likelihood
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document, Provenance, TokenBatch
 from posttrain.engine.config import SFTConfig
 from posttrain.engine.journal import Journal
-from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.recipes.recipe import StepReport, Trace
-from posttrain.engine.roles.policy import LossParts, Policy
+from posttrain.engine.recipes.roles import LearnerOnly
+from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.weights.view import PolicyVersion
 
 
 class SFT:
@@ -21,16 +20,16 @@ class SFT:
 
     Args:
         config: the stage's parameters.
-        model: what to train, in place.
+        roles: the policy.
         documents: prompt and completion tokens (end of sequence included) of every row.
         seed: the stage's seed.
     """
 
     phase = "sft"
 
-    def __init__(self, config: SFTConfig, model: LanguageModel, documents: Sequence[Document], seed: int) -> None:
+    def __init__(self, config: SFTConfig, roles: LearnerOnly, documents: Sequence[Document], seed: int) -> None:
         self.steps = config.steps
-        self.policy = Policy(model, config.optimizer, config.runtime, steps=config.steps, seed=seed, dropout=True)
+        self.roles = roles
         self.journal = Journal(len(documents), seed)
         self._config, self._documents = config, documents
 
@@ -44,12 +43,15 @@ class SFT:
         with trace.span("pack"):
             rows = [row for _, row in self.journal.take(self._config.batch_size)]
             documents = [self._documents[row] for row in rows]
-            batch = TokenBatch.pack(documents, self.policy.model.device, Provenance(step=step, role="policy"))
+            batch = TokenBatch.pack(documents, provenance=Provenance(step=step, role="policy"))
             totals = Totals.of(batch)
         with trace.span("update") as span:
-            report = self.policy.update(batch, lambda micro, logprobs: _loss(micro, logprobs, totals), step=step)
+            update = self.roles.policy.map(PolicyWorker.update, batch, SupervisedObjective(totals), step=step)
             span |= {"tokens": sum(batch.lengths), "response_tokens": totals.tokens}
-        return StepReport(sum(batch.lengths), report)
+        return StepReport(sum(batch.lengths), update.metrics)
+
+    def serve(self, version: PolicyVersion) -> None:
+        """Nobody samples."""
 
     def probe(self, step: int, trace: Trace) -> None:
         """Nothing to measure beside the loss."""
@@ -58,8 +60,3 @@ class SFT:
     def probe_price(self, step: int) -> int:
         """Free."""
         return 0
-
-
-def _loss(micro: TokenBatch, logprobs: Tensor, totals: Totals) -> LossParts:
-    weights = token_weights(micro, totals, "token-mean")
-    return LossParts((weights * negative_log_likelihood(logprobs, micro.response_mask)).sum(), {})

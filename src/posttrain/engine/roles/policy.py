@@ -1,74 +1,45 @@
-"""The policy: the model that learns, its AdamW and its schedule.
-
-`update` is one optimiser step. How the batch is cut into micro-batches is decided here and changes nothing but memory
-and rounding: losses arrive as weighted sums over global denominators (see `algorithms.aggregation`). With dropout it
-also changes which masks are drawn, since every micro-batch draws its own; so a run is reproducible for one micro-batch
-budget, and another budget is another sample of the same noise.
-"""
+"""The policy: the model that learns, whole on one rank or sharded over several."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import final
 
-import torch
 from torch import Tensor
 
-from posttrain.domain.errors import FailureClass, IntegrityError, JobFailedError
-from posttrain.domain.seeds import derive_seed
-from posttrain.engine.algorithms.schedule import learning_rate
+from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import OptimizerConfig, RuntimeConfig
+from posttrain.engine.groups.place import Place
 from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.models.loading import save_model
 from posttrain.engine.models.logprobs import token_logprobs
-
-_MICRO_BATCH_TOKENS = {
-    "cpu": 4096,
-    "cuda": 16384,
-}  # 16384 on a CPU is 15 % slower at 1 M parameters: it leaves the caches
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-
-
-class DivergedError(JobFailedError):
-    """Training produced NaN or infinity; the weights of the step before are untouched."""
-
-    failure_class: ClassVar[FailureClass] = FailureClass.DIVERGED
+from posttrain.engine.models.source import ModelSource
+from posttrain.engine.roles.learner import Learner
+from posttrain.engine.roles.update import Update
+from posttrain.engine.weights.view import PolicyVersion, Weights, digest_tensors
+from posttrain.pacing.balancing import micro_batches
 
 
-@dataclass(frozen=True, slots=True)
-class LossParts:
-    """A micro-batch's share of the step's loss, and sums to report: `LossParts(loss, {"clipped": tensor(3.)})`."""
-
-    loss: Tensor  # scalar, differentiable
-    sums: Mapping[str, Tensor]  # scalars without gradient; they add up over micro-batches
-
-
-LossFunction = Callable[[TokenBatch, Tensor], LossParts]  # (micro-batch, its log-probabilities [T])
-
-
-class Policy:
-    """A model with its optimiser.
-
-    Parameters below float32 get a float32 master copy which the optimiser updates: at a post-training learning rate a
-    bfloat16 weight would round most updates away.
+@final
+class PolicyWorker:
+    """One rank of the policy.
 
     Args:
-        model: the model; updated in place, so every zero-copy reader sees the new weights at once.
+        place: where it stands; on one rank it lends its model to a rollout engine beside it.
+        model: a folder; or, in the controller's process, a model that is there already.
         optimizer: AdamW and schedule.
-        runtime: micro-batch budget.
+        runtime: micro-batch budget and the like.
         steps: of the whole stage, for the schedule.
         seed: the stage's seed, for dropout.
-        dropout: whether the model's dropout is on while training. Off for policy gradients: the ratio of a policy to
-            itself must be 1.
+        dropout: whether the model's dropout is on while training (`Learner`).
         temperature: log-probabilities are taken at this sampling temperature.
     """
 
     def __init__(
         self,
-        model: LanguageModel,
+        place: Place,
+        model: ModelSource | LanguageModel,
         optimizer: OptimizerConfig,
         runtime: RuntimeConfig,
         *,
@@ -77,134 +48,82 @@ class Policy:
         dropout: bool = False,
         temperature: float = 1.0,
     ) -> None:
-        self.model = model
-        self._config, self._steps, self._seed = optimizer, steps, seed
-        tokens = runtime.micro_batch_tokens
-        self._micro_batch_tokens = _MICRO_BATCH_TOKENS.get(model.device.type, 4096) if tokens == "auto" else tokens
-        self._dropout, self._temperature = dropout, temperature
-        self._live = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
-        self._trained = {name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self._live.items()}
-        self._optimizer = torch.optim.AdamW(
-            list(self._trained.values()),
-            lr=optimizer.learning_rate,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
-        model.module.train(dropout)
+        self.model = model.open(place.device) if isinstance(model, ModelSource) else model
+        self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout)
+        self._temperature, self._rank = temperature, place.rank
+        if place.size == 1:  # an alias view needs whole weights
+            place.lend(self.model)
 
-    def update(self, batch: TokenBatch, loss: LossFunction, *, step: int, part: int = 0) -> dict[str, float]:
-        """One optimiser step on `batch`.
+    def update(
+        self, batch: TokenBatch, objective: Objective, *, step: int, part: int = 0, record: bool = False
+    ) -> Update:
+        """One optimiser step of the whole group on a mini-batch, of which this rank has a shard.
 
         Args:
-            batch: the whole mini-batch.
-            loss: called once per micro-batch.
+            batch: the shard; may be empty.
+            objective: knows the totals of the whole mini-batch.
             step: 0-based stage step, for the schedule and the dropout key.
             part: which mini-batch of the step.
-
-        Returns:
-            `loss`, `grad_norm` (before clipping), `learning_rate`, and the loss function's sums over the batch.
+            record: also return the batch with the log-probabilities that the step found, as `proximal_logprobs`.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
         """
-        sums: dict[str, Tensor] = {}
-        for index, micro in enumerate(batch.split(self._micro_batch_tokens)):
-            with self._dropout_key(step, part, index):
-                logprobs = token_logprobs(self.model, micro, temperature=self._temperature, response_only=True)
-                parts = loss(micro, logprobs)
-            parts.loss.backward()  # type: ignore[no-untyped-call]
-            self._collect_gradients()
-            for name, value in {"loss": parts.loss.detach(), **parts.sums}.items():
-                sums[name] = sums[name] + value if name in sums else value
-        norm = float(torch.nn.utils.clip_grad_norm_(self._trained.values(), self._config.max_grad_norm))
-        report = {name: float(value) for name, value in sums.items()}
-        if not (math.isfinite(report["loss"]) and math.isfinite(norm)):
-            self._optimizer.zero_grad()
-            raise DivergedError(
-                f"training diverged at step {step + 1}: loss {report['loss']:.4g}, gradient norm {norm:.4g} must be "
-                f"finite; lower optimizer.learning_rate (now {self._config.learning_rate:g}) or raise warmup_steps"
-            )
-        rate = self._step(step)
-        return {**report, "grad_norm": norm, "learning_rate": rate}
+        shards, micros = self._micro_batches(batch)
+        seen: list[TokenBatch] = []
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Trained parameters by name at the optimiser's precision (not copies)."""
-        return {name: p.detach() for name, p in self._trained.items()}
+        def forward(micro: TokenBatch) -> LossParts:
+            logprobs = self._logprobs(micro)
+            if record and len(seen) < len(micros):
+                seen.append(micro.with_columns(proximal_logprobs=logprobs))
+            return objective(micro, logprobs)
 
-    def moments(self) -> dict[str, Tensor]:
-        """AdamW state by `<parameter>/exp_avg`, `/exp_avg_sq`, `/step` (not copies); empty before the first update."""
-        state = self._optimizer.state
-        return {f"{name}/{key}": state[p][key] for name, p in self._trained.items() if p in state for key in _MOMENTS}
+        metrics = self.learner.step(micros, TokenBatch.filler(self.model.device), forward, step=step, part=part)
+        if not record:
+            return Update(metrics)
+        return Update(metrics, (TokenBatch.gather(seen, shards) if seen else batch).to("cpu"))
 
-    @torch.no_grad()
-    def restore(self, parameters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """Take over a checkpoint bit for bit. Parameters are copied in place, so zero-copy readers stay valid.
+    def logprobs(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with `proximal_logprobs`: of the response tokens under the policy as it is."""
+        shards, micros = self._micro_batches(batch)
+        found = self.learner.evaluate(micros, TokenBatch.filler(self.model.device), self._logprobs)
+        scored = [micro.with_columns(proximal_logprobs=f) for micro, f in zip(micros, found, strict=True)]
+        gathered = TokenBatch.gather(scored, shards) if scored else batch
+        return gathered.seen_by("policy", self._rank)
 
-        A parameter that never had a gradient has no moments, here as there.
+    def publish(self, version: PolicyVersion) -> Weights:
+        """The whole weights as `version`, for readers with a copy of their own; rank 0 has them. Collective."""
+        tensors = self.learner.sharding.gathered()
+        digest = digest_tensors(tensors) if tensors else ""
+        return Weights(PolicyVersion(version.incarnation, version.step, digest), tensors)
+
+    def save(self, path: Path) -> dict[str, str]:
+        """Write this rank's part of a checkpoint; returns file name → digest."""
+        return self.learner.save(path, "policy")
+
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint (verified by the caller), whatever number of ranks wrote it.
 
         Raises:
-            IntegrityError: names or shapes differ from this model's, or moments are incomplete.
+            IntegrityError: it does not fit the model.
         """
-        wanted = {name: tuple(p.shape) for name, p in self._trained.items()}
-        given = {name: tuple(p.shape) for name, p in parameters.items()}
-        if wanted != given:
-            odd = sorted(set(wanted.items()) ^ set(given.items()))[0][0]
-            raise IntegrityError(
-                f"checkpoint does not fit the model: parameter {odd} differs in name or shape; start afresh"
-            )
-        begun = {name.rpartition("/")[0] for name in moments}
-        missing = {f"{name}/{key}" for name in begun & wanted.keys() for key in _MOMENTS} ^ moments.keys()
-        if missing:
-            raise IntegrityError(f"checkpoint does not fit the model: moment {min(missing)} is odd; start afresh")
-        for name, trained in self._trained.items():
-            trained.copy_(parameters[name])
-            if trained is not self._live[name]:
-                self._live[name].copy_(trained)
-            self._optimizer.state.pop(trained, None)
-            if name in begun:
-                state = {key: moments[f"{name}/{key}"].to(trained.device).clone() for key in _MOMENTS}
-                self._optimizer.state[trained] = state
+        self.learner.load(path, "policy")
 
-    @torch.no_grad()
-    def _step(self, step: int) -> float:
-        c = self._config
-        rate = learning_rate(
-            step,
-            self._steps,
-            peak=c.learning_rate,
-            warmup=c.warmup_steps,
-            schedule=c.schedule,
-            final_ratio=c.final_ratio,
-        )
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        for name, trained in self._trained.items():
-            if trained is not self._live[name]:
-                self._live[name].copy_(trained)
-        return rate
+    def save_model(self, folder: Path) -> None:
+        """Write weights and configuration in the Hugging Face format; rank 0 does. Collective."""
+        if self.learner.sharding.ranks == 1:
+            save_model(self.model, None, folder)
+        else:
+            save_model(self.model, None, folder, self.learner.sharding.gathered(), write=self._rank == 0)
 
-    def _collect_gradients(self) -> None:
-        """Add gradients of low-precision parameters to their masters in float32."""
-        for name, trained in self._trained.items():
-            live = self._live[name]
-            if trained is not live and live.grad is not None:
-                gradient = live.grad.float()
-                trained.grad = gradient if trained.grad is None else trained.grad.add_(gradient)
-                live.grad = None
+    def context_length(self) -> int:
+        """Tokens of prompt and response together that the model was made for."""
+        return self.model.context_length
 
-    @contextmanager
-    def _dropout_key(self, step: int, part: int, micro: int) -> Iterator[None]:
-        """Dropout masks are a function of (seed, step, mini-batch, micro-batch).
+    def _logprobs(self, micro: TokenBatch) -> Tensor:
+        return token_logprobs(self.model, micro, temperature=self._temperature, response_only=True)
 
-        The global generators are left as they were.
-        """
-        if not self._dropout:
-            yield
-            return
-        devices = [self.model.device] if self.model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(derive_seed(self._seed, "dropout", step, part, micro))
-            yield
+    def _micro_batches(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
+        placed = batch if batch.device == self.model.device else batch.to(self.model.device)
+        shards = micro_batches(placed.lengths, placed.lengths, self.learner.token_budget)
+        return shards, [placed] if len(shards) == 1 else [placed.select(shard) for shard in shards]

@@ -3,13 +3,16 @@
 ::
 
     checkpoints/step-00000120/
-        model.safetensors       trainable parameters at the optimiser's precision
-        optimizer.safetensors   AdamW: <parameter>/exp_avg, <parameter>/exp_avg_sq, <parameter>/step
+        policy-model-00001-of-00002.safetensors      one rank's rows of the parameters, at the optimiser's precision
+        policy-optimizer-00001-of-00002.safetensors  AdamW: <parameter>/exp_avg, /exp_avg_sq, /step
+        critic-…                one such pair per rank of every role that learns
         state.json              TrainState: step, data cursor, tokens spent, what it belongs to
         COMMIT                  domain.jobs.CheckpointCommit: {"format", "step", "shards": {name: sha256:…}}
 
 COMMIT is written once, after every shard and the folder are on the disk; a folder without it does not exist for
-anybody. No random state is stored because there is none: every random number is a function of (seed, step, …).
+anybody. Which rows of a parameter a file holds is in its safetensors metadata, so any number of ranks can read what
+any other number wrote. No random state is stored because there is none: every random number is a function of (seed,
+step, …).
 """
 
 from __future__ import annotations
@@ -21,18 +24,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from posttrain.domain.canonical import canonical_json, digest_bytes, digest_chunks
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.jobs import CheckpointCommit
-from posttrain.engine.weights.shards import write_tensors
+from posttrain.engine.weights.shards import read_rows, write_tensors
 
 KEEP = 2  # the newest may be half published when the next begins
 COMMIT = "COMMIT"
-_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_STATE = "state.json"
 _CHUNK = 1 << 20
 
 
@@ -45,43 +47,79 @@ class TrainState:
     consumed: int  # documents taken from the data stream (journal)
     tokens: int  # spent so far in this lineage
     metrics: Mapping[str, float]  # of the last step
+    incarnation: int = 0  # how often the lineage was resumed before it
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint in memory; tensors by parameter name."""
+def begin_checkpoint(folder: Path, step: int) -> Path | None:
+    """A fresh folder for the checkpoint of `step`; None when there is a committed one already.
 
-    state: TrainState
-    parameters: Mapping[str, Tensor]
-    moments: Mapping[str, Tensor]  # "<parameter>/exp_avg" …
+    Raises:
+        OSError: the disk is full or read-only.
+    """
+    path = folder / f"step-{step:08d}"
+    if (path / COMMIT).exists():
+        return None
+    crashpoint("checkpoint.before_shards")
+    shutil.rmtree(path, ignore_errors=True)  # left by a process that died before its commit
+    path.mkdir(parents=True)
+    return path
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write one checkpoint below `folder`, then drop all but the newest two. A committed one of that step stays.
+def write_role(
+    path: Path,
+    role: str,
+    rank: int,
+    ranks: int,
+    parameters: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
+    rows: Mapping[str, tuple[int, int]],
+) -> dict[str, str]:
+    """Write one rank's part of a role, on the disk when it returns.
+
+    Args:
+        parameters: whole tensors, or this rank's rows of them.
+        moments: laid out as their parameters are, by "<parameter>/exp_avg" …
+        rows: parameter → the rows [start, stop) it holds; none: everything.
+
+    Returns:
+        File name → digest, for `commit_checkpoint`.
 
     Raises:
         OSError: the disk is full or read-only; nothing counts as written then.
     """
-    path = folder / f"step-{checkpoint.state.step:08d}"
-    if not (path / COMMIT).exists():
-        crashpoint("checkpoint.before_shards")
-        shutil.rmtree(path, ignore_errors=True)  # left by a process that died before its commit
-        path.mkdir(parents=True)
-        shards = _write_shards(path, checkpoint)
-        _sync_folder(path)
-        _sync_folder(folder)
-        crashpoint("checkpoint.before_commit")
-        commit = CheckpointCommit(checkpoint.state.step, shards)
-        _write_synced(path / f".{COMMIT}", canonical_json(commit.to_json()))
-        (path / f".{COMMIT}").rename(path / COMMIT)
-        _sync_folder(path)
-        crashpoint("checkpoint.after_commit")
-    _prune(folder, checkpoint.state.step)
-    return path
+    model, optimizer = (f"{role}-{part}-{rank + 1:05d}-of-{ranks:05d}.safetensors" for part in ("model", "optimizer"))
+    metadata = {name: f"{start}:{stop}" for name, (start, stop) in rows.items()}
+    halfway = (lambda: crashpoint("checkpoint.inside_shard")) if rank == 0 else None
+    return {
+        model: write_tensors(path / model, parameters, metadata, halfway=halfway),
+        optimizer: write_tensors(path / optimizer, moments, metadata),
+    }
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a committed checkpoint; every shard is verified against COMMIT.
+def commit_checkpoint(path: Path, state: TrainState, shards: Mapping[str, str]) -> None:
+    """Make what was written a checkpoint, then drop all but the newest two.
+
+    Args:
+        shards: what every `write_role` returned.
+
+    Raises:
+        OSError: the disk is full or read-only; nothing counts as written then.
+    """
+    data = canonical_json(asdict(state))
+    _write_synced(path / _STATE, data)
+    _sync_folder(path)
+    _sync_folder(path.parent)
+    crashpoint("checkpoint.before_commit")
+    commit = CheckpointCommit(state.step, {**shards, _STATE: digest_bytes(data)})
+    _write_synced(path / f".{COMMIT}", canonical_json(commit.to_json()))
+    (path / f".{COMMIT}").rename(path / COMMIT)
+    _sync_folder(path)
+    crashpoint("checkpoint.after_commit")
+    prune_checkpoints(path.parent, state.step)
+
+
+def read_state(path: Path) -> TrainState:
+    """Verify a committed checkpoint, every shard against COMMIT, and read its state.
 
     Raises:
         IntegrityError: no COMMIT, an unknown format, or a shard that is missing, unlisted or altered.
@@ -93,26 +131,34 @@ def load_checkpoint(path: Path) -> Checkpoint:
             raise IntegrityError(
                 f"checkpoint shard {path / name} must be {expected}, got {found}; resume from an older checkpoint"
             )
-    state = TrainState(**json.loads((path / _STATE).read_bytes()))
-    return Checkpoint(state, load_file(path / _MODEL), load_file(path / _OPTIMIZER))
+    return TrainState(**json.loads((path / _STATE).read_bytes()))
+
+
+def read_role(
+    path: Path, role: str, rows: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A role's parameters and moments, of which only the rows asked for are read.
+
+    Args:
+        path: a checkpoint that `read_state` verified.
+        rows: parameter → [start, stop); a parameter that is not named is read whole.
+
+    Raises:
+        IntegrityError: the checkpoint has no such role.
+    """
+    found = []
+    for part in ("model", "optimizer"):
+        files = sorted(path.glob(f"{role}-{part}-*-of-*.safetensors"))
+        if not files:
+            raise IntegrityError(f"checkpoint {path} must hold the role {role}, got none; start afresh")
+        found.append(read_rows(files, rows))
+    return found[0], found[1]
 
 
 def digest_file(path: Path) -> str:
     """`sha256:…` of a file, in constant memory."""
     with path.open("rb") as file:
         return digest_chunks(iter(lambda: file.read(_CHUNK), b""))
-
-
-def _write_shards(path: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    shards = {
-        _MODEL: write_tensors(
-            path / _MODEL, checkpoint.parameters, halfway=lambda: crashpoint("checkpoint.inside_shard")
-        ),
-        _OPTIMIZER: write_tensors(path / _OPTIMIZER, checkpoint.moments),
-    }
-    state = canonical_json(asdict(checkpoint.state))
-    _write_synced(path / _STATE, state)
-    return {**shards, _STATE: digest_bytes(state)}
 
 
 def _read_commit(path: Path) -> Mapping[str, str]:
@@ -124,12 +170,12 @@ def _read_commit(path: Path) -> Mapping[str, str]:
         ) from error
     except IntegrityError as error:
         raise IntegrityError(f"checkpoint {path}: {error}; resume from another") from error
-    if set(shards) != {_MODEL, _OPTIMIZER, _STATE}:
-        raise IntegrityError(f"checkpoint {path} must hold {_MODEL}, {_OPTIMIZER}, {_STATE}, got {sorted(shards)}")
+    if _STATE not in shards or len(shards) < 3:
+        raise IntegrityError(f"checkpoint {path} must hold {_STATE} and the shards of a role, got {sorted(shards)}")
     return shards
 
 
-def _prune(folder: Path, newest: int) -> None:
+def prune_checkpoints(folder: Path, newest: int) -> None:
     """Older ones lose their COMMIT first, so that a crash in here leaves no folder that only looks whole."""
     older = sorted(p for p in folder.glob("step-*") if p.name < f"step-{newest:08d}")
     for path in older[: -(KEEP - 1)]:

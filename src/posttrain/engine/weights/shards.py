@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 _DTYPE_NAMES = {
@@ -24,12 +25,19 @@ _DTYPE_NAMES = {
 _CHUNK = 1 << 22  # bytes per write
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, halfway: Callable[[], None] | None = None) -> str:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    halfway: Callable[[], None] | None = None,
+) -> str:
     """Write `tensors`, in the order of their names, and fsync.
 
     Args:
         path: the file to create.
         tensors: by name, on any device; equal values give equal bytes.
+        metadata: strings that go into the header.
         halfway: called once when about half of the bytes have been handed to the kernel.
 
     Returns:
@@ -41,7 +49,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, halfway: Callabl
     names = sorted(tensors)
     digest, written, total = hashlib.sha256(), 0, sum(_size(tensors[name]) for name in names)
     with path.open("wb") as file:
-        head = _header(names, tensors)
+        head = _header(names, tensors, metadata or {})
         digest.update(head)
         file.write(head)
         for name in names:
@@ -63,6 +71,36 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, halfway: Callabl
     return "sha256:" + digest.hexdigest()
 
 
+def read_rows(files: Sequence[Path], rows: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    """Tensors that lie in pieces over several files, as `write_tensors` left them with `NAME: "start:stop"` metadata.
+
+    Args:
+        rows: name → the rows [start, stop) wanted; `NAME/exp_avg` goes by NAME. What is not named is read whole.
+
+    Returns:
+        Name → rows; scalars as the first file has them.
+    """
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as shard:
+            held = shard.metadata() or {}
+            for name in shard.keys():  # noqa: SIM118  # it is no mapping
+                base = name.partition("/")[0]
+                view = shard.get_slice(name)
+                if not view.get_shape():
+                    pieces.setdefault(name, [(0, shard.get_tensor(name))])
+                    continue
+                first = int(held[base].partition(":")[0]) if base in held else 0
+                start, stop = rows.get(base, (0, first + view.get_shape()[0]))
+                low, high = max(start - first, 0), min(stop - first, view.get_shape()[0])
+                if low < high or (start == stop and name not in pieces):
+                    pieces.setdefault(name, []).append((first, view[low : max(low, high)]))
+    return {
+        name: found[0][1] if len(found) == 1 else torch.cat([piece for _, piece in sorted(found, key=lambda f: f[0])])
+        for name, found in pieces.items()
+    }
+
+
 def _bytes(tensor: Tensor) -> memoryview:
     flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
@@ -72,8 +110,9 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
-    entries, offset = {}, 0
+def _header(names: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    offset = 0
     for name in names:
         end = offset + _size(tensors[name])
         entries[name] = {

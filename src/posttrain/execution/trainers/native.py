@@ -49,7 +49,9 @@ class NativeTrainer:
     name: ClassVar[str] = "native"
     modules: ClassVar[Mapping[str, str]] = {
         "sft": "posttrain.jobs.train",
+        "reward_model": "posttrain.jobs.train",
         "grpo": "posttrain.jobs.train",
+        "ppo": "posttrain.jobs.train",
         "evaluate": "posttrain.jobs.evaluate",
         "init_model": "posttrain.jobs.init_model",
     }
@@ -168,7 +170,9 @@ def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
         return {"data": RowNeeds(learn=True, max_length=config.max_length)}
     if isinstance(config, EvaluateConfig):
         return {f"suites.{n}": RowNeeds(reserve=s.max_new_tokens, answer=True) for n, s in config.suites.items()}
-    if not isinstance(config, GRPOConfig):
+    if isinstance(config, RewardModelConfig):
+        return {"data": RowNeeds(pairs=True, max_length=config.max_length)}
+    if not isinstance(config, GRPOConfig | PPOConfig):
         return {}
     needs = {"data": RowNeeds(reserve=config.max_new_tokens)}
     if config.probe:
@@ -226,16 +230,18 @@ def _described(config: SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig) -
 
 
 def _work(config: StageConfig) -> dict[str, float]:
-    """What the planner multiplies: documents read or answered, and what GRPO trains on besides, at the most."""
+    """What the planner multiplies: documents read or answered, and what is trained on besides, at the most."""
     if isinstance(config, SFTConfig):
         return {"steps": config.steps, "documents": config.steps * config.batch_size}
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, RewardModelConfig):
+        return {"steps": config.steps, "documents": 2 * config.steps * config.batch_size}
+    if isinstance(config, GRPOConfig | PPOConfig):
         samples = config.steps * config.prompts_per_step * config.group_size
         return {
             "steps": config.steps,
             "documents": samples,
             "prompts": config.steps * config.prompts_per_step,
-            "trained": samples,
+            "trained": samples * (2 * config.epochs if isinstance(config, PPOConfig) else 1),
             "max_new_tokens": config.max_new_tokens,
         }
     if isinstance(config, EvaluateConfig):

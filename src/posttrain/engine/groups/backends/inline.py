@@ -95,7 +95,8 @@ class InlineBackend:
             value = method(self._workers[role, rank], *args, **kwargs)
         except Exception as error:
             blame(error, role, rank, method.__name__, os.getpid())
-            return InlineCall[R](role, rank, method.__name__, None, error)
+            failed: InlineCall[R] = InlineCall(role, rank, method.__name__, None, error)
+            return failed
         return InlineCall(role, rank, method.__name__, Answer(value, started, time.perf_counter() - begin), None)
 
     def submit_stored(

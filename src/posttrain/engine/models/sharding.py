@@ -1,0 +1,221 @@
+"""How a trainable module lies on the ranks of its pool: whole on one, or sharded over all of them by FSDP2.
+
+Losses are weighted by totals of the whole step, so gradients are *summed* over ranks, never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.algorithms.objectives import LossParts
+
+M = TypeVar("M")
+
+
+class Sharding(Protocol):
+    """What a learner needs to know of where its parameters are.
+
+    Every implementation: `compute` makes whole parameters visible to the forward; gradients of all ranks and all
+    micro-batches add up in `parameters`; methods called "collective" are called by every rank or by none.
+    """
+
+    @property
+    def ranks(self) -> int:
+        """Over which the parameters are spread."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """What the optimiser updates, by name: whole, or this rank's rows."""
+
+    def rows(self) -> Mapping[str, tuple[int, int]]:
+        """Parameter → the rows [start, stop) this rank holds; empty where it holds everything."""
+
+    def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
+        """Run a forward. Collective."""
+
+    def rounds(self, mine: int) -> int:
+        """The largest `mine` of all ranks: how often everybody must compute. Collective."""
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over ranks. Collective."""
+
+    def collect_gradients(self) -> None:
+        """After a backward: add what it left to the gradients of `parameters`."""
+
+    def clip_gradients(self, limit: float) -> float:
+        """Scale all gradients to a global norm of at most `limit`; returns the norm before. Collective."""
+
+    def write_back(self) -> None:
+        """After an optimiser step: bring the module up to date with `parameters`."""
+
+    def gathered(self) -> dict[str, Tensor]:
+        """Whole parameters by name in the module's precision; empty but on rank 0. Collective."""
+
+
+@final
+class Unsharded:
+    """One rank. Parameters below float32 have a float32 master copy, which `parameters` are."""
+
+    rank, ranks = 0, 1
+
+    def __init__(self, module: nn.Module) -> None:
+        self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._trained = {n: p if p.dtype == torch.float32 else p.detach().float() for n, p in self._live.items()}
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """See `Sharding`."""
+        return self._trained
+
+    def rows(self) -> Mapping[str, tuple[int, int]]:
+        """See `Sharding`."""
+        return {}
+
+    def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
+        """See `Sharding`."""
+        return forward(micro)
+
+    def rounds(self, mine: int) -> int:
+        """See `Sharding`."""
+        return mine
+
+    def total(self, values: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return values
+
+    def collect_gradients(self) -> None:
+        """See `Sharding`."""
+        for name, trained in self._trained.items():
+            live = self._live[name]
+            if trained is not live and live.grad is not None:
+                gradient = live.grad.float()
+                trained.grad = gradient if trained.grad is None else trained.grad.add_(gradient)
+                live.grad = None
+
+    def clip_gradients(self, limit: float) -> float:
+        """See `Sharding`."""
+        return float(torch.nn.utils.clip_grad_norm_(self._trained.values(), limit))
+
+    def write_back(self) -> None:
+        """See `Sharding`."""
+        for name, trained in self._trained.items():
+            if trained is not self._live[name]:
+                self._live[name].copy_(trained)
+
+    def gathered(self) -> dict[str, Tensor]:
+        """See `Sharding`; not copies."""
+        return {name: p.detach() for name, p in self._live.items()}
+
+
+class _Root(nn.Module):
+    """FSDP gathers parameters when a module is called; this one's call is whatever the learner computes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, compute: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
+        return compute()
+
+
+@final
+class FullySharded:
+    """FSDP2 over the process group: every decoder layer is gathered when it computes, the rest with the root.
+
+    Parameters are float32 shards; on CUDA the layers compute in bfloat16.
+
+    Raises:
+        InputError: a model whose decoder layers cannot be found.
+    """
+
+    def __init__(self, module: nn.Module, device: str) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        layers = getattr(getattr(module, "base_model", None), "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise InputError(f"{type(module).__name__} cannot be sharded: it has no list of decoder layers; use 1 rank")
+        self._dtype = next(module.parameters()).dtype
+        module.float()
+        kind = torch.device(device).type
+        mesh = init_device_mesh(kind, (self.ranks,))
+        options: dict[str, Any] = {"mesh": mesh}
+        if kind == "cuda":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        for layer in layers:
+            fully_shard(layer, **options)
+        self._root = _Root(module)
+        fully_shard(self._root, **options)
+        self._module, self._device = module, torch.device(device)
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """See `Sharding`."""
+        return self._parameters
+
+    def rows(self) -> Mapping[str, tuple[int, int]]:
+        """See `Sharding`; torch.chunk's arithmetic, which FSDP2 shards by."""
+        found = {}
+        for name, parameter in self._parameters.items():
+            chunk = -(-parameter.shape[0] // self.ranks)
+            start = min(self.rank * chunk, parameter.shape[0])
+            found[name] = (start, min(start + chunk, parameter.shape[0]))
+        return found
+
+    def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
+        """See `Sharding`. FSDP averages over ranks, so the loss is scaled up to make that a sum."""
+
+        def inner() -> tuple[Tensor, dict[str, Tensor]]:
+            parts = forward(micro)
+            return parts.loss * self.ranks, dict(parts.sums)
+
+        loss, sums = self._root(inner)
+        return LossParts(loss, {**sums, "loss": loss.detach() / self.ranks})
+
+    def rounds(self, mine: int) -> int:
+        """See `Sharding`."""
+        most = torch.tensor(mine, device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
+
+    def total(self, values: Tensor) -> Tensor:
+        """See `Sharding`."""
+        summed = values.to(self._device)
+        dist.all_reduce(summed)
+        return summed
+
+    def collect_gradients(self) -> None:
+        """FSDP has reduced them already."""
+
+    def clip_gradients(self, limit: float) -> float:
+        """See `Sharding`."""
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
+        whole: Any = norm
+        return float(whole.full_tensor() if isinstance(whole, DTensor) else whole)
+
+    def write_back(self) -> None:
+        """The shards are the module's own."""
+
+    def gathered(self) -> dict[str, Tensor]:
+        """See `Sharding`; one parameter at a time."""
+        whole: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            held: Any = parameter.detach()
+            full: Tensor = held.full_tensor() if isinstance(held, DTensor) else held
+            if self.rank == 0:
+                whole[name] = full.to("cpu", self._dtype)
+        return whole
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor; any other tensor itself. Not a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

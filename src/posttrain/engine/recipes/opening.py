@@ -1,0 +1,112 @@
+"""Starting the roles that a stage needs, in whatever pools they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from posttrain.engine.config import GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.worker_group import WorkerGroup
+from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.models.scalar_model import ScalarModel
+from posttrain.engine.models.source import ModelSource, ScalarSource
+from posttrain.engine.recipes.roles import LearnerOnly, PreferenceOnly, Roles
+from posttrain.engine.roles.critic import CriticWorker
+from posttrain.engine.roles.learner import micro_batch_tokens
+from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.preference import PreferenceWorker
+from posttrain.engine.roles.reference import ReferenceWorker
+from posttrain.engine.roles.reward_model import RewardModelWorker
+from posttrain.engine.rollout.port import RolloutEngine
+from posttrain.engine.rollout.worker import RolloutWorker
+
+PoolOf = Callable[[str], ResourcePool]  # role → the pool it lives in
+Model = ModelSource | LanguageModel
+
+
+def open_sft(config: SFTConfig, model: Model, seed: int, pool_of: PoolOf) -> LearnerOnly:
+    """The policy of supervised fine-tuning."""
+    return LearnerOnly(
+        pool_of("policy").start(
+            "policy",
+            PolicyWorker,
+            model,
+            config.optimizer,
+            config.runtime,
+            steps=config.steps,
+            seed=seed,
+            dropout=True,
+        )
+    )
+
+
+def open_preference(
+    config: RewardModelConfig, model: ScalarSource | ScalarModel, seed: int, pool_of: PoolOf
+) -> PreferenceOnly:
+    """The reward model in training."""
+    return PreferenceOnly(
+        pool_of("reward_model").start(
+            "reward_model",
+            PreferenceWorker,
+            model,
+            config.optimizer,
+            config.runtime,
+            steps=config.steps,
+            seed=seed,
+        )
+    )
+
+
+def open_roles(
+    config: GRPOConfig | PPOConfig,
+    model: Model,
+    seed: int,
+    pool_of: PoolOf,
+    *,
+    critic: ScalarSource | ScalarModel | None = None,
+    reward_model: ScalarSource | ScalarModel | None = None,
+    engine: RolloutEngine | None = None,
+) -> Roles:
+    """The roles of an on-policy recipe; the policy first, because a rollout beside it reads its weights.
+
+    Args:
+        model: the starting policy; also the reference, where the recipe has a KL penalty.
+        critic: what the value model begins with.
+        reward_model: where responses are scored by a model.
+        engine: a rollout engine to use instead of one over the policy's weights, in the controller's process.
+    """
+    policy = pool_of("policy").start(
+        "policy",
+        PolicyWorker,
+        model,
+        config.optimizer,
+        config.runtime,
+        steps=config.steps,
+        seed=seed,
+        temperature=config.temperature,
+    )
+    source = model if isinstance(model, ModelSource) else None
+    rollout = pool_of("rollout").start("rollout", RolloutWorker, source, engine)
+    tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
+    reference: WorkerGroup[ReferenceWorker] | None = None
+    if config.kl:
+        reference = pool_of("reference").start(
+            "reference", ReferenceWorker, model, temperature=config.temperature, micro_batch_tokens=tokens
+        )
+    values: WorkerGroup[CriticWorker] | None = None
+    if critic is not None and isinstance(config, PPOConfig):
+        values = pool_of("critic").start(
+            "critic",
+            CriticWorker,
+            critic,
+            config.critic.optimizer,
+            config.runtime,
+            steps=config.steps,
+            seed=seed,
+        )
+    judge: WorkerGroup[RewardModelWorker] | None = None
+    if reward_model is not None:
+        judge = pool_of("reward_model").start(
+            "reward_model", RewardModelWorker, reward_model, micro_batch_tokens=tokens
+        )
+    return Roles(policy, rollout, reference, values, judge)

@@ -1,0 +1,96 @@
+"""The roles of a stage, each a worker group, and what is done to all of them together.
+
+Which processes they live in is decided by whoever opens them; nothing here can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from posttrain.engine.groups.worker_group import WorkerGroup
+from posttrain.engine.roles.critic import CriticWorker
+from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.preference import PreferenceWorker
+from posttrain.engine.roles.reference import ReferenceWorker
+from posttrain.engine.roles.reward_model import RewardModelWorker
+from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.weights.view import PolicyVersion
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What a dataflow works with: `roles.rollout.map(RolloutWorker.generate, prompts, sampling, 8)`.
+
+    Groups of ranks that stand on devices of their own or share them; None where a recipe has no such role.
+    """
+
+    policy: WorkerGroup[PolicyWorker]
+    rollout: WorkerGroup[RolloutWorker]
+    reference: WorkerGroup[ReferenceWorker] | None = None
+    critic: WorkerGroup[CriticWorker] | None = None
+    reward_model: WorkerGroup[RewardModelWorker] | None = None
+
+    def publish(self, version: PolicyVersion) -> None:
+        """From now on the rollout samples with the policy as it is; proven by digest where weights are copied.
+
+        Raises:
+            IntegrityError: a rollout rank serves other weights than were published.
+        """
+        if self.rollout.one(RolloutWorker.view) == "alias":
+            self.rollout.each(RolloutWorker.serve, version)
+        else:
+            self.rollout.each(RolloutWorker.load, self.policy.stored(PolicyWorker.publish, version))
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """Write every learner's part of a checkpoint; file name → digest."""
+        written = [*self.policy.each(PolicyWorker.save, path)]
+        if self.critic:
+            written += self.critic.each(CriticWorker.save, path)
+        return {name: digest for shards in written for name, digest in shards.items()}
+
+    def restore(self, path: Path) -> None:
+        """Go on from a verified checkpoint.
+
+        Raises:
+            IntegrityError: it does not fit the models.
+        """
+        self.policy.each(PolicyWorker.restore, path)
+        if self.critic:
+            self.critic.each(CriticWorker.restore, path)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LearnerOnly:
+    """The single role of plain SPMD training on documents."""
+
+    policy: WorkerGroup[PolicyWorker]
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """See `Roles.save`."""
+        return {name: digest for shards in self.policy.each(PolicyWorker.save, path) for name, digest in shards.items()}
+
+    def restore(self, path: Path) -> None:
+        """See `Roles.restore`."""
+        self.policy.each(PolicyWorker.restore, path)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PreferenceOnly:
+    """The single role of reward-model training."""
+
+    reward_model: WorkerGroup[PreferenceWorker]
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """See `Roles.save`."""
+        written = self.reward_model.each(PreferenceWorker.save, path)
+        return {name: digest for shards in written for name, digest in shards.items()}
+
+    def restore(self, path: Path) -> None:
+        """See `Roles.restore`."""
+        self.reward_model.each(PreferenceWorker.restore, path)

@@ -1,0 +1,127 @@
+"""What on-policy recipes share: prompts in, groups of scored trajectories out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from posttrain.engine.batch import Trajectory
+from posttrain.engine.groups.worker_group import WorkerGroup
+from posttrain.engine.journal import Journal
+from posttrain.engine.recipes.recipe import StepReport
+from posttrain.engine.rewards.port import Score
+from posttrain.engine.rollout.batches import PromptBatch, Rollouts
+from posttrain.engine.rollout.port import SamplingParams
+from posttrain.engine.rollout.worker import RolloutWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row, ready to sample from: `Prompt(tokens=(1, 5, 9), text="user: Q: sort 31", row={"answer": "13", …})`."""
+
+    tokens: Sequence[int]
+    text: str = ""
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Scorer(Protocol):
+    """Scores responses. Wraps a reward function and the tokenizer, or a reward model."""
+
+    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Sequence[Score]:
+        """One score per trajectory; `prompts` is parallel to it."""
+
+    def text(self, trajectory: Trajectory) -> str:
+        """A response as text."""
+
+
+class Probe(Protocol):
+    """A held-out measurement of the policy during training."""
+
+    price: int  # tokens it may spend at the most
+
+    def __call__(self, rollout: WorkerGroup[RolloutWorker]) -> StepReport:
+        """Measure; spends at most `price` tokens."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The scored groups of one step."""
+
+    prompts: tuple[Prompt, ...]
+    keys: tuple[int, ...]  # position of each prompt in the data stream
+    rollouts: Rollouts
+    scores: tuple[Score, ...] = ()  # one per trajectory, prompt by prompt
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """All of them, prompt by prompt."""
+        return self.rollouts.trajectories
+
+    @property
+    def rewards(self) -> Tensor:
+        """`[prompts, members]` float64, NaN where there is no score."""
+        values = [float("nan") if score.score is None else score.score for score in self.scores]
+        return torch.tensor(values, dtype=torch.float64).view(len(self.prompts), -1)
+
+    @property
+    def tokens(self) -> int:
+        """Read once per prompt, and generated."""
+        return sum(len(p.tokens) for p in self.prompts) + self.rollouts.tokens
+
+    def sample_id(self, step: int, trajectory: Trajectory) -> str:
+        """`<step>.<prompt's position in the data stream>.<sample>`."""
+        return f"{step}.{self.keys[trajectory.prompt_index]}.{trajectory.sample_index}"
+
+
+def sample_groups(
+    rollout: WorkerGroup[RolloutWorker],
+    journal: Journal,
+    prompts: Sequence[Prompt],
+    *,
+    count: int,
+    samples: int,
+    sampling: SamplingParams,
+) -> Sampled:
+    """Take the next `count` prompts and sample `samples` responses to each."""
+    taken = journal.take(count)
+    chosen = tuple(prompts[row] for _, row in taken)
+    batch = PromptBatch(tuple(tuple(p.tokens) for p in chosen), tuple(position for position, _ in taken))
+    rollouts = rollout.map(RolloutWorker.generate, batch, sampling, samples)
+    return Sampled(chosen, batch.keys, rollouts)
+
+
+def score_groups(sampled: Sampled, scorer: Scorer) -> Sampled:
+    """Every trajectory with its score."""
+    trajectories = sampled.trajectories
+    scores = scorer([sampled.prompts[t.prompt_index] for t in trajectories], trajectories)
+    return replace(sampled, scores=tuple(scores))
+
+
+def rollout_metrics(sampled: Sampled, signal: Tensor) -> dict[str, float]:
+    """Means over the step. `entropy` is the sampled estimate −E[log μ] per token, at the sampling temperature."""
+    trajectories, rewards = sampled.trajectories, sampled.rewards
+    scored = rewards[~rewards.isnan()]
+    tokens = sampled.rollouts.tokens
+    reward = {"reward/mean": float(scored.mean()), "reward/std": float(scored.std(correction=0))} if len(scored) else {}
+    return {
+        **reward,
+        "reward/unscored": 1.0 - len(scored) / rewards.numel(),
+        "groups/zero_std": 1.0 - float(signal.double().mean()),
+        "response_tokens/mean": tokens / len(trajectories),
+        "truncated": sum(t.truncated for t in trajectories) / len(trajectories),
+        "entropy": -sum(sum(t.logprobs) for t in trajectories) / max(tokens, 1),
+    }
+
+
+def mini_batches(documents: int, count: int, seed: int) -> list[list[int]]:
+    """A seeded shuffle of document numbers cut into `count` parts (fewer when there are fewer documents)."""
+    count = min(count, documents)
+    if count == 1:
+        return [list(range(documents))]
+    order = torch.randperm(documents, generator=torch.Generator().manual_seed(seed)).tolist()
+    return [order[part::count] for part in range(count)]

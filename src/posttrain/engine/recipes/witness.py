@@ -1,0 +1,107 @@
+"""The whole way of a few samples through a step, as facts: what `posttrain trace --sample` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from posttrain.domain.facts import Sample
+from posttrain.engine.algorithms.losses import is_clipped
+from posttrain.engine.algorithms.objectives import old_logprobs
+from posttrain.engine.batch import TokenBatch, Trajectory
+from posttrain.engine.recipes.recipe import Trace
+from posttrain.engine.recipes.sampling import Sampled, Scorer
+
+
+@final
+@dataclass(slots=True)
+class Witness:
+    """Follows the first `groups` groups of a step.
+
+    Args:
+        sampled: the step's scored groups.
+        step: 0-based.
+        groups: how many to follow.
+    """
+
+    sampled: Sampled
+    step: int
+    groups: int
+    _followed: dict[str, Trajectory] = field(default_factory=dict)
+    _consumed: dict[str, tuple[str, TokenBatch]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for group in self.sampled.rollouts.groups[: self.groups]:
+            self._followed |= {self.sampled.sample_id(self.step, t): t for t in group.trajectories}
+
+    def wants(self, batch: TokenBatch) -> bool:
+        """Whether a mini-batch holds a sample that is followed."""
+        return bool(self._followed) and not self._followed.keys().isdisjoint(batch.sample_ids)
+
+    def consumed(self, batch: TokenBatch | None, part: int) -> None:
+        """Note the mini-batch as the update found it; the first update of a sample counts."""
+        if batch is None:
+            return
+        for place, name in enumerate(batch.sample_ids):
+            if name in self._followed and name not in self._consumed:
+                self._consumed[name] = (f"update {self.step}, mini-batch {part}", batch.select([place]))
+
+    def report(self, trace: Trace, scorer: Scorer, *, clip_low: float, clip_high: float) -> None:
+        """Say what became of every sample that is followed."""
+        for fact in self._samples(scorer, clip_low, clip_high):
+            trace.sink(fact)
+
+    def _samples(self, scorer: Scorer, clip_low: float, clip_high: float) -> Iterator[Sample]:
+        scores = dict(zip(self.sampled.trajectories, self.sampled.scores, strict=True))
+        for name, trajectory in self._followed.items():
+            score, prompt = scores[trajectory], self.sampled.prompts[trajectory.prompt_index]
+            known = Sample(
+                id=name,
+                step=self.step,
+                prompt=prompt.text,
+                response=scorer.text(trajectory),
+                prompt_tokens=trajectory.prompt,
+                tokens=trajectory.tokens,
+                behaviour_logprobs=_rounded(trajectory.logprobs),
+                truncated=trajectory.truncated,
+                versions=self.sampled.rollouts.provenance.versions,
+                reward=score.score,
+                fate="dropped: no score" if score.score is None else "dropped: group without signal",
+                components=score.components,
+                status="none" if score.score is None else "ok",
+            )
+            yield self._with_update(known, name, clip_low, clip_high) if name in self._consumed else known
+
+    def _with_update(self, known: Sample, name: str, clip_low: float, clip_high: float) -> Sample:
+        fate, document = self._consumed[name]
+        mask, advantages = document.response_mask, document.advantages
+        assert advantages is not None
+        assert document.proximal_logprobs is not None
+        current, old = document.proximal_logprobs, known.behaviour_logprobs
+        behaviour = old_logprobs(replace(document, proximal_logprobs=None))
+        clipped = is_clipped(current, behaviour, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+        return replace(
+            known,
+            fate=fate,
+            behaviour_logprobs=old,
+            advantages=_column(advantages, mask),
+            logprobs=_column(current, mask),
+            ratios=_column((current - behaviour).exp(), mask),
+            clipped=[bool(c) for c in clipped[mask].tolist()],
+            reference_logprobs=_column(document.reference_logprobs, mask),
+            values=_column(document.values, mask),
+            returns=_column(document.returns, mask),
+        )
+
+
+def _column(values: Tensor | None, mask: Tensor) -> Sequence[float]:
+    return () if values is None else _rounded(values[mask].to(torch.float64).tolist())
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """Seven digits: what float32 holds."""
+    return [float(f"{value:.7g}") for value in values]

@@ -1,0 +1,84 @@
+"""The critic: a value model that learns beside the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+from posttrain.engine.algorithms.objectives import LossParts, Objective
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.config import OptimizerConfig, RuntimeConfig
+from posttrain.engine.groups.place import Place
+from posttrain.engine.models.scalar_model import ScalarModel, token_values
+from posttrain.engine.models.source import ScalarSource
+from posttrain.engine.roles.learner import Learner
+from posttrain.engine.roles.update import Update
+from posttrain.pacing.balancing import micro_batches
+
+
+@final
+class CriticWorker:
+    """One rank of the critic.
+
+    Args:
+        place: where it stands.
+        model: a folder; or, in the controller's process, a model that is there already.
+        optimizer: AdamW and schedule.
+        runtime: micro-batch budget and the like.
+        steps: of the whole stage, for the schedule.
+        seed: the stage's seed.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        model: ScalarSource | ScalarModel,
+        optimizer: OptimizerConfig,
+        runtime: RuntimeConfig,
+        *,
+        steps: int,
+        seed: int,
+    ) -> None:
+        self.model = model.open(place.device) if isinstance(model, ScalarSource) else model
+        self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed)
+        self._rank = place.rank
+
+    def values(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with `values`: V before each response token, 0 elsewhere."""
+        shards, micros = self._micro_batches(batch)
+        found = self.learner.evaluate(
+            micros, TokenBatch.filler(self.model.device), lambda micro: token_values(self.model, micro)
+        )
+        valued = [micro.with_columns(values=f) for micro, f in zip(micros, found, strict=True)]
+        return (TokenBatch.gather(valued, shards) if valued else batch).seen_by("critic", self._rank)
+
+    def update(self, batch: TokenBatch, objective: Objective, *, step: int, part: int = 0) -> Update:
+        """One optimiser step of the whole group on a mini-batch, of which this rank has a shard; it may be empty.
+
+        Raises:
+            DivergedError: loss or gradient is NaN or infinite; nothing was updated.
+        """
+        _, micros = self._micro_batches(batch)
+
+        def forward(micro: TokenBatch) -> LossParts:
+            return objective(micro, token_values(self.model, micro))
+
+        filler = TokenBatch.filler(self.model.device)
+        return Update(self.learner.step(micros, filler, forward, step=step, part=part))
+
+    def save(self, path: Path) -> dict[str, str]:
+        """Write this rank's part of a checkpoint; returns file name → digest."""
+        return self.learner.save(path, "critic")
+
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint, whatever number of ranks wrote it.
+
+        Raises:
+            IntegrityError: it does not fit the model.
+        """
+        self.learner.load(path, "critic")
+
+    def _micro_batches(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
+        placed = batch if batch.device == self.model.device else batch.to(self.model.device)
+        shards = micro_batches(placed.lengths, placed.lengths, self.learner.token_budget)
+        return shards, [placed] if len(shards) == 1 else [placed.select(shard) for shard in shards]

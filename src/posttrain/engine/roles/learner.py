@@ -1,0 +1,252 @@
+"""What every trainable role does: AdamW with a schedule, over micro-batches, whole or sharded over ranks.
+
+How a mini-batch is cut into shards and micro-batches changes nothing but memory and rounding: losses arrive as weighted
+sums over global denominators (see `algorithms.aggregation`), so gradients simply add up. With dropout it also changes
+which masks are drawn, since every micro-batch draws its own; so a run is reproducible for one micro-batch budget and
+rank count, and another is another sample of the same noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from posttrain.domain.errors import FailureClass, IntegrityError, JobFailedError
+from posttrain.domain.seeds import derive_seed
+from posttrain.engine.algorithms.objectives import LossParts
+from posttrain.engine.algorithms.schedule import learning_rate
+from posttrain.engine.config import OptimizerConfig, RuntimeConfig
+from posttrain.engine.groups.place import Place
+from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, local
+from posttrain.engine.weights.checkpoint import read_role, write_role
+
+_MICRO_BATCH_TOKENS = {
+    "cpu": 4096,
+    "cuda": 16384,
+}  # 16384 on a CPU is 15 % slower at 1 M parameters: it leaves the caches
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+M = TypeVar("M")
+
+
+class DivergedError(JobFailedError):
+    """Training produced NaN or infinity; the weights of the step before are untouched."""
+
+    failure_class: ClassVar[FailureClass] = FailureClass.DIVERGED
+
+
+def micro_batch_tokens(runtime: RuntimeConfig, device: str) -> int:
+    """The micro-batch budget on a device."""
+    tokens = runtime.micro_batch_tokens
+    return _MICRO_BATCH_TOKENS.get(torch.device(device).type, 4096) if tokens == "auto" else tokens
+
+
+@final
+class Learner:
+    """A module's optimiser.
+
+    Parameters below float32 get a float32 master copy which the optimiser updates: at a post-training learning rate a
+    bfloat16 weight would round most updates away.
+
+    Args:
+        place: where it stands; on several ranks the parameters are sharded over them.
+        module: updated in place, so every zero-copy reader sees the new weights at once.
+        optimizer: AdamW and schedule.
+        runtime: micro-batch budget, sequence parallelism, activation checkpointing.
+        steps: of the whole stage, for the schedule.
+        seed: the stage's seed, for dropout.
+        dropout: whether the model's dropout is on while training. Off for policy gradients: the ratio of a policy to
+            itself must be 1.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        module: nn.Module,
+        optimizer: OptimizerConfig,
+        runtime: RuntimeConfig,
+        *,
+        steps: int,
+        seed: int,
+        dropout: bool = False,
+    ) -> None:
+        place.need_collectives(type(module).__name__)
+        self.sharding = open_sharding(place, module, runtime)
+        self.token_budget = micro_batch_tokens(runtime, place.device)
+        self._module, self._config, self._steps, self._seed, self._dropout = module, optimizer, steps, seed, dropout
+        self._device = torch.device(place.device)
+        self._data_rank = place.rank // place.sequence_parallel
+        self._optimizer = torch.optim.AdamW(
+            list(self.sharding.parameters().values()),
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            fused=place.size == 1,
+        )
+        module.train(dropout)
+
+    def step(
+        self, micros: Sequence[M], filler: M, forward: Callable[[M], LossParts], *, step: int, part: int = 0
+    ) -> dict[str, float]:
+        """One optimiser step.
+
+        Args:
+            micros: this rank's micro-batches; may be none.
+            filler: computed instead, without effect, while other ranks still have some.
+            forward: called once per micro-batch.
+            step: 0-based stage step, for the schedule and the dropout key.
+            part: which mini-batch of the step.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping), `learning_rate`, and the objective's sums, all over every rank.
+
+        Raises:
+            DivergedError: loss or gradient is NaN or infinite; nothing was updated.
+        """
+        sums: dict[str, Tensor] = {}
+        for index in range(self.sharding.rounds(len(micros))):
+            idle = index >= len(micros)
+            with self._dropout_key(step, part, index):
+                parts = self.sharding.compute(forward, filler if idle else micros[index])
+            (parts.loss * 0.0 if idle else parts.loss).backward()  # type: ignore[no-untyped-call]
+            self.sharding.collect_gradients()
+            # a sharding that scales the loss says what it was before
+            for name, value in {"loss": parts.loss.detach(), **parts.sums}.items():
+                value = torch.zeros_like(value) if idle else value
+                sums[name] = sums[name] + value if name in sums else value
+        norm = self.sharding.clip_gradients(self._config.max_grad_norm)
+        report = self._totals(sums)
+        if not (math.isfinite(report["loss"]) and math.isfinite(norm)):
+            self._optimizer.zero_grad()
+            raise DivergedError(
+                f"training diverged at step {step + 1}: loss {report['loss']:.4g}, gradient norm {norm:.4g} must be "
+                f"finite; lower optimizer.learning_rate (now {self._config.learning_rate:g}) or raise warmup_steps"
+            )
+        return {**report, "grad_norm": norm, "learning_rate": self._apply(step)}
+
+    @torch.no_grad()
+    def evaluate(self, micros: Sequence[M], filler: M, forward: Callable[[M], Tensor]) -> list[Tensor]:
+        """What `forward` gives for this rank's micro-batches, without gradients; every rank calls it as often."""
+        found: list[Tensor] = []
+        for index in range(self.sharding.rounds(len(micros))):
+            idle = index >= len(micros)
+            parts = self.sharding.compute(
+                lambda micro: LossParts(torch.zeros(()), {"predicted": forward(micro)}),
+                filler if idle else micros[index],
+            )
+            if not idle:
+                found.append(parts.sums["predicted"])
+        return found
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Trained parameters by name at the optimiser's precision: whole, or this rank's rows (not copies)."""
+        return {name: local(p.detach()) for name, p in self.sharding.parameters().items()}
+
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW state by `<parameter>/exp_avg`, `/exp_avg_sq`, `/step` (not copies); empty before the first update."""
+        state, trained = self._optimizer.state, self.sharding.parameters()
+        return {f"{name}/{key}": local(state[p][key]) for name, p in trained.items() if p in state for key in _MOMENTS}
+
+    def save(self, path: Path, role: str) -> dict[str, str]:
+        """Write this rank's part of a checkpoint; returns file name → digest."""
+        sharding = self.sharding
+        return write_role(path, role, sharding.rank, sharding.ranks, self.parameters(), self.moments(), sharding.rows())
+
+    def load(self, path: Path, role: str) -> None:
+        """Take over this rank's rows of a checkpoint, whatever number of ranks wrote it.
+
+        Raises:
+            IntegrityError: the checkpoint does not fit the model.
+        """
+        self.restore(*read_role(path, role, self.sharding.rows()))
+
+    @torch.no_grad()
+    def restore(self, parameters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+        """Take over parameters and moments bit for bit. They are copied in place, so zero-copy readers stay valid.
+
+        A parameter that never had a gradient has no moments, here as there.
+
+        Raises:
+            IntegrityError: names or shapes differ from this model's, or moments are incomplete.
+        """
+        own = self.parameters()
+        wanted = {name: tuple(p.shape) for name, p in own.items()}
+        given = {name: tuple(p.shape) for name, p in parameters.items()}
+        if wanted != given:
+            odd = sorted(set(wanted.items()) ^ set(given.items()))[0][0]
+            raise IntegrityError(
+                f"checkpoint does not fit the model: parameter {odd} differs in name or shape; start afresh"
+            )
+        begun = {name.rpartition("/")[0] for name in moments}
+        missing = {f"{name}/{key}" for name in begun & wanted.keys() for key in _MOMENTS} ^ moments.keys()
+        if missing:
+            raise IntegrityError(f"checkpoint does not fit the model: moment {min(missing)} is odd; start afresh")
+        for name, trained in self.sharding.parameters().items():
+            own[name].copy_(parameters[name])
+            if name in begun:
+                self._optimizer.state[trained] = {
+                    key: _like(trained, moments[f"{name}/{key}"], whole=key == "step") for key in _MOMENTS
+                }
+        self.sharding.write_back()
+
+    def _totals(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Sums over micro-batches → sums over ranks. Equal names on all of them, fillers included."""
+        if not sums:
+            return {"loss": 0.0}
+        names = sorted(sums)
+        stacked = torch.stack([sums[name].detach().double() for name in names])
+        return dict(zip(names, self.sharding.total(stacked).tolist(), strict=True))
+
+    @torch.no_grad()
+    def _apply(self, step: int) -> float:
+        c = self._config
+        rate = learning_rate(
+            step,
+            self._steps,
+            peak=c.learning_rate,
+            warmup=c.warmup_steps,
+            schedule=c.schedule,
+            final_ratio=c.final_ratio,
+        )
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.sharding.write_back()
+        return rate
+
+    @contextmanager
+    def _dropout_key(self, step: int, part: int, micro: int) -> Iterator[None]:
+        """Dropout masks are a function of (seed, step, mini-batch, micro-batch, data rank).
+
+        The global generators are left as they were.
+        """
+        if not self._dropout:
+            yield
+            return
+        devices = [self._device] if self._device.type == "cuda" else []
+        rank = [self._data_rank] if self._data_rank else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(derive_seed(self._seed, "dropout", step, part, micro, *rank))
+            yield
+
+
+def _like(parameter: Tensor, value: Tensor, *, whole: bool) -> Tensor:
+    """A moment laid out as its parameter is."""
+    copy = value.to(parameter.device).clone()
+    if whole or not isinstance(parameter, DTensor):
+        return copy
+    return DTensor.from_local(
+        copy, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def open_sharding(place: Place, module: nn.Module, runtime: RuntimeConfig) -> Sharding:
+    """Whole on one rank, fully sharded on several."""
+    return Unsharded(module) if place.size == 1 else FullySharded(module, place.device)

@@ -1,0 +1,86 @@
+"""What a rollout takes and gives: prompts by their place in the data stream, and groups of trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.batch import Group, Provenance, Trajectory, group_trajectories
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """Prompts to sample from: `PromptBatch(tokens=((1, 5, 9),), keys=(388,))`.
+
+    Random numbers are a function of the key, so a prompt gets the same responses on any rank and in any company.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    keys: tuple[int, ...]  # position in the data stream; never repeats within a run
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.tokens):
+            raise InputError(f"prompt keys must be one per prompt ({len(self.tokens)}), got {len(self.keys)}")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of every prompt."""
+        return tuple(len(prompt) for prompt in self.tokens)
+
+    def select(self, documents: Sequence[int], /) -> PromptBatch:
+        """The named prompts, in the named order; may be none."""
+        return PromptBatch(tuple(self.tokens[i] for i in documents), tuple(self.keys[i] for i in documents))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """One group of trajectories per prompt, in the order of the prompts."""
+
+    groups: tuple[Group, ...]
+    provenance: Provenance = field(default_factory=Provenance)
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory], provenance: Provenance) -> Rollouts:
+        """Group trajectories by prompt."""
+        return cls(tuple(group_trajectories(trajectories)), provenance)
+
+    @classmethod
+    def gather(cls, parts: Sequence[Rollouts], shards: Sequence[Sequence[int]], /) -> Rollouts:
+        """The groups of all ranks in the order of the prompts, renumbered to the whole batch.
+
+        Raises:
+            InputError: a rank returned another number of groups than it had prompts.
+        """
+        if [len(part.groups) for part in parts] != [len(shard) for shard in shards]:
+            raise InputError(
+                f"ranks must return one group per prompt ({[len(s) for s in shards]}), "
+                f"got {[len(p.groups) for p in parts]}"
+            )
+        placed = {
+            prompt: _renumbered(group, prompt)
+            for part, shard in zip(parts, shards, strict=True)
+            for group, prompt in zip(part.groups, shard, strict=True)
+        }
+        filled = next((part for part in parts if part.groups), parts[0])
+        return cls(tuple(placed[prompt] for prompt in sorted(placed)), replace(filled.provenance, rank=0))
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """All of them, prompt by prompt."""
+        return tuple(trajectory for group in self.groups for trajectory in group.trajectories)
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens."""
+        return sum(len(t.tokens) for group in self.groups for t in group.trajectories)
+
+
+def _renumbered(group: Group, prompt: int) -> Group:
+    return Group(prompt, tuple(replace(t, prompt_index=prompt) for t in group.trajectories))

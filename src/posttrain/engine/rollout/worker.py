@@ -1,0 +1,80 @@
+"""The rollout role: samples responses, from the policy's own weights where it stands beside them, else from a copy."""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.engine.batch import Provenance
+from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.port import Stored
+from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.models.source import ModelSource
+from posttrain.engine.rollout.batches import PromptBatch, Rollouts
+from posttrain.engine.rollout.opening import open_rollout
+from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+from posttrain.engine.weights.view import PolicyVersion, Weights, fingerprint, load_weights
+
+
+@final
+class RolloutWorker:
+    """One rank of the rollout role.
+
+    Args:
+        place: where it stands; a `LanguageModel` lent there is decoded from in place (an `alias` view of the policy).
+        source: where it loads a copy of its own from otherwise (`gathered` views arrive by `load`).
+        engine: instead of the one that fits the model, in the controller's process.
+    """
+
+    def __init__(self, place: Place, source: ModelSource | None = None, engine: RolloutEngine | None = None) -> None:
+        lent = place.borrow(LanguageModel)
+        model = source.open(place.device) if lent is None and source else lent
+        if model is None:
+            raise InputError(
+                f"rollout rank {place.rank} needs a model, got none lent and no source; place it by policy"
+            )
+        self._view: Literal["alias", "gathered"] = "gathered" if lent is None else "alias"
+        self._module = model.module
+        self._engine = engine or open_rollout(model)
+        self._rank, self._version = place.rank, PolicyVersion()
+
+    def view(self) -> str:
+        """`alias`: reads the policy's weights where they are; `gathered`: a copy that `load` brings up to date."""
+        return self._view
+
+    def serve(self, version: PolicyVersion) -> str:
+        """From now on say that `version` samples; for `alias` views, whose weights change in place."""
+        self._version = version
+        return str(version)
+
+    def load(self, weights: Stored[Weights]) -> str:
+        """Copy a version of the policy into this engine, and prove that it arrived.
+
+        Returns:
+            The digest of what this engine now samples with.
+
+        Raises:
+            IntegrityError: the digest is not the one that was published.
+        """
+        arrived = weights.value()
+        load_weights(self._module, arrived.tensors)
+        found = fingerprint(self._module)
+        if found != arrived.version.digest:
+            raise IntegrityError(
+                f"rollout rank {self._rank} must serve policy {arrived.version} ({arrived.version.digest[:19]}…), "
+                f"got {found[:19]}…; the weights were altered on the way"
+            )
+        self._version = arrived.version
+        return found
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Rollouts:
+        """`samples` responses to every prompt.
+
+        Raises:
+            InputError, JobFailedError, IntegrityError: see `RolloutEngine.generate`.
+        """
+        provenance = Provenance(role="rollout", rank=self._rank, versions=(str(self._version),))
+        if not len(prompts):
+            return Rollouts((), provenance)
+        found = self._engine.generate(prompts.tokens, samples=samples, sampling=sampling, prompt_keys=prompts.keys)
+        return Rollouts.of(found, provenance)
