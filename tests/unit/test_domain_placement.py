@@ -73,12 +73,12 @@ def test_pools_are_made_for_the_roles_that_a_stage_has() -> None:
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        ({}, (1, 0, 1)),
-        ({"gpus": 4}, (4, 1, 1)),
+        ({}, (1, 0, 0)),
+        ({"gpus": 4}, (4, 1, 0)),
         ({"cpus": 8}, (8, 0, 1)),
         ({"cpus": 8, "ranks": 2}, (2, 0, 4)),
         ({"gpus": 4, "cpus": 16, "kind": "h100"}, (4, 1, 4)),
-        ({"gpus": 4, "ranks": 2}, (2, 2, 1)),
+        ({"gpus": 4, "ranks": 2}, (2, 2, 0)),
     ],
 )
 def test_ranks_are_one_per_gpu_else_one_per_cpu(written: dict[str, Any], expected: tuple[int, int, int]) -> None:

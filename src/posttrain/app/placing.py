@@ -16,6 +16,7 @@ from posttrain.planner.feasibility import gib, infeasible, too_large, unfit
 from posttrain.planner.residency import Load, Residency, Shape, resident
 
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
+_LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"
 _SPECIAL_TOKENS = 7  # of a model that `init_model` makes, beside its characters
 
 
@@ -62,14 +63,13 @@ def memory_warnings(load: Load, residency: Residency, machine: Machine) -> list[
         return []
     room, memory = machine.gpu_memory, machine.memory
     found = [
-        f"{peak.pool} will need about {gib(peak.bytes)} on a GPU that has {gib(room)} (phase {peak.phase}); lower "
-        "runtime.micro_batch_tokens or set activation_checkpointing"
+        f"{peak.pool} will need about {gib(peak.bytes)} on a GPU that has {gib(room)} (phase {peak.phase}); {_LOWER}"
         for peak in residency.peaks
         if room is not None and peak.device == "cuda" and peak.bytes > room
     ]
     total = sum(peak.bytes * peak.ranks for peak in residency.peaks if peak.device == "cpu")
     if memory is not None and total > memory:
-        found.append(f"ranks on CPUs will need about {gib(total)}, this machine has {gib(memory)}; use fewer")
+        found.append(f"ranks on CPUs will need about {gib(total)}, this machine has {gib(memory)}; {_LOWER}")
     return found
 
 

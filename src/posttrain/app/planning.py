@@ -12,6 +12,8 @@ from typing import Any
 
 from posttrain.app.fitting import located, read_dataset
 from posttrain.app.locks import refuse_lock
+from posttrain.app.machine import this_machine
+from posttrain.app.placing import memory_warnings, role_shapes, stage_residency
 from posttrain.app.runs import plan_spec
 from posttrain.app.workspace import Workspace
 from posttrain.control.cache import cache_key, usable
@@ -26,6 +28,7 @@ from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.planner.estimate import Estimate, Experience, Workload, estimate
 from posttrain.planner.power import PowerNote, gate_power
+from posttrain.planner.residency import Load, Residency
 
 _READ_AT_MOST = 200_000  # rows of one data set that a plan reads to compare prompts
 _RUNS_LOOKED_AT = 20
@@ -41,6 +44,8 @@ class StagePlan:
     inputs: tuple[tuple[str, str, str | None], ...]  # slot, name, digest (None: known when the stage starts)
     cached_from: str | None  # "<run>/<stage>" whose result will be reused
     estimate: Estimate
+    load: Load | None = None  # of a training stage: its placement
+    residency: Residency | None = None  # what is resident when; None: trains nothing, or a model of unknown shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +64,26 @@ class PlanView:
             "name": self.manifest.name,
             "digest": self.manifest.digest,
             "existing": self.existing.id if self.existing else None,
-            "stages": [
-                {**asdict(stage), "inputs": [dict(zip(_INPUT, row, strict=True)) for row in stage.inputs]}
-                for stage in self.stages
-            ],
+            "stages": [_stage_json(stage) for stage in self.stages],
             "power": [asdict(note) for note in self.power],
             "warnings": list(self.warnings),
             "manifest": self.manifest.to_json(),
         }
+
+
+def _stage_json(stage: StagePlan) -> dict[str, Any]:
+    plain = {
+        "name": stage.name,
+        "kind": stage.kind,
+        "inputs": [dict(zip(_INPUT, row, strict=True)) for row in stage.inputs],
+        "cached_from": stage.cached_from,
+        "estimate": asdict(stage.estimate),
+    }
+    if stage.load is None:
+        return plain
+    pools = stage.load.placement.pools(stage.load.roles)
+    placed = [{"pool": name, "ranks": p.resources.rank_count, "roles": list(p.roles)} for name, p in pools.items()]
+    return {**plain, "pools": placed, "residency": asdict(stage.residency) if stage.residency else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +109,7 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> P
     cached = _cached(planned.manifest, workspace)
     release = planned.manifest.release
     empty = release is not None and workspace.ledger.channel(release.channel) is None
+    residencies = dict(_residencies(planned, spec, workspace, path, datasets))
     stages = tuple(
         StagePlan(
             stage.name,
@@ -99,12 +117,15 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> P
             tuple((slot, _shown(ref), ref.digest) for slot, ref in stage.inputs.items()),
             _origin(cached[stage.name]),
             _estimate(planned, stage, cached[stage.name], datasets, history, empty),
+            planned.contracts[stage.name].load if stage.name in planned.contracts else None,
+            residencies.get(stage.name, (None, []))[0],
         )
         for stage in planned.manifest.stages
     )
     power = tuple(_power(planned, datasets, empty))
     warnings = [note.warning for note in power if note.warning]
     warnings += [*planned.warnings, *_seen_in_training(planned, datasets)]
+    warnings += [f"{name}: {warning}" for name, (_, found) in residencies.items() for warning in found]
     return PlanView(planned.manifest, stages, power, tuple(warnings), existing[0] if existing else None)
 
 
@@ -210,6 +231,21 @@ def _history(workspace: Workspace, manifest: Manifest) -> Iterator[tuple[str | N
             datasets = {str(ref.digest): _Dataset(_registered_rows(workspace, ref), None) for ref in refs}
             seconds = float(row.finished_at or 0.0) - float(row.started_at or 0.0)
             yield _base_model(earlier), Experience(_workload(stage, work, datasets), row.tokens, seconds)
+
+
+def _residencies(
+    planned: Planned, spec: RunSpec, workspace: Workspace, path: Path, datasets: Mapping[str, _Dataset]
+) -> Iterator[tuple[str, tuple[Residency | None, list[str]]]]:
+    """Training stage → what is resident when, and warnings of estimates that go beyond the memory there is."""
+    loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
+    machine = this_machine() if loads else None
+    for name, load in loads.items():
+        stage = planned.manifest.stage(name)
+        shapes = role_shapes(planned.manifest, stage, load, workspace, path, spec.model)
+        if shapes and machine:
+            prompt = _workload(stage, planned.contracts[name].work, datasets).characters
+            residency = stage_residency(load, shapes, machine, prompt)
+            yield name, (residency, memory_warnings(load, residency, machine))
 
 
 def _base_model(manifest: Manifest) -> str | None:

@@ -17,10 +17,11 @@ et al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. A f
 rollout that shares a pool of one rank with the policy reads its weights where they are; elsewhere it holds a copy. Its
 key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the rows that are decoded together.
 
-Activations are estimated, not certain: what autograd keeps of a Llama-style layer, per token, is about
-4 hidden + 3 (heads + kv_heads) × head_dim + 4 intermediate values of b bytes (counted as in Korthikanti et al. 2022,
-section 4, without the scores, which fused attention never stores); with checkpointing one layer of these and `hidden`
-values for each other; and the logits twice, in float32 and at most `CHUNKED_LOGITS` of them.
+Activations are estimated, not certain: what autograd keeps of one layer, per token, is about 7 hidden + 5 (heads +
+kv_heads) × head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the
+approach is that of Korthikanti et al. 2022, section 4, without the scores, which fused attention never stores). With
+checkpointing it is one layer of these and `hidden` values for each other. The logits count twice, in float32, and at
+most `CHUNKED_LOGITS` of them.
 
 Asleep, a role of a shared pool leaves its GPU; on a CPU a frozen model is dropped and what is trained stays, for there
 is nowhere to put it. Not counted: Python and torch themselves (about 0.5 GB a process), CUDA contexts, allocator
@@ -165,6 +166,10 @@ class Residency:
         """Bytes of one rank."""
         return sum(h.bytes for h in self.held if (h.phase, h.pool, h.role) == (phase, pool, role))
 
+    def of_pool(self, phase: str, pool: str) -> int:
+        """Bytes of one rank, of all its roles."""
+        return sum(h.bytes for h in self.held if (h.phase, h.pool) == (phase, pool))
+
     @property
     def phases(self) -> tuple[str, ...]:
         """In the order of a step."""
@@ -281,7 +286,7 @@ class _Pool:
             yield from self._forward(shape, backward=False, head=role == "reference")
 
     def _forward(self, shape: Shape, *, backward: bool, head: bool) -> Iterator[tuple[str, int, bool]]:
-        layer = 4 * shape.hidden + 3 * (shape.heads + shape.kv_heads) * shape.head_dim + 4 * shape.intermediate
+        layer = 7 * shape.hidden + 5 * (shape.heads + shape.kv_heads) * shape.head_dim + 4 * shape.intermediate
         kept = layer
         if backward:
             saved = shape.hidden if self._load.activation_checkpointing else layer

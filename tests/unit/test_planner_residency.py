@@ -1,0 +1,218 @@
+"""What lies in memory when: small cases by hand, parameters and activations against torch, invariants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.domain.placement import Placement
+from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.config import InitModelConfig
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.models.logprobs import token_logprobs
+from posttrain.engine.rollout.port import SamplingParams
+from posttrain.execution.trainers import native
+from posttrain.planner.residency import Load, Residency, Shape, resident, shared_weights
+
+N = 1000
+SHAPE = Shape(N, layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_dim=2, vocabulary=10, tied=True)
+GRPO = ("policy", "reference", "rollout", "reward")
+PPO = ("policy", "critic", "reference", "rollout", "reward_model")
+
+
+def load(kind: str = "grpo", roles: tuple[str, ...] = GRPO, placement: Any = "collocated", **given: Any) -> Load:
+    settings = {"device": "auto", "dtype": "auto", "micro_batch_tokens": 16, "rows": 6, "response_tokens": 5, **given}
+    return Load(kind, roles, Placement.model_validate(placement), **settings)
+
+
+def table(of: Load, *, gpu: bool = False, prompt: int = 0) -> Residency:
+    return resident(of, {role: SHAPE for role in of.roles if role != "reward"}, prompt_tokens=prompt, gpu_there=gpu)
+
+
+def sure(found: Residency, phase: str, role: str) -> dict[str, int]:
+    return {h.part: h.bytes for h in found.held if (h.phase, h.role) == (phase, role) and not h.estimated}
+
+
+def test_supervised_training_on_one_cpu_holds_sixteen_bytes_a_parameter() -> None:
+    found = table(load("sft", ("policy",), rows=0, response_tokens=0))
+    assert found.phases == ("update",)
+    assert sure(found, "update", "policy") == {"weights": 4 * N, "optimizer": 8 * N, "gradients": 4 * N}
+    (peak,) = found.peaks
+    assert (peak.pool, peak.device, peak.ranks, peak.phase, peak.certain) == ("main", "cpu", 1, "update", 16 * N)
+    assert peak.bytes > peak.certain
+
+
+def test_mixed_precision_on_a_gpu_adds_masters_and_a_micro_batch_of_gradients() -> None:
+    found = table(load("sft", ("policy",)), gpu=True)
+    expected = {"weights": 2 * N, "masters": 4 * N, "optimizer": 8 * N, "gradients": 6 * N}
+    assert sure(found, "update", "policy") == expected
+    assert sum(expected.values()) == 20 * N
+    assert found.peaks[0].device == "cuda"
+    assert table(load("sft", ("policy",), device="cpu"), gpu=True).peaks[0].device == "cpu"
+
+
+def test_shards_are_a_share_of_everything_and_a_unit_is_gathered() -> None:
+    found = table(load("sft", ("policy",), {"policy": {"gpus": 4}}))
+    held = sure(found, "update", "policy")
+    assert {part: held[part] for part in ("weights", "optimizer", "gradients")} == {
+        "weights": N,
+        "optimizer": 2 * N,
+        "gradients": N,
+    }
+    assert held["gathered"] == 2 * SHAPE.unit_parameters
+    assert "masters" not in held
+
+
+def test_a_collocated_rollout_reads_the_policys_weights_and_holds_only_its_cache() -> None:
+    alone = load()
+    found = table(alone, prompt=3)
+    assert shared_weights(alone)
+    assert "weights" not in found.phases  # nothing has to be sent
+    assert sure(found, "rollout", "rollout") == {}
+    cache = {h.part: h.bytes for h in found.held if h.role == "rollout"}
+    assert cache["kv cache"] == 6 * (3 + 5) * (2 * 2 * 1 * 2 * 4)  # rows × tokens × (2 × layers × kv_heads × dim × 4)
+
+
+def test_a_rollout_elsewhere_holds_a_copy_and_its_rows_are_dealt_out() -> None:
+    spread = load(placement={"policy": {"gpus": 2}, "rollout": {"gpus": 3}})
+    found = table(spread, prompt=3)
+    assert not shared_weights(spread)
+    assert found.phases[-1] == "weights"
+    assert sure(found, "update", "rollout") == {"copy": 2 * N}
+    assert found.total("rollout", "rollout", "rollout") > found.total("update", "rollout", "rollout")
+    caches = [h.bytes for h in found.held if h.part == "kv cache"]
+    assert caches == [2 * 8 * (2 * 2 * 1 * 2 * 2)]
+
+
+def test_two_ranks_share_no_weights() -> None:
+    assert not shared_weights(load(placement={"collocated": {"ranks": 2}}))
+    assert not shared_weights(load("sft", ("policy",)))
+
+
+def test_idle_roles_sleep_on_a_gpu_but_not_what_the_rollout_reads() -> None:
+    found = table(load(), gpu=True)
+    assert sure(found, "rollout", "policy") == {"weights": 2 * N}
+    assert sure(found, "update", "reference") == {}
+    assert sure(found, "reference", "policy") == {}
+    awake = table(load(placement={"sleep": False}), gpu=True)
+    assert sure(awake, "update", "reference") == {"weights": 2 * N}
+    assert sure(awake, "rollout", "policy") == {"weights": 2 * N, "masters": 4 * N, "optimizer": 8 * N}
+    assert awake.peaks[0].bytes > found.peaks[0].bytes
+
+
+def test_on_a_cpu_only_frozen_models_can_be_dropped() -> None:
+    found = table(load("ppo", PPO, {"sleep": True}))
+    assert sure(found, "update policy", "reference") == sure(found, "update policy", "reward_model") == {}
+    assert sure(found, "update policy", "critic") == {"weights": 4 * N, "optimizer": 8 * N}
+    kept = table(load("ppo", PPO))
+    assert sure(kept, "update policy", "reference") == {"weights": 4 * N}
+
+
+def test_the_phases_of_ppo_and_of_a_dataflow_nobody_knows() -> None:
+    spread = {"rollout": {"gpus": 1}}
+    assert table(load("ppo", PPO, spread)).phases == (
+        "rollout",
+        "reward",
+        "reference",
+        "values",
+        "update critic",
+        "update policy",
+        "weights",
+    )
+    assert table(load("mine", ("policy", "rollout"))).phases == ("rollout", "update")
+    assert table(load("reward_model", ("reward_model",))).phases == ("update",)
+
+
+def test_a_role_whose_model_is_not_known_is_left_out() -> None:
+    assert resident(load(), {}).peaks == ()
+    assert {h.role for h in resident(load(), {"rollout": SHAPE}).held} == {"rollout"}
+
+
+def test_checkpointing_and_sequence_parallelism_take_activations_down() -> None:
+    def activations(**given: Any) -> int:
+        ranks = {"policy": {"ranks": 2}}
+        return sum(h.bytes for h in table(load("sft", ("policy",), ranks, **given)).held if h.part == "activations")
+
+    assert activations(activation_checkpointing=True) < activations()
+    assert activations(sequence_parallel=2) * 2 == activations()
+
+
+sizes = st.integers(1, 64)
+
+
+@given(
+    kind=st.sampled_from(["grpo", "ppo", "mine"]),
+    ranks=st.integers(1, 8),
+    gpu=st.booleans(),
+    sleep=st.sampled_from(["auto", True, False]),
+    parameters=st.integers(1, 10**9),
+)
+def test_sleep_never_costs_and_ranks_never_raise_what_is_trained(
+    kind: str, ranks: int, gpu: bool, sleep: Any, parameters: int
+) -> None:
+    roles = PPO if kind == "ppo" else GRPO
+    shape = Shape(parameters, 2, 4, 8, 2, 1, 2, 10, True)
+    shapes = {role: shape for role in roles if role != "reward"}
+
+    def peak(count: int, naps: Any) -> int:
+        pool = {"gpus": count} if gpu else {"ranks": count}
+        found = resident(load(kind, roles, {"collocated": pool, "sleep": naps}), shapes)
+        assert all(h.bytes > 0 for h in found.held)
+        (only,) = found.peaks
+        assert only.certain <= only.bytes == max(found.of_pool(phase, "main") for phase in found.phases)
+        return only.bytes
+
+    assert peak(ranks, sleep) <= peak(ranks, False)
+
+    def state(count: int) -> int:
+        found = resident(load(kind, roles, {"collocated": {"ranks": count}}), shapes)
+        return max(h.bytes for h in found.held if h.part == "optimizer")
+
+    assert state(ranks) >= state(ranks + 1)
+    assert state(ranks) * ranks >= 8 * parameters
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama"])
+def model(request: pytest.FixtureRequest) -> LanguageModel:
+    config = InitModelConfig(
+        architecture=request.param, hidden_size=64, intermediate_size=160, layers=4, heads=4, kv_heads=2
+    )
+    return adopt_module(initial_model(config, character_tokenizer(config.characters), seed=1))
+
+
+def test_parameters_computed_from_a_configuration(model: LanguageModel) -> None:
+    shape = Shape.of_config(model.module.config.to_dict())
+    assert shape is not None
+    counted = sum(p.numel() for p in model.module.parameters())
+    assert shape.parameters == pytest.approx(counted, rel=0.01)  # biases and norms of heads are left out
+    assert Shape.of_config(model.module.config.to_dict(), counted).parameters == counted  # type: ignore[union-attr]
+    assert Shape.of_config({"hidden_size": 4}) is None
+    assert Shape.of_config({"text_config": model.module.config.to_dict()}) == shape
+
+
+def test_activations_are_what_autograd_keeps_to_a_fifth(model: LanguageModel) -> None:
+    batch = TokenBatch.pack([Document((5,) * 10, (6,) * n) for n in (90, 40, 60, 190)])
+    own = {p.untyped_storage().data_ptr() for p in model.module.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        token_logprobs(model, batch, response_only=True)
+    real = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own)
+    shape = Shape.of_config(model.module.config.to_dict())
+    assert shape is not None
+    found = resident(load("sft", ("policy",), micro_batch_tokens=len(batch.tokens)), {"policy": shape})
+    guessed = sum(h.bytes for h in found.held if h.part in ("activations", "logits"))
+    assert 0.8 < real / guessed < 1.05
+
+
+def test_the_rows_decoded_together_are_the_engines() -> None:
+    assert SamplingParams(max_new_tokens=1, seed=0).batch_size == native._DECODED_TOGETHER
