@@ -122,7 +122,7 @@ def test_one_process_takes_one_line_and_several_a_table(world: World, machine: l
     assert "pool policy: 2 ranks: policy, reward" in shown
     assert "resident per rank" in shown
     heading = next(line for line in shown.splitlines() if "pool     role" in line)
-    assert heading.split()[-4:] == ["rollout", "reward", "update", "weights"]
+    assert heading.split()[-5:] == ["start", "rollout", "reward", "update", "weights"]
 
 
 def test_the_json_has_pools_and_every_entry(world: World, machine: list[Machine]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,15 @@ def test_shards_are_a_share_of_everything_and_a_unit_is_gathered() -> None:
     assert "masters" not in held
 
 
+def test_every_rank_loads_a_whole_model_before_it_is_sharded() -> None:
+    spread = load("ppo", PPO, {"policy": {"gpus": 32}})
+    shapes = dict.fromkeys(PPO, SHAPE)
+    found = resident(spread, {**shapes, "critic": replace(SHAPE, parameters=3 * N)})
+    assert found.phases[0] == "start"
+    assert [(h.role, h.bytes) for h in found.held if h.phase == "start"] == [("critic", 12 * N)]  # one after the other
+    assert "start" not in table(load()).phases
+
+
 def test_a_collocated_rollout_reads_the_policys_weights_and_holds_only_its_cache() -> None:
     alone = load()
     found = table(alone, prompt=3)
@@ -94,23 +104,27 @@ def test_two_ranks_share_no_weights() -> None:
     assert not shared_weights(load("sft", ("policy",)))
 
 
-def test_idle_roles_sleep_on_a_gpu_but_not_what_the_rollout_reads() -> None:
+def test_idle_frozen_roles_sleep_on_a_gpu_and_what_is_trained_stays() -> None:
     found = table(load(), gpu=True)
-    assert sure(found, "rollout", "policy") == {"weights": 2 * N}
+    assert sure(found, "rollout", "policy") == {"weights": 2 * N, "masters": 4 * N, "optimizer": 8 * N}
+    assert sure(found, "reference", "reference") == {"weights": 2 * N}
     assert sure(found, "update", "reference") == {}
-    assert sure(found, "reference", "policy") == {}
     awake = table(load(placement={"sleep": False}), gpu=True)
     assert sure(awake, "update", "reference") == {"weights": 2 * N}
-    assert sure(awake, "rollout", "policy") == {"weights": 2 * N, "masters": 4 * N, "optimizer": 8 * N}
-    assert awake.peaks[0].bytes > found.peaks[0].bytes
+    assert awake.peaks[0].certain == found.peaks[0].certain + 2 * N
 
 
-def test_on_a_cpu_only_frozen_models_can_be_dropped() -> None:
+def test_on_a_cpu_frozen_roles_are_dropped_when_asked_to() -> None:
     found = table(load("ppo", PPO, {"sleep": True}))
     assert sure(found, "update policy", "reference") == sure(found, "update policy", "reward_model") == {}
     assert sure(found, "update policy", "critic") == {"weights": 4 * N, "optimizer": 8 * N}
     kept = table(load("ppo", PPO))
     assert sure(kept, "update policy", "reference") == {"weights": 4 * N}
+
+
+def test_a_role_alone_in_its_pool_has_nobody_to_sleep_for() -> None:
+    found = table(load(placement={"policy": {"gpus": 1}, "reference": {"gpus": 1}}))
+    assert sure(found, "update", "reference") == {"weights": 2 * N}
 
 
 def test_the_phases_of_ppo_and_of_a_dataflow_nobody_knows() -> None:

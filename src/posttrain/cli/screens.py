@@ -164,7 +164,7 @@ def _placement(stage: StagePlan) -> Iterator[Text | Table]:
     for name, pool in placement.pools(stage.load.roles).items():
         given = pool.resources
         devices = f", {given.gpus} {given.kind or 'gpus'}" if given.gpus else ""
-        ranks = f"{given.rank_count} rank{'s' if given.rank_count > 1 else ''}"
+        ranks = f"{pool.ranks} rank{'s' if pool.ranks > 1 else ''}"
         yield Text(f"pool {name}{where}: {ranks}{devices}: {', '.join(pool.roles)}", style="dim")
     if found and found.peaks:
         yield _residency_table(found)

@@ -97,6 +97,11 @@ class Pool:
     resources: Resources
     roles: tuple[str, ...]  # in the order of `ROLES`
 
+    @property
+    def ranks(self) -> int:
+        """Its processes."""
+        return self.resources.rank_count
+
 
 class Placement(Frozen):
     """Which roles share a pool, and what each pool gets.
@@ -113,7 +118,7 @@ class Placement(Frozen):
     reward_model: Resources | None = None
     rollout: Resources | None = None
     reward: Resources | None = None  # its ranks are scoring processes side by side
-    sleep: Literal["auto"] | bool = "auto"  # idle roles of a shared pool free their device's memory; auto: on a GPU
+    sleep: Literal["auto"] | bool = "auto"  # idle frozen roles of a shared pool leave its memory; auto: on a GPU
 
     @model_validator(mode="before")
     @classmethod
@@ -150,7 +155,7 @@ class Placement(Frozen):
     def is_inline(self) -> bool:
         """Whether one process is enough: a single pool of one rank. A cluster that is named is used nevertheless."""
         pools = self.pools()
-        return len(pools) == 1 and all(pool.resources.rank_count == 1 for pool in pools.values())
+        return len(pools) == 1 and all(pool.ranks == 1 for pool in pools.values())
 
     def pools(self, roles: Collection[str] = ROLES) -> dict[str, Pool]:
         """Pools by name, in the order in which `ROLES` has their first roles.

@@ -62,7 +62,7 @@ def unfit(load: Load, shape: Shape | None) -> list[str]:
     found: list[str] = []
     parallel = load.sequence_parallel
     for pool in load.placement.pools(load.roles).values():
-        ranks, names = pool.resources.rank_count, [role for role in pool.roles if role in _SHARED]
+        ranks, names = pool.ranks, [role for role in pool.roles if role in _SHARED]
         if names and pool.resources.gpus_per_rank > 1:
             found.append(
                 f"placement: {_called(pool.name)} has {pool.resources.gpus} gpus for {ranks} ranks, but a rank of "
@@ -117,7 +117,7 @@ def gib(size: int) -> str:
 
 
 def _amount(pool: Pool, noun: str) -> int:
-    return pool.resources.gpus if noun == "gpus" else pool.resources.cpus_per_rank * pool.resources.rank_count
+    return pool.resources.gpus if noun == "gpus" else pool.resources.cpus_per_rank * pool.ranks
 
 
 def _called(pool: str) -> str:

@@ -12,10 +12,11 @@ gradients             4 N, and 2 N of the last micro-batch when b = 2           
 gathered              none                                                      b × (embedding + head + two layers)
 ====================  ========================================================  =======================================
 
-So training takes 16 N in float32 and 20 N in mixed precision with float32 accumulation: the 16 N of ZeRO (Rajbhandari
-et al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. A frozen role holds b N on every rank. A
-rollout that shares a pool of one rank with the policy reads its weights where they are; elsewhere it holds a copy. Its
-key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the rows that are decoded together.
+Training takes 16 N in float32 and 20 N in mixed precision with float32 accumulation: the 16 N of ZeRO (Rajbhandari et
+al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. Before it is sharded, a model is loaded whole
+by every rank and made float32: 4 N in the phase `start`, one role after the other. A frozen role holds b N on every
+rank. A rollout that shares a pool of one rank with the policy reads its weights where they are; elsewhere it holds a
+copy. Its key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the rows decoded together.
 
 Activations are estimated, not certain: what autograd keeps of one layer, per token, is about 7 hidden + 5 (heads +
 kv_heads) × head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the
@@ -23,8 +24,8 @@ approach is that of Korthikanti et al. 2022, section 4, without the scores, whic
 checkpointing it is one layer of these and `hidden` values for each other. The logits count twice, in float32, and at
 most `CHUNKED_LOGITS` of them.
 
-Asleep, a role of a shared pool leaves its GPU; on a CPU a frozen model is dropped and what is trained stays, for there
-is nowhere to put it. Not counted: Python and torch themselves (about 0.5 GB a process), CUDA contexts, allocator
+Asleep, a frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; what is trained, and a
+rollout's copy, stay. Not counted: Python and torch themselves (about 0.5 GB a process), CUDA contexts, allocator
 fragments, collective buffers, data sets, checkpoints being written, and a reward function's own processes.
 """
 
@@ -138,7 +139,7 @@ class Held:
     phase: str
     pool: str
     role: str
-    part: str  # weights | masters | optimizer | gradients | gathered | copy | kv cache | activations | logits
+    part: str  # whole | weights | masters | optimizer | gradients | gathered | copy | kv cache | …
     bytes: int  # of one rank
     estimated: bool  # an estimate that depends on the rows; else certain
 
@@ -197,7 +198,7 @@ def resident(load: Load, shapes: Mapping[str, Shape], *, prompt_tokens: int = 0,
         full = {phase: sum(h.bytes for h in rows) for phase, rows in mine.items()}
         sure = [sum(h.bytes for h in rows if not h.estimated) for rows in mine.values()]
         worst = max(full, key=full.__getitem__)
-        ranks = pool.pool.resources.rank_count
+        ranks = pool.pool.ranks
         if full[worst]:
             peaks.append(Peak(name, pool.device, ranks, worst, full[worst], max(sure)))
     return Residency(tuple(held), tuple(peaks))
@@ -208,13 +209,15 @@ def shared_weights(load: Load) -> bool:
     if not {"policy", "rollout"} <= set(load.roles):
         return False
     home = load.placement.pool_of("policy")
-    return "rollout" in home.roles and home.resources.rank_count == 1
+    return "rollout" in home.roles and home.ranks == 1
 
 
 def _phases(load: Load) -> dict[str, tuple[str, ...]]:
     """Phases with the roles that work in them; without those in which no role of the stage has anything to do."""
     known = _ROLES_OF_PHASES.get(load.kind, _ANY)
     found = {phase: tuple(role for role in roles if role in load.roles) for phase, roles in known.items()}
+    sharded = [role for role in _trained(load) if role in load.roles and load.placement.pool_of(role).ranks > 1]
+    found = {"start": tuple(sharded), **found}
     if shared_weights(load):
         found.pop("weights", None)
     return {phase: roles for phase, roles in found.items() if roles}
@@ -228,7 +231,7 @@ class _Pool:
         gpu = pool.resources.gpus > 0 or (gpu_there and load.placement.is_inline and load.ray_address is None)
         self.device = "cuda" if load.device == "cuda" or (load.device == "auto" and gpu) else "cpu"
         wide = load.dtype == "float32" or (load.dtype == "auto" and self.device == "cpu")
-        self._width, self._ranks = 4 if wide else 2, pool.resources.rank_count
+        self._width, self._ranks = 4 if wide else 2, pool.ranks
         sleep = load.placement.sleep
         self._sleeps = (self.device == "cuda" if sleep == "auto" else sleep) and len(pool.roles) > 1
         tokens = load.micro_batch_tokens or (16384 if self.device == "cuda" else 4096)
@@ -237,31 +240,31 @@ class _Pool:
         self._trained = _trained(load)
 
     def phase(self, phase: str, active: Collection[str], shapes: Mapping[str, Shape]) -> Iterator[Held]:
+        """What the pool's roles hold while `active` ones work."""
+        if phase == "start":
+            mine = [role for role in self.pool.roles if role in active and role in shapes]
+            for role in sorted(mine, key=lambda role: shapes[role].parameters)[-1:]:
+                yield Held(phase, self.pool.name, role, "whole", 4 * shapes[role].parameters, estimated=False)
+            return
         for role in self.pool.roles:
             if role in shapes:
-                found = [*self._persistent(phase, role, shapes[role], active)]
+                found = [*self._persistent(role, shapes[role], active)]
                 found += self._transient(phase, role, shapes[role]) if role in active else []
                 for part, size, estimated in found:
                     if size:
                         yield Held(phase, self.pool.name, role, part, size, estimated)
 
-    def _persistent(
-        self, phase: str, role: str, shape: Shape, active: Collection[str]
-    ) -> Iterator[tuple[str, int, bool]]:
-        asleep = self._sleeps and role not in active
+    def _persistent(self, role: str, shape: Shape, active: Collection[str]) -> Iterator[tuple[str, int, bool]]:
         size, width, ranks = shape.parameters, self._width, self._ranks
         if role == "rollout":
-            if not shared_weights(self._load) and not asleep:
+            if not shared_weights(self._load):
                 yield "copy", width * size, False
-        elif role not in self._trained:
-            if not asleep:
-                yield "weights", width * size, False
-        elif not (asleep and self.device == "cuda"):
+        elif role in self._trained:
             yield "weights", (width * size if ranks == 1 else 4 * math.ceil(size / ranks)), False
             yield "masters", (4 * size if ranks == 1 and width == 2 else 0), False
             yield "optimizer", 8 * math.ceil(size / ranks), False
-        elif role == "policy" and "rollout" in active and shared_weights(self._load):
-            yield "weights", width * size, False  # what the rollout reads does not sleep
+        elif role in active or not self._sleeps:
+            yield "weights", width * size, False
 
     def _transient(self, phase: str, role: str, shape: Shape) -> Iterator[tuple[str, int, bool]]:
         width = self._width
