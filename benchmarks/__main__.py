@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-SUITES = ("rollout", "training")
+SUITES = ("rollout", "training", "dispatch")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="DIR", help="also write DIR/rollout.json and DIR/training.json")
+    parser.add_argument("--json", type=Path, metavar="DIR", help="also write DIR/rollout.json and so on")
     folder = parser.parse_args().json
     if folder:
         folder.mkdir(parents=True, exist_ok=True)

@@ -121,8 +121,8 @@ def balance(costs: Sequence[int], parts: int) -> Assignment:
 
         heaviest load <= mean load + (1 - 1/m)·largest cost        and        <= (4/3 - 1/(3m))·the best possible,
 
-    and the exchanges only ever lower the heaviest load. On lognormal lengths (sigma 0.99, 2…64 parts) this is as even
-    as Karmarkar-Karp differencing to about 1e-4, in a tenth of its time or less.
+    and the exchanges only ever lower the heaviest load. On lognormal lengths (sigma 0.99, 2…64 parts) the imbalance is
+    at most 1e-4 above Karmarkar-Karp differencing's, in a quarter of its time or less (`benchmarks/dispatch.py`).
 
     Args:
         costs: of each item, >= 0.
