@@ -156,7 +156,12 @@ def test_checkpointing_and_sequence_parallelism_take_activations_down() -> None:
     assert activations(sequence_parallel=2) * 2 == activations()
 
 
-sizes = st.integers(1, 64)
+def test_a_batch_that_does_not_fill_a_micro_batch_takes_no_more_than_itself() -> None:
+    def activations(prompt: int) -> int:
+        few = load("sft", ("policy",), documents=2, response_tokens=0)
+        return sum(h.bytes for h in table(few, prompt=prompt).held if h.part == "activations")
+
+    assert activations(2) * 4 == activations(8) == activations(80) == activations(0)
 
 
 @given(

@@ -33,6 +33,8 @@ from posttrain.planner.residency import Load, Residency
 _READ_AT_MOST = 200_000  # rows of one data set that a plan reads to compare prompts
 _RUNS_LOOKED_AT = 20
 _INPUT = ("slot", "name", "digest")
+# stage kind → columns that a document has beside its prompt, and which share of the documents has them
+_LEARNT = {"sft": {"completion": 1.0}, "reward_model": {"chosen": 0.5, "rejected": 0.5}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +204,14 @@ def _workload(stage: StageManifest, work: Mapping[str, float], datasets: Mapping
         answers = {slot: 1 + asked[slot.removeprefix("suites.")]["samples"] for slot in counts}
         work = {**work, "documents": sum((rows or 0) * answers[slot] for slot, rows in counts.items())}
     read = [row for dataset in own.values() if dataset.read for row in dataset.read]
-    sizes = [len(prompt_text(row)) + (_completion_size(row) if stage.kind == "sft" else 0) for row in read]
+    parts = _LEARNT.get(stage.kind, {})
+    sizes = [len(prompt_text(row)) + sum(_size(row, name) * share for name, share in parts.items()) for row in read]
     return Workload(stage.kind, work, sum(sizes) / len(sizes) if sizes else None)
 
 
-def _completion_size(row: Row) -> int:
-    completion = row.get("completion") or ""
-    return len(completion) if isinstance(completion, str) else sum(len(str(m.get("content"))) for m in completion)
+def _size(row: Row, column: str) -> int:
+    text = row.get(column) or ""
+    return len(text) if isinstance(text, str) else sum(len(str(m.get("content"))) for m in text)
 
 
 def _history(workspace: Workspace, manifest: Manifest) -> Iterator[tuple[str | None, Experience]]:

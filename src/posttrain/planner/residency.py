@@ -25,7 +25,7 @@ checkpointing it is one layer of these and `hidden` values for each other. The l
 most `CHUNKED_LOGITS` of them.
 
 Asleep, a frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; what is trained, and a
-rollout's copy, stay. Not counted: Python and torch themselves (about 0.5 GB a process), CUDA contexts, allocator
+rollout's copy, stay. Not counted: Python and torch themselves (0.4 GB a process on the CPU), CUDA contexts, allocator
 fragments, collective buffers, data sets, checkpoints being written, and a reward function's own processes.
 """
 
@@ -127,6 +127,7 @@ class Load:
     micro_batch_tokens: int | None  # None: the engine's own for the device
     activation_checkpointing: bool = False
     sequence_parallel: int = 1
+    documents: int = 0  # of one optimiser step; 0: not known, so micro-batches are taken to be full
     rows: int = 0  # responses decoded together
     response_tokens: int = 0
     ray_address: str | None = None
@@ -183,7 +184,8 @@ def resident(load: Load, shapes: Mapping[str, Shape], *, prompt_tokens: int = 0,
     Args:
         load: the stage.
         shapes: of the model behind each role; a role without one is left out.
-        prompt_tokens: of a typical prompt, for the key-value cache.
+        prompt_tokens: of a typical prompt (or demonstration), for the key-value cache and for batches that do not fill
+            a micro-batch; 0: not known.
         gpu_there: what `device: auto` of collocated roles becomes.
     """
     pools = load.placement.pools(load.roles)
@@ -234,9 +236,11 @@ class _Pool:
         self._width, self._ranks = 4 if wide else 2, pool.ranks
         sleep = load.placement.sleep
         self._sleeps = (self.device == "cuda" if sleep == "auto" else sleep) and len(pool.roles) > 1
-        tokens = load.micro_batch_tokens or (16384 if self.device == "cuda" else 4096)
-        self._tokens = math.ceil(tokens / load.sequence_parallel)
         self._context = prompt_tokens + load.response_tokens
+        tokens = load.micro_batch_tokens or (16384 if self.device == "cuda" else 4096)
+        if prompt_tokens and load.documents:
+            tokens = min(tokens, load.documents * self._context)
+        self._tokens = math.ceil(tokens / load.sequence_parallel)
         self._trained = _trained(load)
 
     def phase(self, phase: str, active: Collection[str], shapes: Mapping[str, Shape]) -> Iterator[Held]:
