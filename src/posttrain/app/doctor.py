@@ -1,6 +1,6 @@
 """Whether this machine and this workspace are fit to run: each check with its finding and what to do about it.
 
-Nothing here imports the engine: versions come from package metadata, and a GPU is asked for in another process.
+Nothing here imports the engine: versions come from package metadata, and torch or Ray are asked in another process.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from posttrain.app.checks import Check
+from posttrain.app.cluster_checks import check_ray, cluster_checks
+from posttrain.app.cluster_facts import ask_ray, read_machine
 from posttrain.app.workspace import Workspace, find_workspace, process_alive
 from posttrain.domain.errors import PosttrainError, WorkspaceError
 from posttrain.domain.jobs import JobState
@@ -30,33 +31,20 @@ _ENGINE = ("torch", "transformers", "safetensors")
 _LOW_DISK, _NO_DISK = 5 * 2**30, 2**28  # bytes: warn, fail
 _FSYNCS = 15
 _SLOW_FSYNC = 0.05  # seconds: a stage takes about twenty ledger commits
-_PROBE = (
-    "import torch; n = torch.cuda.device_count(); "
-    "print(f'{n} CUDA device(s)' + (': ' + torch.cuda.get_device_name(0) if n else ''))"
-)
-_PROBE_SECONDS = 120.0
 _RUNS_LOOKED_AT = 50
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One finding."""
-
-    name: str
-    state: str  # ok | warn | fail
-    finding: str
-    remedy: str = ""
-
-
-def examine(*, probe: bool = False) -> list[Check]:
+def examine(*, probe: bool = False, ray: str = "") -> list[Check]:
     """Every check, the machine first.
 
     Args:
         probe: also start the engine in another process to ask for GPUs (seconds).
+        ray: address of a running Ray cluster to ask whether it takes this machine in (seconds).
     """
-    checks = [_python(), _processors(), _threads(), _engine()]
-    if probe:
-        checks.append(_devices())
+    facts = read_machine(probe=probe)
+    checks = [_python(), _processors(), _threads(), _engine(), *cluster_checks(facts)]
+    if ray:
+        checks.append(check_ray(ray, facts, ask_ray(ray) if "ray" in facts.packages else None))
     try:
         root = find_workspace()
         workspace = Workspace(root)
@@ -109,21 +97,6 @@ def _engine() -> Check:
     if missing:
         return Check("engine", "fail", f"not installed: {', '.join(missing)}", "pip install 'posttrain[engine]'")
     return Check("engine", "ok", ", ".join(versions))
-
-
-def _devices() -> Check:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Check("devices", "fail", f"torch did not start within {_PROBE_SECONDS:g} s", "reinstall torch")
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return Check(
-            "devices", "fail", lines[-1] if lines else f"torch ended with {done.returncode}", "reinstall torch"
-        )
-    return Check("devices", "ok", done.stdout.strip())
 
 
 def _disk(root: Path) -> Check:

@@ -50,7 +50,7 @@ class DemoRun(Frozen):
 
 
 class DemoPlan(Frozen):
-    """`demo.yaml`: what to register and which runs to make, in order. Files lie beside it."""
+    """`demo.yaml`: what to register and which runs to make, in order. Files are named from its folder."""
 
     title: str
     seed: int = Field(ge=0)

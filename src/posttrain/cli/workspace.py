@@ -36,12 +36,16 @@ def doctor(
     probe: Annotated[
         bool, typer.Option("--probe", help="Also start the engine in another process to ask for GPUs.")
     ] = False,
+    ray: Annotated[
+        str,
+        typer.Option("--ray", metavar="ADDRESS", help="Also ask this Ray cluster whether it takes this machine in."),
+    ] = "",
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Check this machine and workspace. Each finding comes with its remedy; exit code 10 when one forbids running."""
     from posttrain.app.doctor import examine
 
-    checks = examine(probe=probe)
+    checks = examine(probe=probe, ray=ray)
     worst = "fail" if any(c.state == "fail" for c in checks) else "ok"
     if output is Output.JSON:
         emit_json([{"name": c.name, "state": c.state, "finding": c.finding, "remedy": c.remedy} for c in checks])

@@ -109,6 +109,8 @@ class _Resolver:
     def _input(self, field: str, kind: str, word: str) -> InputRef:
         if kind == "model":
             return self._model(field, word)
+        if kind == "recipe":  # code lies beside the run file: there is no section for it
+            return self._asset(field, kind, word)
         table, section = {"dataset": (self._spec.data, "data"), "reward": (self._spec.rewards, "rewards")}[kind]
         if word not in table:
             raise InputError(f"{self._source}: {field}: {word!r} is not in `{section}`{nearest(word, table)}")

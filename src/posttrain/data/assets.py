@@ -82,11 +82,7 @@ def inspect_reward(
     file, _, function = (entry or "").rpartition(":")
     source = _reward_source(path, file)
     data = source.read_bytes()
-    try:
-        module = ast.parse(data, filename=source.name)
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        raise InputError(f"{source.name}{f':{line}' if line else ''} is not valid Python: {error}") from error
+    module = _parsed(data, source.name)
     name, node = _entry_node(module, function, source.name)
     text = _guideline_text(guideline) if guideline else (node and ast.get_docstring(node)) or ast.get_docstring(module)
     return {
@@ -100,7 +96,29 @@ def inspect_reward(
     }
 
 
+def inspect_recipe(path: Path, function: str) -> Meta:
+    """`{"entry", "source"}` of a user's dataflow. Parsed, never executed.
+
+    Raises:
+        NotFoundError: no such file or function.
+        InputError: not Python (`file:line`).
+    """
+    if not path.is_file():
+        raise NotFoundError(f"recipe source {path} does not exist; put the module beside the run file")
+    module = _parsed(path.read_bytes(), path.name)
+    name, _ = _entry_node(module, function, path.name)
+    return {"entry": name, "source": path.name}
+
+
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _parsed(data: bytes, source: str) -> ast.Module:
+    try:
+        return ast.parse(data, filename=source)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise InputError(f"{source}{f':{line}' if line else ''} is not valid Python: {error}") from error
 
 
 def _reward_source(path: Path, file: str) -> Path:

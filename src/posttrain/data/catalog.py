@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from posttrain.data.assets import inspect_dataset, inspect_model, inspect_reward
+from posttrain.data.assets import inspect_dataset, inspect_model, inspect_recipe, inspect_reward
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef, Manifest
@@ -102,12 +102,25 @@ class Catalog:
         """Resolves the refs of a run file that lies in `base`. Reads and hashes; writes nothing."""
 
         def resolve(kind: str, text: str) -> InputRef:
+            if kind == "recipe":
+                return self._recipe(text, base)
             ref = parse_ref(text, kind)
             if ref.source is Source.REGISTRY:
                 return self._pinned(self._registered(ref))
             return self._from_files(ref, local_path(ref, base))
 
         return resolve
+
+    def _recipe(self, text: str, base: Path) -> InputRef:
+        """A user's dataflow, `my_module:my_dataflow`: the file `my_module.py` beside the run file."""
+        module, _, function = text.partition(":")
+        if not function:
+            raise InputError(f"recipe {text!r} must name a module and its function, got no function; write {text}:NAME")
+        path = base / f"{module}.py"
+        found = inspect_recipe(path, function)
+        digest = file_digest(path)
+        self._local[digest] = (path, "file", False)
+        return InputRef(source="asset", name=f"path:{path.name}", digest=digest, form="file", meta=found)
 
     def _registered(self, ref: AssetRef) -> Asset:
         versions = self._ledger.assets(ref.kind, ref.name)

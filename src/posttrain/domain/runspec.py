@@ -93,7 +93,7 @@ class StageSpec(Frozen):
         if not isinstance(value, dict):
             raise ValueError("must be a map with at least `kind`")
         if "kind" not in value:
-            raise ValueError("`kind` is required: one of sft, reward_model, grpo, ppo, evaluate, init_model")
+            raise ValueError("`kind` is required: one of sft, reward_model, grpo, ppo, dataflow, evaluate, init_model")
         known = {key: value[key] for key in ("kind", "trainer") if key in value}
         return {**known, "params": {key: item for key, item in value.items() if key not in known}}
 

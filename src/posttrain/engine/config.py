@@ -218,6 +218,37 @@ class PPOConfig(_OnPolicyConfig):
         return super().inputs() | {slot: (kind, word) for slot, (kind, word) in judges.items() if word}
 
 
+class DataflowConfig(_Frozen):
+    """A dataflow of the user's own: a Python function over the roles policy and rollout (`recipes.dataflow`)."""
+
+    kind: ClassVar[str] = "dataflow"
+    recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:my_dataflow, beside the run file
+    model: Word = "base"
+    data: Word
+    reward: Word | None = None
+    steps: Positive
+    prompts_per_step: Positive = 32
+    group_size: Positive = 8  # samples per prompt
+    max_new_tokens: Positive = 64
+    temperature: float = Field(default=1.0, gt=0)
+    settings: dict[str, Any] = {}  # for the function; nothing else reads them
+    tokens_per_step: Positive | None = None  # what a step may spend; None: each response trained on once, at the most
+    reward_timeout: float = Field(default=10.0, gt=0)  # seconds for one batch of completions
+    probe: ProbeConfig | None = None
+    optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    placement: Placement = Placement()
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        slots = {"model": ("model", self.model), "data": ("dataset", self.data), "recipe": ("recipe", self.recipe)}
+        if self.reward:
+            slots["reward"] = ("reward", self.reward)
+        if self.probe:
+            slots["probe"] = ("dataset", self.probe.data)
+        return slots
+
+
 class RewardModelConfig(_Frozen):
     """A scalar reward model from preference pairs (Bradley-Terry), saved as a sequence classifier of one label."""
 
@@ -307,9 +338,11 @@ class InitModelConfig(_Frozen):
         return {}
 
 
-StageConfig = SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig | EvaluateConfig | InitModelConfig
+TrainingConfig = SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig | DataflowConfig
+StageConfig = TrainingConfig | EvaluateConfig | InitModelConfig
 STAGE_CONFIGS: dict[str, type[StageConfig]] = {
-    c.kind: c for c in (SFTConfig, RewardModelConfig, GRPOConfig, PPOConfig, EvaluateConfig, InitModelConfig)
+    c.kind: c
+    for c in (SFTConfig, RewardModelConfig, GRPOConfig, PPOConfig, DataflowConfig, EvaluateConfig, InitModelConfig)
 }
 
 

@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.config import GRPOConfig, InferenceRuntimeConfig, PPOConfig, RewardModelConfig, SFTConfig
+from posttrain.engine.config import (
+    DataflowConfig,
+    InferenceRuntimeConfig,
+    PPOConfig,
+    RewardModelConfig,
+    SFTConfig,
+    TrainingConfig,
+)
 
 if TYPE_CHECKING:
     from posttrain.engine.groups.recording import Recorder
@@ -25,7 +32,7 @@ def settled_device(runtime: InferenceRuntimeConfig) -> str:
 
 
 @contextmanager
-def open_pools(config: SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig, recorder: Recorder) -> Iterator[PoolOf]:
+def open_pools(config: TrainingConfig, recorder: Recorder) -> Iterator[PoolOf]:
     """The pools of a stage's placement: this process alone where one rank is enough, else Ray actors.
 
     Raises:
@@ -45,14 +52,14 @@ def open_pools(config: SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig, r
     )
 
 
-def roles_of(config: SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig) -> tuple[str, ...]:
+def roles_of(config: TrainingConfig) -> tuple[str, ...]:
     """The roles of a stage that live in pools."""
     if isinstance(config, SFTConfig):
         return ("policy",)
     if isinstance(config, RewardModelConfig):
         return ("reward_model",)
     roles = ["policy", "rollout"]
-    if config.kl:
+    if not isinstance(config, DataflowConfig) and config.kl:
         roles.append("reference")
     if isinstance(config, PPOConfig):
         roles += ["critic", *(["reward_model"] if config.reward_model else [])]

@@ -18,7 +18,16 @@ from posttrain.data.rows import prompt_text, read_rows
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
 from posttrain.domain.jobs import JobResult, Output
-from posttrain.engine.config import GRPOConfig, PPOConfig, RewardModelConfig, RuntimeConfig, SFTConfig, stage_config
+from posttrain.engine.config import (
+    DataflowConfig,
+    GRPOConfig,
+    PPOConfig,
+    RewardModelConfig,
+    RuntimeConfig,
+    SFTConfig,
+    TrainingConfig,
+    stage_config,
+)
 from posttrain.jobs.entry import Job, failed, main
 from posttrain.store.trees import materialise
 
@@ -27,13 +36,14 @@ if TYPE_CHECKING:
 
     from posttrain.engine.controller import Controller, Order
     from posttrain.engine.groups.recording import Recorder
+    from posttrain.engine.recipes.dataflow import Step
     from posttrain.engine.recipes.opening import PoolOf
     from posttrain.engine.recipes.probe import AccuracyProbe
     from posttrain.engine.recipes.recipe import Recipe
     from posttrain.engine.recipes.sampling import Prompt, Scorer
 
 
-TrainingConfig = SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig
+OnPolicyConfig = GRPOConfig | PPOConfig | DataflowConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +129,14 @@ def _reward_model(job: Job, config: RewardModelConfig, tokenizer: PreTrainedToke
 
 def _on_policy(
     job: Job,
-    config: GRPOConfig | PPOConfig,
+    config: OnPolicyConfig,
     tokenizer: PreTrainedTokenizerBase,
     pool_of: PoolOf,
     stack: ExitStack,
 ) -> Trained:
+    from posttrain.engine.journal import Journal
     from posttrain.engine.models.source import ModelSource, ScalarSource
+    from posttrain.engine.recipes.dataflow import CustomDataflow, Dataflow
     from posttrain.engine.recipes.grpo import GRPO
     from posttrain.engine.recipes.opening import open_roles
     from posttrain.engine.recipes.ppo import PPO
@@ -144,24 +156,29 @@ def _on_policy(
     )
     context = roles.policy.one(PolicyWorker.context_length)
     train = _prompts(job, "data", tokenizer, context, config.max_new_tokens, None)
-    scorer: Scorer
+    scorer: Scorer | None = None
     if roles.reward_model:
         scorer = ModelScorer(roles.reward_model, tokenizer)
-    else:
+    elif "reward" in job.order.inputs:
         scorer = _reward_function(job, config, tokenizer, train, stack)
     probe = _probe(job, config, tokenizer, context)
     seed = job.order.seed
     recipe: Recipe
-    if isinstance(config, PPOConfig):
-        recipe = PPO(config, roles, train, scorer, seed, probe)
+    if isinstance(config, DataflowConfig):
+        flow = Dataflow(roles, Journal(len(train), seed), train, config.settings, config, seed, scorer)
+        recipe = CustomDataflow(_dataflow(job), flow, probe)
     else:
-        recipe = GRPO(config, roles, train, scorer, seed, probe)
+        assert scorer is not None  # both configurations name a judge
+        if isinstance(config, PPOConfig):
+            recipe = PPO(config, roles, train, scorer, seed, probe)
+        else:
+            recipe = GRPO(config, roles, train, scorer, seed, probe)
     return Trained(recipe, lambda folder: roles.policy.each(PolicyWorker.save_model, folder), tokenizer)
 
 
 def _reward_function(
     job: Job,
-    config: GRPOConfig | PPOConfig,
+    config: OnPolicyConfig,
     tokenizer: PreTrainedTokenizerBase,
     train: list[Prompt],
     stack: ExitStack,
@@ -187,9 +204,19 @@ def _reward_function(
     return scorer
 
 
-def _probe(
-    job: Job, config: GRPOConfig | PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int
-) -> AccuracyProbe | None:
+def _dataflow(job: Job) -> Step:
+    """The user's function; its source is put under its own name, for this process and the workers' to import."""
+    from posttrain.engine.recipes.dataflow import load_dataflow
+
+    meta = job.order.inputs["recipe"].meta
+    folder = job.folder / "recipe"
+    folder.mkdir(exist_ok=True)
+    file = folder / str(meta["source"])
+    file.write_bytes(job.input("recipe").read_bytes())
+    return load_dataflow(file, str(meta["entry"]))
+
+
+def _probe(job: Job, config: OnPolicyConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> AccuracyProbe | None:
     from posttrain.engine.recipes.probe import AccuracyProbe
 
     if not config.probe:

@@ -122,7 +122,7 @@ def balance(costs: Sequence[int], parts: int) -> Assignment:
         heaviest load <= mean load + (1 - 1/m)·largest cost        and        <= (4/3 - 1/(3m))·the best possible,
 
     and the exchanges only ever lower the heaviest load. On lognormal lengths (sigma 0.99, 2…64 parts) the imbalance is
-    at most 1e-4 above Karmarkar-Karp differencing's, in a quarter of its time or less (`benchmarks/dispatch.py`).
+    at most 1e-4 above Karmarkar-Karp differencing's, in a third of its time or less (`benchmarks/dispatch.py`).
 
     Args:
         costs: of each item, >= 0.

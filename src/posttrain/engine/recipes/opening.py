@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from posttrain.engine.config import GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from posttrain.engine.config import DataflowConfig, GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.language_model import LanguageModel
@@ -58,7 +58,7 @@ def open_preference(
 
 
 def open_roles(
-    config: GRPOConfig | PPOConfig,
+    config: GRPOConfig | PPOConfig | DataflowConfig,
     model: Model,
     seed: int,
     pool_of: PoolOf,
@@ -89,7 +89,7 @@ def open_roles(
     rollout = pool_of("rollout").start("rollout", RolloutWorker, source, engine)
     tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
     reference: WorkerGroup[ReferenceWorker] | None = None
-    if config.kl:
+    if isinstance(config, GRPOConfig | PPOConfig) and config.kl:
         reference = pool_of("reference").start(
             "reference", ReferenceWorker, model, temperature=config.temperature, micro_batch_tokens=tokens
         )

@@ -21,12 +21,14 @@ from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
 from posttrain.domain.validation import explain, nearest
 from posttrain.engine.config import (
     STAGE_CONFIGS,
+    DataflowConfig,
     EvaluateConfig,
     GRPOConfig,
     PPOConfig,
     RewardModelConfig,
     SFTConfig,
     StageConfig,
+    TrainingConfig,
     stage_config,
 )
 from posttrain.execution.ports import RowNeeds, StageContract
@@ -52,6 +54,7 @@ class NativeTrainer:
         "reward_model": "posttrain.jobs.train",
         "grpo": "posttrain.jobs.train",
         "ppo": "posttrain.jobs.train",
+        "dataflow": "posttrain.jobs.train",
         "evaluate": "posttrain.jobs.evaluate",
         "init_model": "posttrain.jobs.init_model",
     }
@@ -172,7 +175,7 @@ def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
         return {f"suites.{n}": RowNeeds(reserve=s.max_new_tokens, answer=True) for n, s in config.suites.items()}
     if isinstance(config, RewardModelConfig):
         return {"data": RowNeeds(pairs=True, max_length=config.max_length)}
-    if not isinstance(config, GRPOConfig | PPOConfig):
+    if not isinstance(config, GRPOConfig | PPOConfig | DataflowConfig):
         return {}
     needs = {"data": RowNeeds(reserve=config.max_new_tokens)}
     if config.probe:
@@ -186,11 +189,14 @@ def _load(config: object) -> Load | None:
     Raises:
         InputError: a role is placed that the stage does not have.
     """
-    if not isinstance(config, SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig):
+    if not isinstance(config, TrainingConfig):
         return None
     runtime, samples, longest = config.runtime, 0, 0
-    if isinstance(config, GRPOConfig | PPOConfig):
+    if isinstance(config, GRPOConfig | PPOConfig | DataflowConfig):
         samples, longest = config.prompts_per_step * config.group_size, config.max_new_tokens
+        documents = samples if isinstance(config, DataflowConfig) else -(-samples // config.mini_batches)
+    else:
+        documents = config.batch_size * (2 if isinstance(config, RewardModelConfig) else 1)
     roles = _roles(config)
     return Load(
         kind=config.kind,
@@ -201,17 +207,20 @@ def _load(config: object) -> Load | None:
         micro_batch_tokens=None if runtime.micro_batch_tokens == "auto" else runtime.micro_batch_tokens,
         activation_checkpointing=runtime.activation_checkpointing,
         sequence_parallel=runtime.sequence_parallel,
+        documents=documents,
         rows=min(samples, _DECODED_TOGETHER),
         response_tokens=longest,
         ray_address=runtime.ray_address,
     )
 
 
-def _roles(config: SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig) -> tuple[str, ...]:
+def _roles(config: TrainingConfig) -> tuple[str, ...]:
     if isinstance(config, RewardModelConfig):
         return ("reward_model",)
     if isinstance(config, SFTConfig):
         return ("policy",)
+    if isinstance(config, DataflowConfig):
+        return ("policy", "rollout", *(["reward"] if config.reward else []))
     reference = ("reference",) if config.kl else ()
     if isinstance(config, GRPOConfig):
         return ("policy", *reference, "rollout", "reward")
@@ -219,7 +228,7 @@ def _roles(config: SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig) -> tu
     return ("policy", "critic", *reference, "rollout", judge)
 
 
-def _described(config: SFTConfig | RewardModelConfig | GRPOConfig | PPOConfig) -> str:
+def _described(config: TrainingConfig) -> str:
     """The stage in an error: what its configuration leaves out decides which roles it has."""
     words = [config.kind]
     if isinstance(config, PPOConfig):
@@ -235,7 +244,7 @@ def _work(config: StageConfig) -> dict[str, float]:
         return {"steps": config.steps, "documents": config.steps * config.batch_size}
     if isinstance(config, RewardModelConfig):
         return {"steps": config.steps, "documents": 2 * config.steps * config.batch_size}
-    if isinstance(config, GRPOConfig | PPOConfig):
+    if isinstance(config, GRPOConfig | PPOConfig | DataflowConfig):
         samples = config.steps * config.prompts_per_step * config.group_size
         return {
             "steps": config.steps,

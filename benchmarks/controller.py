@@ -1,0 +1,231 @@
+"""What the single controller costs: its share of a GRPO step, the cost of tracing, and how dispatch grows.
+
+    python -m benchmarks.controller [--json FILE] [--steps N] [--ray]
+
+Overhead: GRPO steps of a 0.9 M parameter model (32 prompts x 8, as in benchmarks.training) through worker groups in
+one process. The controller's share of a step is its time less what workers' methods ran and less the reward function:
+sampling prompts, packing, advantages, dispatch, spans. Target: at most 2 %.
+
+Tracing: the facts of each step, calls and the recorded samples included, are written through the attempt folder's
+EventWriter, flush and fsync included; their time over the step's. Target: at most 2 %.
+
+Growth: one `each` and one `map` on workers that do nothing, 1 to 64 ranks and 64 to 16384 documents of log-normal
+length, medians; with --ray also on Ray actors, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+from benchmarks.sorting_task import exact, render, task, teach
+from posttrain.domain.facts import Fact, Sample, Span
+from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.config import GRPOConfig, InitModelConfig, PolicyGradientOptimizerConfig
+from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.models import adopt_module
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.opening import open_roles
+from posttrain.engine.recipes.recipe import Trace
+from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.recipes.scoring import RewardScorer
+from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.weights.view import PolicyVersion
+from posttrain.store.attempts import AttemptFolder, EventWriter
+
+SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)
+TARGET = 0.02
+RANKS = (1, 2, 4, 8, 16, 32, 64)
+DOCUMENTS = (64, 256, 1024, 4096, 16384)
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "controller-growth.png"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Medians over steps."""
+
+    step_seconds: float
+    controller: float  # of a step
+    tracing: float  # of a step
+    facts: int  # per step
+    samples: int
+
+
+@final
+class Empty:
+    """A worker that does nothing."""
+
+    def __init__(self, place: Place) -> None:
+        self._rank = place.rank
+
+    def nothing(self) -> int:
+        """Only an answer."""
+        return self._rank
+
+    def batch(self, batch: TokenBatch) -> TokenBatch:
+        """What it was given."""
+        return batch
+
+
+def recipe(recorder: Recorder, seed: int = 0) -> GRPO:
+    """GRPO on a model that was taught the task for a few seconds."""
+    tokenizer = character_tokenizer(SIZE.characters)
+    module = initial_model(SIZE, tokenizer, seed)
+    teach(module, tokenizer)
+    rng = random.Random(3)
+    rows = [task(rng) for _ in range(512)]
+    prompts = [Prompt(tuple(render(tokenizer, row["question"])), row["question"], row) for row in rows]
+    reward = ScriptedReward(
+        lambda call: [exact(c, str(row["answer"])) for c, row in zip(call.completions, call.rows, strict=True)]
+    )
+    config = GRPOConfig(
+        data="d", reward="r", steps=1000, optimizer=PolicyGradientOptimizerConfig(learning_rate=1e-5, warmup_steps=0)
+    )
+    pool = ResourcePool(InlineBackend(), recorder)
+    roles = open_roles(config, adopt_module(module), seed, lambda role: pool)
+    return GRPO(config, roles, prompts, RewardScorer(reward, tokenizer), seed)
+
+
+def shares(steps: int) -> Share:
+    """Measure `steps` steps after one that is not."""
+    facts: list[Fact] = []
+    recorder = Recorder(facts.append)
+    grpo = recipe(recorder)
+    rows: list[tuple[float, float, float, int, int]] = []
+    with tempfile.TemporaryDirectory() as folder, EventWriter(AttemptFolder(Path(folder))) as writer:
+        for step in range(steps + 1):
+            facts.clear()
+            begin = time.perf_counter()
+            grpo.step(step, Trace(facts.append, step))
+            grpo.serve(PolicyVersion(0, step + 1))
+            seconds = time.perf_counter() - begin
+            begin = time.perf_counter()
+            for fact in facts:
+                writer(fact)
+            writer.flush()
+            rows.append(
+                (seconds, _controller(facts, seconds), time.perf_counter() - begin, len(facts), _samples(facts))
+            )
+    timed = rows[1:]
+    return Share(
+        statistics.median(r[0] for r in timed),
+        statistics.median(r[1] / r[0] for r in timed),
+        statistics.median(r[2] / r[0] for r in timed),
+        int(statistics.median(r[3] for r in timed)),
+        int(statistics.median(r[4] for r in timed)),
+    )
+
+
+def _controller(facts: list[Fact], seconds: float) -> float:
+    spans = [fact for fact in facts if isinstance(fact, Span)]
+    busy = sum(rank[2] for span in spans if span.attributes.get("kind") == "call" for rank in span.attributes["ranks"])
+    return seconds - busy - sum(span.seconds for span in spans if span.name == "reward")
+
+
+def _samples(facts: list[Fact]) -> int:
+    return sum(isinstance(fact, Sample) for fact in facts)
+
+
+def growth(open_pool: Callable[[int], ResourcePool]) -> dict[str, dict[int, float]]:
+    """Median seconds of `each` by ranks, of `map` (1024 documents) by ranks, and of `map` (8 ranks) by documents."""
+    found: dict[str, dict[int, float]] = {"each": {}, "map": {}, "documents": {}}
+    for ranks in RANKS:
+        with open_pool(ranks) as pool:
+            group = pool.start("empty", Empty)
+            batch = _batch(1024)
+            found["each"][ranks] = _median(lambda group=group: group.each(Empty.nothing))
+            found["map"][ranks] = _median(lambda group=group, batch=batch: group.map(Empty.batch, batch))
+            if ranks == 8:
+                for documents in DOCUMENTS:
+                    some = _batch(documents)
+                    found["documents"][documents] = _median(lambda group=group, some=some: group.map(Empty.batch, some))
+    return found
+
+
+def _batch(documents: int) -> TokenBatch:
+    rng = random.Random(5)
+    lengths = [min(2048, max(2, int(rng.lognormvariate(4.0, 0.99)))) for _ in range(documents)]
+    return TokenBatch.pack([Document((1,), (2,) * n, (-0.5,) * n) for n in lengths])
+
+
+def _median(call: Callable[[], Any], rounds: int = 7) -> float:
+    call()
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def draw(curves: dict[str, dict[str, dict[int, float]]], path: Path) -> None:
+    """The growth as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for backend, found in curves.items():
+        for name, style in (("each", "--"), ("map", "-")):
+            times = [1e3 * s for s in found[name].values()]
+            axes[0].plot(list(found[name]), times, style, marker="o", label=f"{backend}: {name}")
+        times = [1e3 * s for s in found["documents"].values()]
+        axes[1].plot(list(found["documents"]), times, marker="o", label=f"{backend}: map")
+    axes[0].set(title="workers that do nothing; map: 1024 documents", xlabel="ranks", ylabel="milliseconds a call")
+    axes[1].set(title="8 ranks", xlabel="documents in the batch", ylabel="milliseconds a call")
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Measure, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--ray", action="store_true", help="also on Ray actors")
+    arguments = parser.parse_args()
+    share = shares(arguments.steps)
+    print(
+        f"step {share.step_seconds:.2f} s; controller {share.controller:.2%}, tracing {share.tracing:.2%} of it "
+        f"({share.facts} facts, {share.samples} samples; target at most {TARGET:.0%} each)"
+    )
+    curves = {"inline": growth(lambda ranks: ResourcePool(InlineBackend(ranks)))}
+    if arguments.ray:
+        from benchmarks.ray_pools import ray_pools
+
+        with ray_pools() as open_pool:
+            curves["ray"] = growth(open_pool)
+    for backend, found in curves.items():
+        for name, points in found.items():
+            print(f"{backend:7} {name:10}", "  ".join(f"{x}: {1e3 * s:.2f} ms" for x, s in points.items()))
+    draw(curves, PICTURE)
+    print(f"picture: {PICTURE}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"share": asdict(share), "growth": curves}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
