@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from posttrain.app.checks import Check
-from posttrain.app.cluster_facts import ClusterFacts, Gpus, Interface, RayAnswer, is_loopback
+from posttrain.app.cluster_facts import REFUSED_TOKEN, ClusterFacts, Gpus, Interface, RayAnswer, is_loopback
 
 _GIB, _MIB = 2**30, 2**20
 _EXTRAS = ("", "engine", "ray", "torch")  # ours, and the one under which transformers names its torch
@@ -176,19 +176,22 @@ def check_master_port(facts: ClusterFacts) -> Check:
 
 
 def check_shared_memory(facts: ClusterFacts) -> Check:
-    """Whether /dev/shm holds what Ray's object store and torch's workers put there."""
+    """Whether /dev/shm holds what Ray's object store, NCCL and torch's workers put there.
+
+    Without room Ray takes a folder on a disk. NCCL between GPUs ends with an error, so only there too little forbids.
+    """
     if facts.shared is None:
         return Check("shm", "ok", "no /dev/shm on this system; Ray keeps its objects in a temporary folder")
     size, free = facts.shared
     wanted = int(_OBJECT_STORE * facts.memory)
     finding = f"/dev/shm: {_size(free)} free of {_size(size)}; Ray's object store wants {_size(wanted)}"
     larger = f"give the container --shm-size={-(-max(wanted, _LITTLE_SHARED) // _GIB)}g, or enlarge the mount"
-    if size <= _TINY_SHARED:
-        return Check("shm", "fail" if "ray" in facts.packages else "warn", finding, larger)
+    if size <= _TINY_SHARED and max(facts.gpus.files, facts.gpus.listed or 0) > 1:
+        return Check("shm", "fail", f"{finding}; NCCL between GPUs needs more than that", larger)
     if free < _FULL * size:
         return Check("shm", "warn", f"{finding}; it is nearly full", "delete what ended processes left in /dev/shm")
     if size < max(wanted, _LITTLE_SHARED):
-        return Check("shm", "warn", f"{finding}; the rest goes to a disk, slowly", larger)
+        return Check("shm", "warn", f"{finding}; without room it goes to a disk, slowly", larger)
     return Check("shm", "ok", finding)
 
 
@@ -258,13 +261,13 @@ def check_ray(address: str, facts: ClusterFacts, answer: RayAnswer | None) -> Ch
     if ray is None or answer is None:
         return Check("ray", "fail", f"cannot ask {address}: ray is not installed here", "pip install ray")
     if answer.trouble:
-        mismatch = "version mismatch" in answer.trouble.lower()
-        remedy = (
-            "install the cluster's versions of Python and ray here" if mismatch else "check the address: ray status"
-        )
-        return Check(
-            "ray", "fail", f"{address} ({ray.version} and Python {facts.python} here): {answer.trouble}", remedy
-        )
+        remedy = "check the address with `ray status` on the head"
+        if answer.trouble == REFUSED_TOKEN:
+            remedy = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the token of the cluster"
+        elif "version mismatch" in answer.trouble.lower():
+            remedy = "install the cluster's versions of Python and ray here"
+        here = f"here ray {ray.version}, Python {facts.python}"
+        return Check("ray", "fail", f"{address}: {answer.trouble} ({here})", remedy)
     resources = {name: answer.resources.get(name, 0.0) for name in ("CPU", "GPU")}
     shown = ", ".join(f"{count:g} {name}" for name, count in resources.items())
     return Check("ray", "ok", f"{address}: {answer.nodes} node(s), {shown}; ray {answer.version} and Python as here")

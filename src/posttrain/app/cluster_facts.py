@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+REFUSED_TOKEN = "the cluster refuses this machine's authentication token"
 PACKAGES = ("posttrain", "torch", "transformers", "safetensors", "numpy", "ray")
 
 _RESOLVE_SECONDS = 5.0
@@ -155,9 +156,16 @@ def ask_ray(address: str) -> RayAnswer:
         )
     except subprocess.TimeoutExpired:
         return RayAnswer(trouble=f"no answer within {_RAY_SECONDS:g} s")
-    if done.returncode:
-        return RayAnswer(trouble=_last_words(done.stderr) or f"ray ended with {done.returncode}")
-    version, nodes, resources = json.loads(done.stdout.splitlines()[-1])
+    return ray_answer(done.returncode, done.stdout, done.stderr)
+
+
+def ray_answer(returncode: int, stdout: str, stderr: str) -> RayAnswer:
+    """What the process that asked Ray printed."""
+    if "InvalidAuthToken" in stderr:  # Ray's own exception only says that it could not connect
+        return RayAnswer(trouble=REFUSED_TOKEN)
+    if returncode:
+        return RayAnswer(trouble=_last_words(stderr) or f"ray ended with {returncode}")
+    version, nodes, resources = json.loads(stdout.splitlines()[-1])
     return RayAnswer(version, nodes, resources)
 
 
@@ -176,7 +184,7 @@ def _packages() -> dict[str, Package]:
             about = metadata.metadata(name)
         except metadata.PackageNotFoundError:
             continue
-        python = about["Requires-Python"] if "Requires-Python" in about else ""
+        python = str(about.json.get("requires_python", ""))
         found[name] = Package(about["Version"], python, tuple(metadata.requires(name) or ()))
     return found
 
