@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test fast slow bench lint types contracts format setup clean gpu
+.PHONY: demo test fast slow ray bench lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -23,6 +23,10 @@ $(VENV)/.dev: $(VENV)/.engine
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev]'
 	@touch $@
 
+$(VENV)/.ray: $(VENV)/.dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev,ray]'
+	@touch $@
+
 $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev,bench]'
 	@touch $@
@@ -33,10 +37,13 @@ demo: $(VENV)/.engine ## declare, train, judge, ship, roll back: the whole produ
 test: lint types contracts fast slow ## everything CI runs
 
 fast: $(VENV)/.dev ## unit and contract tests
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2
+	$(BIN)/python -m pytest -m "not slow and not gpu and not ray" -n 2
 
 slow: $(VENV)/.dev ## real processes end to end, killed on purpose
-	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --timeout 600
+	$(BIN)/python -m pytest -m "slow and not gpu and not ray" -n 2 --timeout 600
+
+ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
+	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 600
 
 gpu: $(VENV)/.dev ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu

@@ -112,23 +112,13 @@ class Backend(Protocol):
         """Construct `worker(place, *args, **kwargs)` on every rank as `role`."""
 
     def submit(
-        self,
-        role: str,
-        rank: int,
-        method: Callable[..., R],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Call[R]:
-        """Begin `method(worker, *args, **kwargs)` on one rank."""
+        self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Call[R]]:
+        """Begin `method(worker, *args, **kwargs)` on these ranks, which all get the same: it is serialised once."""
 
     def submit_stored(
-        self,
-        role: str,
-        rank: int,
-        method: Callable[..., R],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Call[Stored[R]]:
+        self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Call[Stored[R]]]:
         """As `submit`, but what is returned stays where it is."""
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:

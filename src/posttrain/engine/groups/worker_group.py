@@ -88,10 +88,10 @@ class NonBlocking(Generic[W]):
         assignment = balance(reach.costs.costs(batch.lengths), reach.shards)
         parts: list[B] = [batch] if reach.shards == 1 else [batch.select(shard) for shard in assignment.shards]
         begun = (time.time(), time.perf_counter())
-        calls = [
-            reach.backend.submit(reach.role, rank, method, (parts[rank // reach.sequence_parallel], *args), kwargs)
-            for rank in range(reach.backend.ranks)
-        ]
+        calls: list[Call[G]] = []
+        for shard, part in enumerate(parts):
+            ranks = range(shard * reach.sequence_parallel, (shard + 1) * reach.sequence_parallel)
+            calls += reach.backend.submit(reach.role, ranks, method, (part, *args), kwargs)
 
         def combine(answers: Sequence[G]) -> G:
             first = answers[:: reach.sequence_parallel]  # the ranks of one shard agree
@@ -106,23 +106,21 @@ class NonBlocking(Generic[W]):
         """As `WorkerGroup.each`."""
         reach = self._reach
         begun = (time.time(), time.perf_counter())
-        calls = [reach.backend.submit(reach.role, rank, method, args, kwargs) for rank in range(reach.backend.ranks)]
+        calls = reach.backend.submit(reach.role, range(reach.backend.ranks), method, args, kwargs)
         return self._future(calls, method, begun, list)
 
     def one(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """As `WorkerGroup.one`."""
         reach = self._reach
         begun = (time.time(), time.perf_counter())
-        call = reach.backend.submit(reach.role, 0, method, args, kwargs)
-        return self._future([call], method, begun, lambda answers: answers[0])
+        calls = reach.backend.submit(reach.role, (0,), method, args, kwargs)
+        return self._future(calls, method, begun, lambda answers: answers[0])
 
     def stored(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[Stored[R]]:
         """As `WorkerGroup.stored`."""
         reach = self._reach
         begun = (time.time(), time.perf_counter())
-        calls = [
-            reach.backend.submit_stored(reach.role, rank, method, args, kwargs) for rank in range(reach.backend.ranks)
-        ]
+        calls = reach.backend.submit_stored(reach.role, range(reach.backend.ranks), method, args, kwargs)
         return self._future(calls, method, begun, lambda answers: answers[0])
 
     def _future(

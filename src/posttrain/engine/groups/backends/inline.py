@@ -85,30 +85,23 @@ class InlineBackend:
                 raise
 
     def submit(
-        self, role: str, rank: int, method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Call[R]:
-        """See `Backend.submit`; it has run when this returns."""
-        if self._closed:
-            raise WorkerLostError(f"{role} rank {rank} is gone: its pool {self.pool} was closed; start a new pool")
-        started, begin = time.time(), time.perf_counter()
-        try:
-            value = method(self._workers[role, rank], *args, **kwargs)
-        except Exception as error:
-            blame(error, role, rank, method.__name__, os.getpid())
-            failed: InlineCall[R] = InlineCall(role, rank, method.__name__, None, error)
-            return failed
-        return InlineCall(role, rank, method.__name__, Answer(value, started, time.perf_counter() - begin), None)
+        self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Call[R]]:
+        """See `Backend.submit`; they have run when this returns, one after the other."""
+        return [self._run(role, rank, method, args, kwargs) for rank in ranks]
 
     def submit_stored(
-        self, role: str, rank: int, method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Call[Stored[R]]:
+        self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Call[Stored[R]]]:
         """See `Backend.submit_stored`."""
-
-        def stored(worker: Any, *args: Any, **kwargs: Any) -> Stored[R]:
-            return InlineStored(method(worker, *args, **kwargs))
-
-        stored.__name__ = method.__name__
-        return self.submit(role, rank, stored, args, kwargs)
+        calls: list[Call[Stored[R]]] = []
+        for rank in ranks:
+            call = self._run(role, rank, method, args, kwargs)
+            kept: Answer[Stored[R]] | None = None
+            if call.answer is not None:
+                kept = Answer(InlineStored(call.answer.value), call.answer.started, call.answer.seconds)
+            calls.append(InlineCall(role, rank, call.method, kept, call.failure))
+        return calls
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
         """See `Backend.wait`; there is nothing left to wait for, so deadlines are the group's to notice afterwards."""
@@ -126,3 +119,16 @@ class InlineBackend:
         self._workers.clear()
         self.places = ()
         self._closed = True
+
+    def _run(
+        self, role: str, rank: int, method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> InlineCall[R]:
+        if self._closed:
+            raise WorkerLostError(f"{role} rank {rank} is gone: its pool {self.pool} was closed; start a new pool")
+        started, begin = time.time(), time.perf_counter()
+        try:
+            value = method(self._workers[role, rank], *args, **kwargs)
+        except Exception as error:
+            blame(error, role, rank, method.__name__, os.getpid())
+            return InlineCall(role, rank, method.__name__, None, error)
+        return InlineCall(role, rank, method.__name__, Answer(value, started, time.perf_counter() - begin), None)

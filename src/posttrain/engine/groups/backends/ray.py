@@ -1,0 +1,217 @@
+"""Workers in Ray actors: one process per rank, on one machine or on many.
+
+An actor is a `Host`, an ordinary class; methods and arguments reach it as values. Ray itself schedules, transports and
+notices deaths. It restarts nothing: a lost rank means a lost pool, and the job resumes from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar, final
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.engine.groups.backends.ray_calls import RayCall, settle
+from posttrain.engine.groups.backends.ray_host import Host
+from posttrain.engine.groups.backends.ray_placement import RankResources, release, reserve
+from posttrain.engine.groups.failures import WorkerLostError
+from posttrain.engine.groups.payload import Parcel, check_importable, pack
+from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.port import Answer, Call, Process, Stored
+
+R = TypeVar("R")
+
+_SMALL = 64 * 1024  # bytes; Ray copies smaller arguments into each call anyway
+_CLOSING = 10.0  # seconds that processes get to leave by themselves, and again to be gone
+
+
+@final
+class RayBackend:
+    """`Backend` of Ray actors, in the cluster that this process is connected to.
+
+    Args:
+        pool: its name.
+        ranks: how many processes.
+        resources: of each.
+        threads: of torch and OpenMP in each.
+        sequence_parallel: consecutive ranks that work on one shard.
+        start_seconds: for the cluster to have room, and again for the processes to be up.
+        collective_seconds: how long one collective may last.
+
+    Raises:
+        InputError: the cluster could never hold it.
+        InfrastructureError: it had no room, or the processes did not come up.
+    """
+
+    name = "ray"
+
+    def __init__(
+        self,
+        pool: str = "main",
+        ranks: int = 1,
+        resources: RankResources | None = None,
+        *,
+        threads: int = 1,
+        sequence_parallel: int = 1,
+        start_seconds: float = 120.0,
+        collective_seconds: float = 1800.0,
+    ) -> None:
+        if ranks < 1:
+            raise InputError(f"pool {pool} must have at least 1 rank, got {ranks}")
+        resources = resources or RankResources()
+        self.pool, self.ranks = pool, ranks
+        self.processes: tuple[Process, ...] = ()
+        self._hosts: list[Any] = []
+        self._broken = ""
+        self._closed = False
+        self._room = reserve(pool, ranks, resources, start_seconds)
+        device = "cuda:0" if resources.gpus else "cpu"
+        try:
+            for rank in range(ranks):
+                place = Place(pool, rank, ranks, device, ranks > 1, sequence_parallel)
+                self._hosts.append(self._host(place, resources, threads))
+            self.processes = tuple(ray.get([h.identify.remote() for h in self._hosts], timeout=start_seconds))
+            if ranks > 1:
+                self._form_group(start_seconds, collective_seconds)
+        except (RayError, TimeoutError) as error:
+            self.close()
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise InfrastructureError(
+                f"pool {pool} must have its {ranks} processes up within {start_seconds:g} seconds, got {reason}; "
+                "see the job's log"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def start(
+        self, role: str, worker: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
+    ) -> None:
+        """See `Backend.start`; ranks construct at the same time."""
+        check_importable(worker, f"the worker class of role {role}")
+        self._usable(role)
+        ranks = range(self.ranks)
+        parcel = self._packed(role, "__init__", (worker, tuple(args), dict(kwargs)))
+        sent = self._sent(parcel, ranks)
+        calls: list[RayCall[None]] = [
+            RayCall(role, self.processes[r], "__init__", self._hosts[r].start.remote(role, sent), parcel.size)
+            for r in ranks
+        ]
+        settle(calls, timeout, self._give_up)
+
+    def submit(
+        self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Call[R]]:
+        """See `Backend.submit`."""
+        parcel, sent = self._prepared(role, ranks, method, args, kwargs)
+        name, calls = method.__name__, list[Call[R]]()
+        for rank in ranks:
+            outcome = self._hosts[rank].call.remote(role, sent)
+            calls.append(RayCall[R](role, self.processes[rank], name, outcome, parcel.size))
+        return calls
+
+    def submit_stored(
+        self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Call[Stored[R]]]:
+        """See `Backend.submit_stored`."""
+        parcel, sent = self._prepared(role, ranks, method, args, kwargs)
+        name, calls = method.__name__, list[Call[Stored[R]]]()
+        for rank in ranks:
+            outcome, stored = self._hosts[rank].keep.options(num_returns=2).remote(role, sent)
+            calls.append(RayCall[Stored[R]](role, self.processes[rank], name, outcome, parcel.size, stored))
+        return calls
+
+    def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
+        """See `Backend.wait`."""
+        mine: list[RayCall[R]] = [call for call in calls if isinstance(call, RayCall)]
+        assert len(mine) == len(calls), "calls of another back-end"
+        if self._broken and not all(call.done() for call in mine):
+            self._usable(mine[0].role)
+        settle(mine, timeout, self._give_up)
+        answers = [call.answered() for call in mine]
+        return [answer for answer in answers if answer is not None]
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        hosts, self._hosts = self._hosts, []
+        if not ray.is_initialized():  # the cluster went first, and took everything with it
+            return
+        if not self._broken and self.processes:
+            leaving = [host.close.remote() for host in hosts]
+            with suppress(RayError):  # a host may be gone already
+                ray.wait(leaving, num_returns=len(leaving), timeout=_CLOSING)
+        for host in hosts:
+            ray.kill(host)
+        release(self._room)
+        here = ray.util.get_node_ip_address()
+        pids, deadline = {p.pid for p in self.processes if p.host == here}, time.monotonic() + _CLOSING
+        while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _host(self, place: Place, resources: RankResources, threads: int) -> Any:
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "passive",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONHASHSEED": "0",
+        }
+        bundle = self._room.bundle_specs[place.rank]
+        options = ray.remote(Host).options(
+            num_cpus=bundle["CPU"],
+            num_gpus=resources.gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=place.rank),
+            runtime_env={"env_vars": environment},
+        )
+        return options.remote(place, [os.path.abspath(path) for path in sys.path if path], threads)
+
+    def _form_group(self, start_seconds: float, collective_seconds: float) -> None:
+        address = ray.get(self._hosts[0].open_store.remote(collective_seconds), timeout=start_seconds)
+        ray.get([host.join.remote(address, collective_seconds) for host in self._hosts], timeout=start_seconds)
+
+    def _prepared(
+        self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Parcel, Any]:
+        check_importable(method, f"a method called on {role}")
+        self._usable(role)
+        parcel = self._packed(role, method.__name__, (method, tuple(args), dict(kwargs)))
+        return parcel, self._sent(parcel, ranks)
+
+    def _packed(self, role: str, method: str, call: tuple[Any, ...]) -> Parcel:
+        try:
+            return pack(call)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise InputError(
+                f"arguments of {role}.{method} must travel between processes, got {error}; pass plain values"
+            ) from error
+
+    def _sent(self, parcel: Parcel, ranks: Sequence[int]) -> Any:
+        """The parcel, or a reference to it: what several ranks get is copied into the object store once."""
+        return ray.put(parcel) if len(ranks) > 1 and parcel.size > _SMALL else parcel
+
+    def _usable(self, role: str) -> None:
+        if self._closed:
+            raise WorkerLostError(f"{role} is gone: its pool {self.pool} was closed; start a new pool")
+        if self._broken:
+            raise WorkerLostError(
+                f"{role} cannot be called: pool {self.pool} was given up, {self._broken}; start a new pool from the "
+                "last checkpoint"
+            )
+
+    def _give_up(self, reason: str) -> None:
+        self._broken = self._broken or reason

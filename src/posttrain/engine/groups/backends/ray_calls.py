@@ -1,0 +1,150 @@
+"""Calls to Ray hosts: what became of each, and how long the others are waited for when one has failed.
+
+The controller waits in `settle` and nowhere else. What unblocks it: every answer; the deadline; or a failure and then
+the grace, within which ranks that were merely slower report too. A rank still silent after that may be stuck in a
+collective that will never complete, so the pool is given up.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, final
+
+import ray
+from ray.exceptions import RayError
+
+from posttrain.domain.errors import DeadlineError
+from posttrain.engine.groups.backends.ray_host import Failure, Outcome, fetch
+from posttrain.engine.groups.failures import RemoteTraceback, WorkerError, WorkerLostError, blame
+from posttrain.engine.groups.payload import StoredAway, unpack
+from posttrain.engine.groups.port import Answer, Process
+
+R = TypeVar("R")
+
+GRACE = 2.0  # seconds
+
+
+@final
+class RayCall(Generic[R]):
+    """A method running on one rank.
+
+    Args:
+        outcome: reference to the `Outcome`.
+        stored: reference to the value, when that stays in the object store.
+        size: bytes of the arguments.
+    """
+
+    def __init__(
+        self, role: str, process: Process, method: str, outcome: Any, size: int, stored: Any | None = None
+    ) -> None:
+        self.role, self.rank, self.method = role, process.rank, method
+        self.reference = outcome
+        self.failure: Exception | None = None
+        self._process, self._size, self._stored = process, size, stored
+        self._answer: Answer[R] | None = None
+
+    def done(self) -> bool:
+        """Whether there is an answer or a failure."""
+        return self.settled or bool(ray.wait([self.reference], timeout=0)[0])
+
+    def answered(self) -> Answer[R] | None:
+        """The answer, where it has been fetched."""
+        return self._answer
+
+    @property
+    def settled(self) -> bool:
+        """Whether the outcome has been fetched."""
+        return self._answer is not None or self.failure is not None
+
+    def settle(self) -> None:
+        """Fetch the outcome, which is there."""
+        try:
+            outcome: Outcome = ray.get(self.reference)
+        except RayError as error:
+            self.failure = self._lost(error)
+        else:
+            if outcome.failure is not None:
+                self.failure = _rebuilt(outcome.failure)
+            else:
+                self._answer = self._read(outcome)
+        if self.failure is not None:
+            blame(self.failure, self.role, self.rank, self.method, self._process.pid)
+
+    def _read(self, outcome: Outcome) -> Answer[R]:
+        if outcome.answer is None:
+            value: Any = StoredAway(self._stored, fetch)
+            return Answer(value, outcome.started, outcome.seconds, self._size, 0)
+        value = unpack(outcome.answer, fetch)
+        return Answer(value, outcome.started, outcome.seconds, self._size, outcome.answer.size)
+
+    def _lost(self, error: RayError) -> WorkerLostError:
+        lost = WorkerLostError(
+            f"{self.role} rank {self.rank} is gone: process {self._process.pid} on {self._process.host} ended during "
+            f"{self.method}; start again from the last checkpoint"
+        )
+        lost.__cause__ = error
+        return lost
+
+
+def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str], None]) -> None:
+    """Wait until every call has an answer.
+
+    Args:
+        calls: of one dispatch.
+        timeout: seconds.
+        give_up: told why the pool cannot be used any longer.
+
+    Raises:
+        DeadlineError: calls without an outcome when the time is over.
+        WorkerLostError: a process is gone.
+        Exception: what a worker raised; the first failure, except that a lost process explains the others' failures.
+    """
+    waiting = {call.reference: call for call in calls if not call.settled}
+    failure = next((call.failure for call in calls if call.failure is not None), None)
+    deadline = time.monotonic() + (timeout if failure is None else 0.0)
+    while waiting:
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            break
+        call = waiting.pop(ready[0])
+        call.settle()
+        if call.failure is None:
+            continue
+        if failure is None:
+            deadline = time.monotonic() + GRACE
+        if failure is None or (isinstance(call.failure, WorkerLostError) and not isinstance(failure, WorkerLostError)):
+            failure = call.failure
+    silent = list(waiting.values())
+    if failure is not None:
+        if silent:
+            give_up(f"{_named(silent)} did not answer after another rank had failed")
+        elif isinstance(failure, WorkerLostError):
+            give_up(str(failure))
+        raise failure
+    if silent:
+        give_up(f"{_named(silent)} did not answer in time")
+        raise DeadlineError(
+            f"{_named(silent)} must answer {silent[0].method} within the deadline, {timeout:.3g} seconds after the "
+            "controller began to wait there is no answer; look at what the rank does, or give the call more time"
+        )
+
+
+def _named(calls: Sequence[RayCall[Any]]) -> str:
+    ranks = ", ".join(str(call.rank) for call in calls)
+    return f"{calls[0].role} rank{'s' if len(calls) > 1 else ''} {ranks}"
+
+
+def _rebuilt(failure: Failure) -> Exception:
+    """The worker's exception, of its own type where it can be had, caused by its traceback."""
+    error: Exception | None = None
+    if failure.pickled is not None:
+        try:
+            error = pickle.loads(failure.pickled)  # noqa: S301  # from a process that this one started
+        except Exception:  # of a type that only the worker can import
+            error = None
+    if error is None:
+        error = WorkerError(failure.summary)
+    error.__cause__ = RemoteTraceback(failure.traceback)
+    return error

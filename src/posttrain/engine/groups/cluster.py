@@ -1,0 +1,237 @@
+"""The Ray cluster a job's pools live in: one that is there already, or one of the job's own on this machine.
+
+A local cluster is reachable from this machine only, asks for a token that only its processes know, and ends with its
+owner, also after `kill -9` (see `reaper`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import psutil
+
+from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.engine.groups.port import Backend
+from posttrain.engine.groups.reaper import VARIABLE
+
+_TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
+_LONGEST = 40  # characters of a temporary folder; Ray's sockets below it must stay within a path of 107
+_GIB = 1024**3
+_LEAVING = 40.0  # seconds for the reaper to finish
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster this process is connected to: `Cluster(address="127.0.0.1:41033", local=True)`."""
+
+    address: str
+    local: bool
+
+    def resources(self) -> dict[str, float]:
+        """Of all nodes together, in use or not, as Ray counts them: `{"CPU": 32.0, "GPU": 8.0, …}`."""
+        import ray
+
+        found: dict[str, float] = ray.cluster_resources()
+        return found
+
+    def backend(
+        self,
+        pool: str,
+        ranks: int = 1,
+        *,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        kind: str | None = None,
+        threads: int = 1,
+        sequence_parallel: int = 1,
+        start_seconds: float = 120.0,
+        collective_seconds: float = 1800.0,
+    ) -> Backend:
+        """Processes for a pool; `cpus` and `gpus` are those of one rank. See `RayBackend`.
+
+        Raises:
+            InputError: the cluster could never hold it.
+            InfrastructureError: it has no room within `start_seconds`, or processes did not come up.
+        """
+        # imported here because ray is an optional package, and `open_cluster` has to prepare its import
+        from posttrain.engine.groups.backends.ray import RayBackend
+        from posttrain.engine.groups.backends.ray_placement import RankResources
+
+        return RayBackend(
+            pool,
+            ranks,
+            RankResources(cpus, gpus, kind),
+            threads=threads,
+            sequence_parallel=sequence_parallel,
+            start_seconds=start_seconds,
+            collective_seconds=collective_seconds,
+        )
+
+
+@contextmanager
+def open_cluster(
+    address: str | None = None, *, cpus: int | None = None, store_bytes: int | None = None, seconds: float = 60.0
+) -> Iterator[Cluster]:
+    """Connect to a cluster, or start one; leave it, or end it.
+
+    Args:
+        address: `host:port` of a running cluster's head; None starts a local one.
+        cpus: that a local cluster has to give away; None: those of this machine.
+        store_bytes: shared memory of a local cluster; None: a tenth of this machine's, at most 8 GiB.
+        seconds: for a running cluster to accept a connection.
+
+    Raises:
+        InputError: ray is not installed, this process is in a cluster already, or the address is none.
+        InfrastructureError: there is no cluster at the address, or a local one did not come up.
+    """
+    if address is not None:
+        with _joined(address, seconds) as cluster:
+            yield cluster
+    else:
+        with _own(cpus, store_bytes) as cluster:
+            yield cluster
+
+
+@contextmanager
+def _joined(address: str, seconds: float) -> Iterator[Cluster]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise InputError(f"ray_address must be host:port of a cluster's head, got {address!r}")
+    ray = _ray()
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+    except OSError as error:
+        raise InfrastructureError(
+            f"a Ray cluster must answer at {address} within {seconds:g} seconds, got {error}; start it, or remove "
+            "ray_address for a local one"
+        ) from error
+    _init(ray, f"the Ray cluster at {address} must accept this job", address=address)
+    try:
+        yield Cluster(address, local=False)
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
+    folder = _folder()
+    reaper = subprocess.Popen(
+        [sys.executable, "-P", "-m", "posttrain.engine.groups.reaper", folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # it has to outlive what ends this process and its group
+    )
+    try:
+        with _environment(_local_settings(folder)):
+            ray = _ray()
+            _init(
+                ray,
+                "a local Ray cluster must come up",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=store_bytes or int(min(psutil.virtual_memory().total / 10, 8 * _GIB)),
+                _temp_dir=folder,
+            )
+        try:
+            yield Cluster(_confined(ray), local=True)
+        finally:
+            ray.shutdown()
+    finally:
+        assert reaper.stdin is not None
+        reaper.stdin.close()
+        reaper.wait(_LEAVING)
+
+
+def _local_settings(folder: str) -> dict[str, str]:
+    return {
+        VARIABLE: folder,
+        # without it Ray takes the machine's outward address for its own, and listens on all of them
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": _TOKEN,
+        "RAY_COLOR_PREFIX": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+def _ray() -> Any:
+    """The package, which is optional."""
+    try:
+        import ray
+    except ImportError as error:
+        raise InputError(
+            'pools of several processes need the package ray, which is not installed; pip install "posttrain[ray]"'
+        ) from error
+    if ray.is_initialized():
+        raise InputError("a process can be in one Ray cluster at a time, this one is in one already; leave that first")
+    return ray
+
+
+def _init(ray: Any, wish: str, **settings: Any) -> None:
+    """`ray.init`, without its signal handlers: what SIGTERM means is the job's business.
+
+    Not in another thread: Ray's processes are told to die with the thread that started them.
+    """
+    mine = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ray.init(log_to_driver=True, logging_level=logging.WARNING, **settings)
+    except Exception as error:  # Ray raises whatever happened underneath, OSError and RuntimeError among others
+        ray.shutdown()
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InfrastructureError(f"{wish}, got {reason}; see the job's log") from error
+    finally:
+        for number, handler in handlers.items() if mine else ():
+            signal.signal(number, handler)
+
+
+def _confined(ray: Any) -> str:
+    """The address of a local cluster's head, which must not be reachable from outside.
+
+    Raises:
+        InfrastructureError: it is, because ray was imported before `open_cluster` could prepare that.
+    """
+    address: str = ray.get_runtime_context().gcs_address
+    host = address.rpartition(":")[0].strip("[]")
+    if not ipaddress.ip_address(host).is_loopback:
+        raise InfrastructureError(
+            f"a local Ray cluster must keep to the loopback interface, got {host}; open it before anything imports ray"
+        )
+    return address
+
+
+def _folder() -> str:
+    """A new folder of this cluster's own, with a short path."""
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="ptr-", dir=base if len(base) <= _LONGEST else Path("/tmp"))
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Variables for the processes started meanwhile; this one forgets them again."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

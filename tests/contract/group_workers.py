@@ -1,0 +1,165 @@
+"""Workers of the group contract: importable by name, so that they can live in other processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.port import Stored
+
+
+@final
+@dataclass(frozen=True)
+class Items:
+    """Items of given lengths with a value each."""
+
+    lengths: tuple[int, ...]
+    values: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Items:
+        return cls(tuple(lengths), tuple(range(len(lengths))))
+
+    def select(self, documents: Sequence[int]) -> Items:
+        return Items(tuple(self.lengths[i] for i in documents), tuple(self.values[i] for i in documents))
+
+    @classmethod
+    def gather(cls, parts: Sequence[Items], shards: Sequence[Sequence[int]]) -> Items:
+        found = dict(
+            chain.from_iterable(
+                zip(shard, zip(part.lengths, part.values, strict=True), strict=True)
+                for part, shard in zip(parts, shards, strict=True)
+            )
+        )
+        return cls(tuple(found[i][0] for i in range(len(found))), tuple(found[i][1] for i in range(len(found))))
+
+
+@dataclass
+class Shared:
+    """What one worker lends to its neighbours."""
+
+    number: int
+
+
+class UnpicklableError(Exception):
+    """Cannot be rebuilt from its arguments."""
+
+    def __init__(self, message: str, handle: object) -> None:
+        super().__init__(message)
+        self.handle = handle
+
+
+@final
+class Policy:
+    def __init__(self, place: Place, offset: int = 0, *, fail_on: int = -1) -> None:
+        self.place, self.offset, self.calls = place, offset, list[str]()
+        if place.rank == fail_on:
+            raise InputError(f"offset must suit rank {fail_on}, got {offset}")
+        place.lend(Shared(41 + place.rank))
+
+    def shifted(self, items: Items, by: int = 0) -> Items:
+        """Also joins a collective where there is one: every rank has to come, with or without items."""
+        if self.place.collective:
+            total = torch.tensor([len(items.values)])
+            dist.all_reduce(total)
+        return Items(items.lengths, tuple(value + self.offset + by for value in items.values))
+
+    def shard_sizes(self, items: Items) -> Items:
+        size = len(items.values)
+        return Items(items.lengths, (size,) * size)
+
+    def identity(self) -> tuple[int, int, int, str]:
+        return os.getpid(), self.place.rank, self.place.size, self.place.pool
+
+    def rank_sum(self, bias: float) -> tuple[float, int, int]:
+        total = torch.tensor([self.place.rank + bias])
+        dist.all_reduce(total)
+        return float(total), dist.get_rank(), dist.get_world_size()
+
+    def noted(self, word: str) -> list[str]:
+        self.calls.append(word)
+        return list(self.calls)
+
+    def fail(self, ranks: Sequence[int]) -> int:
+        if self.place.rank in ranks:
+            raise InputError(f"shape must be [4], got [{self.place.rank}]")
+        return self.place.rank
+
+    def fail_beside_a_collective(self) -> None:
+        self.fail([1])
+        dist.barrier()
+
+    def fail_strangely(self) -> None:
+        raise UnpicklableError("strange thing", iter([1]))
+
+    def answer_strangely(self) -> Iterator[int]:
+        return (i for i in range(3))
+
+    def sleep(self, seconds: float) -> float:
+        begin = time.monotonic()
+        while time.monotonic() - begin < seconds:
+            time.sleep(0.01)
+        return seconds
+
+    def sleep_on(self, rank: int, seconds: float) -> None:
+        if self.place.rank == rank:
+            self.sleep(seconds)
+
+    def die(self, rank: int) -> None:
+        if self.place.rank == rank:
+            os._exit(1)
+        if self.place.collective:
+            dist.barrier()
+
+    def doubled(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor.mul_(2)  # in place: what arrives is the worker's own
+        return tensor
+
+    def accept(self, tensor: torch.Tensor) -> int:
+        return tensor.numel()
+
+    def weights(self, size: int) -> dict[str, torch.Tensor]:
+        return {"w": torch.full((size,), float(self.place.rank + 1), dtype=torch.bfloat16)}
+
+    def environment(self, names: Sequence[str]) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+
+@final
+class Engine:
+    """Another role."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def identity(self) -> tuple[int, str]:
+        return os.getpid(), type(self).__name__
+
+    def borrowed(self) -> int | None:
+        shared = self.place.borrow(Shared)
+        return shared.number if shared else None
+
+    def load(self, version: int, weights: dict[str, Stored[dict[str, torch.Tensor]]]) -> tuple[int, float, int]:
+        held = weights["policy"].value()["w"]
+        return version, float(held[0]), held.numel()
+
+
+def of_this_module(worker: Any) -> str:
+    """A plain function is a method, too."""
+    return type(worker).__name__
+
+
+def of_this_batch(worker: Any, batch: TokenBatch) -> TokenBatch:
+    """Adds 1 to the behaviour log-probabilities."""
+    assert batch.behaviour_logprobs is not None
+    return batch.with_columns(behaviour_logprobs=batch.behaviour_logprobs + 1)
