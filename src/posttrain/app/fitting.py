@@ -18,6 +18,7 @@ from posttrain.data.fitting import (
     Read,
     check_answers,
     check_demonstrations,
+    check_pairs,
     check_prompts,
     context_length,
     open_tokenizer,
@@ -186,7 +187,9 @@ def _check(
 def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> None:
     if needs.answer:
         check_answers(rows, name)
-    if base.tokenizer and needs.learn:
+    if base.tokenizer and needs.pairs:
+        check_pairs(rows, base.tokenizer, name=name, context=base.context, longest=needs.max_length)
+    elif base.tokenizer and needs.learn:
         check_demonstrations(rows, base.tokenizer, name=name, context=base.context, longest=needs.max_length)
     elif base.tokenizer:
         check_prompts(rows, base.tokenizer, name=name, context=base.context, reserve=needs.reserve)

@@ -79,6 +79,20 @@ class PlanTokenizer:
             return [(ids[:1], ids[1:])]
         raise InputError(f"a demonstration needs completion, messages or text, got columns {', '.join(sorted(row))}")
 
+    def pair(self, row: Row) -> tuple[list[int], list[int], list[int]]:
+        """(prompt ids, chosen ids, rejected ids) of a preference row.
+
+        Raises:
+            InputError: it lacks one of the three, or its template breaks the prefix.
+        """
+        missing = [column for column in ("prompt", "chosen", "rejected") if row.get(column) is None]
+        if missing:
+            raise InputError(f"a preference needs prompt, chosen and rejected, got no {' and no '.join(missing)}")
+        (prompt, chosen), (_, rejected) = (
+            self.examples({"prompt": row["prompt"], "completion": row[column]})[0] for column in ("chosen", "rejected")
+        )
+        return prompt, chosen, rejected
+
     def _turn(self, before: Sequence[Any], answer: Sequence[Any]) -> tuple[list[int], list[int]]:
         prompt = self._render(before, generate=True)
         whole = self._render([*before, *answer], generate=False)
@@ -204,6 +218,31 @@ def check_demonstrations(
         if limit is not None and length > limit:
             raise InputError(
                 f"{name} row {number}: prompt and completion of {length} tokens exceed {what} of {limit}; "
+                f"shorten or drop the row{', or raise max_length' if what == 'max_length' else ''}"
+            )
+
+
+def check_pairs(
+    rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, longest: int | None
+) -> None:
+    """Refuse preference pairs that are too long, or are none.
+
+    Args:
+        context: the model's limit, tokens of prompt and response together; None: no limit.
+        longest: the stage's own limit.
+
+    Raises:
+        InputError: a row that cannot be rendered or does not fit; names data set and row (from 1).
+    """
+    limits = [(longest, "max_length"), (context, "the context")]
+    limit, what = min(((n, word) for n, word in limits if n is not None), default=(None, ""))
+    for number, row in enumerate(rows, start=1):
+        with _row_errors(name, number):
+            prompt, chosen, rejected = tokenizer.pair(row)
+        length = len(prompt) + max(len(chosen), len(rejected))
+        if limit is not None and length > limit:
+            raise InputError(
+                f"{name} row {number}: prompt and response of {length} tokens exceed {what} of {limit}; "
                 f"shorten or drop the row{', or raise max_length' if what == 'max_length' else ''}"
             )
 

@@ -93,6 +93,9 @@ def _parquet_rows(path: Path, name: str) -> Iterator[Row]:
         yield from batch.to_pylist()
 
 
+_RESPONSES = ("completion", "chosen", "rejected")  # what answers a prompt
+
+
 def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
     """One row in canonical form.
 
@@ -103,24 +106,38 @@ def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
     result = dict(row)
     if "prompt" not in result and isinstance(result.get("question"), str):
         result["prompt"] = result["question"]
+    _split_preference(result, place)
     present = [key for key in ("prompt", "messages", "text") if result.get(key) is not None]
     if not present:
         columns = ", ".join(sorted(row)) or "none"
         raise InputError(f"{place} must have a column prompt, messages or text, got columns {columns}")
     for key in present:
         _check_content(result[key], key, place)
-    if result.get("completion") is not None and "prompt" in present:
-        _check_content(result["completion"], "completion", place)
-        if isinstance(result["prompt"], str) and not isinstance(result["completion"], str):
-            raise InputError(f"{place}: completion must be text like its prompt, got messages")
-        if not isinstance(result["prompt"], str) and isinstance(result["completion"], str):
-            result["completion"] = [{"role": "assistant", "content": result["completion"]}]
+    for key in _RESPONSES:
+        if result.get(key) is None or "prompt" not in present:
+            continue
+        _check_content(result[key], key, place)
+        if isinstance(result["prompt"], str) and not isinstance(result[key], str):
+            raise InputError(f"{place}: {key} must be text like its prompt, got messages")
+        if not isinstance(result["prompt"], str) and isinstance(result[key], str):
+            result[key] = [{"role": "assistant", "content": result[key]}]
     answer = answer_of(result)
     if answer is not None:
         result["answer"] = answer
     elif _is_blank(result.get("answer")):
         result.pop("answer", None)
     return result
+
+
+def _split_preference(row: Row, place: str) -> None:
+    """TRL's implicit prompt: `chosen` and `rejected` are whole conversations, and the prompt is what they share."""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if row.get("prompt") is not None or not isinstance(chosen, list) or not isinstance(rejected, list):
+        return
+    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if shared is None or shared == 0:
+        raise InputError(f"{place}: chosen and rejected must share a prompt and then differ, got none; add prompt")
+    row["prompt"], row["chosen"], row["rejected"] = chosen[:shared], chosen[shared:], rejected[shared:]
 
 
 def has_answer(row: Mapping[str, Any]) -> bool:

@@ -222,7 +222,7 @@ class DataflowConfig(_Frozen):
     """A dataflow of the user's own: a Python function over the roles policy and rollout (`recipes.dataflow`)."""
 
     kind: ClassVar[str] = "dataflow"
-    recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:my_dataflow, beside the run file
+    recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:my_dataflow, beside run.yaml
     model: Word = "base"
     data: Word
     reward: Word | None = None

@@ -57,6 +57,7 @@ class Executor(Protocol):
 class RowNeeds:
     """What a stage asks of a data set's rows: what its job would refuse, a plan refuses before anything runs."""
 
+    pairs: bool = False  # rows are preference pairs: prompt, chosen, rejected
     learn: bool = False  # rows are demonstrations to learn from; else prompts to respond to
     max_length: int | None = None  # tokens of a demonstration; None: the model's context
     reserve: int = 0  # tokens of the context kept free for a response

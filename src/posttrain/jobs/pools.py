@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from posttrain.domain.errors import InputError
@@ -15,10 +15,14 @@ from posttrain.engine.config import (
     SFTConfig,
     TrainingConfig,
 )
+from posttrain.planner.feasibility import infeasible
 
 if TYPE_CHECKING:
+    from posttrain.engine.groups.pool import ResourcePool
     from posttrain.engine.groups.recording import Recorder
     from posttrain.engine.recipes.opening import PoolOf
+
+_SEQUENCE_PARALLEL = frozenset({"policy", "critic"})  # roles whose ranks can share one batch's tokens
 
 
 def settled_device(runtime: InferenceRuntimeConfig) -> str:
@@ -47,9 +51,40 @@ def open_pools(config: TrainingConfig, recorder: Recorder) -> Iterator[PoolOf]:
         with ResourcePool(InlineBackend(device=device), recorder) as pool:
             yield lambda role: pool
         return
-    raise InputError(
-        "placement over several processes needs the Ray back-end, which this version lacks; use collocated"
-    )
+    with ExitStack() as stack:
+        opened = _open_cluster_pools(config, recorder, stack)
+        yield lambda role: opened[role]
+
+
+def _open_cluster_pools(config: TrainingConfig, recorder: Recorder, stack: ExitStack) -> dict[str, ResourcePool]:
+    """Role → its pool of Ray processes. All pools are asked of the cluster before the first one is made."""
+    from posttrain.engine.groups.cluster import open_cluster
+    from posttrain.engine.groups.pool import ResourcePool
+
+    roles, address = roles_of(config), config.runtime.ray_address
+    pools = config.placement.pools(roles)
+    cpus = sum(pool.resources.cpus or 0 for pool in pools.values())
+    cluster = stack.enter_context(open_cluster(address, cpus=None if address else max(cpus, 1)))
+    lines = infeasible(config.placement, cluster.resources(), roles=roles, where="the Ray cluster")
+    if lines:
+        raise InputError("; ".join(lines))
+    opened: dict[str, ResourcePool] = {}
+    for name, pool in pools.items():
+        wanted = pool.resources
+        # frozen roles and decoders take whole sequences, each rank its own
+        shared = config.runtime.sequence_parallel if set(pool.roles) & _SEQUENCE_PARALLEL else 1
+        backend = cluster.backend(
+            name,
+            wanted.rank_count,
+            cpus=wanted.cpus_per_rank,
+            gpus=wanted.gpus_per_rank,
+            kind=wanted.kind,
+            threads=config.runtime.threads,
+            sequence_parallel=shared,
+        )
+        home = stack.enter_context(ResourcePool(backend, recorder, sequence_parallel=shared))
+        opened |= dict.fromkeys(pool.roles, home)
+    return opened
 
 
 def roles_of(config: TrainingConfig) -> tuple[str, ...]:

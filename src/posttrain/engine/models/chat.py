@@ -162,6 +162,55 @@ def encode_examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, 
     return examples
 
 
+@dataclass(frozen=True, slots=True)
+class PreferencePair:
+    """A preference row as token ids; both responses end with the end of sequence."""
+
+    row: int
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+
+
+def encode_preferences(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, name: str, limit: int
+) -> list[PreferencePair]:
+    """Every row's pair.
+
+    Raises:
+        InputError: a row without prompt, chosen and rejected, that cannot be rendered, or that is longer than `limit`
+            tokens (never cut); names data set and row.
+    """
+    pairs = []
+    for number, row in enumerate(rows, start=1):
+        with _row_errors(name, number):
+            prompt, chosen, rejected = render_preference(tokenizer, row)
+        length = len(prompt) + max(len(chosen), len(rejected))
+        if length > limit:
+            raise InputError(
+                f"{name} row {number}: prompt and response must fit {limit} tokens, got {length}; "
+                "shorten the row, drop it or raise max_length"
+            )
+        pairs.append(PreferencePair(number - 1, tuple(prompt), tuple(chosen), tuple(rejected)))
+    return pairs
+
+
+def render_preference(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int], list[int]]:
+    """(prompt ids, chosen ids, rejected ids), both responses with the end of sequence.
+
+    Raises:
+        InputError: it lacks one of the three, or the template breaks the prefix.
+    """
+    missing = [column for column in ("prompt", "chosen", "rejected") if row.get(column) is None]
+    if missing:
+        raise InputError(f"a preference needs prompt, chosen and rejected, got no {' and no '.join(missing)}")
+    (prompt, chosen), (_, rejected) = (
+        render_example(tokenizer, {"prompt": row["prompt"], "completion": row[column]})
+        for column in ("chosen", "rejected")
+    )
+    return prompt, chosen, rejected
+
+
 _BROKEN = (
     "the chat template renders an earlier turn differently once a later one follows, so prompts cannot be told from "
     "completions; use a template whose output only grows"
