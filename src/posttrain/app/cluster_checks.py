@@ -263,7 +263,7 @@ def check_ray(address: str, facts: ClusterFacts, answer: RayAnswer | None) -> Ch
     if answer.trouble:
         remedy = "check the address with `ray status` on the head"
         if answer.trouble == REFUSED_TOKEN:
-            remedy = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the token of the cluster"
+            remedy = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) as on the head"
         elif "version mismatch" in answer.trouble.lower():
             remedy = "install the cluster's versions of Python and ray here"
         here = f"here ray {ray.version}, Python {facts.python}"
