@@ -35,7 +35,7 @@ COMMANDS = {
     "asset create": ["--seed", "MODEL.yaml", "model:NAME"],
     "asset ls": ["--output", "-o", "[KIND]"],
     "asset get": ["--output", "-o", "ref"],
-    "doctor": ["--output", "--probe", "-o"],
+    "doctor": ["--output", "--probe", "--ray", "-o"],
 }
 EXIT_CODES = {
     "PosttrainError": 1,

@@ -1,0 +1,288 @@
+"""PPO, reward-model training and a user's dataflow: resumed equals undisturbed, prices cover, each learns."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from posttrain.domain.errors import InputError
+from posttrain.domain.facts import Fact, Sample, Span
+from posttrain.engine.batch import Trajectory
+from posttrain.engine.config import (
+    CriticConfig,
+    DataflowConfig,
+    InitModelConfig,
+    OptimizerConfig,
+    PolicyGradientOptimizerConfig,
+    PPOConfig,
+    PPOKLConfig,
+    RewardModelConfig,
+    RuntimeConfig,
+    TraceConfig,
+)
+from posttrain.engine.controller import Controller, Order, Outcome
+from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.journal import Journal
+from posttrain.engine.models.chat import PreferencePair
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.scalar_model import ScalarModel, adopt_classifier, put_scalar_head
+from posttrain.engine.recipes.dataflow import CustomDataflow, Dataflow, load_dataflow
+from posttrain.engine.recipes.opening import open_preference, open_roles
+from posttrain.engine.recipes.ppo import PPO
+from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
+from posttrain.engine.recipes.reward_model import RewardModel
+from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.recipes.scoring import ModelScorer
+from posttrain.engine.rewards.port import Score
+from posttrain.engine.roles.critic import CriticWorker
+from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.preference import PreferenceWorker
+
+TINY = InitModelConfig(
+    hidden_size=16, intermediate_size=16, layers=1, characters="0123456789Q:sort A", context_length=64
+)
+TOKENIZER = character_tokenizer(TINY.characters)
+PROMPTS = [Prompt((1, 5, 8 + i), row={"answer": "1"}) for i in range(7)]
+PAIRS = [PreferencePair(i, (1, 5, 8 + i % 5), (7, 8, 2), (9, 6 + i % 3, 2)) for i in range(9)]
+BEST_OF_N = Path(__file__).resolve().parents[2] / "examples" / "04-best-of-n" / "best_of_n.py"
+
+
+class EvenTokens:
+    """Scores by the share of even tokens; every ninth response has no score."""
+
+    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
+        shares = [sum(t % 2 == 0 for t in trajectory.tokens) / len(trajectory.tokens) for trajectory in trajectories]
+        return [Score(None if i % 9 == 8 else share) for i, share in enumerate(shares)]
+
+    def text(self, trajectory: Trajectory) -> str:
+        return " ".join(map(str, trajectory.tokens))
+
+
+def inline(recorder: Recorder | None = None) -> Callable[[str], ResourcePool]:
+    pool = ResourcePool(InlineBackend(), recorder)
+    return lambda role: pool
+
+
+def scalar(seed: int = 1) -> ScalarModel:
+    return adopt_classifier(put_scalar_head(initial_model(TINY, TOKENIZER, seed)))
+
+
+def ppo(recorder: Recorder | None = None, judge: ScalarModel | None = None, **changes: Any) -> PPO:
+    options: dict[str, Any] = {
+        "data": "d", "steps": 4, "prompts_per_step": 3, "group_size": 2, "max_new_tokens": 4, "mini_batches": 2,
+        "epochs": 2, "critic": CriticConfig(optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2), warmup=1),
+        "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=2),
+        **({"reward_model": "m"} if judge else {"reward": "r"}), **changes,
+    }  # fmt: skip
+    config = PPOConfig(**options)
+    model = adopt_module(initial_model(TINY, TOKENIZER, 0))
+    roles = open_roles(config, model, 11, inline(recorder), critic=scalar(), reward_model=judge)
+    scorer = ModelScorer(roles.reward_model, TOKENIZER) if roles.reward_model else EvenTokens()
+    return PPO(config, roles, PROMPTS, scorer, 11)
+
+
+def reward_model(**changes: Any) -> RewardModel:
+    options: dict[str, Any] = {
+        "data": "d", "steps": 5, "batch_size": 4, "optimizer": OptimizerConfig(learning_rate=2e-2, warmup_steps=1),
+        **changes,
+    }  # fmt: skip
+    config = RewardModelConfig(**options)
+    return RewardModel(config, open_preference(config, scalar(), 11, inline()), PAIRS, 11)
+
+
+def best_of_n(function: Any = None, **changes: Any) -> CustomDataflow:
+    options: dict[str, Any] = {
+        "recipe": "best_of_n:best_of_n", "data": "d", "reward": "r", "steps": 4, "prompts_per_step": 3, "group_size": 4,
+        "max_new_tokens": 4, "settings": {"accept": 0.5},
+        "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=1), **changes,
+    }  # fmt: skip
+    config = DataflowConfig(**options)
+    roles = open_roles(config, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline())
+    flow = Dataflow(roles, Journal(len(PROMPTS), 11), PROMPTS, config.settings, config, 11, EvenTokens())
+    return CustomDataflow(function or _module().best_of_n, flow)
+
+
+def _module() -> Any:
+    spec = importlib.util.spec_from_file_location("best_of_n_example", BEST_OF_N)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "ppo": ppo,
+    "ppo with a reward model and KL in the loss": lambda: ppo(
+        judge=scalar(5), kl=PPOKLConfig(place="loss", estimator="k3"), mini_batches=1, epochs=1
+    ),
+    "reward model": reward_model,
+    "best of n": best_of_n,
+}
+
+
+def run(recipe: Recipe, folder: Path, *, resume: Path | None = None, stop_after: int | None = None) -> Outcome:
+    asked = iter([Order.GO_ON] * (10**6 if stop_after is None else stop_after))
+    controller = Controller(recipe, folder, "sha256:x", 100, lambda fact: None, orders=lambda: next(asked, Order.STOP))
+    if resume:
+        controller.resume(resume)
+    return controller.run()
+
+
+def weights(recipe: Any) -> dict[str, Tensor]:
+    """Of every learner."""
+    roles, found = recipe.roles, {}
+    if isinstance(recipe, RewardModel):
+        found["reward_model"] = roles.reward_model.one(_preference).learner.parameters()
+    else:
+        found["policy"] = roles.policy.one(_policy).learner.parameters()
+        if roles.critic:
+            found["critic"] = roles.critic.one(_critic).learner.parameters()
+    return {f"{role}/{name}": p.clone() for role, parameters in found.items() for name, p in parameters.items()}
+
+
+def _policy(worker: PolicyWorker) -> PolicyWorker:
+    return worker
+
+
+def _critic(worker: CriticWorker) -> CriticWorker:
+    return worker
+
+
+def _preference(worker: PreferenceWorker) -> PreferenceWorker:
+    return worker
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_resumed_equals_undisturbed(name: str, tmp_path: Path) -> None:
+    whole = RECIPES[name]()
+    expected = run(whole, tmp_path / "whole")
+    assert run(RECIPES[name](), tmp_path, stop_after=2).status == "stopped"
+    again = RECIPES[name]()
+    assert run(again, tmp_path / "again", resume=tmp_path / "step-00000002") == expected
+    assert same(weights(again), weights(whole))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_price_covers_what_is_spent(name: str) -> None:
+    recipe = RECIPES[name]()
+    for step in range(3):
+        most = recipe.price(step)
+        assert 0 < recipe.step(step, quiet(step)).tokens <= most
+
+
+def quiet(step: int) -> Trace:
+    return Trace(lambda fact: None, step)
+
+
+class TestPPO:
+    def test_a_step_says_what_its_roles_did(self) -> None:
+        facts: list[Fact] = []
+        recipe = ppo(Recorder(facts.append), judge=scalar(5), trace=TraceConfig(groups="all"), critic=CriticConfig())
+        recipe.step(0, Trace(facts.append, 0))
+        spans = [fact for fact in facts if isinstance(fact, Span)]
+        phases = {span.name for span in spans if "kind" not in span.attributes}
+        assert phases == {"rollout", "reward", "values", "advantage", "update"}
+        calls = {span.name for span in spans if span.attributes.get("kind") == "call"}
+        assert calls == {
+            "rollout.generate", "reward_model.score", "critic.values", "reference.logprobs", "critic.update",
+            "policy.update",
+        }  # fmt: skip
+        samples = [fact for fact in facts if isinstance(fact, Sample)]
+        assert len(samples) == 6
+        for sample in samples:
+            assert sample.fate.startswith("update 0, mini-batch")
+            assert len(sample.values) == len(sample.returns) == len(sample.advantages) == len(sample.tokens)
+
+    def test_while_the_critic_warms_up_the_policy_stays(self) -> None:
+        recipe = ppo(critic=CriticConfig(warmup=2))
+        before = weights(recipe)
+        recipe.step(1, quiet(1))
+        after = weights(recipe)
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        assert moved
+        assert all(name.startswith("critic/") for name in moved)
+
+    def test_learns_to_prefer_what_is_rewarded(self) -> None:
+        recipe = ppo(steps=30, prompts_per_step=8, group_size=4, kl=None, mini_batches=1, epochs=1)
+        means = [recipe.step(step, quiet(step)).metrics["reward/mean"] for step in range(30)]
+        assert sum(means[-5:]) / 5 > sum(means[:5]) / 5 + 0.15
+
+    def test_the_critic_learns_what_to_expect(self) -> None:
+        recipe = ppo(
+            steps=40, critic=CriticConfig(optimizer=PolicyGradientOptimizerConfig(learning_rate=1e-2), warmup=39)
+        )
+        losses = [recipe.step(step, quiet(step)).metrics["critic/loss"] for step in range(39)]
+        assert sum(losses[-5:]) < 0.5 * sum(losses[:3]) * 5 / 3
+
+    def test_needs_a_critic(self) -> None:
+        recipe = best_of_n()
+        with pytest.raises(InputError, match="PPO needs a critic"):
+            PPO(PPOConfig(data="d", reward="r", steps=1), recipe.roles, PROMPTS, EvenTokens(), 0)
+
+
+class TestRewardModel:
+    def test_ranks_the_chosen_above_the_rejected(self) -> None:
+        recipe = reward_model(steps=40)
+        reports = [recipe.step(step, quiet(step)).metrics for step in range(40)]
+        assert reports[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+        assert reports[-1]["accuracy"] == 1.0
+        assert reports[-1]["loss"] < 0.1
+
+    def test_pairs_stay_together_in_micro_batches(self) -> None:
+        """One optimiser step from one or from many micro-batches."""
+        norms = [
+            reward_model(runtime=RuntimeConfig(micro_batch_tokens=budget)).step(0, quiet(0)).metrics["grad_norm"]
+            for budget in (10_000, 1)
+        ]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+class TestDataflow:
+    def test_the_example_is_short(self) -> None:
+        assert len(BEST_OF_N.read_text(encoding="utf-8").splitlines()) <= 80
+
+    def test_the_example_learns_from_the_best(self) -> None:
+        recipe = best_of_n(steps=40, prompts_per_step=8, group_size=8)
+        means = [recipe.step(step, quiet(step)).metrics["reward/mean"] for step in range(40)]
+        assert sum(means[-5:]) / 5 > sum(means[:5]) / 5 + 0.15
+
+    def test_nothing_good_enough_changes_nothing(self) -> None:
+        recipe = best_of_n(settings={"accept": 2.0})
+        before = weights(recipe)
+        assert recipe.step(0, quiet(0)).metrics["accepted"] == 0
+        assert same(before, weights(recipe))
+
+    def test_more_tokens_than_declared_end_it(self) -> None:
+        recipe = best_of_n(tokens_per_step=1)
+        with pytest.raises(InputError, match="at most 1 were declared; set tokens_per_step"):
+            recipe.step(0, quiet(0))
+
+    def test_something_else_than_a_report_is_refused(self) -> None:
+        with pytest.raises(InputError, match="must return a StepReport, got int"):
+            best_of_n(lambda flow, step, trace: 3).step(0, quiet(0))
+
+    def test_loading(self, tmp_path: Path) -> None:
+        (tmp_path / "my_dataflow_module.py").write_text("def flow(dataflow, step, trace):\n    return 1\n")
+        assert callable(load_dataflow(tmp_path / "my_dataflow_module.py", "flow"))
+        with pytest.raises(InputError, match="must define a function other"):
+            load_dataflow(tmp_path / "my_dataflow_module.py", "other")
+        (tmp_path / "my_broken_module.py").write_text("import nothing_of_this_name\n")
+        with pytest.raises(InputError, match="cannot be imported: ModuleNotFoundError"):
+            load_dataflow(tmp_path / "my_broken_module.py", "flow")
+
+    def test_a_report_counts(self) -> None:
+        assert best_of_n(lambda flow, step, trace: StepReport(3, {"x": 1.0})).step(0, quiet(0)).tokens == 3
