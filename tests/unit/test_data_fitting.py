@@ -21,6 +21,7 @@ from posttrain.data.fitting import (
     Read,
     check_answers,
     check_demonstrations,
+    check_pairs,
     check_prompts,
     context_length,
     open_tokenizer,
@@ -28,7 +29,14 @@ from posttrain.data.fitting import (
 from posttrain.data.rows import Row, read_rows
 from posttrain.domain.errors import InputError
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.chat import encode_examples, encode_prompts, render_examples, render_prompt
+from posttrain.engine.models.chat import (
+    encode_examples,
+    encode_preferences,
+    encode_prompts,
+    render_examples,
+    render_preference,
+    render_prompt,
+)
 from posttrain.engine.models.initial import character_tokenizer
 from posttrain.engine.models.loading import load_tokenizer
 
@@ -44,6 +52,12 @@ DIALECTS: dict[str, dict[str, Any]] = {
     "question": {"question": "sort 31", "answer": 13},
     "verl": {"data_source": "made", "prompt": [QUESTION], "reward_model": {"style": "rule", "ground_truth": "13"}},
     "nulls": {"prompt": [{**QUESTION, "name": None}], "completion": "A: 13"},
+    "trl preference": {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": "A: 31"},
+    "trl plain preference": {"prompt": "Q: sort 31", "chosen": " A: 13", "rejected": ""},
+    "trl implicit preference": {
+        "chosen": [QUESTION, ANSWER],
+        "rejected": [QUESTION, {"role": "assistant", "content": "A: 31", "thinking": "31"}],
+    },
 }
 # branches on what transformers gives a template: special tokens, reasoning, tojson, loop controls, absent tools
 CURIOUS = """
@@ -122,6 +136,8 @@ class TestSameTokensAsTheEngine:
             assert planned.prompt(row) == render_prompt(engine, row)
         if {"completion", "messages", "text"} & row.keys():
             assert planned.examples(row) == render_examples(engine, row)
+        if "chosen" in row:
+            assert planned.pair(row) == render_preference(engine, row)
 
     @given(
         turns=st.lists(
@@ -158,6 +174,9 @@ class TestSameTokensAsTheEngine:
             {"messages": [QUESTION]},
             {"prompt": "a"},
             {"answer": "a"},
+            {"prompt": "a", "chosen": "b"},
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"prompt": [{"role": "tool", "content": "x"}], "chosen": [ANSWER], "rejected": [ANSWER]},
         ],
         ids=str,
     )
@@ -180,6 +199,9 @@ class TestSameTokensAsTheEngine:
         assert refused(lambda: check_demonstrations([row], planned, longest=None, **room)) == refused(
             lambda: encode_examples(engine, [row], name="d", limit=99)
         )
+        assert refused(lambda: check_pairs([row], planned, longest=None, **room)) == refused(
+            lambda: encode_preferences(engine, [row], name="d", limit=99)
+        )
 
 
 class TestLimits:
@@ -196,6 +218,19 @@ class TestLimits:
             check_demonstrations(rows, tiny, name="d@1", context=4, longest=9)
         with pytest.raises(InputError, match=r"^d@1 row 2: .* exceed max_length of 3; .* or raise max_length$"):
             check_demonstrations(rows, tiny, name="d@1", context=9, longest=3)
+
+    def test_pairs_are_held_to_the_limit_by_their_longer_response(self, tiny: PlanTokenizer) -> None:
+        rows = [  # with end of sequence: 3 and 5
+            {"prompt": "1", "chosen": "2", "rejected": ""},
+            {"prompt": "12", "chosen": "2", "rejected": "21"},
+        ]
+        check_pairs(rows, tiny, name="d@1", context=5, longest=None)
+        with pytest.raises(InputError, match=r"^d@1 row 2: .* of 5 tokens exceed the context of 4; shorten or drop"):
+            check_pairs(rows, tiny, name="d@1", context=4, longest=9)
+        with pytest.raises(InputError, match=r"^d@1 row 2: .* exceed max_length of 3; .* or raise max_length$"):
+            check_pairs(rows, tiny, name="d@1", context=9, longest=3)
+        with pytest.raises(InputError, match=r"^d@1 row 1: a preference needs .*, got no chosen and no rejected$"):
+            check_pairs([{"prompt": "1", "completion": "2"}], tiny, name="d@1", context=9, longest=None)
 
     def test_chat_rows_need_a_template(self, tmp_path: Path) -> None:
         letters(tmp_path)

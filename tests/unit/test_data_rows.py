@@ -53,10 +53,27 @@ def test_format_is_told_by_content_not_by_suffix(tmp_path: Path) -> None:
         ({"prompt": "a", "ground_truth": "x"}, {"answer": "x"}),
         ({"prompt": "a", "solution": "y"}, {"answer": "y"}),
         ({"text": "plain", "prompt": None}, {}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}),
+        (
+            {"prompt": CHAT, "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]},
+            {"chosen": [{"role": "assistant", "content": "b"}]},
+        ),
+        ({"prompt": "a", "chosen": 3}, {}),
+        ({"prompt": "a", "completion": "b", "rejected": ["c"]}, {}),
+        ({"text": "a", "chosen": [1], "rejected": [2]}, {}),
     ],
 )
 def test_conventions(row: dict[str, object], expected: dict[str, object]) -> None:
     assert canonical_row(row, "d", 1) == {**row, **expected}
+
+
+def test_the_prompt_of_two_conversations_is_what_they_share() -> None:
+    good, bad = ([{"role": "assistant", "content": text}] for text in ("A: 13", "A: 31"))
+    row = canonical_row({"chosen": CHAT + good, "rejected": CHAT + bad, "margin": 1.5}, "d", 1)
+    assert row == {"prompt": CHAT, "chosen": good, "rejected": bad, "margin": 1.5}
+    for chosen in (CHAT + bad, good):
+        with pytest.raises(InputError, match="d row 1: chosen and rejected must share a prompt and then differ"):
+            canonical_row({"chosen": chosen, "rejected": CHAT + bad}, "d", 1)
 
 
 def test_an_absent_answer_in_parquet_is_no_answer(tmp_path: Path) -> None:
@@ -90,6 +107,15 @@ def test_an_answer_that_is_no_text_is_left_to_the_reward(answer: object) -> None
         ('{"text": ["x"]}\n', r"d\.jsonl row 1: text must be text, got"),
         ('{"messages": "x"}\n', r"d\.jsonl row 1: messages must be a list of messages, got text"),
         ('{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}\n', "must be text like its prompt"),
+        (
+            '{"prompt": "a", "chosen": "b", "rejected": 3}\n',
+            r"row 1: rejected must be text or a list of messages, got 3",
+        ),
+        (
+            '{"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "c"}\n',
+            "chosen must be text",
+        ),
+        ('{"chosen": "ab", "rejected": "ac"}\n', r"row 1 must have a column prompt, .* got columns chosen, rejected"),
     ],
 )
 def test_malformed(tmp_path: Path, text: str, match: str) -> None:

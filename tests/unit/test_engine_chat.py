@@ -13,6 +13,7 @@ from posttrain.engine.models.chat import (
     assistant_mask,
     decode_response,
     encode_examples,
+    encode_preferences,
     encode_prompts,
     render_example,
     render_examples,
@@ -120,6 +121,36 @@ def test_errors_name_data_set_and_row(tokenizer: PreTrainedTokenizerFast) -> Non
 def test_examples_remember_their_rows(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"messages": [QUESTION, ANSWER, QUESTION, ANSWER]}, ROW]
     assert [example.row for example in encode_examples(tokenizer, rows, name="d", limit=99)] == [0, 0, 1]
+
+
+def test_a_preference_is_two_completions_of_one_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+    worse = [{"role": "assistant", "content": "A: 31"}]
+    chat = {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": worse}
+    plain = {"prompt": "ab", "chosen": "cd", "rejected": "d"}
+    first, second = encode_preferences(tokenizer, [chat, plain], name="d", limit=99)
+    assert (first.row, second.row) == (0, 1)
+    assert (list(first.prompt), list(first.chosen)) == render_example(tokenizer, ROW)
+    assert (list(first.prompt), list(first.rejected)) == render_example(tokenizer, {**ROW, "completion": worse})
+    assert [tokenizer.decode(ids) for ids in (second.prompt, second.chosen, second.rejected)] == [
+        "ab",
+        "cd" + tokenizer.eos_token,
+        "d" + tokenizer.eos_token,
+    ]
+
+
+def test_preferences_that_do_not_fit_are_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    short = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    encode_preferences(tokenizer, [short], name="d@1", limit=3)
+    for odd in ({"chosen": "bc"}, {"rejected": "bc"}):
+        with pytest.raises(InputError, match=r"d@1 row 2: prompt and response must fit 3 tokens, got 4; .* max_length"):
+            encode_preferences(tokenizer, [short, {**short, **odd}], name="d@1", limit=3)
+    with pytest.raises(InputError, match=r"d@1 row 1: a preference needs prompt, chosen and rejected, got no rejected"):
+        encode_preferences(tokenizer, [{"prompt": "a", "chosen": "b"}], name="d@1", limit=99)
+    tokenizer.chat_template = THINKING
+    with pytest.raises(InputError, match="d@1 row 1: the chat template renders an earlier turn differently"):
+        encode_preferences(
+            tokenizer, [{"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [ANSWER]}], name="d@1", limit=99
+        )
 
 
 @given(st.text(alphabet=CHARACTERS, max_size=20), st.booleans())

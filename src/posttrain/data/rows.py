@@ -3,16 +3,18 @@
 A file is JSON lines or Parquet (told by its first bytes: content-addressed files have no suffix). A canonical row has
 one of
 
-* `prompt` (text, or a list of chat messages), optionally `completion` (text, or assistant messages);
+* `prompt` (text, or a list of chat messages), optionally `completion` (text, or assistant messages), or `chosen` and
+  `rejected` of the same forms: a preference pair;
 * `messages` (a whole conversation);
 * `text`
 
 and, where the row gives one, a reference `answer`: text that a response can be compared with. A null or NaN is no
 answer. A list, map or boolean is left as it is for rewards that read it, but nothing can be compared with it.
 
-Every other column is kept. Read unchanged: TRL's `text`, `messages`, `prompt`, `prompt` + `completion`; verl's Parquet
-(`prompt` as a chat list, `reward_model.ground_truth` becomes `answer`); verifiers' `prompt, answer, info, task`;
-`question` + `answer`. A row's number is its position in the file, from 1.
+Every other column is kept. Read unchanged: TRL's `text`, `messages`, `prompt`, `prompt` + `completion`, `prompt` +
+`chosen` + `rejected` (or two whole conversations, whose common beginning is the prompt); verl's Parquet (`prompt` as a
+chat list, `reward_model.ground_truth` becomes `answer`); verifiers' `prompt, answer, info, task`; `question` +
+`answer`. A row's number is its position in the file, from 1.
 """
 
 from __future__ import annotations
@@ -93,9 +95,6 @@ def _parquet_rows(path: Path, name: str) -> Iterator[Row]:
         yield from batch.to_pylist()
 
 
-_RESPONSES = ("completion", "chosen", "rejected")  # what answers a prompt
-
-
 def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
     """One row in canonical form.
 
@@ -113,9 +112,7 @@ def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
         raise InputError(f"{place} must have a column prompt, messages or text, got columns {columns}")
     for key in present:
         _check_content(result[key], key, place)
-    for key in _RESPONSES:
-        if result.get(key) is None or "prompt" not in present:
-            continue
+    for key in _responses(result):
         _check_content(result[key], key, place)
         if isinstance(result["prompt"], str) and not isinstance(result[key], str):
             raise InputError(f"{place}: {key} must be text like its prompt, got messages")
@@ -129,15 +126,32 @@ def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
     return result
 
 
+def _responses(row: Row) -> list[str]:
+    """The columns that answer the prompt. `chosen` alone is some column, and so is `rejected`."""
+    if row.get("prompt") is None:
+        return []
+    found = ["completion"] if row.get("completion") is not None else []
+    paired = row.get("chosen") is not None and row.get("rejected") is not None
+    return [*found, "chosen", "rejected"] if paired else found
+
+
 def _split_preference(row: Row, place: str) -> None:
     """TRL's implicit prompt: `chosen` and `rejected` are whole conversations, and the prompt is what they share."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
-    if row.get("prompt") is not None or not isinstance(chosen, list) or not isinstance(rejected, list):
+    if any(row.get(key) is not None for key in ("prompt", "messages", "text")):
         return
-    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        return
+    pairs = zip(chosen, rejected, strict=False)
+    shared = next((i for i, (a, b) in enumerate(pairs) if _without_nulls(a) != _without_nulls(b)), None)
     if shared is None or shared == 0:
         raise InputError(f"{place}: chosen and rejected must share a prompt and then differ, got none; add prompt")
     row["prompt"], row["chosen"], row["rejected"] = chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _without_nulls(message: Any) -> Any:
+    """Parquet gives a message every field that some message of its column has."""
+    return {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else message
 
 
 def has_answer(row: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch
@@ -96,7 +96,7 @@ def put_scalar_head(module: PreTrainedModel) -> PreTrainedModel:
     head = torch.zeros(shell.score.weight.shape, dtype=weight.dtype, device=weight.device)
     setattr(shell, shell.base_model_prefix, backbone)
     shell.score.weight = nn.Parameter(head)
-    shell.config = module.config
+    shell.config = _readable_to_the_end(module.config)
     return shell
 
 
@@ -115,6 +115,18 @@ def adopt_classifier(module: PreTrainedModel) -> ScalarModel:
     return ScalarModel(module, choose_packing(module, last_hidden_states(module)))
 
 
+def _readable_to_the_end(config: PreTrainedConfig) -> PreTrainedConfig:
+    """transformers scores the last token that is not padding: where padding also ends sequences, that is one too early.
+
+    Without a padding token it takes single sequences only, instead of silently giving other scores.
+    """
+    text = config.get_text_config()
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    if text.pad_token_id in ends:
+        text.pad_token_id = None
+    return config
+
+
 def _apply(head: nn.Linear, hidden: Tensor) -> Tensor:
     return F.linear(hidden.float(), head.weight.float())[:, 0]
 
@@ -131,8 +143,10 @@ def _is_read_at_the_end(module: PreTrainedModel) -> bool:
     tokens = first if int(first[-1]) != module.config.get_text_config().pad_token_id else second
     inputs = {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens[None]), "use_cache": False}
     try:
-        wanted = module(**inputs).logits[:, 0]
-        found = _apply(module.score, last_hidden_states(module)(**inputs)[:, -1])
+        wanted = module(**inputs).logits
+        found = module.score(last_hidden_states(module)(**inputs))[
+            :, -1
+        ]  # in the module's own precision, like `wanted`
     except (TypeError, AttributeError, RuntimeError, ValueError):
         return False
     return agree(found, wanted)
