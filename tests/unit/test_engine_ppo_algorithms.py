@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 from posttrain.engine.algorithms.aggregation import MODES, Totals, token_weights
@@ -16,6 +18,7 @@ from posttrain.engine.algorithms.gae import Moments, generalized_advantages, whi
 from posttrain.engine.algorithms.kl import kl_estimate, kl_rewards, score_rewards
 from posttrain.engine.algorithms.losses import bradley_terry, clipped_value_loss, is_value_clipped, kl_penalty
 from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.config import PPOConfig, RewardModelConfig
 
 NAN = math.nan
 # documents as masks over their tokens: prompts, holes (observations), truncated or not, nothing at all
@@ -307,3 +310,35 @@ class TestBradleyTerry:
         (gradient,) = torch.autograd.grad(loss.sum(), chosen)
         assert loss.tolist() == [2e4, 0.0]
         assert gradient.tolist() == [-1.0, 0.0]
+
+
+class TestConfiguration:
+    def test_a_reward_model_is_an_input_like_any_model(self) -> None:
+        scored = PPOConfig(data="d", reward_model="rm", steps=3, probe={"data": "held-out"})
+        assert scored.inputs() == {
+            "model": ("model", "base"),
+            "data": ("dataset", "d"),
+            "probe": ("dataset", "held-out"),
+            "reward_model": ("model", "rm"),
+        }
+        assert PPOConfig(data="d", reward="r", steps=3).inputs()["reward"] == ("reward", "r")
+        assert RewardModelConfig(data="d", steps=3).inputs() == {"model": ("model", "base"), "data": ("dataset", "d")}
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({}, "exactly one of reward and reward_model must be given, got neither"),
+            ({"reward": "r", "reward_model": "m"}, "exactly one of reward and reward_model must be given, got both"),
+            ({"reward": "r", "kl": {"place": "loss"}}, "k2 or k3 in the loss, got k1"),
+            ({"reward": "r", "critic": {"warmup": 3}}, r"critic\.warmup must be < steps \(3\), got 3"),
+            ({"reward": "r", "gae": {"lam": 1.1}}, "less than or equal to 1"),
+        ],
+    )
+    def test_what_cannot_be_run_is_refused(self, options: dict[str, Any], match: str) -> None:
+        """Trap 16: nothing is silently ignored."""
+        with pytest.raises(ValidationError, match=match):
+            PPOConfig(data="d", steps=3, **options)
+
+    def test_the_penalty_can_be_left_out(self) -> None:
+        assert PPOConfig(data="d", reward="r", steps=3, kl=None).kl is None
+        assert PPOConfig(data="d", reward="r", steps=3, kl={"place": "loss", "estimator": "k3"}).kl is not None
