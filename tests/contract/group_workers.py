@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -163,3 +164,8 @@ def of_this_batch(worker: Any, batch: TokenBatch) -> TokenBatch:
     """Adds 1 to the behaviour log-probabilities."""
     assert batch.behaviour_logprobs is not None
     return batch.with_columns(behaviour_logprobs=batch.behaviour_logprobs + 1)
+
+
+def complain(worker: Any, text: str) -> None:
+    """On the rank's standard error."""
+    print(text, file=sys.stderr, flush=True)

@@ -28,6 +28,9 @@ from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.engine.groups.port import Backend
 from posttrain.engine.groups.reaper import VARIABLE
 
+# Ray reads it when it is imported. Unless it is 0, Ray takes the machine's outward address for its own, and listens on
+# all of them
+_OUTWARD = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
 _LONGEST = 40  # characters of a temporary folder; Ray's sockets below it must stay within a path of 107
 _GIB = 1024**3
@@ -96,7 +99,8 @@ def open_cluster(
         seconds: for a running cluster to accept a connection.
 
     Raises:
-        InputError: ray is not installed, this process is in a cluster already, or the address is none.
+        InputError: ray is not installed, or was imported before a local cluster could be prepared; this process is in
+            a cluster already; the address is none.
         InfrastructureError: there is no cluster at the address, or a local one did not come up.
     """
     if address is not None:
@@ -129,6 +133,11 @@ def _joined(address: str, seconds: float) -> Iterator[Cluster]:
 
 @contextmanager
 def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
+    if "ray" in sys.modules and os.environ.get(_OUTWARD) != "0":
+        raise InputError(
+            "a local Ray cluster must keep to the loopback interface, but ray was imported before that could be "
+            f"arranged; open the cluster first, or set {_OUTWARD}=0 in the environment"
+        )
     folder = _folder()
     reaper = subprocess.Popen(
         [sys.executable, "-P", "-m", "posttrain.engine.groups.reaper", folder],
@@ -137,6 +146,7 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
         start_new_session=True,  # it has to outlive what ends this process and its group
     )
     try:
+        os.environ[_OUTWARD] = "0"  # for good: it tells a later call how ray was imported
         with _environment(_local_settings(folder)):
             ray = _ray()
             _init(
@@ -160,8 +170,6 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
 def _local_settings(folder: str) -> dict[str, str]:
     return {
         VARIABLE: folder,
-        # without it Ray takes the machine's outward address for its own, and listens on all of them
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": _TOKEN,
@@ -206,13 +214,14 @@ def _confined(ray: Any) -> str:
     """The address of a local cluster's head, which must not be reachable from outside.
 
     Raises:
-        InfrastructureError: it is, because ray was imported before `open_cluster` could prepare that.
+        InfrastructureError: it is.
     """
     address: str = ray.get_runtime_context().gcs_address
     host = address.rpartition(":")[0].strip("[]")
     if not ipaddress.ip_address(host).is_loopback:
         raise InfrastructureError(
-            f"a local Ray cluster must keep to the loopback interface, got {host}; open it before anything imports ray"
+            f"a local Ray cluster must keep to the loopback interface, got {host}; use a version of ray that knows "
+            f"{_OUTWARD}, or name a running cluster as ray_address"
         )
     return address
 

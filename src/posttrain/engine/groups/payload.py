@@ -33,7 +33,7 @@ class Parcel:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredAway(Generic[R]):
     """`Stored` by a handle: packed in an argument, only the handle travels."""
 
@@ -108,19 +108,16 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, buffers: list[bytearray], handles: tuple[Any, ...], fetch: Fetch) -> None:
         super().__init__(file, buffers=buffers)
-        self._handles, self._fetch = handles, fetch
+        self._held = [StoredAway[Any](handle, fetch) for handle in handles]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (_stored.__module__, _stored.__name__):
-            return self._take
+            return self._held.__getitem__
         return super().find_class(module, name)
-
-    def _take(self, index: int) -> StoredAway[Any]:
-        return StoredAway(self._handles[index], self._fetch)
 
 
 def _stored(index: int) -> StoredAway[Any]:
-    """Stands in the pickle for the handle with this index."""
+    """Stands in the pickle for the stored value with this index."""
     raise pickle.UnpicklingError(f"stored value {index} outside a parcel")
 
 
@@ -128,10 +125,10 @@ def _reduced(tensor: Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return NotImplemented
     plain = tensor.detach().cpu().contiguous()
-    memory = plain.reshape(-1).view(torch.uint8).numpy()
+    memory: Any = plain.reshape(-1).view(torch.uint8).numpy()  # CPython's gc crashes on buffers of memoryviews
     wanted = tensor.requires_grad and tensor.is_leaf
     kind = type(tensor) is torch.nn.Parameter
-    return _tensor, (pickle.PickleBuffer(memory.data), plain.dtype, tuple(plain.shape), wanted, kind)
+    return _tensor, (pickle.PickleBuffer(memory), plain.dtype, tuple(plain.shape), wanted, kind)
 
 
 def _tensor(memory: bytearray, dtype: torch.dtype, shape: tuple[int, ...], wanted: bool, parameter: bool) -> Tensor:
