@@ -29,14 +29,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
+from benchmarks.empty_worker import Empty
 from benchmarks.sorting_task import exact, render, task, teach
 from posttrain.domain.facts import Fact, Sample, Span
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, InitModelConfig, PolicyGradientOptimizerConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.recording import Recorder
 from posttrain.engine.models import adopt_module
@@ -66,22 +66,6 @@ class Share:
     tracing: float  # of a step
     facts: int  # per step
     samples: int
-
-
-@final
-class Empty:
-    """A worker that does nothing."""
-
-    def __init__(self, place: Place) -> None:
-        self._rank = place.rank
-
-    def nothing(self) -> int:
-        """Only an answer."""
-        return self._rank
-
-    def batch(self, batch: TokenBatch) -> TokenBatch:
-        """What it was given."""
-        return batch
 
 
 def recipe(recorder: Recorder, seed: int = 0) -> GRPO:

@@ -1,0 +1,24 @@
+"""A worker that does nothing, in a module that every process can import."""
+
+from __future__ import annotations
+
+from typing import final
+
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.groups.place import Place
+
+
+@final
+class Empty:
+    """A worker that does nothing."""
+
+    def __init__(self, place: Place) -> None:
+        self._rank = place.rank
+
+    def nothing(self) -> int:
+        """Only an answer."""
+        return self._rank
+
+    def batch(self, batch: TokenBatch) -> TokenBatch:
+        """What it was given."""
+        return batch
