@@ -126,8 +126,8 @@ def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str
     if silent:
         give_up(f"{_named(silent)} did not answer in time")
         raise DeadlineError(
-            f"{_named(silent)} must answer {silent[0].method} within the deadline, {timeout:.3g} seconds after the "
-            "controller began to wait there is no answer; look at what the rank does, or give the call more time"
+            f"{_named(silent)} must answer {silent[0].method} before its deadline, waited {timeout:.3g} seconds; look "
+            "at what the rank does, or give the call more time"
         )
 
 
