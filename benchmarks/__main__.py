@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SUITES = ("rollout", "training", "dispatch")
+SUITES = ("rollout", "training", "dispatch", "controller")
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from posttrain.engine.config import (
     SFTConfig,
     TrainingConfig,
 )
+from posttrain.pacing.balancing import TOKENS, CostModel
 from posttrain.planner.feasibility import infeasible
 
 if TYPE_CHECKING:
@@ -36,8 +37,13 @@ def settled_device(runtime: InferenceRuntimeConfig) -> str:
 
 
 @contextmanager
-def open_pools(config: TrainingConfig, recorder: Recorder) -> Iterator[PoolOf]:
+def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TOKENS) -> Iterator[PoolOf]:
     """The pools of a stage's placement: this process alone where one rank is enough, else Ray actors.
+
+    Args:
+        config: the stage.
+        recorder: of the groups' calls.
+        costs: of a document; batches are split over ranks by it.
 
     Raises:
         InputError: the cluster cannot hold the placement.
@@ -48,15 +54,17 @@ def open_pools(config: TrainingConfig, recorder: Recorder) -> Iterator[PoolOf]:
 
     device = settled_device(config.runtime)
     if config.placement.is_inline and not config.runtime.ray_address:
-        with ResourcePool(InlineBackend(device=device), recorder) as pool:
+        with ResourcePool(InlineBackend(device=device), recorder, costs=costs) as pool:
             yield lambda role: pool
         return
     with ExitStack() as stack:
-        opened = _open_cluster_pools(config, recorder, stack)
+        opened = _open_cluster_pools(config, recorder, costs, stack)
         yield lambda role: opened[role]
 
 
-def _open_cluster_pools(config: TrainingConfig, recorder: Recorder, stack: ExitStack) -> dict[str, ResourcePool]:
+def _open_cluster_pools(
+    config: TrainingConfig, recorder: Recorder, costs: CostModel, stack: ExitStack
+) -> dict[str, ResourcePool]:
     """Role → its pool of Ray processes. All pools are asked of the cluster before the first one is made."""
     from posttrain.engine.groups.cluster import open_cluster
     from posttrain.engine.groups.pool import ResourcePool
@@ -82,7 +90,7 @@ def _open_cluster_pools(config: TrainingConfig, recorder: Recorder, stack: ExitS
             threads=config.runtime.threads,
             sequence_parallel=shared,
         )
-        home = stack.enter_context(ResourcePool(backend, recorder, sequence_parallel=shared))
+        home = stack.enter_context(ResourcePool(backend, recorder, costs=costs, sequence_parallel=shared))
         opened |= dict.fromkeys(pool.roles, home)
     return opened
 

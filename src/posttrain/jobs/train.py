@@ -5,6 +5,7 @@ The controller runs in this process; the roles run where the stage's `placement`
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from posttrain.engine.config import (
     stage_config,
 )
 from posttrain.jobs.entry import Job, failed, main
+from posttrain.pacing.balancing import TOKENS, CostModel
+from posttrain.planner.residency import Shape
 from posttrain.store.trees import materialise
 
 if TYPE_CHECKING:
@@ -65,7 +68,7 @@ def body(job: Job) -> JobResult:
         raise InputError(f"posttrain.jobs.train trains models, got a stage of kind {job.order.kind}")
     recorder = Recorder(job.sink)
     with ExitStack() as stack:
-        pool_of = stack.enter_context(open_pools(config, recorder))
+        pool_of = stack.enter_context(open_pools(config, recorder, _costs(job)))
         trained = _open(job, config, pool_of, stack)
         controller = _controller(job, trained.recipe, config.runtime, recorder)
         try:
@@ -80,6 +83,20 @@ def body(job: Job) -> JobResult:
     if outcome.status != "succeeded":
         return JobResult(outcome.status, metrics=outcome.metrics, tokens=outcome.tokens)
     return JobResult("succeeded", {"model": Output("outputs/model", "tree")}, outcome.metrics, outcome.tokens)
+
+
+def _costs(job: Job) -> CostModel:
+    """What a document costs the model; by tokens alone where its configuration does not tell its sizes."""
+    try:
+        written = json.loads((job.input("model") / "config.json").read_bytes())
+    except (OSError, ValueError):  # whoever opens the model says what is wrong with it
+        return TOKENS
+    shape = Shape.of_config(written) if isinstance(written, dict) else None
+    if shape is None:
+        return TOKENS
+    return CostModel.of_model(
+        parameters=shape.parameters, layers=shape.layers, attention_width=shape.heads * shape.head_dim
+    )
 
 
 def _open(job: Job, config: TrainingConfig, pool_of: PoolOf, stack: ExitStack) -> Trained:

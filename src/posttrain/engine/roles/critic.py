@@ -9,6 +9,7 @@ from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
+from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.scalar_model import ScalarModel, token_values
 from posttrain.engine.models.source import ScalarSource
 from posttrain.engine.roles.learner import Learner
@@ -40,6 +41,7 @@ class CriticWorker:
         seed: int,
     ) -> None:
         self.model = model.open(place.device) if isinstance(model, ScalarSource) else model
+        self._costs = cost_model(self.model.module)  # before it is sharded
         self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed)
         self._rank = place.rank
 
@@ -80,5 +82,5 @@ class CriticWorker:
 
     def _micro_batches(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
         placed = batch if batch.device == self.model.device else batch.to(self.model.device)
-        shards = micro_batches(placed.lengths, placed.lengths, self.learner.token_budget)
+        shards = micro_batches(placed.lengths, self._costs.costs(placed.lengths), self.learner.token_budget)
         return shards, [placed] if len(shards) == 1 else [placed.select(shard) for shard in shards]

@@ -11,6 +11,7 @@ from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
+from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import save_model
 from posttrain.engine.models.logprobs import token_logprobs
@@ -49,6 +50,7 @@ class PolicyWorker:
         temperature: float = 1.0,
     ) -> None:
         self.model = model.open(place.device) if isinstance(model, ModelSource) else model
+        self._costs = cost_model(self.model.module)  # before it is sharded
         self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout)
         self._temperature, self._rank = temperature, place.rank
         if place.size == 1:  # an alias view needs whole weights
@@ -125,5 +127,5 @@ class PolicyWorker:
 
     def _micro_batches(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
         placed = batch if batch.device == self.model.device else batch.to(self.model.device)
-        shards = micro_batches(placed.lengths, placed.lengths, self.learner.token_budget)
+        shards = micro_batches(placed.lengths, self._costs.costs(placed.lengths), self.learner.token_budget)
         return shards, [placed] if len(shards) == 1 else [placed.select(shard) for shard in shards]

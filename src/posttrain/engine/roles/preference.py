@@ -15,6 +15,7 @@ from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
+from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.loading import save_model
 from posttrain.engine.models.scalar_model import ScalarModel, sequence_scores
 from posttrain.engine.models.source import ScalarSource
@@ -86,6 +87,7 @@ class PreferenceWorker:
         seed: int,
     ) -> None:
         self.model = model.open(place.device) if isinstance(model, ScalarSource) else model
+        self._costs = cost_model(self.model.module)  # before it is sharded
         self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=True)
         self._rank = place.rank
 
@@ -96,7 +98,7 @@ class PreferenceWorker:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
         """
         device = self.model.device
-        shards = micro_batches(batch.lengths, batch.lengths, self.learner.token_budget)
+        shards = micro_batches(batch.lengths, self._costs.costs(batch.lengths), self.learner.token_budget)
         micros = [batch.select(shard).documents.to(device) for shard in shards]
         filler = TokenBatch.gather([TokenBatch.filler(device)] * 2, [[0], [1]])
         return Update(
