@@ -23,6 +23,9 @@ def token_logprobs(
 ) -> Tensor:
     """log p(token t | the earlier tokens of its document), differentiable.
 
+    A batch with nothing to compute runs through the model all the same, because on several ranks everybody must take
+    part in gathering weights and reducing gradients.
+
     Args:
         temperature: logits are divided by it, as in sampling.
         response_only: compute the response tokens only; the others are 0.
@@ -59,8 +62,6 @@ def _compute(
     wanted = batch.response_mask if response_only else batch.positions > 0
     index = wanted.nonzero()[:, 0]
     zeros = torch.zeros(len(batch.tokens), dtype=torch.float32, device=batch.device)
-    if len(index) == 0:
-        return zeros, zeros
     targets = batch.tokens[index]
     if model.head is not None and len(index) * model.vocab_size > CHUNKED_ABOVE:
         hidden = model.hidden_states(batch.tokens, batch.positions, batch.lengths)[index - 1]

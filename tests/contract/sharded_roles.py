@@ -1,0 +1,86 @@
+"""One rank of a policy and a critic over FSDP2: `python sharded_roles.py RANK RANKS FOLDER`, with gloo on one machine.
+
+Every rank trains on its shard of one batch; rank 0 writes the whole weights and the metrics to FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import families
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import PolicyObjective, ValueObjective
+from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.config import OptimizerConfig, RuntimeConfig
+from posttrain.engine.groups.place import Place
+from posttrain.engine.models import adopt_classifier, adopt_module
+from posttrain.engine.models.scalar_model import put_scalar_head
+from posttrain.engine.roles.critic import CriticWorker
+from posttrain.engine.roles.policy import PolicyWorker
+
+STEPS = 4
+SHAPES = [(5, 9), (3, 2), (11, 9), (1, 1)]  # prompt and response tokens
+SHARDS = {"ragged": [[0, 3], [1, 2]], "empty": [[0, 1, 2, 3], []]}  # of two ranks; ragged: 1 and 2 micro-batches
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=0, weight_decay=0.1, max_grad_norm=0.05)  # clips
+RUNTIME = RuntimeConfig(micro_batch_tokens=20)
+
+
+def make_batch() -> TokenBatch:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda count: torch.randint(3, families.VOCABULARY, (count,), generator=generator).tolist()  # noqa: E731
+    batch = TokenBatch.pack([Document(draw(p), draw(r), [-3.0] * r) for p, r in SHAPES])
+    noise = lambda: torch.randn(len(batch.tokens), generator=generator)  # noqa: E731
+    return batch.with_columns(values=noise(), returns=noise(), advantages=noise())
+
+
+def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The weights of policy and critic after STEPS updates each, by role/name, and the last metrics."""
+    whole = make_batch()
+    totals = Totals.of(whole)
+    policy = PolicyWorker(place, adopt_module(families.build(family)), OPTIMIZER, RUNTIME, steps=STEPS, seed=0)
+    scalar = adopt_classifier(put_scalar_head(families.build(family)))
+    critic = CriticWorker(place, scalar, OPTIMIZER, RUNTIME, steps=STEPS, seed=0)
+    for step in range(STEPS):
+        surrogate = PolicyObjective(totals, clip_low=0.2, clip_high=0.2)
+        metrics = {f"policy/{k}": v for k, v in policy.update(mine, surrogate, step=step).metrics.items()}
+        metrics |= {
+            f"critic/{k}": v for k, v in critic.update(mine, ValueObjective(totals, 0.2), step=step).metrics.items()
+        }
+    # frozen passes are collective as well
+    assert len(policy.logprobs(mine)) == len(critic.values(mine)) == len(mine)
+    weights = {}
+    for role, worker in (("policy", policy), ("critic", critic)):
+        gathered = worker.learner.sharding.gathered() if place.size > 1 else worker.learner.parameters()
+        weights |= {f"{role}/{name}": tensor.detach().cpu().clone() for name, tensor in gathered.items()}
+    return weights, metrics
+
+
+def main(rank: int, ranks: int, folder: Path) -> None:
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    try:
+        for case, shards in SHARDS.items():
+            for family in ("qwen3", "llama"):  # a tied and an untied output head
+                place = Place("main", rank, ranks, "cpu", collective=True)
+                weights, metrics = train(place, family, make_batch().select(shards[rank]))
+                if rank == 0:
+                    save_file(weights, folder / f"{case}-{family}.safetensors")
+                    (folder / f"{case}-{family}.json").write_text(json.dumps(metrics))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

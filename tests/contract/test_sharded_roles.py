@@ -1,0 +1,62 @@
+"""A policy and a critic sharded over two ranks learn what they learn on one, whatever shard of the batch a rank has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import families
+import pytest
+import sharded_roles
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.groups.place import Place
+from posttrain.engine.models import adopt_module, token_logprobs
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, sharded_roles.__file__]
+    processes = [
+        subprocess.Popen([*command, str(rank), "2", str(folder)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=110)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    return folder
+
+
+@cache
+def one_rank(family: str) -> tuple[dict[str, Tensor], dict[str, float]]:
+    return sharded_roles.train(Place(), family, sharded_roles.make_batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("case", sharded_roles.SHARDS)
+def test_two_ranks_equal_one(two_ranks: Path, case: str, family: str) -> None:
+    """Traps 1 and 15: fewer micro-batches than the other rank, or none at all; weight decay on, clipping active."""
+    weights, metrics = one_rank(family)
+    found = load_file(two_ranks / f"{case}-{family}.safetensors")
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        scale = float(tensor.abs().max())
+        torch.testing.assert_close(found[name] / scale, tensor / scale, atol=1e-5, rtol=0, msg=lambda m, n=name: n + m)
+    reported = json.loads((two_ranks / f"{case}-{family}.json").read_text())
+    assert reported == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+
+
+def test_a_batch_without_responses_takes_part_in_the_policy_too() -> None:
+    """What the idle rank computes: every parameter gets a gradient of zero."""
+    model = adopt_module(families.build("qwen3"))
+    logprobs = token_logprobs(model, TokenBatch.filler(), response_only=True)
+    logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    assert logprobs.tolist() == [0, 0]
+    assert all(p.grad is not None and p.grad.abs().max() == 0 for p in model.module.parameters())
