@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import FailureClass, IntegrityError, NotFoundError, WorkspaceError
-from posttrain.domain.facts import Fact, Metric, Note, Progress, Span
+from posttrain.domain.facts import Fact, Metric, Note, Progress, Sample, Span
 from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobResult, Output
 from posttrain.store.atomic import read_json, write_atomic
 from posttrain.store.attempts import AttemptFolder, EventWriter
@@ -146,6 +146,62 @@ def test_a_long_step_does_not_hide_the_progress_before_it(attempt: AttemptFolder
         for fact in step:
             sink(fact)
         assert attempt.facts() == (list(step), 1)
+
+
+def sample(name: str) -> Sample:
+    return Sample(
+        id=name,
+        step=0,
+        prompt="1+1=",
+        response="2\u2028",
+        prompt_tokens=[4, 5],
+        tokens=[6],
+        behaviour_logprobs=[-0.5],
+        truncated=False,
+        versions=["0.1"],
+        reward=1.0,
+        fate="update 0, mini-batch 0",
+        components={"exact": 1.0},
+    )
+
+
+def test_samples_lie_beside_the_facts_and_come_back(attempt: AttemptFolder) -> None:
+    assert attempt.recorded_samples() == []
+    with EventWriter(attempt, seconds=1e9) as sink:
+        sink(Note("first", 0.0))
+        sink(sample("0.0.0"))
+        sink(Progress(1, 2, "grpo", 10, 1.0))
+    assert attempt.facts()[0] == [Note("first", 0.0), Progress(1, 2, "grpo", 10, 1.0)]
+    with EventWriter(attempt) as sink:
+        sink(sample("0.0.1"))
+    assert [path.name for path in sorted(attempt.samples.iterdir())] == ["000001.jsonl", "000002.jsonl"]
+    found = attempt.recorded_samples()
+    assert [one.id for one in found] == ["0.0.0", "0.0.1"]
+    assert found[0].response == "2\u2028"
+    assert found[0].components == {"exact": 1.0}
+
+
+def test_no_sample_no_folder_and_a_damaged_segment_is_named_or_left_out(attempt: AttemptFolder) -> None:
+    with EventWriter(attempt) as sink:
+        sink(Note("first", 0.0))
+    assert not attempt.samples.exists()
+    for name in ("0.0.0", "0.0.1"):
+        with EventWriter(attempt) as sink:
+            sink(sample(name))
+    (attempt.samples / "000001.jsonl").write_bytes(b"{")
+    with pytest.raises(IntegrityError, match=r"samples/000001\.jsonl"):
+        attempt.recorded_samples()
+    told: list[IntegrityError] = []
+    assert [one.id for one in attempt.recorded_samples(told.append)] == ["0.0.1"]
+    assert len(told) == 1
+
+
+def test_samples_too_are_written_with_the_progress_of_their_step(attempt: AttemptFolder) -> None:
+    with EventWriter(attempt, seconds=0.0) as sink:
+        sink(sample("0.0.0"))
+        assert attempt.recorded_samples() == []
+        sink(Progress(1, 2, "grpo", 10, 1.0))
+        assert len(attempt.recorded_samples()) == 1
 
 
 def test_numbering_goes_on_where_another_writer_stopped(attempt: AttemptFolder) -> None:

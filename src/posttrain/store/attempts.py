@@ -6,6 +6,7 @@
         job.json            JobOrder, written before the launch
         control.json        inbound: {"stop": bool, "checkpoint": how many have been asked for}
         events/000001.jsonl write-once segments of facts, numbered without gaps
+        samples/000001.jsonl the same for recorded samples, which are large: who reads metrics does not pass them
         checkpoints/step-00000120/   COMMIT last: a folder without it does not exist for anybody
         outputs/            what the job leaves
         result.json         JobResult, last and atomic: its presence means that the job ended by itself
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
-from posttrain.domain.facts import Fact, Note, Progress, fact_from_json, fact_to_json
+from posttrain.domain.facts import Fact, Note, Progress, Sample, fact_from_json, fact_to_json
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
 from posttrain.store.atomic import make_folder, read_json, write_atomic, write_json
 from posttrain.store.trees import file_digest
@@ -46,6 +47,7 @@ class AttemptFolder:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.events = self.path / "events"
+        self.samples = self.path / "samples"
         self.checkpoints = self.path / "checkpoints"
         self.outputs = self.path / "outputs"
         self.log = self.path / "log.txt"
@@ -127,17 +129,19 @@ class AttemptFolder:
         Raises:
             IntegrityError: a segment cannot be read.
         """
-        found: list[Fact] = []
-        last = after_segment
-        while (segment := self._segment(last + 1)).exists():
-            try:
-                found += _read_segment(segment)
-            except IntegrityError as error:
-                if unreadable is None:
-                    raise
-                unreadable(error)
-            last += 1
-        return found, last
+        return _read_segments(self.events, after_segment, unreadable)
+
+    def recorded_samples(self, unreadable: Callable[[IntegrityError], None] | None = None) -> list[Sample]:
+        """The samples whose way was recorded, in the order they were said; none where the job recorded none.
+
+        Args:
+            unreadable: as `facts`.
+
+        Raises:
+            IntegrityError: a segment cannot be read.
+        """
+        said, _ = _read_segments(self.samples, 0, unreadable)
+        return [fact for fact in said if isinstance(fact, Sample)]
 
     def last_progress(self) -> Progress | None:
         """The newest `Progress` the job said.
@@ -169,43 +173,36 @@ class AttemptFolder:
         path = self.path / "control.json"
         write_json(path, {"stop": False, "checkpoint": 0, **(read_json(path) or {}), **orders})
 
-    def _segment(self, number: int) -> Path:
-        return self.events / f"{number:06d}.jsonl"
-
 
 class EventWriter:
-    """The job's fact sink: buffers facts and writes them as segments.
+    """The job's fact sink: buffers facts and writes them as segments, samples into a folder of their own.
 
     A segment is due after `most` facts, or when a `Progress` or `Note` comes `seconds` after the last segment; what is
-    left is written by `close`. Spans and metrics do not make one due: they come just before the progress of their step,
-    which would then stay in the buffer for as long as the next step takes. Use it as a context manager. Numbering goes
-    on from the segments that are there.
+    left is written by `close`. Spans, metrics and samples do not make one due: they come just before the progress of
+    their step, which would then stay in the buffer for as long as the next step takes. Use it as a context manager.
+    Numbering goes on from the segments that are there.
 
     Raises:
         WorkspaceError: the disk is full or read-only; the facts stay buffered, so a later call tries again.
     """
 
     def __init__(self, attempt: AttemptFolder, most: int = 256, seconds: float = 0.5) -> None:
-        self._folder, self._most, self._seconds = attempt.events, most, seconds
-        self._buffer: list[Fact] = []
+        self._most, self._seconds = most, seconds
+        make_folder(attempt.events)
+        self._facts, self._samples = _Segments(attempt.events), _Segments(attempt.samples)
         self._flushed = float("-inf")
-        make_folder(self._folder)
-        self._next = 1 + max((int(path.stem) for path in self._folder.glob("*.jsonl")), default=0)
 
     def __call__(self, fact: Fact) -> None:
         """Say a fact."""
-        self._buffer.append(fact)
+        (self._samples if isinstance(fact, Sample) else self._facts).waiting.append(fact)
         late = isinstance(fact, Progress | Note) and time.monotonic() - self._flushed >= self._seconds
-        if late or len(self._buffer) >= self._most:
+        if late or len(self._facts.waiting) + len(self._samples.waiting) >= self._most:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered."""
-        if self._buffer:
-            lines = [json.dumps(fact_to_json(fact), sort_keys=True, ensure_ascii=False) + "\n" for fact in self._buffer]
-            write_atomic(self._folder / f"{self._next:06d}.jsonl", "".join(lines).encode())
-            self._next += 1
-            self._buffer.clear()
+        """Write what is buffered. Samples come first: whoever sees a step's progress finds its samples."""
+        self._samples.write()
+        self._facts.write()
         self._flushed = time.monotonic()
 
     def close(self) -> None:
@@ -219,8 +216,42 @@ class EventWriter:
         self.close()
 
 
+class _Segments:
+    """The write-once segments of one folder, which is made with the first of them, and what waits to be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.waiting: list[Fact] = []
+        self._next = 1 + max((int(path.stem) for path in folder.glob("*.jsonl")), default=0)
+
+    def write(self) -> None:
+        if self.waiting:
+            lines = [json.dumps(fact_to_json(fact), sort_keys=True, ensure_ascii=False) for fact in self.waiting]
+            make_folder(self._folder)
+            write_atomic(self._folder / f"{self._next:06d}.jsonl", "".join(line + "\n" for line in lines).encode())
+            self._next += 1
+            self.waiting.clear()
+
+
 def _unreadable(path: Path, error: Exception) -> IntegrityError:
     return IntegrityError(f"{path} does not have the fields it should: {error}; it is damaged or of another version")
+
+
+def _read_segments(
+    folder: Path, after: int, unreadable: Callable[[IntegrityError], None] | None
+) -> tuple[list[Fact], int]:
+    """Facts of a folder's segments behind number `after`, and the number of the last one."""
+    found: list[Fact] = []
+    last = after
+    while (segment := folder / f"{last + 1:06d}.jsonl").exists():
+        try:
+            found += _read_segment(segment)
+        except IntegrityError as error:
+            if unreadable is None:
+                raise
+            unreadable(error)
+        last += 1
+    return found, last
 
 
 def _read_segment(path: Path) -> list[Fact]:
