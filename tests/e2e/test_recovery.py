@@ -160,7 +160,8 @@ def test_a_training_job_dies_around_its_checkpoints(name: str, bench: Workbench,
     checkpoint = bench.root / bench.attempts(bench.run_id())[0].folder / "checkpoints" / "step-00000008"
     if name == "half a shard":
         assert not (checkpoint / "COMMIT").exists()
-        shards = [path / "model.safetensors" for path in (checkpoint, checkpoint.with_name("step-00000004"))]
+        whole = checkpoint.with_name("step-00000004")
+        shards = [path / "policy-model-00001-of-00001.safetensors" for path in (checkpoint, whole)]
         assert 0 < shards[0].stat().st_size < shards[1].stat().st_size
     env, mark = armed(bench, watched)
     bench.run("run", "run.yaml", env=env)
