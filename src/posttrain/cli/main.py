@@ -18,12 +18,12 @@ import typer
 from typer.core import TyperGroup
 
 from posttrain._version import __version__
-from posttrain.cli import assets, demo, driving, plans, releases, runs, workspace
+from posttrain.cli import assets, demo, driving, plans, releases, runs, trace, workspace
 from posttrain.domain.errors import PosttrainError
 
 _BUG = 1
 _VERBS = [
-    *("init", "demo", "plan", "lock", "run", "ls", "get", "logs", "why", "diff", "stop", "retry"),
+    *("init", "demo", "plan", "lock", "run", "ls", "get", "logs", "why", "diff", "trace", "stop", "retry"),
     *("promote", "rollback", "lineage", "verify", "asset", "doctor"),
 ]
 
@@ -110,7 +110,7 @@ def options(
     """Declare a post-training run once; train, judge, ship, roll back."""
 
 
-for room in (workspace, demo, plans, driving, runs, releases):
+for room in (workspace, demo, plans, driving, runs, trace, releases):
     room.register(app)
 app.add_typer(assets.app, name="asset")
 

@@ -1,0 +1,210 @@
+"""`trace`: where a run's time went, and one sample's whole way through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, console, count, emit_json, number, say
+from posttrain.cli.driving import RunArgument
+from posttrain.domain.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from posttrain.app.tracing import RecordedSample, WrittenTrace
+    from posttrain.telemetry.timeline import StageTimeline
+
+_EXCERPT = 60  # characters of a response in a list
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("trace")(trace)
+
+
+def trace(
+    run: RunArgument,
+    sample: Annotated[str | None, typer.Option(metavar="ID", help="Show one recorded sample token by token.")] = None,
+    samples: Annotated[bool, typer.Option("--samples", help="List the recorded samples.")] = False,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="With --samples: of this step only (they count from 0).")
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="Of this stage only.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the files go; default: here.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Write where a run's time went as files to look at; or show what became of its samples."""
+    _check(sample, samples, step, out)
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    try:
+        run_id = workspace.ledger.find_run(run).id
+        from posttrain.app import tracing
+
+        if sample is not None:
+            _show_sample(tracing.recorded_sample(workspace, run_id, sample, stage), output)
+        elif samples:
+            _show_samples(run_id, tracing.recorded_samples(workspace, run_id, stage, step, _aside), output)
+        else:
+            _show_written(tracing.write_trace(workspace, run_id, stage, out or Path()), output)
+    finally:
+        workspace.close()
+
+
+def _check(sample: str | None, samples: bool, step: int | None, out: Path | None) -> None:
+    if sample is not None and samples:
+        raise InputError(
+            f"trace: --sample shows one and --samples lists all, got both (--sample {sample}); leave one out"
+        )
+    if step is not None and not samples:
+        raise InputError(f"trace: --step belongs to --samples, got --step {step} without it; add --samples")
+    if out is not None and (sample is not None or samples):
+        raise InputError(f"trace: --out is where files go, got {out} with an option that prints; leave one out")
+
+
+def _show_written(written: WrittenTrace, output: Output) -> None:
+    if output is Output.JSON:
+        emit_json(written.to_json())
+        return
+    screen = console()
+    for stage in written.stages:
+        say(f"{stage.stage}: {len(stage.steps)} steps in {_time(stage.seconds)}")
+        screen.print(role_table(stage))
+        for line in _step_lines(stage):
+            say(line)
+        say("")
+    for note in written.notes:
+        say(f"left out: {note}")
+    say(f"page:   {written.page}", f"trace:  {written.trace} (open it in ui.perfetto.dev or chrome://tracing)")
+    if written.samples:
+        say(f"next:   posttrain trace {written.run_id} --samples lists {written.samples} recorded samples")
+
+
+def role_table(stage: StageTimeline) -> Table:
+    """Who was busy and who waited."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("role", "pool", "ranks", "busy", "idle", "idle share", "calls", "sent", "returned", "imbalance"):
+        table.add_column(title, justify="left" if title in ("role", "pool") else "right", no_wrap=True)
+    for role in stage.roles:
+        table.add_row(
+            role.role,
+            role.pool or "-",
+            str(len(role.ranks)),
+            _time(role.busy),
+            _time(role.idle),
+            f"{role.idle_share:.1%}",
+            str(role.calls),
+            f"{count(role.bytes_out)}B",
+            f"{count(role.bytes_in)}B",
+            f"{role.imbalance_mean:.2f} (max {role.imbalance_max:.2f})",
+        )
+    return table
+
+
+def _step_lines(stage: StageTimeline) -> Iterator[str]:
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in sorted(stage.phases.items(), key=lambda kv: -kv[1]))
+    yield f"a step's time: {shares} (medians)"
+    slow = ", ".join(f"step {step.step} {_time(step.seconds)}" for step in stage.slowest(3))
+    typical = stage.typical()
+    if typical is not None:
+        yield f"slowest: {slow}; median {_time(typical.seconds)}"
+
+
+def _show_samples(run_id: str, samples: Sequence[RecordedSample], output: Output) -> None:
+    if output is Output.JSON:
+        emit_json({"run": run_id, "samples": [_brief(one) for one in samples]})
+        return
+    if not samples:
+        say("no sample was recorded; `trace: {groups: 1}` in a GRPO or PPO stage records the first group of each step")
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("stage", "sample", "reward", "status", "tokens", "fate", "response"):
+        right = title in ("reward", "tokens")
+        table.add_column(title, justify="right" if right else "left", no_wrap=title != "response")
+    for one in samples:
+        it = one.sample
+        words = (one.stage, it.id, number(it.reward), it.status, str(len(it.tokens)), it.fate, _flat(it.response))
+        table.add_row(*(Text(word) for word in words))
+    console().print(table)
+    say(f"next:   posttrain trace {run_id} --sample {samples[0].sample.id}")
+
+
+def _brief(one: RecordedSample) -> dict[str, object]:
+    it = one.sample
+    told = {"id": it.id, "step": it.step, "reward": it.reward, "status": it.status, "fate": it.fate}
+    return {"stage": one.stage, "attempt": one.attempt, **told, "tokens": len(it.tokens), "response": it.response}
+
+
+def _show_sample(one: RecordedSample, output: Output) -> None:
+    if output is Output.JSON:
+        emit_json(one.to_json())
+        return
+    it = one.sample
+    components = ", ".join(f"{name} {number(value)}" for name, value in it.components.items())
+    reward = f"{number(it.reward)} ({it.status})" + (f": {components}" if components else "")
+    cut = ", cut at the longest allowed" if it.truncated else ""
+    say(
+        f"sample:   {it.id} of stage {one.stage}, attempt {one.attempt}, step {it.step}",
+        f"prompt:   {it.prompt!r} ({len(it.prompt_tokens)} tokens)",
+        f"response: {it.response!r} ({len(it.tokens)} tokens{cut})",
+        f"version:  {', '.join(it.versions)} sampled it (incarnation.step)",
+        f"reward:   {reward}",
+        f"fate:     {it.fate}",
+    )
+    console().print(token_table(one))
+
+
+def token_table(one: RecordedSample) -> Table:
+    """One row per response token; columns only for what was recorded."""
+    from rich.table import Table
+    from rich.text import Text
+
+    it = one.sample
+    columns: list[tuple[str, Sequence[str]]] = [("id", [str(token) for token in it.tokens])]
+    if one.pieces:
+        columns.insert(0, ("token", [repr(piece) for piece in one.pieces]))
+    numbers = [
+        ("logp sampled", it.behaviour_logprobs),
+        ("logp at update", it.logprobs),
+        ("ratio", it.ratios),
+        ("advantage", it.advantages),
+        ("logp reference", it.reference_logprobs),
+        ("value", it.values),
+        ("return", it.returns),
+    ]
+    columns += [(title, [number(value) for value in values]) for title, values in numbers if len(values)]
+    if len(it.clipped):
+        columns.append(("clipped", ["yes" if clipped else "" for clipped in it.clipped]))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("", justify="right", style="dim")
+    for title, _ in columns:
+        table.add_column(title, justify="left" if title in ("token", "clipped") else "right", no_wrap=True)
+    for place in range(len(it.tokens)):
+        cells = [Text(values[place]) if place < len(values) else Text("-") for _, values in columns]
+        table.add_row(str(place), *cells)
+    return table
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g}ms"
+    return f"{seconds:.3g}s" if seconds < 100 else f"{seconds / 60:.3g}min"
+
+
+def _flat(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _EXCERPT else flat[: _EXCERPT - 1] + "…"
+
+
+def _aside(line: str) -> None:
+    typer.echo(f"left out: {line}", err=True)
