@@ -31,6 +31,9 @@ from posttrain.engine.groups.reaper import VARIABLE
 # Ray reads it when it is imported. Unless it is 0, Ray takes the machine's outward address for its own, and listens on
 # all of them
 _OUTWARD = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_ATTEMPTS = (
+    "RAY_NUM_REDIS_GET_RETRIES"  # to connect, of some 40 seconds each; Ray's own 20 would be a quarter of an hour
+)
 _TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
 _LONGEST = 40  # characters of a temporary folder; Ray's sockets below it must stay within a path of 107
 _GIB = 1024**3
@@ -116,7 +119,8 @@ def _joined(address: str, seconds: float) -> Iterator[Cluster]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise InputError(f"ray_address must be host:port of a cluster's head, got {address!r}")
-    ray = _ray()
+    with _environment({_ATTEMPTS: os.environ.get(_ATTEMPTS, "1")}):
+        ray = _ray()
     try:
         socket.create_connection((host.strip("[]"), int(port)), seconds).close()
     except OSError as error:
@@ -124,7 +128,9 @@ def _joined(address: str, seconds: float) -> Iterator[Cluster]:
             f"a Ray cluster must answer at {address} within {seconds:g} seconds, got {error}; start it, or remove "
             "ray_address for a local one"
         ) from error
-    _init(ray, f"the Ray cluster at {address} must accept this job", address=address)
+    _init(
+        ray, f"the Ray cluster at {address} must accept this job, under the address that its head has", address=address
+    )
     try:
         yield Cluster(address, local=False)
     finally:

@@ -74,6 +74,10 @@ class ResourcePool:
             Reach(role, self._backend, self._recorder, self._costs, CALL_SECONDS, self._sequence_parallel)
         )
 
+    def by_rank(self) -> ResourcePool:
+        """The same processes for roles whose ranks each take a shard of their own, whatever others share."""
+        return ResourcePool(self._backend, self._recorder, costs=self._costs)
+
     def close(self) -> None:
         """End every worker and free the devices."""
         self._backend.close()
