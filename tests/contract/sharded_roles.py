@@ -32,9 +32,14 @@ from posttrain.engine.roles.policy import PolicyWorker
 
 STEPS = 4
 SHAPES = [(5, 9), (3, 2), (11, 9), (1, 1)]  # prompt and response tokens
-SHARDS = {"ragged": [[0, 3], [1, 2]], "empty": [[0, 1, 2, 3], []]}  # of two ranks; ragged: 1 and 2 micro-batches
+SHARDS = {  # of two ranks; ragged: 1 and 2 micro-batches; sequence: both compute one shard, documents cross the border
+    "ragged": [[0, 3], [1, 2]],
+    "empty": [[0, 1, 2, 3], []],
+    "sequence": [[0, 1, 2, 3], [0, 1, 2, 3]],
+}
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=0, weight_decay=0.1, max_grad_norm=0.05)  # clips
 RUNTIME = RuntimeConfig(micro_batch_tokens=20)
+RECOMPUTED = RuntimeConfig(micro_batch_tokens=20, activation_checkpointing=True)
 
 
 def make_batch() -> TokenBatch:
@@ -47,11 +52,11 @@ def make_batch() -> TokenBatch:
 
 def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The weights of policy and critic after STEPS updates each, by role/name, and the last metrics."""
-    whole = make_batch()
+    whole, runtime = make_batch(), RECOMPUTED if place.sequence_parallel > 1 else RUNTIME
     totals = Totals.of(whole)
-    policy = PolicyWorker(place, adopt_module(families.build(family)), OPTIMIZER, RUNTIME, steps=STEPS, seed=0)
+    policy = PolicyWorker(place, adopt_module(families.build(family)), OPTIMIZER, runtime, steps=STEPS, seed=0)
     scalar = adopt_classifier(put_scalar_head(families.build(family)))
-    critic = CriticWorker(place, scalar, OPTIMIZER, RUNTIME, steps=STEPS, seed=0)
+    critic = CriticWorker(place, scalar, OPTIMIZER, runtime, steps=STEPS, seed=0)
     for step in range(STEPS):
         surrogate = PolicyObjective(totals, clip_low=0.2, clip_high=0.2)
         metrics = {f"policy/{k}": v for k, v in policy.update(mine, surrogate, step=step).metrics.items()}
@@ -73,7 +78,8 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     try:
         for case, shards in SHARDS.items():
             for family in ("qwen3", "llama"):  # a tied and an untied output head
-                place = Place("main", rank, ranks, "cpu", collective=True)
+                shared = 2 if case == "sequence" else 1
+                place = Place("main", rank, ranks, "cpu", collective=True, sequence_parallel=shared)
                 weights, metrics = train(place, family, make_batch().select(shards[rank]))
                 if rank == 0:
                     save_file(weights, folder / f"{case}-{family}.safetensors")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from posttrain.engine.groups.recording import Recorder
     from posttrain.engine.recipes.opening import PoolOf
 
-_SEQUENCE_PARALLEL = frozenset({"policy", "critic"})  # roles whose ranks can share one batch's tokens
+_SEQUENCE_PARALLEL = frozenset({"policy", "critic", "reward_model"})  # roles whose ranks can share one batch's tokens
 
 
 def settled_device(runtime: InferenceRuntimeConfig) -> str:

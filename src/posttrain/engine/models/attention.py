@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.domain.errors import InputError
+from posttrain.engine.models.sequence_parallel import SequenceGroup
 
 ATTENTION_NAME = "posttrain_packed"
 PLAN_ARGUMENT = "packing_plan"
@@ -48,10 +49,18 @@ class PackingPlan:
 
     blocks: tuple[Block, ...]
     inverse: Tensor | None  # [T] int64: where each token lies in the concatenated blocks; None: already in place
+    total: int = 0  # T
     windows: list[int | None] | None = None  # a capability check collects here what each layer asked for
+    sequence: SequenceGroup | None = None  # ranks that each compute a stretch of the tokens
 
 
-def plan_packing(lengths: Sequence[int], device: str | torch.device = "cpu", *, record: bool = False) -> PackingPlan:
+def plan_packing(
+    lengths: Sequence[int],
+    device: str | torch.device = "cpu",
+    *,
+    record: bool = False,
+    sequence: SequenceGroup | None = None,
+) -> PackingPlan:
     """Group documents into blocks.
 
     Documents are taken from long to short. A block is closed when the padding that the next document would bring
@@ -60,11 +69,13 @@ def plan_packing(lengths: Sequence[int], device: str | torch.device = "cpu", *, 
     Args:
         lengths: [documents] tokens per document, in packing order.
         record: keep the attention window that every layer asks for (see `windows`).
+        sequence: the ranks that share the tokens.
     """
     windows: list[int | None] | None = [] if record else None
     total = sum(lengths)
     if len(set(lengths)) == 1:
-        return PackingPlan((Block(torch.arange(total, device=device), len(lengths), lengths[0]),), None, windows)
+        block = Block(torch.arange(total, device=device), len(lengths), lengths[0])
+        return PackingPlan((block,), None, total, windows, sequence)
     sizes = torch.tensor(lengths)
     starts = sizes.cumsum(0) - sizes
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -82,7 +93,7 @@ def plan_packing(lengths: Sequence[int], device: str | torch.device = "cpu", *, 
         inverse[index[valid]] = slots[valid]
         blocks.append(Block(index.flatten().to(device), len(members), length))
         offset += index.numel()
-    return PackingPlan(tuple(blocks), inverse.to(device), windows)
+    return PackingPlan(tuple(blocks), inverse.to(device), total, windows, sequence)
 
 
 def _close_blocks(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
@@ -139,9 +150,15 @@ def packed_attention(
     if packing_plan.windows is not None:
         packing_plan.windows.append(sliding_window)
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    sequence, total = packing_plan.sequence, packing_plan.total
+    if sequence is not None:
+        query = sequence.to_heads(query)[:total]
+        key, value = (sequence.to_heads(sequence.shared_heads(states))[:total] for states in (key, value))
     out = attend_packed(
         query, key, value, packing_plan, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap
     )
+    if sequence is not None:
+        out = sequence.to_tokens(F.pad(out, (0, 0, 0, 0, 0, -total % sequence.size)))
     return out[None], None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.models.attention import ATTENTION_NAME, plan_packing, planned_arguments
+from posttrain.engine.models.sequence_parallel import SequenceGroup
 
 Packing = Literal["packed", "padded"]
 Forward = Callable[..., Tensor]  # keyword arguments of a transformers model → [rows, tokens, features]
@@ -35,6 +36,7 @@ class Backbone:
 
     module: PreTrainedModel
     packing: Packing
+    sequence: SequenceGroup | None = field(default=None, kw_only=True)  # ranks that share the tokens of one batch
 
     @property
     def config(self) -> Any:
@@ -75,7 +77,12 @@ class Backbone:
         return self.run(last_hidden_states(self.module), tokens, positions, lengths)
 
     def run(self, forward: Forward, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[T] packed → [T, features]: what `forward`, a pass through the module or a part of it, gives per token."""
+        """[T] packed → [T, features]: what `forward`, a pass through the module or a part of it, gives per token.
+
+        Under sequence parallelism only this rank's stretch is computed; the rest is zeros.
+        """
+        if self.sequence is not None:
+            return self._run_stretch(self.sequence, forward, tokens, positions, lengths)
         if self.packing == "packed":
             plan = plan_packing(lengths, tokens.device)
             arguments = planned_arguments(plan, tokens.device)
@@ -87,6 +94,18 @@ class Backbone:
         ids, mask = tokens.new_zeros(shape), tokens.new_zeros(shape)
         ids[row, positions], mask[row, positions] = tokens, 1
         return forward(input_ids=ids, attention_mask=mask, use_cache=False)[row, positions]
+
+    def _run_stretch(
+        self, sequence: SequenceGroup, forward: Forward, tokens: Tensor, positions: Tensor, lengths: Sequence[int]
+    ) -> Tensor:
+        if self.packing != "packed":
+            raise InputError(
+                f"sequence_parallel needs a model that packs, got {type(self.module).__name__}; set it to 1"
+            )
+        arguments = planned_arguments(plan_packing(lengths, tokens.device, sequence=sequence), tokens.device)
+        ids, places = sequence.slice(tokens), sequence.slice(positions)
+        out = forward(input_ids=ids[None], position_ids=places[None], use_cache=False, **arguments)[0]
+        return sequence.spread(out, len(tokens))
 
 
 def last_hidden_states(module: PreTrainedModel) -> Forward:

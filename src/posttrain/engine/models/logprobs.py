@@ -61,6 +61,8 @@ def _compute(
     model.check_length(max(batch.lengths))
     wanted = batch.response_mask if response_only else batch.positions > 0
     index = wanted.nonzero()[:, 0]
+    if model.sequence is not None:
+        index = index[model.sequence.owns(index - 1, len(batch.tokens))]
     zeros = torch.zeros(len(batch.tokens), dtype=torch.float32, device=batch.device)
     targets = batch.tokens[index]
     if model.head is not None and len(index) * model.vocab_size > CHUNKED_ABOVE:
@@ -70,7 +72,10 @@ def _compute(
         logits = model.logits(batch.tokens, batch.positions, batch.lengths, index - 1)
         logprobs, entropies = logprobs_of(logits, targets, temperature, entropy=entropy)
     spread = zeros.index_copy(0, index, logprobs)
-    return spread, zeros.index_copy(0, index, entropies) if entropy else zeros
+    spread_entropies = zeros.index_copy(0, index, entropies) if entropy else zeros
+    if model.sequence is not None:
+        return model.sequence.sum(spread), model.sequence.sum(spread_entropies) if entropy else zeros
+    return spread, spread_entropies
 
 
 def logprobs_of(logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:

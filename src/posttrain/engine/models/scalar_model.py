@@ -53,7 +53,10 @@ def token_values(model: ScalarModel, batch: TokenBatch) -> Tensor:
         return values
     model.check_length(max(batch.lengths))
     index = batch.response_mask.nonzero()[:, 0]
-    return values.index_copy(0, index, model.scalars(batch.tokens, batch.positions, batch.lengths, index - 1))
+    if model.sequence is not None:
+        index = index[model.sequence.owns(index - 1, len(batch.tokens))]
+    values = values.index_copy(0, index, model.scalars(batch.tokens, batch.positions, batch.lengths, index - 1))
+    return values if model.sequence is None else model.sequence.sum(values)
 
 
 def sequence_scores(model: ScalarModel, batch: TokenBatch) -> Tensor:
@@ -69,7 +72,12 @@ def sequence_scores(model: ScalarModel, batch: TokenBatch) -> Tensor:
         return torch.zeros(0, dtype=torch.float32, device=batch.device)
     model.check_length(max(batch.lengths))
     last = torch.tensor(batch.lengths, device=batch.device).cumsum(0) - 1
-    return model.scalars(batch.tokens, batch.positions, batch.lengths, last)
+    if model.sequence is None:
+        return model.scalars(batch.tokens, batch.positions, batch.lengths, last)
+    mine = model.sequence.owns(last, len(batch.tokens)).nonzero()[:, 0]
+    scores = torch.zeros(batch.documents, dtype=torch.float32, device=batch.device)
+    found = model.scalars(batch.tokens, batch.positions, batch.lengths, last[mine])
+    return model.sequence.sum(scores.index_copy(0, mine, found))
 
 
 def put_scalar_head(module: PreTrainedModel) -> PreTrainedModel:

@@ -86,12 +86,14 @@ def open_roles(
         temperature=config.temperature,
     )
     source = model if isinstance(model, ModelSource) else None
-    rollout = pool_of("rollout").start("rollout", RolloutWorker, source, engine)
+    rollout = pool_of("rollout").by_rank().start("rollout", RolloutWorker, source, engine)
     tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
     reference: WorkerGroup[ReferenceWorker] | None = None
     if isinstance(config, GRPOConfig | PPOConfig) and config.kl:
-        reference = pool_of("reference").start(
-            "reference", ReferenceWorker, model, temperature=config.temperature, micro_batch_tokens=tokens
+        reference = (
+            pool_of("reference")
+            .by_rank()
+            .start("reference", ReferenceWorker, model, temperature=config.temperature, micro_batch_tokens=tokens)
         )
     values: WorkerGroup[CriticWorker] | None = None
     if critic is not None and isinstance(config, PPOConfig):
@@ -106,7 +108,9 @@ def open_roles(
         )
     judge: WorkerGroup[RewardModelWorker] | None = None
     if reward_model is not None:
-        judge = pool_of("reward_model").start(
-            "reward_model", RewardModelWorker, reward_model, micro_batch_tokens=tokens
+        judge = (
+            pool_of("reward_model")
+            .by_rank()
+            .start("reward_model", RewardModelWorker, reward_model, micro_batch_tokens=tokens)
         )
     return Roles(policy, rollout, reference, values, judge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -11,6 +12,7 @@ from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.scalar_model import ScalarModel, token_values
+from posttrain.engine.models.sequence_parallel import open_sequence_group
 from posttrain.engine.models.source import ScalarSource
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.update import Update
@@ -40,7 +42,8 @@ class CriticWorker:
         steps: int,
         seed: int,
     ) -> None:
-        self.model = model.open(place.device) if isinstance(model, ScalarSource) else model
+        opened = model.open(place.device) if isinstance(model, ScalarSource) else model
+        self.model = replace(opened, sequence=open_sequence_group(place.rank, place.size, place.sequence_parallel))
         self._costs = cost_model(self.model.module)  # before it is sharded
         self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed)
         self._rank = place.rank

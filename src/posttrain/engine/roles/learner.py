@@ -24,6 +24,7 @@ from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.algorithms.schedule import learning_rate
 from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
+from posttrain.engine.models.activation_checkpointing import checkpoint_activations
 from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, local
 from posttrain.engine.weights.checkpoint import read_role, write_role
 
@@ -81,7 +82,7 @@ class Learner:
         self.token_budget = micro_batch_tokens(runtime, place.device)
         self._module, self._config, self._steps, self._seed, self._dropout = module, optimizer, steps, seed, dropout
         self._device = torch.device(place.device)
-        self._data_rank = place.rank // place.sequence_parallel
+        self._data_rank, self._sequence_parallel = place.rank // place.sequence_parallel, place.sequence_parallel
         self._optimizer = torch.optim.AdamW(
             list(self.sharding.parameters().values()),
             lr=optimizer.learning_rate,
@@ -201,7 +202,8 @@ class Learner:
             return {"loss": 0.0}
         names = sorted(sums)
         stacked = torch.stack([sums[name].detach().double() for name in names])
-        return dict(zip(names, self.sharding.total(stacked).tolist(), strict=True))
+        summed = self.sharding.total(stacked) / self._sequence_parallel  # its ranks each computed the whole loss
+        return dict(zip(names, summed.tolist(), strict=True))
 
     @torch.no_grad()
     def _apply(self, step: int) -> float:
@@ -248,5 +250,7 @@ def _like(parameter: Tensor, value: Tensor, *, whole: bool) -> Tensor:
 
 
 def open_sharding(place: Place, module: nn.Module, runtime: RuntimeConfig) -> Sharding:
-    """Whole on one rank, fully sharded on several."""
+    """Whole on one rank, fully sharded on several; with activations checkpointed where that is asked for."""
+    if runtime.activation_checkpointing:
+        checkpoint_activations(module)
     return Unsharded(module) if place.size == 1 else FullySharded(module, place.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -15,6 +16,7 @@ from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import save_model
 from posttrain.engine.models.logprobs import token_logprobs
+from posttrain.engine.models.sequence_parallel import open_sequence_group
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.update import Update
@@ -49,7 +51,8 @@ class PolicyWorker:
         dropout: bool = False,
         temperature: float = 1.0,
     ) -> None:
-        self.model = model.open(place.device) if isinstance(model, ModelSource) else model
+        opened = model.open(place.device) if isinstance(model, ModelSource) else model
+        self.model = replace(opened, sequence=open_sequence_group(place.rank, place.size, place.sequence_parallel))
         self._costs = cost_model(self.model.module)  # before it is sharded
         self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout)
         self._temperature, self._rank = temperature, place.rank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -18,6 +18,7 @@ from posttrain.engine.groups.place import Place
 from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.loading import save_model
 from posttrain.engine.models.scalar_model import ScalarModel, sequence_scores
+from posttrain.engine.models.sequence_parallel import open_sequence_group
 from posttrain.engine.models.source import ScalarSource
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.update import Update
@@ -86,7 +87,8 @@ class PreferenceWorker:
         steps: int,
         seed: int,
     ) -> None:
-        self.model = model.open(place.device) if isinstance(model, ScalarSource) else model
+        opened = model.open(place.device) if isinstance(model, ScalarSource) else model
+        self.model = replace(opened, sequence=open_sequence_group(place.rank, place.size, place.sequence_parallel))
         self._costs = cost_model(self.model.module)  # before it is sharded
         self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=True)
         self._rank = place.rank
