@@ -139,7 +139,7 @@ def _joined(address: str, seconds: float) -> Iterator[Cluster]:
 
 @contextmanager
 def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
-    if "ray" in sys.modules and os.environ.get(_OUTWARD) != "0":
+    if sys.modules.get("ray") is not None and os.environ.get(_OUTWARD) != "0":
         raise InputError(
             "a local Ray cluster must keep to the loopback interface, but ray was imported before that could be "
             f"arranged; open the cluster first, or set {_OUTWARD}=0 in the environment"
