@@ -25,13 +25,13 @@ COMMANDS = {
     "logs": ["--follow", "--output", "--timeout", "-f", "-o", "[STAGE]", "run"],
     "why": ["--output", "-o", "run"],
     "diff": ["--output", "-o", "A", "B"],
-    "trace": ["--out", "--output", "--sample", "--samples", "--stage", "--step", "-o", "run"],
     "stop": ["run"],
     "retry": ["--timeout", "run"],
     "promote": ["--channel", "run"],
     "rollback": ["--from", "--to", "channel"],
     "lineage": ["--output", "-o", "CHANNEL|RUN"],
     "verify": ["--output", "-o", "CHANNEL|RUN"],
+    "trace": ["--out", "--output", "--sample", "--samples", "--stage", "--step", "-o", "run"],
     "asset add": ["--dialect", "--entry", "--guideline", "KIND:NAME", "path"],
     "asset create": ["--seed", "MODEL.yaml", "model:NAME"],
     "asset ls": ["--output", "-o", "[KIND]"],
@@ -79,7 +79,7 @@ def test_verbs_and_options_are_frozen() -> None:
 def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
-    verbs = "init demo plan lock run ls get logs why diff trace stop retry promote rollback lineage verify asset doctor"
+    verbs = "init demo plan lock run ls get logs why diff stop retry promote rollback lineage verify trace asset doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -92,9 +92,9 @@ def test_every_reading_command_speaks_json() -> None:
         "logs",
         "why",
         "diff",
-        "trace",
         "lineage",
         "verify",
+        "trace",
         "asset ls",
         "asset get",
         "doctor",

@@ -124,6 +124,21 @@ def test_a_hand_off_inside_another_is_not_counted_twice() -> None:
     assert dict(stage.steps[0].phases) == {"update": 4.0, "weights": 1.0}
 
 
+def test_what_comes_behind_the_last_step_is_no_step_but_is_shown() -> None:
+    spans = [
+        Span("weights", 0, EPOCH, 0.1),
+        Span("update", 0, EPOCH + 1, 1.0),
+        Span("probe", 1, EPOCH + 2, 1.0),
+        Span("checkpoint", 1, EPOCH + 3, 1.0),
+    ]
+    attempt = AttemptSpans("grpo", 1, spans)
+    (stage,) = summarise([attempt])
+    assert [(step.step, step.seconds) for step in stage.steps] == [(0, 2.0)]
+    assert stage.seconds == 4.0
+    names = [event["name"] for event in chrome_trace([attempt])["traceEvents"] if event["ph"] == "X"]
+    assert names == ["step 0", "weights", "update", "probe", "checkpoint"]
+
+
 def test_attempts_follow_each_other_and_stages_lie_side_by_side() -> None:
     attempts = [
         AttemptSpans("sft", 1, [Span("update", 0, EPOCH, 1.0), Span("update", 1, EPOCH + 1, 1.0)]),

@@ -23,8 +23,8 @@ from posttrain.domain.errors import PosttrainError
 
 _BUG = 1
 _VERBS = [
-    *("init", "demo", "plan", "lock", "run", "ls", "get", "logs", "why", "diff", "trace", "stop", "retry"),
-    *("promote", "rollback", "lineage", "verify", "asset", "doctor"),
+    *("init", "demo", "plan", "lock", "run", "ls", "get", "logs", "why", "diff", "stop", "retry"),
+    *("promote", "rollback", "lineage", "verify", "trace", "asset", "doctor"),
 ]
 
 
@@ -110,7 +110,7 @@ def options(
     """Declare a post-training run once; train, judge, ship, roll back."""
 
 
-for room in (workspace, demo, plans, driving, runs, trace, releases):
+for room in (workspace, demo, plans, driving, runs, releases, trace):
     room.register(app)
 app.add_typer(assets.app, name="asset")
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from posttrain.telemetry.timeline import StageTimeline
 
 _EXCERPT = 60  # characters of a response in a list
+_TOLD = 0.0005  # share of a step from which a hand-off is worth a word
 
 
 def register(app: typer.Typer) -> None:
@@ -109,7 +110,9 @@ def role_table(stage: StageTimeline) -> Table:
 
 
 def _step_lines(stage: StageTimeline) -> Iterator[str]:
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in sorted(stage.phases.items(), key=lambda kv: -kv[1]))
+    shares = ", ".join(
+        f"{name} {share:.1%}" for name, share in sorted(stage.phases.items(), key=lambda kv: -kv[1]) if share
+    )
     yield f"a step's time: {shares} (medians)"
     slow = ", ".join(f"step {step.step} {_time(step.seconds)}" for step in stage.slowest(3))
     typical = stage.typical()

@@ -14,6 +14,7 @@ from typing import Any
 from posttrain.domain.facts import Span
 
 CONTROLLER = "controller"  # the process that drives the dataflow: a track like a role's
+BETWEEN = frozenset({"weights", "checkpoint", "probe"})  # hand-offs that alone make no step: behind the last one
 Interval = tuple[float, float]  # [start, end) in seconds since the epoch
 
 
@@ -186,12 +187,17 @@ def summarise(attempts: Sequence[AttemptSpans]) -> list[StageTimeline]:
 
 
 def step_times(attempt: AttemptSpans) -> list[StepTime]:
-    """The steps of one attempt in the order they began."""
+    """The steps of one attempt in the order they began.
+
+    What only probes or saves (the state behind the last step, or one resumed from) is no step.
+    """
     steps: dict[int, list[Span]] = {}
     for span in attempt.phases():
         steps.setdefault(span.step, []).append(span)
     found = []
     for step, spans in steps.items():
+        if BETWEEN.issuperset(span.name for span in spans):
+            continue
         started, end = min(span.started for span in spans), max(end_of(span) for span in spans)
         phases: dict[str, float] = {}
         for span in _outermost(spans):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,12 +100,24 @@ class Gantt:
 
 
 @dataclass(frozen=True, slots=True)
+class LegendEntry:
+    """A hand-off; medians over the steps that have it (a checkpoint is not in every step)."""
+
+    name: str
+    colour: str
+    share: float
+    seconds: float
+    steps: int
+    rare: bool  # so that the number of steps is told
+
+
+@dataclass(frozen=True, slots=True)
 class StageView:
     """A stage's pictures."""
 
     timeline: StageTimeline
     bars: tuple[Block, ...]
-    legend: tuple[tuple[str, str, float, float], ...]  # (hand-off, colour, median share, median seconds)
+    legend: tuple[LegendEntry, ...]
     averaged: int  # steps per bar
     gantts: tuple[Gantt, ...]
 
@@ -160,9 +173,7 @@ def _view(timeline: StageTimeline, attempts: Sequence[AttemptSpans]) -> StageVie
     colours = _COLOURS | {name: _OTHERS[index % len(_OTHERS)] for index, name in enumerate(others)}
     each = max(1, math.ceil(len(timeline.steps) / _MOST_BARS))
     typical, slowest = timeline.typical(), timeline.slowest(1)
-    legend = tuple(
-        (name, colours[name], share, _median_seconds(timeline, name)) for name, share in timeline.phases.items()
-    )
+    legend = tuple(_legend(timeline, name, colours[name]) for name in timeline.phases)
     wanted = [("Typical step", typical), ("Slowest step", slowest[0] if slowest else None)]
     if typical in slowest:
         wanted = wanted[:1]
@@ -170,9 +181,11 @@ def _view(timeline: StageTimeline, attempts: Sequence[AttemptSpans]) -> StageVie
     return StageView(timeline, tuple(_bars(timeline, colours, each)), legend, each, gantts)
 
 
-def _median_seconds(timeline: StageTimeline, phase: str) -> float:
-    spent = sorted(step.phases.get(phase, 0.0) for step in timeline.steps)
-    return spent[(len(spent) - 1) // 2]
+def _legend(timeline: StageTimeline, phase: str, colour: str) -> LegendEntry:
+    steps = [step for step in timeline.steps if phase in step.phases]
+    share = statistics.median(step.shares()[phase] for step in steps)
+    rare = len(steps) < 0.9 * len(timeline.steps)
+    return LegendEntry(phase, colour, share, statistics.median(step.phases[phase] for step in steps), len(steps), rare)
 
 
 def _bars(timeline: StageTimeline, colours: Mapping[str, str], each: int) -> Iterator[Block]:
@@ -204,7 +217,8 @@ def _gantt(title: str, step: StepTime, attempt: AttemptSpans, colours: Mapping[s
     near = [span for span in attempt.spans if end_of(span) > begin and span.started < begin + seconds]
     tracks, left_out = _tracks(near, colours)
     rows = []
-    for place, (label, busy) in enumerate(sorted(tracks.items(), key=_by_rank)):
+    for place, ((role, rank), busy) in enumerate(tracks.items()):
+        label = f"{role} · rank {rank}" if role != CONTROLLER else role
         inside = [one for one in busy if one.end > begin and one.start < begin + seconds]
         rows.append(GanttRow(label, tuple(_block(label, one, place, begin, seconds) for one in inside)))
     scale = (WIDTH - _LABEL) / seconds
@@ -222,23 +236,25 @@ class _Busy:
     colour: str
 
 
-def _tracks(near: Sequence[Span], colours: Mapping[str, str]) -> tuple[dict[str, list[_Busy]], int]:
-    """Row label → what it did by time, and how many ranks have no row."""
-    tracks: dict[str, list[_Busy]] = {CONTROLLER: []}
+def _tracks(near: Sequence[Span], colours: Mapping[str, str]) -> tuple[dict[tuple[str, int], list[_Busy]], int]:
+    """(role, rank) → what it did by time, roles in the order of their first call; and how many ranks have no row."""
+    controller: list[_Busy] = []
+    roles: dict[str, dict[int, list[_Busy]]] = {}
     hidden: set[tuple[str, int]] = set()
     for span in sorted(near, key=lambda one: (one.started, -one.seconds)):
         if not is_call(span):
             colour = colours.get(span.name, _OTHERS[0])
-            tracks[CONTROLLER].append(_Busy(span.name, span.started, end_of(span), colour))
+            controller.append(_Busy(span.name, span.started, end_of(span), colour))
             continue
         colour = colours.get(_during(span, near), _OTHERS[0])
         role, method = role_of(span)[0], str(span.attributes.get("method", span.name))
         for rank, start, end in rank_intervals(span):
             if rank < _MOST_RANKS:
-                tracks.setdefault(f"{role} · rank {rank}", []).append(_Busy(method, start, end, colour))
+                roles.setdefault(role, {}).setdefault(rank, []).append(_Busy(method, start, end, colour))
             else:
                 hidden.add((role, rank))
-    return tracks, len(hidden)
+    tracks = {(role, rank): busy for role, ranks in roles.items() for rank, busy in sorted(ranks.items())}
+    return {(CONTROLLER, 0): controller, **tracks}, len(hidden)
 
 
 def _block(label: str, busy: _Busy, place: int, begin: float, seconds: float) -> Block:
@@ -248,11 +264,6 @@ def _block(label: str, busy: _Busy, place: int, begin: float, seconds: float) ->
     shown = busy.name if len(busy.name) * 7 + 8 < width else ""
     told = f"{label}: {busy.name} {brief(busy.end - busy.start)}"
     return Block(round(x, 2), place * _ROW + 3, round(width, 2), _ROW - 6, busy.colour, shown, told)
-
-
-def _by_rank(track: tuple[str, object]) -> tuple[bool, str, int]:
-    role, _, rank = track[0].partition(" · rank ")
-    return (role != CONTROLLER, role, int(rank or 0))
 
 
 def _during(call: Span, near: Sequence[Span]) -> str:
