@@ -24,7 +24,7 @@ from posttrain.engine.config import DataflowConfig
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
 from posttrain.engine.recipes.roles import Roles
-from posttrain.engine.recipes.sampling import Probe, Prompt, Sampled, Scorer, sample_groups, score_groups
+from posttrain.engine.recipes.sampling import Probe, ProbeSchedule, Prompt, Sampled, Scorer, sample_groups, score_groups
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.weights.view import PolicyVersion
 
@@ -77,7 +77,8 @@ class CustomDataflow:
     def __init__(self, function: Step, flow: Dataflow, probe: Probe | None = None) -> None:
         self.steps = flow.config.steps
         self.roles, self.journal = flow.roles, flow.journal
-        self._function, self._flow, self._probe = function, flow, probe
+        self._function, self._flow = function, flow
+        self._probe = ProbeSchedule.of(probe, flow.config.probe, self.steps)
 
     def price(self, step: int) -> int:
         """What the stage declares; else every prompt read once, every response at the token limit and trained on."""
@@ -111,18 +112,11 @@ class CustomDataflow:
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
         """Greedy held-out accuracy before the first step, every N steps, and at the end."""
-        if not (self._probe and self._probe_due(step)):
-            return None
-        with trace.span("probe"):
-            return self._probe(self.roles.rollout)
+        return self._probe.measure(step, trace, self.roles.rollout)
 
     def probe_price(self, step: int) -> int:
         """The probe's limit where one is due."""
-        return self._probe.price if self._probe and self._probe_due(step) else 0
-
-    def _probe_due(self, step: int) -> bool:
-        c = self._flow.config.probe
-        return c is not None and (step % c.every == 0 or step == self.steps)
+        return self._probe.price(step)
 
 
 def load_dataflow(file: Path, entry: str) -> Step:

@@ -27,6 +27,7 @@ from posttrain.engine.recipes.recipe import StepReport, Trace
 from posttrain.engine.recipes.roles import Roles
 from posttrain.engine.recipes.sampling import (
     Probe,
+    ProbeSchedule,
     Prompt,
     Sampled,
     Scorer,
@@ -71,7 +72,8 @@ class GRPO:
         self.roles = roles
         self.journal = Journal(len(prompts), seed)
         self._config, self._seed = config, seed
-        self._prompts, self._scorer, self._probe = prompts, scorer, probe
+        self._prompts, self._scorer = prompts, scorer
+        self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
 
     def price(self, step: int) -> int:
         """Every prompt read once, every response at the token limit, and all of it trained on."""
@@ -108,18 +110,11 @@ class GRPO:
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
         """Greedy held-out accuracy before the first step, every N steps, and at the end."""
-        if not (self._probe and self._probe_due(step)):
-            return None
-        with trace.span("probe"):
-            return self._probe(self.roles.rollout)
+        return self._probe.measure(step, trace, self.roles.rollout)
 
     def probe_price(self, step: int) -> int:
         """The probe's limit where one is due."""
-        return self._probe.price if self._probe and self._probe_due(step) else 0
-
-    def _probe_due(self, step: int) -> bool:
-        c = self._config.probe
-        return c is not None and (step % c.every == 0 or step == self.steps)
+        return self._probe.price(step)
 
     def _sample(self, step: int) -> Sampled:
         c = self._config

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.batch import Trajectory
+from posttrain.engine.config import ProbeConfig
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.journal import Journal
-from posttrain.engine.recipes.recipe import StepReport
+from posttrain.engine.recipes.recipe import StepReport, Trace
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.port import SamplingParams
@@ -45,6 +46,41 @@ class Probe(Protocol):
 
     def __call__(self, rollout: WorkerGroup[RolloutWorker]) -> StepReport:
         """Measure; spends at most `price` tokens."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ProbeSchedule:
+    """When a recipe measures its policy: before the first step, every `every` steps, and at the end.
+
+    Args:
+        probe: None: never.
+        every: steps between measurements.
+        last: the number of steps of the stage.
+    """
+
+    probe: Probe | None
+    every: int
+    last: int
+
+    @classmethod
+    def of(cls, probe: Probe | None, config: ProbeConfig | None, last: int) -> ProbeSchedule:
+        """As the stage's configuration says."""
+        return cls(probe, config.every, last) if config else cls(None, 1, last)
+
+    def price(self, step: int) -> int:
+        """Tokens it may spend after `step` steps; 0 where none is due."""
+        return self.probe.price if self.probe and self._due(step) else 0
+
+    def measure(self, step: int, trace: Trace, rollout: WorkerGroup[RolloutWorker]) -> StepReport | None:
+        """What the policy can after `step` steps, if that is due."""
+        if self.probe is None or not self._due(step):
+            return None
+        with trace.span("probe"):
+            return self.probe(rollout)
+
+    def _due(self, step: int) -> bool:
+        return step % self.every == 0 or step == self.last
 
 
 @final

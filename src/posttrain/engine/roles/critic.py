@@ -10,13 +10,11 @@ from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
-from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.scalar_model import ScalarModel, token_values
 from posttrain.engine.models.sequence_parallel import open_sequence_group
 from posttrain.engine.models.source import ScalarSource
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.update import Update
-from posttrain.pacing.balancing import micro_batches
 
 
 @final
@@ -44,13 +42,12 @@ class CriticWorker:
     ) -> None:
         opened = model.open(place.device) if isinstance(model, ScalarSource) else model
         self.model = replace(opened, sequence=open_sequence_group(place.rank, place.size, place.sequence_parallel))
-        self._costs = cost_model(self.model.module)  # before it is sharded
         self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed)
         self._rank = place.rank
 
     def values(self, batch: TokenBatch) -> TokenBatch:
         """The batch with `values`: V before each response token, 0 elsewhere."""
-        shards, micros = self._micro_batches(batch)
+        shards, micros = self.learner.split(batch)
         found = self.learner.evaluate(
             micros, TokenBatch.filler(self.model.device), lambda micro: token_values(self.model, micro)
         )
@@ -63,7 +60,7 @@ class CriticWorker:
         Raises:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
         """
-        _, micros = self._micro_batches(batch)
+        _, micros = self.learner.split(batch)
 
         def forward(micro: TokenBatch) -> LossParts:
             return objective(micro, token_values(self.model, micro))
@@ -82,8 +79,3 @@ class CriticWorker:
             IntegrityError: it does not fit the model.
         """
         self.learner.load(path, "critic")
-
-    def _micro_batches(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
-        placed = batch if batch.device == self.model.device else batch.to(self.model.device)
-        shards = micro_batches(placed.lengths, self._costs.costs(placed.lengths), self.learner.token_budget)
-        return shards, [placed] if len(shards) == 1 else [placed.select(shard) for shard in shards]

@@ -22,11 +22,14 @@ from posttrain.domain.errors import FailureClass, IntegrityError, JobFailedError
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.algorithms.schedule import learning_rate
+from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models.activation_checkpointing import checkpoint_activations
+from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, local
 from posttrain.engine.weights.checkpoint import read_role, write_role
+from posttrain.pacing.balancing import micro_batches
 
 _MICRO_BATCH_TOKENS = {
     "cpu": 4096,
@@ -78,6 +81,7 @@ class Learner:
         dropout: bool = False,
     ) -> None:
         place.need_collectives(type(module).__name__)
+        self._costs = cost_model(module)  # counted before it is sharded
         self.sharding = open_sharding(place, module, runtime)
         self.token_budget = micro_batch_tokens(runtime, place.device)
         self._module, self._config, self._steps, self._seed, self._dropout = module, optimizer, steps, seed, dropout
@@ -91,6 +95,16 @@ class Learner:
             fused=place.size == 1,
         )
         module.train(dropout)
+
+    def split(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
+        """This rank's micro-batches on its device, and the documents of each."""
+        placed = batch if batch.device == self._device else batch.to(self._device)
+        shards = self.shards(placed.lengths)
+        return shards, [placed] if len(shards) == 1 else [placed.select(shard) for shard in shards]
+
+    def shards(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Items by micro-batch, balanced by the model's cost, within the token budget."""
+        return micro_batches(lengths, self._costs.costs(lengths), self.token_budget)
 
     def step(
         self, micros: Sequence[M], filler: M, forward: Callable[[M], LossParts], *, step: int, part: int = 0

@@ -12,7 +12,6 @@ from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
-from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import save_model
 from posttrain.engine.models.logprobs import token_logprobs
@@ -21,7 +20,6 @@ from posttrain.engine.models.source import ModelSource
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.update import Update
 from posttrain.engine.weights.view import PolicyVersion, Weights, digest_tensors
-from posttrain.pacing.balancing import micro_batches
 
 
 @final
@@ -53,7 +51,6 @@ class PolicyWorker:
     ) -> None:
         opened = model.open(place.device) if isinstance(model, ModelSource) else model
         self.model = replace(opened, sequence=open_sequence_group(place.rank, place.size, place.sequence_parallel))
-        self._costs = cost_model(self.model.module)  # before it is sharded
         self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout)
         self._temperature, self._rank = temperature, place.rank
         if place.size == 1:  # an alias view needs whole weights
@@ -74,7 +71,7 @@ class PolicyWorker:
         Raises:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
         """
-        shards, micros = self._micro_batches(batch)
+        shards, micros = self.learner.split(batch)
         seen: list[TokenBatch] = []
 
         def forward(micro: TokenBatch) -> LossParts:
@@ -90,7 +87,7 @@ class PolicyWorker:
 
     def logprobs(self, batch: TokenBatch) -> TokenBatch:
         """The batch with `proximal_logprobs`: of the response tokens under the policy as it is."""
-        shards, micros = self._micro_batches(batch)
+        shards, micros = self.learner.split(batch)
         found = self.learner.evaluate(micros, TokenBatch.filler(self.model.device), self._logprobs)
         scored = [micro.with_columns(proximal_logprobs=f) for micro, f in zip(micros, found, strict=True)]
         gathered = TokenBatch.gather(scored, shards) if scored else batch
@@ -127,8 +124,3 @@ class PolicyWorker:
 
     def _logprobs(self, micro: TokenBatch) -> Tensor:
         return token_logprobs(self.model, micro, temperature=self._temperature, response_only=True)
-
-    def _micro_batches(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
-        placed = batch if batch.device == self.model.device else batch.to(self.model.device)
-        shards = micro_batches(placed.lengths, self._costs.costs(placed.lengths), self.learner.token_budget)
-        return shards, [placed] if len(shards) == 1 else [placed.select(shard) for shard in shards]

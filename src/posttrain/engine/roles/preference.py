@@ -15,14 +15,12 @@ from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
-from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.loading import save_model
 from posttrain.engine.models.scalar_model import ScalarModel, sequence_scores
 from posttrain.engine.models.sequence_parallel import open_sequence_group
 from posttrain.engine.models.source import ScalarSource
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.update import Update
-from posttrain.pacing.balancing import micro_batches
 
 
 @final
@@ -89,7 +87,6 @@ class PreferenceWorker:
     ) -> None:
         opened = model.open(place.device) if isinstance(model, ScalarSource) else model
         self.model = replace(opened, sequence=open_sequence_group(place.rank, place.size, place.sequence_parallel))
-        self._costs = cost_model(self.model.module)  # before it is sharded
         self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=True)
         self._rank = place.rank
 
@@ -100,7 +97,7 @@ class PreferenceWorker:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
         """
         device = self.model.device
-        shards = micro_batches(batch.lengths, self._costs.costs(batch.lengths), self.learner.token_budget)
+        shards = self.learner.shards(batch.lengths)
         micros = [batch.select(shard).documents.to(device) for shard in shards]
         filler = TokenBatch.gather([TokenBatch.filler(device)] * 2, [[0], [1]])
         return Update(
