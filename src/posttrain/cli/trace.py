@@ -110,9 +110,8 @@ def role_table(stage: StageTimeline) -> Table:
 
 
 def _step_lines(stage: StageTimeline) -> Iterator[str]:
-    shares = ", ".join(
-        f"{name} {share:.1%}" for name, share in sorted(stage.phases.items(), key=lambda kv: -kv[1]) if share
-    )
+    told = sorted(((name, share) for name, share in stage.phases.items() if share >= _TOLD), key=lambda it: -it[1])
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in told)
     yield f"a step's time: {shares} (medians)"
     slow = ", ".join(f"step {step.step} {_time(step.seconds)}" for step in stage.slowest(3))
     typical = stage.typical()
