@@ -6,7 +6,7 @@ The engine makes them and knows neither store nor telemetry; whoever reads them 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from posttrain.domain.errors import IntegrityError
@@ -100,7 +100,8 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 def fact_to_json(fact: Fact) -> dict[str, Any]:
     """A JSON object whose `type` names the fact."""
-    return {"type": _NAMES[type(fact)], **asdict(fact)}
+    # not asdict, which copies every number of every list: a millisecond for a sample of 256 tokens
+    return {"type": _NAMES[type(fact)], **{f.name: getattr(fact, f.name) for f in fields(fact)}}
 
 
 def fact_from_json(value: Mapping[str, Any]) -> Fact:
@@ -110,8 +111,8 @@ def fact_from_json(value: Mapping[str, Any]) -> Fact:
         IntegrityError: an unknown `type` or a missing field.
     """
     try:
-        fields = {key: item for key, item in value.items() if key != "type"}
-        fact: Fact = _KINDS[value["type"]](**fields)
+        given = {key: item for key, item in value.items() if key != "type"}
+        fact: Fact = _KINDS[value["type"]](**given)
     except (KeyError, TypeError) as error:
         raise IntegrityError(
             f"event segment holds a fact that cannot be read: {error}; the job's version differs"
