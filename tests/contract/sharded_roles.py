@@ -57,6 +57,8 @@ def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor
     policy = PolicyWorker(place, adopt_module(families.build(family)), OPTIMIZER, runtime, steps=STEPS, seed=0)
     scalar = adopt_classifier(put_scalar_head(families.build(family)))
     critic = CriticWorker(place, scalar, OPTIMIZER, runtime, steps=STEPS, seed=0)
+    begun = {name: tensor.clone() for name, tensor in policy.learner.parameters().items()}
+    first = policy.logprobs(mine).proximal_logprobs
     for step in range(STEPS):
         surrogate = PolicyObjective(totals, clip_low=0.2, clip_high=0.2)
         metrics = {f"policy/{k}": v for k, v in policy.update(mine, surrogate, step=step).metrics.items()}
@@ -69,6 +71,8 @@ def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor
     for role, worker in (("policy", policy), ("critic", critic)):
         gathered = worker.learner.sharding.gathered() if place.size > 1 else worker.learner.parameters()
         weights |= {f"{role}/{name}": tensor.detach().cpu().clone() for name, tensor in gathered.items()}
+    policy.learner.restore(begun, {})  # what the frozen pass above gathered must not outlive it
+    torch.testing.assert_close(policy.logprobs(mine).proximal_logprobs, first, atol=0, rtol=0)
     return weights, metrics
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from posttrain.domain.errors import InputError
@@ -154,7 +154,7 @@ class FullySharded:
         for layer in layers:
             fully_shard(layer, **options)
         self._root = _Root(module)
-        fully_shard(self._root, **options)
+        self._sharded_root: FSDPModule = fully_shard(self._root, **options)
         self._module, self._device = module, torch.device(device)
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
@@ -203,7 +203,8 @@ class FullySharded:
         return float(whole.full_tensor() if isinstance(whole, DTensor) else whole)
 
     def write_back(self) -> None:
-        """The shards are the module's own."""
+        """The shards are the module's own; what a forward without backward left gathered of the old ones is dropped."""
+        self._sharded_root.reshard()
 
     def gathered(self) -> dict[str, Tensor]:
         """See `Sharding`; one parameter at a time."""
