@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Fact, Sample, Span
+from posttrain.domain.placement import Placement
 from posttrain.engine.batch import Trajectory
 from posttrain.engine.config import (
     CriticConfig,
@@ -35,6 +38,7 @@ from posttrain.engine.models.chat import PreferencePair
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.scalar_model import ScalarModel, adopt_classifier, put_scalar_head
+from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.dataflow import CustomDataflow, Dataflow, load_dataflow
 from posttrain.engine.recipes.opening import open_preference, open_roles
 from posttrain.engine.recipes.ppo import PPO
@@ -42,10 +46,13 @@ from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
 from posttrain.engine.recipes.reward_model import RewardModel
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.recipes.scoring import ModelScorer
-from posttrain.engine.rewards.port import Score
+from posttrain.engine.rewards.parallel import ParallelReward
+from posttrain.engine.rewards.port import RewardCall, Score
+from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.roles.critic import CriticWorker
 from posttrain.engine.roles.policy import PolicyWorker
 from posttrain.engine.roles.preference import PreferenceWorker
+from posttrain.engine.roles.reference import ReferenceWorker
 
 TINY = InitModelConfig(
     hidden_size=16, intermediate_size=16, layers=1, characters="0123456789Q:sort A", context_length=64
@@ -232,6 +239,40 @@ class TestPPO:
         recipe = best_of_n()
         with pytest.raises(InputError, match="PPO needs a critic"):
             PPO(PPOConfig(data="d", reward="r", steps=1), recipe.roles, PROMPTS, EvenTokens(), 0)
+
+
+class TestSleep:
+    @pytest.mark.parametrize("sleep", [True, False])
+    def test_a_sleeping_reference_frees_its_memory_and_changes_nothing(self, sleep: bool, tmp_path: Path) -> None:
+        initial_model(TINY, TOKENIZER, 0).save_pretrained(tmp_path)
+        found = []
+        for nap in (sleep, False):
+            options: dict[str, Any] = {"placement": Placement.model_validate({"sleep": nap}), "trace": TraceConfig()}
+            config = PPOConfig(data="d", reward="r", steps=3, prompts_per_step=3, max_new_tokens=4, **options)
+            roles = open_roles(config, ModelSource(tmp_path), 11, inline(), critic=scalar())
+            recipe = PPO(config, roles, PROMPTS, EvenTokens(), 11)
+            found.append([recipe.step(step, quiet(step)).metrics for step in range(3)])
+            assert roles.reference
+            assert (roles.reference.one(ReferenceWorker.resident_bytes) == 0) is nap
+        assert found[0] == found[1]
+
+
+class TestParallelReward:
+    @settings(deadline=None, max_examples=30)
+    @given(groups=st.lists(st.integers(1, 4), min_size=1, max_size=7), processes=st.integers(1, 4))
+    def test_scores_are_those_of_one_process(self, groups: list[int], processes: int) -> None:
+        prompts = [f"p{g}" for g, size in enumerate(groups) for _ in range(size)]
+        completions = [f"c{i}" * (i + 1) for i in range(len(prompts))]
+        call = RewardCall(prompts, completions, [{"answer": p} for p in prompts])
+
+        def compare(call: RewardCall) -> list[float]:  # with the others of its prompt
+            return [
+                float(call.prompts.count(p) * 100 + len(c)) for p, c in zip(call.prompts, call.completions, strict=True)
+            ]
+
+        several = ParallelReward([ScriptedReward(compare) for _ in range(processes)])
+        assert several.score(call) == ScriptedReward(compare).score(call)
+        several.close()
 
 
 class TestRewardModel:

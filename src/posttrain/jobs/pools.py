@@ -53,7 +53,9 @@ def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TO
     from posttrain.engine.groups.pool import ResourcePool
 
     device = settled_device(config.runtime)
-    if config.placement.is_inline and not config.runtime.ray_address:
+    pools = config.placement.pools(roles_of(config)).values()
+    alone = len(pools) == 1 and all(pool.resources.rank_count == 1 for pool in pools)
+    if alone and not config.runtime.ray_address:
         with ResourcePool(InlineBackend(device=device), recorder, costs=costs) as pool:
             yield lambda role: pool
         return

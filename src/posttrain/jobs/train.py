@@ -201,17 +201,25 @@ def _reward_function(
     stack: ExitStack,
 ) -> Scorer:
     from posttrain.engine.recipes.scoring import RewardScorer
+    from posttrain.engine.rewards.parallel import ParallelReward
     from posttrain.engine.rewards.process import open_reward
 
     meta = job.order.inputs["reward"].meta
-    reward = open_reward(
-        job.input("reward"),
-        meta.get("entry"),
-        timeout=config.reward_timeout,
-        dialect=meta.get("dialect") or "auto",
-        name=job.label("reward"),
-        source=meta.get("source") or "",
-        hidden=_workspace(job),
+    hidden = _workspace(job)
+    ranks = config.placement.pool_of("reward").resources.rank_count if config.placement.reward else 1
+    reward = ParallelReward(
+        [
+            open_reward(
+                job.input("reward"),
+                meta.get("entry"),
+                timeout=config.reward_timeout,
+                dialect=meta.get("dialect") or "auto",
+                name=job.label("reward"),
+                source=meta.get("source") or "",
+                hidden=hidden,
+            )
+            for _ in range(ranks)
+        ]
     )
     stack.callback(reward.close)
     for note in reward.notes:

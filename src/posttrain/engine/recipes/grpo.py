@@ -97,6 +97,7 @@ class GRPO:
         if batch is not None and self.roles.reference:
             with trace.span("reference"):
                 batch = self.roles.reference.map(ReferenceWorker.logprobs, batch)
+            self.roles.rest()
         witness = Witness(sampled, step, self._config.trace.followed(len(sampled.prompts)))
         with trace.span("update"):
             learned = self._update(batch, step, witness)

@@ -113,4 +113,6 @@ def open_roles(
             .by_rank()
             .start("reward_model", RewardModelWorker, reward_model, micro_batch_tokens=tokens)
         )
-    return Roles(policy, rollout, reference, values, judge)
+    nap = config.placement.sleep
+    on_gpu = pool_of("policy").processes[0].device.startswith("cuda")
+    return Roles(policy, rollout, reference, values, judge, sleeps=on_gpu if nap == "auto" else bool(nap))

@@ -104,6 +104,7 @@ class PPO:
         if batch is None:
             return StepReport(sampled.tokens, rollout_metrics(sampled, ~signal))
         batch = self._estimated(batch, sampled, trace)
+        self.roles.rest()
         witness = Witness(sampled, step, self._config.trace.followed(len(sampled.prompts)))
         with trace.span("update"):
             learned, trained = self._update(batch, step, witness)

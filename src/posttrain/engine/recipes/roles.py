@@ -33,6 +33,14 @@ class Roles:
     reference: WorkerGroup[ReferenceWorker] | None = None
     critic: WorkerGroup[CriticWorker] | None = None
     reward_model: WorkerGroup[RewardModelWorker] | None = None
+    sleeps: bool = False  # frozen roles leave their memory when their phase is over
+
+    def rest(self) -> None:
+        """The frozen roles have said what the step needs of them: where roles sleep, they do until the next."""
+        if self.sleeps and self.reference:
+            self.reference.each(ReferenceWorker.sleep)
+        if self.sleeps and self.reward_model:
+            self.reward_model.each(RewardModelWorker.sleep)
 
     def publish(self, version: PolicyVersion) -> None:
         """From now on the rollout samples with the policy as it is; proven by digest where weights are copied.
