@@ -40,10 +40,10 @@ fast: $(VENV)/.dev ## unit and contract tests
 	$(BIN)/python -m pytest -m "not slow and not gpu and not ray" -n 2
 
 slow: $(VENV)/.dev ## real processes end to end, killed on purpose
-	$(BIN)/python -m pytest -m "slow and not gpu and not ray" -n 2 --timeout 600
+	$(BIN)/python -m pytest -m "slow and not gpu and not ray" -n 2 --timeout 3000
 
 ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
-	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 600
+	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 3000
 
 gpu: $(VENV)/.dev ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -115,6 +116,14 @@ class Policy:
     def sleep_on(self, rank: int, seconds: float) -> None:
         if self.place.rank == rank:
             self.sleep(seconds)
+
+    def meet(self, folder: Path, wanted: int) -> int:
+        """Says that it is there and waits until so many are; how many there are."""
+        (folder / f"{self.place.pool}-{self.place.rank}").touch()
+        deadline = time.monotonic() + 300
+        while len(found := list(folder.iterdir())) < wanted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return len(found)
 
     def die(self, rank: int) -> None:
         if self.place.rank == rank:

@@ -78,7 +78,7 @@ def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor
 
 def main(rank: int, ranks: int, folder: Path) -> None:
     store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=400))
     try:
         for case, shards in SHARDS.items():
             for family in ("qwen3", "llama"):  # a tied and an untied output head

@@ -49,7 +49,7 @@ def told(body: str, tmp_path: Path) -> tuple[str, str]:
     """What it said, and its log; it ends by itself."""
     process = owner(body, tmp_path)
     try:
-        said, _ = process.communicate(timeout=150)
+        said, _ = process.communicate(timeout=500)
     finally:
         process.kill()
     log = (tmp_path / "log.txt").read_text()
@@ -71,7 +71,9 @@ def test_a_local_cluster_keeps_to_itself(tmp_path: Path) -> None:
             family = {*psutil.Process().children(recursive=True), *marked(folder), *ranks, psutil.Process()}
             listening = [c.laddr.ip for p in family for c in p.net_connections() if c.status == "LISTEN"]
             say(addresses=sorted(set(listening)), many=len(listening) > 4, cpus=cluster.resources()["CPU"])
-            time.sleep(1)  # Ray forwards the ranks' lines twice a second
+            deadline = time.monotonic() + 100
+            while "a word from a rank" not in open("/proc/self/fd/2").read() and time.monotonic() < deadline:
+                time.sleep(0.1)  # Ray forwards the ranks' lines twice a second
             pool.close()
         say(left=len(list(marked(folder))), folder=os.path.exists(folder), mark=VARIABLE in os.environ,
             home=os.path.exists(os.path.expanduser("~/.ray")), token="RAY_AUTH_TOKEN" in os.environ)
@@ -105,7 +107,7 @@ def test_nothing_survives_a_killed_owner(tmp_path: Path) -> None:
         line = process.stdout.readline()
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait(100)
     assert line, (tmp_path / "log.txt").read_text()
     folder, pids = line.split('"')[3], [int(pid) for pid in line.split("[")[1].split("]")[0].split(",")]
     assert len(pids) > 4
@@ -141,7 +143,8 @@ def test_a_running_cluster_is_joined_and_left_running(tmp_path: Path) -> None:
             pid = cluster.backend("probe", 1).processes[0].pid
             token = psutil.Process(pid).environ()["RAY_AUTH_TOKEN"]
             env = {**os.environ, "ADDRESS": cluster.address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-            guest = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True, timeout=90)
+            command = [sys.executable, "-c", code]
+            guest = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=300)
             say(said=guest.stdout, code=guest.returncode, still=cluster.resources()["CPU"])
             try:
                 with open_cluster():
@@ -212,8 +215,8 @@ def test_the_reaper_ends_what_carries_the_mark_and_nothing_else(tmp_path: Path) 
         [sys.executable, "-m", "posttrain.engine.groups.reaper", str(folder)], stdin=subprocess.PIPE
     )
     try:
-        reaper.communicate(timeout=40)
-        assert ours.wait(20) == -signal.SIGKILL
+        reaper.communicate(timeout=100)
+        assert ours.wait(100) == -signal.SIGKILL
         assert other.poll() is None
         assert not folder.exists()
     finally:

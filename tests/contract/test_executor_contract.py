@@ -24,7 +24,8 @@ from posttrain.execution.ports import Executor
 from posttrain.store.attempts import AttemptFolder
 
 HERE = Path(__file__).parent
-PATIENCE = 30.0
+PATIENCE = 120.0  # seconds; a machine may be as busy as it likes
+NEVER_SECONDS = 0.1  # given to what will never happen
 ENDED = (JobState.EXITED, JobState.LOST)
 
 
@@ -207,7 +208,7 @@ def test_a_killed_job_exits_with_the_signal_and_takes_its_children_along(running
     os.kill(claim(job)["job_pid"], signal.SIGKILL)
     wait_until(lambda: LocalExecutor().observe(job).state == JobState.EXITED)
     assert LocalExecutor().observe(job).exit_code == -signal.SIGKILL
-    assert processes.group(claim(job)["job_pid"]) == []
+    wait_until(lambda: processes.group(claim(job)["job_pid"]) == [])  # killed, but dying takes a moment
 
 
 def test_a_job_and_its_children_die_with_their_supervisor(running: Make) -> None:
@@ -227,43 +228,59 @@ def test_the_supervisor_forwards_sigterm(running: Make) -> None:
 
 def test_cancelling_asks_then_terminates_then_kills(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, deaf = running("busy", "run1-a-1"), running("deaf", "run1-b-1")
-    assert LocalExecutor().cancel(busy, 0.1).exit_code == -signal.SIGTERM
-    monkeypatch.setattr(local, "_TERMINATE_SECONDS", 0.1)
-    assert LocalExecutor().cancel(deaf, 0.1).exit_code == -signal.SIGKILL
+    monkeypatch.setattr(local, "_TERMINATE_SECONDS", PATIENCE)
+    monkeypatch.setattr(local, "_KILL_SECONDS", PATIENCE)
+    assert LocalExecutor().cancel(busy, NEVER_SECONDS).exit_code == -signal.SIGTERM
+    monkeypatch.setattr(local, "_TERMINATE_SECONDS", NEVER_SECONDS)
+    assert LocalExecutor().cancel(deaf, NEVER_SECONDS).exit_code == -signal.SIGKILL
 
 
 def test_a_stopped_supervisor_cannot_keep_a_job_alive(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     job = running("deaf")
     os.kill(claim(job)["pid"], signal.SIGSTOP)
-    monkeypatch.setattr(local, "_TERMINATE_SECONDS", 0.1)
-    monkeypatch.setattr(local, "_KILL_SECONDS", 0.5)
+    poll, waits = local._poll, list[float]()
+
+    def patient_at_last(done: Callable[[], bool], seconds: float) -> bool:
+        waits.append(seconds)  # asked, terminated, killed: its supervisor records none of it
+        return poll(done, NEVER_SECONDS if len(waits) <= 3 else PATIENCE)
+
+    monkeypatch.setattr(local, "_poll", patient_at_last)
     assert LocalExecutor().cancel(job, 0).state == JobState.LOST
-    assert processes.group(claim(job)["job_pid"]) == []
+    assert len(waits) > 3
+    wait_until(lambda: processes.group(claim(job)["job_pid"]) == [])
 
 
 _LAUNCHER = """
-import json, sys, time
+import json, sys
 from posttrain.domain.jobs import JobSpec
 from posttrain.execution.executors.local import LocalExecutor
 
 spec = JobSpec(**json.loads(sys.argv[1]))
-while time.time() < float(sys.argv[2]):
-    pass
+print("here", flush=True)
+sys.stdin.readline()
 print(LocalExecutor().launch(spec), flush=True)
-time.sleep(float(sys.argv[3]))
+sys.stdin.readline()
 """
 
 
-def launcher(job: JobSpec, at: float = 0.0, linger: float = 0.0) -> subprocess.Popen[str]:
+def launcher(job: JobSpec) -> subprocess.Popen[str]:
+    """A process that launches the job at the first line it is told, and ends at the second."""
     fields = {"name": job.name, "module": job.module, "attempt_dir": job.attempt_dir, "environment": job.environment}
-    command = [sys.executable, "-c", _LAUNCHER, json.dumps(fields), str(at), str(linger)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", _LAUNCHER, json.dumps(fields)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    return process
 
 
-def test_two_processes_that_launch_at_once_start_one_job(spec: Make) -> None:
+def test_three_processes_that_launch_at_once_start_one_job(spec: Make) -> None:
     job = spec()
-    at = time.time() + 1.0  # both have their imports behind them by then
-    handles = {process.communicate()[0] for process in [launcher(job, at) for _ in range(3)]}
+    launchers = [launcher(job) for _ in range(3)]  # all have their imports behind them
+    for process in launchers:
+        assert process.stdin is not None
+        process.stdin.write("go\nend\n")
+        process.stdin.flush()
+    handles = {process.communicate(timeout=PATIENCE)[0] for process in launchers}
     assert len(handles) == 1
     wait_until(lambda: len(started(job)) > 0)
     LocalExecutor().cancel(job, PATIENCE)
@@ -272,9 +289,12 @@ def test_two_processes_that_launch_at_once_start_one_job(spec: Make) -> None:
 
 def test_a_job_outlives_who_launched_it(spec: Make) -> None:
     job = spec()
-    process = launcher(job, linger=PATIENCE)
+    process = launcher(job)
+    assert process.stdin is not None
     assert process.stdout is not None
-    process.stdout.readline()
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    assert process.stdout.readline().strip().isdigit()
     process.kill()
     process.communicate()
     assert LocalExecutor().observe(job).state in (JobState.STARTING, JobState.RUNNING)
@@ -369,7 +389,7 @@ def test_a_folder_that_cannot_be_made_is_a_workspace_error(tmp_path: Path) -> No
 
 
 def test_a_pid_that_belongs_to_another_process_is_left_alone() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     try:
         found = processes.identity(process.pid)
         assert found is not None

@@ -54,7 +54,7 @@ class Jobs:
         folder.write_order(JobOrder(name, "grpo", 5, options, self.inputs, self.blobs.url, cache))
         command = [sys.executable, "-m", "posttrain.jobs.train", str(folder.path)]
         environment = {**os.environ, "HOME": str(self.root), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
         result = folder.read_result()
         assert result is not None, ended.stderr
         assert (result.status, result.failure) == ("succeeded", None), ended.stderr

@@ -104,14 +104,16 @@ sys.path.insert(0, here)
 from test_reward_contract import call, living
 from posttrain.engine.rewards.port import RewardError
 from posttrain.engine.rewards.process import open_reward
-reward = open_reward(Path(source), timeout=2 if ending == "time-out" else 60)
-started = 0
-try:
-    reward.score(call("12"))
-    started = len(living(mark))
-except RewardError as error:
-    started = 3 if "time-out" in str(error) and Path(source).with_name("started").exists() else 0
-reward.close()
+started, patience = 0, 2 if ending == "time-out" else 300
+while not started and patience <= 300:  # a busy machine may need more than two seconds to start what is to be killed
+    reward = open_reward(Path(source), timeout=patience)
+    try:
+        reward.score(call("12"))
+        started = len(living(mark))
+    except RewardError as error:
+        started = 3 if "time-out" in str(error) and Path(source).with_name("started").exists() else 0
+    reward.close()
+    patience *= 4
 print(json.dumps({"notes": reward.notes, "started": started, "left": living(mark)}))
 """
 # Goes on, in its own PID namespace, until one of its processes has the number that the answer says; that one's children
@@ -147,7 +149,7 @@ def parent(process):
 
 for _ in range(5):
     subprocess.run(["true"])  # takes the first numbers, which the reward itself has in its namespace
-reward = open_reward(Path(sys.argv[1]), timeout=20)
+reward = open_reward(Path(sys.argv[1]), timeout=300)
 [keeper] = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if parent(entry) == os.getpid()]
 others = [subprocess.Popen(["sleep", "600"]) for _ in range(20)]
 last = reward.score(call("x", answer=str(keeper)))[0].score
@@ -160,6 +162,7 @@ FORBID = """
 for kind in user pid net mnt; do echo 0 > /proc/sys/user/max_${kind}_namespaces || exit 77; done
 exec "$@"
 """
+PATIENCE = 300.0  # seconds for what must happen, on a machine as busy as it likes
 Opener = Callable[[str], RewardFunction]
 
 
@@ -182,7 +185,7 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 def opened(write: Callable[[str], Path]) -> Iterator[Callable[..., ProcessReward]]:
     held: list[ProcessReward] = []
 
-    def _open(source: str, entry: str | None = None, timeout: float = 20.0, dialect: str = "auto") -> ProcessReward:
+    def _open(source: str, entry: str | None = None, timeout: float = PATIENCE, dialect: str = "auto") -> ProcessReward:
         held.append(open_reward(write(source), entry, timeout=timeout, dialect=dialect, name="reward:mine@1"))
         return held[-1]
 
@@ -274,11 +277,11 @@ class TestUserErrors:
 
     def test_missing_source(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"reward source absent\.py does not exist"):
-            open_reward(tmp_path / "absent.py", timeout=1)
+            open_reward(tmp_path / "absent.py", timeout=PATIENCE)
         (tmp_path / "a.py").touch()
         (tmp_path / "b.py").touch()
         with pytest.raises(InputError, match=r"must hold `reward\.py` or a single Python file, got a\.py, b\.py"):
-            open_reward(tmp_path, timeout=1)
+            open_reward(tmp_path, timeout=PATIENCE)
 
     def test_probe_finds_a_broken_reward_before_step_one(self, opened: Callable[..., ProcessReward]) -> None:
         probe = probe_call(["Q"] * 9, [{"prompt": "Q", "answer": "1"}] * 9)
@@ -327,7 +330,7 @@ class TestDialects:
     def test_entry_names_file_and_function(self, tmp_path: Path) -> None:
         (tmp_path / "rules.py").write_text("from parts import value\n\ndef mine(completion):\n    return value\n")
         (tmp_path / "parts.py").write_text("value = 0.25\n")
-        reward = open_reward(tmp_path, "rules.py:mine", timeout=20)
+        reward = open_reward(tmp_path, "rules.py:mine", timeout=PATIENCE)
         try:
             assert reward.score(call("12"))[0].score == 0.25
         finally:
@@ -337,7 +340,7 @@ class TestDialects:
     def test_blob_without_suffix_keeps_its_name_in_errors(self, tmp_path: Path) -> None:
         blob = tmp_path / ("0" * 64)
         blob.write_text(SOURCES["raises"])
-        reward = open_reward(blob, "score", timeout=20, name="reward:x@1", source="exact.py")
+        reward = open_reward(blob, "score", timeout=PATIENCE, name="reward:x@1", source="exact.py")
         try:
             with pytest.raises(RewardError, match=r"reward:x@1: exact\.py:2 raised"):
                 reward.score(call("x"))
@@ -356,12 +359,12 @@ class TestCell:
             program = ["unshare", "--user", "--map-root-user", "sh", "-c", FORBID, "sh", *program]
         with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
             if ending == "job killed":
-                until = time.monotonic() + 30
+                until = time.monotonic() + PATIENCE
                 while len(living(mark)) < 3 and job.poll() is None and time.monotonic() < until:
                     time.sleep(0.02)
                 assert len(living(mark)) >= 3 or job.poll() == FORBIDDEN
                 os.kill(job.pid, signal.SIGKILL)
-            out, err = job.communicate(timeout=60)
+            out, err = job.communicate(timeout=PATIENCE)
         if job.returncode == FORBIDDEN or (cell == "none" and not shutil.which("unshare")):
             pytest.skip("this machine makes no user namespaces, so the kernel that gives none cannot be played")
         if ending == "job killed":
@@ -383,7 +386,7 @@ class TestCell:
         if not shutil.which("unshare") or subprocess.run([*fresh, "true"], capture_output=True, check=False).returncode:
             pytest.skip("this machine makes no PID namespace for the test, where the numbers of processes are small")
         program = [sys.executable, "-c", AMONG_OTHERS, str(write(COUNTS)), str(Path(__file__).parent)]
-        done = subprocess.run([*fresh, *program], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([*fresh, *program], capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         assert report["same"], "processes inside had numbers of processes outside"
@@ -481,7 +484,7 @@ class TestCell:
             "    return 0.0\n"
         )
         reward = open_reward(
-            workspace / "cache", timeout=20, hidden=[workspace / "cache", workspace, tmp_path / "none"]
+            workspace / "cache", timeout=PATIENCE, hidden=[workspace / "cache", workspace, tmp_path / "none"]
         )
         try:
             exposed = any("read and write" in note for note in reward.notes)
@@ -491,7 +494,7 @@ class TestCell:
         assert (workspace / "ledger.db").read_text() == "the answers"
 
     def test_a_folder_it_runs_on_is_not_hidden(self, write: Callable[[str], Path]) -> None:
-        with open_reward(write(SOURCES["exact"]), timeout=20, hidden=[Path("/")]) as reward:
+        with open_reward(write(SOURCES["exact"]), timeout=PATIENCE, hidden=[Path("/")]) as reward:
             assert reward.score(call("12"))[0].score == 1.0
             assert "the reward can read and write /: it holds what the reward runs on" in reward.notes
 
@@ -507,8 +510,8 @@ def living(mark: str) -> list[int]:
 
 
 def vanish(mark: str) -> bool:
-    """Whether they are all gone within a few seconds."""
-    until = time.monotonic() + 10
+    """Whether they all go."""
+    until = time.monotonic() + PATIENCE
     while living(mark) and time.monotonic() < until:
         time.sleep(0.02)
     return not living(mark)

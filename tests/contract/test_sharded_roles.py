@@ -28,7 +28,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.Popen([*command, str(rank), "2", str(folder)], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=110)[1] for process in processes]
+    said = [process.communicate(timeout=500)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
     return folder
 

@@ -25,7 +25,7 @@ from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.sealer import verify_chain
 
-PATIENCE = 90.0  # seconds any single step may take on a crowded machine
+PATIENCE = 400.0  # seconds any single step may take, on a machine as busy as it likes
 _MODULES = {"job": "posttrain.jobs.", "supervisor": "posttrain.execution.executors.supervisor"}
 
 

@@ -68,11 +68,31 @@ def metrics_table(right: int) -> bytes:
     return sink.getvalue()
 
 
+class WorldClock:
+    """Time that passes fifty times as fast for whoever waits, and hardly at all for whoever works.
+
+    So nobody waits in a test, and what a command finds at its deadline does not depend on how fast the machine is.
+    """
+
+    def __init__(self) -> None:
+        self._time = time.time()
+
+    def now(self) -> float:
+        """Seconds since the epoch; no two looks are at the same moment."""
+        self._time += 1e-5
+        return self._time
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        self._time += 50 * seconds
+
+
 @dataclass
 class World:
     """One folder to run commands in."""
 
     root: Path
+    clock: WorldClock = field(default_factory=WorldClock)
     executor: FakeExecutor = field(init=False)
     runner: CliRunner = field(default_factory=CliRunner)
     hold: set[str] = field(default_factory=set)  # stage kinds whose jobs never end by themselves
@@ -168,4 +188,5 @@ def make_world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.chdir(folder)
     monkeypatch.delenv("POSTTRAIN_WORKSPACE", raising=False)
     monkeypatch.setattr("posttrain.app.workspace.LocalExecutor", lambda: world.executor)
+    monkeypatch.setattr("posttrain.app.workspace.SystemClock", lambda: world.clock)
     return world

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_world import World, make_world
@@ -22,7 +23,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = make_world(tmp_path, monkeypatch)
     made.prepare()
     made.hold.add("evaluate")
-    made("run", "run.yaml", "--timeout", "0.5")
+    made("run", "run.yaml", "--timeout", "60")
     return made
 
 
@@ -51,13 +52,15 @@ def test_the_table_shows_every_stage_and_fits(world: World) -> None:
 def test_redrawing_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = Workspace(world.root / ".posttrain")
     watcher = RunWatcher(workspace, world.newest())
-    reads = []
+    reads, moment = [], [100.0]
     monkeypatch.setattr(watcher, "read", lambda: reads.append(1) or RunWatcher(workspace, world.newest()).read())
+    monkeypatch.setattr("posttrain.cli.live.time", SimpleNamespace(monotonic=lambda: moment[0], time=time.time))
     record = workspace.ledger.runs()[0]
     with TableDisplay(watcher) as display:
-        for _ in range(50):
+        for look in range(50):
+            moment[0] = 100.0 + look / 100
             display(record)
-    assert len(reads) == 1
+    assert len(reads) == 4, "eight times a second at the most"
     workspace.close()
 
 

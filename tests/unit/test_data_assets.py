@@ -127,9 +127,9 @@ class TestReward:
             entry = inspect_reward(path)["entry"]
         except PosttrainError as error:
             with pytest.raises(type(error)):
-                open_reward(path, timeout=20)
+                open_reward(path, timeout=300)
             return
-        reward = open_reward(path, timeout=20)
+        reward = open_reward(path, timeout=300)
         assert f"({entry})" in reward.where
         reward.close()
 

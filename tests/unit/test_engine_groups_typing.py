@@ -84,7 +84,7 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> set[int]:
     snippet.write_text(HEADER + "\n".join(lines) + "\n")
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--no-error-summary"]
     command += ["--cache-dir", str(ROOT / ".mypy_cache")]  # that of `make types`: torch is long to read
-    told = subprocess.run([*command, str(snippet)], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    told = subprocess.run([*command, str(snippet)], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert not told.stderr, told.stderr
     found = [line.split(":") for line in told.stdout.splitlines() if "snippet.py:" in line and ": error:" in line]
     return {int(parts[1]) for parts in found}

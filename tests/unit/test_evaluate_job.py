@@ -287,7 +287,7 @@ def test_same_bytes_again_and_as_a_process(bench: Bench, answered: Answered) -> 
     first, _ = answered(bench.order())
     attempt = bench.attempt("as-a-process", bench.order())
     command = [sys.executable, "-m", "posttrain.jobs.evaluate", str(attempt.path)]
-    subprocess.run(command, check=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     result = attempt.read_result()
     assert result is not None
     for output in result.outputs.values():

@@ -95,7 +95,7 @@ class TestJobs:
         lost = shop.sft("lost")
         environment = {**os.environ, "POSTTRAIN_CRASHPOINT": "checkpoint.inside_shard@2", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "posttrain.jobs.train", str(lost.path)]
-        killed = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
+        killed = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
         assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
         assert lost.read_result() is None
         latest = lost.latest_checkpoint()

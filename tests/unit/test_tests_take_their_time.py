@@ -1,0 +1,105 @@
+"""No test may depend on how fast the machine is: sleeps and short time-outs are refused, but for those listed here.
+
+A test waits for a state, with a deadline so long that only a hang meets it. A test of a deadline waits on something
+that provably never comes, or gives the product a clock of its own. What is left is named below with its reason.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+SHORTEST = 10.0  # seconds
+FOREVER = 600.0  # seconds; what sleeps so long is there to never answer
+SLEEP = re.compile(r"(?<!def )(?<!clock\.)\bsleep\((?P<value>[^()]*(?:\([^()]*\))?[^()]*)\)")
+SHORT = re.compile(
+    r"""(?:\w*(?:time_?out|seconds|deadline|patience|grace)\w*["']?\s*(?:=|:\s*\w*\s*=|[:,])\s*["']?
+        |\.(?:wait|within|join)\(
+        |--timeout["']?[,\s]+["']?)
+        (?P<value>\d+(?:\.\d+)?(?:e\d+)?)\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+POLL = "a look in a loop whose deadline is minutes away"
+NEVER = "what it waits for never comes, so the shorter the better"
+SAID = "a number that is said or stored; nobody waits so long"
+PAST = "a moment long ago"
+ALLOWED = {
+    ("contract/executor_job.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
+    ("contract/executor_late_supervisor.py", "time.sleep(0.01)"): POLL,
+    ("contract/group_workers.py", "self.sleep(seconds)"): NEVER,
+    ("contract/group_workers.py", "time.sleep(0.01)"): POLL,
+    ("contract/test_cluster.py", "time.sleep(0.1)"): POLL,
+    ("contract/test_cluster.py", "with open_cluster(address, seconds=5):"): NEVER,
+    ("contract/test_executor_contract.py", "NEVER_SECONDS = 0.1"): NEVER,
+    ("contract/test_executor_contract.py", "time.sleep(0.01)"): POLL,
+    ("contract/test_group_contract.py", 'clusters().backend("late", 8, start_seconds=1)'): NEVER,
+    ("contract/test_group_contract.py", "policy.within(0.3).each(gw.Policy.sleep_on, 1, 1.5)"): NEVER,
+    ("contract/test_group_contract.py", "policy.within(0.5).each(gw.Policy.sleep_on, 1, 60.0)"): NEVER,
+    (
+        "contract/test_reward_contract.py",
+        'monkeypatch.setattr("posttrain.engine.rewards.process.START_TIMEOUT", 1.0)',
+    ): NEVER,
+    ("contract/test_reward_contract.py", 'opened("import time\\ntime.sleep(600)\\n", timeout=0.5)'): NEVER,
+    ("contract/test_reward_contract.py", "time.sleep(0.02)"): POLL,
+    ("e2e/test_bad_input.py", 'patience = {"reward_timeout": 0.5} if source == HANGS else {}'): NEVER,
+    (
+        "e2e/test_recovery.py",
+        'return f"import time\\n\\n{SHORT}".replace("    return", f"    time.sleep({seconds} / 16)\\n    return")',
+    ): "a reward that takes its time, so that the steps before a death have been told of; slower is as good",
+    ("e2e/test_recovery.py", "time.sleep(0.02)"): POLL,
+    ("e2e/workbench.py", "time.sleep(0.03)"): POLL,
+    ("unit/test_app_cluster_checks.py", 'monkeypatch.setattr(cluster_facts, "_RESOLVE_SECONDS", 0.01)'): NEVER,
+    (
+        "unit/test_control_hazards.py",
+        'bench.wiring.folder(attempt).write_result(JobResult("stopped", seconds=5.0))',
+    ): SAID,
+    ("unit/test_control_reconciler.py", "bench.reconciler.drive(bench.submit(), timeout=5)"): "on a scripted clock",
+    (
+        "unit/test_engine_groups_typing.py",
+        '("method by name", "group.each(\'step\', 0.1)", "group.within(3).each(Worker.step, 0.1)"),',
+    ): "a line for the type checker, never run",
+    ("unit/test_engine_training.py", "desk = Desk(tmp_path, sft(), limits=Limits(deadline=1.0))"): PAST,
+    (
+        "unit/test_evaluate_job.py",
+        'evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=Meter(deadline=1.0))',
+    ): PAST,
+    ("unit/test_store_database.py", 'second = Database(tmp_path / "l.db", busy_seconds=0.05)'): NEVER,
+    (
+        "unit/test_web_trace.py",
+        'said += [Span("rollout", step, at, seconds), Span("update", step, at + seconds, 0.5)]',
+    ): SAID,
+    ("unit/test_web_trace.py", "seconds = 4.0 if step == slow else 1.0"): SAID,
+}
+
+
+def found() -> set[tuple[str, str]]:
+    """(file, line) of every sleep that ends and of every short time-out."""
+    lines: set[tuple[str, str]] = set()
+    for path in sorted(TESTS.rglob("*.py")):
+        if path == Path(__file__):
+            continue
+        for line in path.read_text().splitlines():
+            code = line.partition("  # ")[0].strip()
+            sleeps = [match["value"] for match in SLEEP.finditer(code)]
+            hurried = any(seconds(value) < FOREVER for value in sleeps)
+            if hurried or any(0 < float(match["value"]) < SHORTEST for match in SHORT.finditer(code)):
+                lines.add((path.relative_to(TESTS).as_posix(), code))
+    return lines
+
+
+def seconds(written: str) -> float:
+    """The number that is written; 0 where an expression is."""
+    try:
+        return float(written.rpartition(",")[2])
+    except ValueError:
+        return 0.0
+
+
+def test_no_test_hurries() -> None:
+    fresh = sorted(found() - ALLOWED.keys())
+    assert not fresh, f"wait for a state with a long deadline, or add a reason to {Path(__file__).name}: {fresh}"
+
+
+def test_every_exception_is_still_there() -> None:
+    assert sorted(ALLOWED.keys() - found()) == []
