@@ -10,6 +10,7 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -21,13 +22,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import PolicyObjective, ValueObjective
+from posttrain.engine.algorithms.objectives import LossParts, PolicyObjective, ValueObjective
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models import adopt_classifier, adopt_module
 from posttrain.engine.models.scalar_model import put_scalar_head
 from posttrain.engine.roles.critic import CriticWorker
+from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.policy import PolicyWorker
 
 STEPS = 4
@@ -50,6 +52,53 @@ def make_batch() -> TokenBatch:
     return batch.with_columns(values=noise(), returns=noise(), advantages=noise())
 
 
+class BadGradient(torch.autograd.Function):
+    """The value as it is, and no number for a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * float("nan")
+
+
+def diverge(policy: PolicyWorker, mine: TokenBatch, objective: PolicyObjective, place: Place) -> None:
+    """A mini-batch with a finite loss and a gradient that is none, on one rank only: nothing is left of it."""
+    held = lambda: {**policy.learner.parameters(), **policy.learner.moments()}  # noqa: E731
+    before = {name: value.clone() for name, value in held().items()}
+
+    def bad(micro: TokenBatch, logprobs: Tensor) -> LossParts:
+        parts = objective(micro, logprobs)
+        return LossParts(BadGradient.apply(parts.loss), parts.sums) if place.rank == 0 else parts
+
+    try:
+        policy.update(mine, bad, step=1, part=1)
+    except DivergedError as error:
+        assert "gradient norm nan" in str(error)  # noqa: PT017  # no pytest in here
+    else:
+        raise AssertionError("a gradient of NaN was applied")
+    after = held()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def dropout_draws(place: Place) -> list[list[float]]:
+    """What two steps' dropout would draw on this rank."""
+    model = adopt_module(families.build("qwen3"))
+    policy = PolicyWorker(place, model, OPTIMIZER, RUNTIME, steps=STEPS, seed=0, dropout=True)
+    drawn: list[list[float]] = []
+
+    def forward(micro: TokenBatch) -> LossParts:
+        drawn.append(torch.rand(4).tolist())
+        return LossParts(policy._logprobs(micro).sum() * 0.0, {})
+
+    for step in (0, 0, 1):
+        policy.learner.step([make_batch()], TokenBatch.filler(), forward, step=step)
+    return drawn
+
+
 def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The weights of policy and critic after STEPS updates each, by role/name, and the last metrics."""
     whole, runtime = make_batch(), RECOMPUTED if place.sequence_parallel > 1 else RUNTIME
@@ -61,6 +110,8 @@ def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor
     first = policy.logprobs(mine).proximal_logprobs
     for step in range(STEPS):
         surrogate = PolicyObjective(totals, clip_low=0.2, clip_high=0.2)
+        if step == 1:
+            diverge(policy, mine, surrogate, place)
         metrics = {f"policy/{k}": v for k, v in policy.update(mine, surrogate, step=step).metrics.items()}
         metrics |= {
             f"critic/{k}": v for k, v in critic.update(mine, ValueObjective(totals, 0.2), step=step).metrics.items()
@@ -85,6 +136,8 @@ def main(rank: int, ranks: int, folder: Path) -> None:
                 shared = 2 if case == "sequence" else 1
                 place = Place("main", rank, ranks, "cpu", collective=True, sequence_parallel=shared)
                 weights, metrics = train(place, family, make_batch().select(shards[rank]))
+                if family == "qwen3":
+                    (folder / f"{case}-dropout-{rank}.json").write_text(json.dumps(dropout_draws(place)))
                 if rank == 0:
                     save_file(weights, folder / f"{case}-{family}.safetensors")
                     (folder / f"{case}-{family}.json").write_text(json.dumps(metrics))

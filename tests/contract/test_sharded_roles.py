@@ -53,6 +53,16 @@ def test_two_ranks_equal_one(two_ranks: Path, case: str, family: str) -> None:
     assert reported == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sharded_roles.SHARDS)
+def test_dropout_masks_differ_by_rank(two_ranks: Path, case: str) -> None:
+    """Also where two ranks share one batch: they have other tokens of it, and in attention other heads."""
+    one, two = (json.loads((two_ranks / f"{case}-dropout-{rank}.json").read_text()) for rank in range(2))
+    for draws in (one, two):
+        assert draws[0] == draws[1] != draws[2]  # a function of the step
+    assert one[0] != two[0]
+
+
 def test_a_batch_without_responses_takes_part_in_the_policy_too() -> None:
     """What the idle rank computes: every parameter gets a gradient of zero."""
     model = adopt_module(families.build("qwen3"))

@@ -14,6 +14,7 @@ from torch import Tensor
 from posttrain.engine.algorithms.advantages import ESTIMATORS, dr_grpo, grpo, has_signal, rloo
 from posttrain.engine.algorithms.aggregation import MODES, Totals, token_weights
 from posttrain.engine.algorithms.losses import (
+    corrected_kl_penalty,
     is_clipped,
     kl_penalty,
     log_ratio,
@@ -40,7 +41,8 @@ def batch(*shapes: tuple[int, int]) -> TokenBatch:
 
 class TestAdvantages:
     def test_grpo_divides_by_the_unbiased_deviation(self) -> None:
-        expected = torch.tensor([[0.5, 0.5, -0.5, -0.5]]) / math.sqrt(1 / 3)
+        """And by 1e-4 more, as TRL."""
+        expected = torch.tensor([[0.5, 0.5, -0.5, -0.5]]) / (math.sqrt(1 / 3) + 1e-4)
         torch.testing.assert_close(grpo(row(1, 1, 0, 0)), expected, rtol=1e-5, atol=0)
 
     def test_dr_grpo_only_centres(self) -> None:
@@ -150,6 +152,37 @@ class TestPolicyLoss:
         torch.testing.assert_close(k3, d.exp() - d - 1)
         assert (k3 >= 0).all()
 
+    @pytest.mark.parametrize("off_policy", [False, True])
+    def test_whose_gradient_a_kl_loss_has(self, off_policy: bool) -> None:
+        """Exact expectations over nine tokens: k3's gradient is that of the other direction until it is corrected."""
+        generator = torch.Generator().manual_seed(3)
+        logits, reference, other = (torch.randn(9, generator=generator, dtype=torch.float64) for _ in range(3))
+        logits.requires_grad_()
+        ref, mask = reference.log_softmax(-1), torch.ones(9, dtype=torch.bool)
+        old = other.log_softmax(-1) if off_policy else logits.detach().log_softmax(-1)
+
+        def gradient(penalty: Tensor) -> Tensor:
+            """Of its expectation over what the old policy samples."""
+            return torch.autograd.grad((old.exp() * penalty).sum(), logits)[0]
+
+        now = logits.log_softmax(-1)
+        forward = torch.autograd.grad((now.exp() * (now - ref)).sum(), logits)[0]
+        now = logits.log_softmax(-1)
+        backward = torch.autograd.grad((ref.exp() * (ref - now)).sum(), logits)[0]
+        now = logits.log_softmax(-1)
+        corrected = corrected_kl_penalty(now, old, ref, mask)
+        torch.testing.assert_close((old.exp() * corrected).sum(), (now.exp() * (now - ref)).sum())
+        torch.testing.assert_close(gradient(corrected), forward)
+        if not off_policy:
+            torch.testing.assert_close(gradient(kl_penalty(logits.log_softmax(-1), ref, mask, "k2")), forward)
+            torch.testing.assert_close(gradient(kl_penalty(logits.log_softmax(-1), ref, mask, "k3")), backward)
+        assert (forward - backward).abs().max() > 0.05
+
+    def test_a_small_k3_is_not_lost_in_rounding(self) -> None:
+        d = torch.tensor([1e-3, -1e-3, 1e-2, 3e-4])
+        found = kl_penalty(torch.zeros(4), d, torch.ones(4, dtype=torch.bool), "k3")
+        torch.testing.assert_close(found.double(), d.double().expm1() - d.double(), rtol=1e-3, atol=0)
+
     def test_k1_is_not_offered(self) -> None:
         with pytest.raises(KeyError):
             kl_penalty(self.old, self.old, self.mask, "k1")
@@ -202,9 +235,11 @@ class TestAggregation:
         for one, split in zip(gradient(size), gradient(budget), strict=True):
             torch.testing.assert_close(one, split, rtol=1e-5, atol=1e-6)
 
-    def test_a_dropped_document_leaves_the_denominator(self) -> None:
-        """Trap 2: decided: documents dropped before the step are counted nowhere."""
-        assert Totals.of(batch((2, 3), (1, 5), (1, 2)).select([0, 2])) == Totals(tokens=5, sequences=2)
+    def test_totals_count_documents_with_a_response(self) -> None:
+        """Trap 2: whether a document that was dropped is counted is decided by whoever counts."""
+        whole = batch((2, 3), (1, 5), (1, 2), (4, 0))
+        assert Totals.of(whole.select([0, 2, 3])) == Totals(tokens=5, sequences=2)
+        assert Totals.of_lengths([3, 5, 2, 0]) == Totals.of(whole) == Totals(tokens=10, sequences=3)
 
     def test_nothing_to_learn_is_not_a_division_by_zero(self) -> None:
         empty = batch((3, 0))
@@ -228,6 +263,18 @@ class TestSchedule:
         rates = [learning_rate(s, 100, schedule=schedule, **self.options) for s in range(4, 101)]
         assert rates == sorted(rates, reverse=True)
         assert rates[-1] == pytest.approx(0.2)
+
+    @pytest.mark.parametrize("schedule", ["linear", "cosine"])
+    def test_decay_begins_where_warm_up_ends(self, schedule: str) -> None:
+        """And takes all the steps that remain: the first of them is at the peak, half of them at the middle."""
+        rates = [learning_rate(s, 20, schedule=schedule, peak=2.0, warmup=4, final_ratio=0.1) for s in range(21)]
+        assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+        assert rates[12] == pytest.approx(2.0 * 0.55)
+        assert rates[20] == pytest.approx(0.2)
+
+    def test_a_warm_up_as_long_as_the_stage_leaves_nothing_to_decay(self) -> None:
+        rates = [learning_rate(s, 4, schedule="cosine", peak=1.0, warmup=8, final_ratio=0.0) for s in range(4)]
+        assert rates == pytest.approx([1 / 8, 2 / 8, 3 / 8, 4 / 8])
 
     def test_no_warm_up(self) -> None:
         assert learning_rate(0, 10, peak=1.0, warmup=0, schedule="linear", final_ratio=0.0) == 1.0

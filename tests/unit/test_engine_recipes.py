@@ -20,7 +20,9 @@ from posttrain.engine.batch import Trajectory
 from posttrain.engine.config import (
     CriticConfig,
     DataflowConfig,
+    GRPOConfig,
     InitModelConfig,
+    KLConfig,
     OptimizerConfig,
     PolicyGradientOptimizerConfig,
     PPOConfig,
@@ -40,6 +42,7 @@ from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.scalar_model import ScalarModel, adopt_classifier, put_scalar_head
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.dataflow import CustomDataflow, Dataflow, load_dataflow
+from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.opening import open_preference, open_roles
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
@@ -234,6 +237,34 @@ class TestPPO:
         )
         losses = [recipe.step(step, quiet(step)).metrics["critic/loss"] for step in range(39)]
         assert sum(losses[-5:]) < 0.5 * sum(losses[:3]) * 5 / 3
+
+    def test_the_policys_schedule_begins_after_the_critics_warm_up(self) -> None:
+        """Warm-up and decay take the policy's own steps: from a third of the peak, over the peak, down to the end."""
+        optimizer = PolicyGradientOptimizerConfig(learning_rate=3e-2, warmup_steps=3, final_ratio=0.0)
+        recipe = ppo(steps=9, critic=CriticConfig(warmup=3), optimizer=optimizer, kl=None, mini_batches=1, epochs=1)
+        rates = [recipe.step(step, quiet(step)).metrics["learning_rate"] for step in range(9)]
+        assert rates == pytest.approx([0, 0, 0, 1e-2, 2e-2, 3e-2, 3e-2, 2e-2, 1e-2])
+
+    @pytest.mark.parametrize("kl", [PPOKLConfig(estimator=e) for e in ("k1", "k2", "k3")] + [
+        PPOKLConfig(place="loss", estimator=e) for e in ("k2", "k3", "k3-corrected")
+    ])  # fmt: skip
+    def test_the_distance_to_the_reference_is_reported(self, kl: PPOKLConfig) -> None:
+        recipe = ppo(kl=kl, critic=CriticConfig(), mini_batches=1, epochs=1)
+        found = [recipe.step(step, quiet(step)).metrics["kl"] for step in range(3)]
+        assert abs(found[0]) < 1e-5
+        assert abs(found[2]) > 1e-4
+
+    def test_a_penalty_without_a_reference_is_refused(self) -> None:
+        """It used to go on without the penalty."""
+        roles = ppo(kl=None).roles
+        assert roles.reference is None
+        for kl in (PPOKLConfig(), PPOKLConfig(place="loss", estimator="k3")):
+            config = PPOConfig(data="d", reward="r", steps=1, kl=kl)
+            with pytest.raises(InputError, match="a KL penalty needs the reference, got roles without one"):
+                PPO(config, roles, PROMPTS, EvenTokens(), 0)
+        grpo = GRPOConfig(data="d", reward="r", steps=1, kl=KLConfig(coefficient=0.1))
+        with pytest.raises(InputError, match="a KL penalty needs the reference"):
+            GRPO(grpo, roles, PROMPTS, EvenTokens(), 0)
 
     def test_needs_a_critic(self) -> None:
         recipe = best_of_n()

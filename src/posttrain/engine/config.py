@@ -35,11 +35,11 @@ class _Frozen(BaseModel):
 
 
 class OptimizerConfig(_Frozen):
-    """AdamW with linear warm-up, then cosine or linear decay to `final_ratio` of the peak."""
+    """AdamW with linear warm-up, then cosine or linear decay over the remaining steps to `final_ratio` of the peak."""
 
     learning_rate: float = Field(default=1e-5, gt=0, le=1)
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)  # of matrices; norms and biases have none
     warmup_steps: NonNegative = 10  # a fresh Adam needs it
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     final_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -113,7 +113,9 @@ class KLConfig(_Frozen):
     """KL penalty against the frozen starting policy, in the loss. k1 as a loss has no expected gradient."""
 
     coefficient: float = Field(gt=0)
-    estimator: Literal["k2", "k3"] = "k3"
+    # k3 (TRL's and verl's default): its value is KL(policy ‖ reference), its gradient that of KL(reference ‖ policy).
+    # k3-corrected (k3 times the ratio): value and gradient of KL(policy ‖ reference). k2: that gradient, on-policy
+    estimator: Literal["k2", "k3", "k3-corrected"] = "k3"
 
 
 class _OnPolicyConfig(_Frozen):
@@ -143,7 +145,7 @@ class _OnPolicyConfig(_Frozen):
 
 
 class GRPOConfig(_OnPolicyConfig):
-    """GRPO with clip-higher (DAPO); groups without reward spread carry no gradient and are not trained on."""
+    """GRPO with clip-higher (DAPO); groups without reward spread have no policy gradient and are not computed."""
 
     kind: ClassVar[str] = "grpo"
     reward: Word
@@ -151,6 +153,9 @@ class GRPOConfig(_OnPolicyConfig):
     clip_high: float = Field(default=0.28, gt=0)
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    # what the loss is divided by: all that a step sampled (GRPO's paper, TRL), or only the groups with a signal, whose
+    # gradient then does not shrink as the others are solved
+    denominator: Literal["sampled", "signal"] = "sampled"
     kl: KLConfig | None = None
 
     def inputs(self) -> dict[str, tuple[str, str]]:
@@ -162,13 +167,19 @@ class PPOKLConfig(_Frozen):
     """KL penalty against the frozen starting policy: in the reward of every token (PPO's own place) or in the loss."""
 
     coefficient: float = Field(default=0.01, gt=0)
-    estimator: Literal["k1", "k2", "k3"] = "k1"  # in the reward k1 is the unbiased one
+    estimator: Literal["k1", "k2", "k3", "k3-corrected"] = (
+        "k1"  # in the reward k1 is unbiased; in the loss see KLConfig
+    )
     place: Literal["reward", "loss"] = "reward"
 
     @model_validator(mode="after")
     def _has_a_gradient(self) -> PPOKLConfig:
         if self.place == "loss" and self.estimator == "k1":
             raise ValueError("kl.estimator must be k2 or k3 in the loss, got k1, whose expected gradient is zero there")
+        if self.place == "reward" and self.estimator == "k3-corrected":
+            raise ValueError(
+                "kl.estimator must be k1, k2 or k3 in the reward, got k3-corrected: there is no gradient there"
+            )
         return self
 
 
@@ -185,7 +196,7 @@ class CriticConfig(_Frozen):
 
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
     clip: float | None = Field(default=0.2, gt=0)  # how far a value may move in one rollout batch; None: freely
-    warmup: NonNegative = 0  # first steps in which only the critic learns (value pre-training)
+    warmup: NonNegative = 0  # first steps in which only the critic learns; the policy's schedule begins after them
 
 
 class PPOConfig(_OnPolicyConfig):

@@ -3,12 +3,13 @@
 A mean inside each micro-batch would weight tokens by the company they keep. Here every token gets its weight from
 totals of the whole optimiser step, and a micro-batch's loss is the plain sum Σ weight·loss: the parts add up to the
 same loss, and so to the same gradient, for every split. Only response tokens count; prompts never enter a
-denominator, and neither do documents that were dropped before the step (groups without signal, unscored members), as
-in DAPO's token-level loss.
+denominator. Who counts the totals decides whether documents that are not computed are in them: a document whose loss is
+zero may then be dropped without changing anything (`recipes.grpo`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +30,13 @@ class Totals:
     @classmethod
     def of(cls, batch: TokenBatch) -> Totals:
         """Count a whole mini-batch, before it is split."""
-        counts = batch.response_lengths
-        return cls(tokens=int(counts.sum()), sequences=int((counts > 0).sum()))
+        return cls.of_lengths(batch.response_lengths.tolist())
+
+    @classmethod
+    def of_lengths(cls, lengths: Iterable[int]) -> Totals:
+        """Count documents by their response tokens, whether they are computed or not."""
+        counts = [length for length in lengths if length > 0]
+        return cls(tokens=sum(counts), sequences=len(counts))
 
 
 def token_weights(batch: TokenBatch, totals: Totals, mode: str, *, norm: int = 1) -> Tensor:

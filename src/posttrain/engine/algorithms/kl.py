@@ -82,7 +82,7 @@ def kl_rewards(
 def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str) -> Tensor:
     """Estimate of KL(π ‖ π_ref) per token from one sample, d = log π_ref − log π: k1 = −d, k2 = d²/2, k3 = e^d − d − 1.
 
-    d is clamped to ±20. k1 and k3 are unbiased; k1 may be negative.
+    For values, not for gradients. d is clamped to ±20. k1 and k3 are unbiased; k1 may be negative.
 
     Returns:
         [T], 0 outside the mask. Source: Schulman, "Approximating KL divergence" (2020).

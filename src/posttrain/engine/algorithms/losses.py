@@ -58,14 +58,27 @@ def is_clipped(
 def kl_penalty(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str) -> Tensor:
     """Estimate of KL(π ‖ π_ref) per token, d = log π_ref − log π: k2 = d²/2, k3 = e^d − d − 1.
 
-    Both are non-negative and usable as a loss; k1 = −d has zero expected gradient as a loss and is not offered.
+    Both are non-negative. As a loss over tokens that π sampled, k2 has the gradient of KL(π ‖ π_ref) in expectation; k3
+    has that of the other direction, KL(π_ref ‖ π), although its value estimates this one (`corrected_kl_penalty` has
+    both right). k1 = −d has zero expected gradient as a loss and is not offered.
     Source: Schulman, "Approximating KL divergence" (2020).
 
     Raises:
         KeyError: another estimator.
     """
     d = -log_ratio(logprobs, reference, mask)
-    return {"k2": lambda: d.square() / 2, "k3": lambda: d.exp() - d - 1.0}[estimator]()
+    return {"k2": lambda: d.square() / 2, "k3": lambda: d.expm1() - d}[estimator]()
+
+
+def corrected_kl_penalty(logprobs: Tensor, behaviour: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """ρ·(e^d − d − 1) with ρ = exp(log π − log μ), differentiated through ρ too.
+
+    Over tokens that μ sampled its value is KL(π ‖ π_ref) and its gradient that of KL(π ‖ π_ref), both in expectation,
+    and also after π has moved away from μ. Arguments as `ppo_clip` and `kl_penalty`.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`.
+    """
+    return log_ratio(logprobs, behaviour, mask).exp() * kl_penalty(logprobs, reference, mask, "k3")
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> Tensor:

@@ -16,6 +16,7 @@ from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.aggregation import Totals, token_weights
 from posttrain.engine.algorithms.losses import (
     clipped_value_loss,
+    corrected_kl_penalty,
     is_clipped,
     is_value_clipped,
     kl_penalty,
@@ -59,10 +60,16 @@ class SupervisedObjective:
 @final
 @dataclass(frozen=True, slots=True)
 class KLTerm:
-    """A penalty in the loss against the frozen reference: `KLTerm(0.05, "k3")`; see `losses.kl_penalty`."""
+    """A penalty in the loss against the frozen reference: `KLTerm(0.05, "k3")`."""
 
     coefficient: float
-    estimator: str
+    estimator: str  # k2, k3 (`losses.kl_penalty`) or k3-corrected (`losses.corrected_kl_penalty`)
+
+    def penalty(self, logprobs: Tensor, behaviour: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+        """[T], without the coefficient; 0 outside the mask."""
+        if self.estimator == "k3-corrected":
+            return corrected_kl_penalty(logprobs, behaviour, reference, mask)
+        return kl_penalty(logprobs, reference, mask, self.estimator)
 
 
 @final
@@ -80,6 +87,7 @@ class PolicyObjective:
     aggregation: str = "token-mean"
     norm: int = 1  # tokens; the constant length of seq-mean-token-sum-norm
     kl: KLTerm | None = None
+    measured: int | None = None  # response tokens computed, which metrics are means over; None: all of `totals`
 
     def __call__(self, micro: TokenBatch, predicted: Tensor, /) -> LossParts:
         """See `Objective`.
@@ -92,7 +100,7 @@ class PolicyObjective:
             raise InputError("a policy update needs advantages, got a batch without; estimate them first")
         tokens = ppo_clip(predicted, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
         clipped = is_clipped(predicted, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
-        count = max(self.totals.tokens, 1)
+        count = max(self.totals.tokens if self.measured is None else self.measured, 1)
         sums = {
             "clip_fraction": clipped.sum() / count,
             "mismatch_kl": kl_penalty(old, predicted.detach(), mask, "k3").sum() / count,
@@ -100,7 +108,7 @@ class PolicyObjective:
         if self.kl:
             if micro.reference_logprobs is None:
                 raise InputError("a KL term needs the reference's log-probabilities, got a batch without; compute them")
-            penalty = kl_penalty(predicted, micro.reference_logprobs, mask, self.kl.estimator)
+            penalty = self.kl.penalty(predicted, old, micro.reference_logprobs, mask)
             sums["kl"] = penalty.detach().sum() / count
             tokens = tokens + self.kl.coefficient * penalty
         weights = token_weights(micro, self.totals, self.aggregation, norm=self.norm)

@@ -5,8 +5,10 @@
     prompts ─▶ trajectories ─▶ rewards ─▶ advantages ─▶ update ─▶ weights (what the next rollout samples with)
 
 The policy that samples is the policy that is trained, so the recorded log-probabilities are the "old" ones of the PPO
-ratio, for every mini-batch of the step; no further importance weight exists. Source: DeepSeekMath, arXiv 2402.03300;
-clip-higher and training only on groups with signal: DAPO, arXiv 2503.14476.
+ratio, for every mini-batch of the step; no further importance weight exists. Responses without advantage (their group
+has no signal, or they have no score) have no policy gradient and are not computed; the loss is divided by all that was
+sampled all the same, so that leaving them out changes nothing. Source: DeepSeekMath, arXiv 2402.03300; clip-higher:
+DAPO, arXiv 2503.14476.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import GRPOConfig
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
-from posttrain.engine.recipes.roles import Roles
+from posttrain.engine.recipes.roles import Roles, need_reference
 from posttrain.engine.recipes.sampling import (
     Probe,
     ProbeSchedule,
@@ -55,6 +57,9 @@ class GRPO:
         scorer: the reward.
         seed: the stage's seed.
         probe: the held-out measurement, if there is one.
+
+    Raises:
+        InputError: roles without the reference that a KL penalty needs.
     """
 
     phase = "grpo"
@@ -70,6 +75,7 @@ class GRPO:
     ) -> None:
         self.steps = config.steps
         self.roles = roles
+        need_reference(roles, config.kl)
         self.journal = Journal(len(prompts), seed)
         self._config, self._seed = config, seed
         self._prompts, self._scorer = prompts, scorer
@@ -92,7 +98,8 @@ class GRPO:
             sampled = score_groups(sampled, self._scorer)
         with trace.span("advantage") as span:
             signal = has_signal(sampled.rewards)
-            batch = self._trainable(sampled, signal, step)
+            members = self._members(sampled.rewards, signal)
+            batch = self._trainable(sampled, members, step)
             span |= {"groups": len(sampled.prompts), "trained": int(signal.sum())}
         if batch is not None and self.roles.reference:
             with trace.span("reference"):
@@ -100,7 +107,7 @@ class GRPO:
             self.roles.rest()
         witness = Witness(sampled, step, self._config.trace.followed(len(sampled.prompts)))
         with trace.span("update"):
-            learned = self._update(batch, step, witness)
+            learned = self._update(batch, self._parts(sampled, members, step), step, witness)
         witness.report(trace, self._scorer, clip_low=self._config.clip_low, clip_high=self._config.clip_high)
         trained = sum(batch.lengths) if batch else 0  # every document is in exactly one mini-batch
         return StepReport(sampled.tokens + trained, {**rollout_metrics(sampled, signal), **learned})
@@ -130,46 +137,69 @@ class GRPO:
             sampling=sampling,
         )
 
-    def _trainable(self, sampled: Sampled, signal: Tensor, step: int) -> TokenBatch | None:
-        """Scored members of groups with signal, with their advantages; None when no group has any."""
-        rewards = sampled.rewards
-        advantages = ESTIMATORS[self._config.advantage](rewards)
-        keep = (signal[:, None] & ~rewards.isnan()).flatten().nonzero().flatten()
-        if not len(keep):
+    def _members(self, rewards: Tensor, signal: Tensor) -> list[int]:
+        """Which trajectories have a gradient: those with an advantage; with a KL term all, since it reads no reward."""
+        with_advantage = signal[:, None] & ~rewards.isnan()
+        if self._config.kl and self._config.denominator == "sampled":
+            return list(range(rewards.numel()))
+        members: list[int] = with_advantage.flatten().nonzero().flatten().tolist()
+        return members
+
+    def _trainable(self, sampled: Sampled, members: Sequence[int], step: int) -> TokenBatch | None:
+        """These trajectories with their advantages; None when there are none."""
+        if not members:
             return None
+        advantages = ESTIMATORS[self._config.advantage](sampled.rewards)
         every = sampled.trajectories
-        kept = [every[i] for i in keep.tolist()]
+        kept = [every[i] for i in members]
         batch = TokenBatch.pack(
             [t.document for t in kept],
             provenance=replace(sampled.rollouts.provenance, step=step),
             sample_ids=[sampled.sample_id(step, t) for t in kept],
         )
-        return batch.with_advantages(advantages.flatten()[keep])
+        return batch.with_advantages(advantages.flatten()[list(members)])
 
-    def _update(self, batch: TokenBatch | None, step: int, witness: Witness) -> dict[str, float]:
-        """One optimiser step per mini-batch; a step without signal changes nothing."""
-        c = self._config
-        names = (*_LEARNED, *(["kl"] if c.kl else []))
+    def _parts(self, sampled: Sampled, members: Sequence[int], step: int) -> list[tuple[Totals, list[int]]]:
+        """What every mini-batch is divided by, and its documents of the batch of `members`."""
+        c, seed = self._config, derive_seed(self._seed, "grpo", "mini_batches", step)
+        lengths = [len(trajectory.tokens) for trajectory in sampled.trajectories]
+        counted = range(len(lengths)) if c.denominator == "sampled" else members
+        places = {member: place for place, member in enumerate(members)}
+        parts = []
+        for chosen in mini_batches(len(counted), c.mini_batches, seed):
+            drawn = [counted[i] for i in chosen]
+            totals = Totals.of_lengths(lengths[i] for i in drawn)
+            parts.append((totals, [places[i] for i in drawn if i in places]))
+        return parts
+
+    def _update(
+        self, batch: TokenBatch | None, parts: Sequence[tuple[Totals, list[int]]], step: int, witness: Witness
+    ) -> dict[str, float]:
+        """One optimiser step per mini-batch that has a gradient; a step without any changes nothing."""
+        names = (*_LEARNED, *(["kl"] if self._config.kl else []))
         if batch is None:
             return dict.fromkeys(names, 0.0)
         reports = []
-        seed = derive_seed(self._seed, "grpo", "mini_batches", step)
-        for part, documents in enumerate(mini_batches(len(batch), c.mini_batches, seed)):
+        for part, (totals, documents) in enumerate(parts):
+            if not documents:
+                continue
             mini = batch if len(documents) == len(batch) else batch.select(documents)
+            objective = self._objective(totals, Totals.of(mini).tokens)
             update = self.roles.policy.map(
-                PolicyWorker.update, mini, self._objective(mini), step=step, part=part, record=witness.wants(mini)
+                PolicyWorker.update, mini, objective, step=step, part=part, record=witness.wants(mini)
             )
             witness.consumed(update.batch, part)
             reports.append(update.metrics)
         return {name: sum(report[name] for report in reports) / len(reports) for name in names}
 
-    def _objective(self, mini: TokenBatch) -> PolicyObjective:
+    def _objective(self, totals: Totals, measured: int) -> PolicyObjective:
         c = self._config
         return PolicyObjective(
-            Totals.of(mini),
+            totals,
             clip_low=c.clip_low,
             clip_high=c.clip_high,
             aggregation=c.aggregation,
             norm=c.max_new_tokens,
             kl=KLTerm(c.kl.coefficient, c.kl.estimator) if c.kl else None,
+            measured=measured,
         )

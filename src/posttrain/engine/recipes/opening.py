@@ -84,6 +84,7 @@ def open_roles(
         steps=config.steps,
         seed=seed,
         temperature=config.temperature,
+        first=config.critic.warmup if isinstance(config, PPOConfig) else 0,
     )
     source = model if isinstance(model, ModelSource) else None
     rollout = pool_of("rollout").by_rank().start("rollout", RolloutWorker, source, engine)

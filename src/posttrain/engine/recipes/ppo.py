@@ -20,14 +20,14 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.gae import generalized_advantages, whiten
-from posttrain.engine.algorithms.kl import kl_rewards, score_rewards
+from posttrain.engine.algorithms.kl import kl_estimate, kl_rewards, score_rewards
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, ValueObjective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import PPOConfig
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
-from posttrain.engine.recipes.roles import Roles
+from posttrain.engine.recipes.roles import Roles, need_reference
 from posttrain.engine.recipes.sampling import (
     Probe,
     ProbeSchedule,
@@ -62,7 +62,7 @@ class PPO:
         probe: the held-out measurement, if there is one.
 
     Raises:
-        InputError: roles without a critic.
+        InputError: roles without a critic, or without the reference that a KL penalty needs.
     """
 
     phase = "ppo"
@@ -78,6 +78,7 @@ class PPO:
     ) -> None:
         self.steps = config.steps
         self.roles, self._critic = roles, _needed(roles)
+        need_reference(roles, config.kl)
         self.journal = Journal(len(prompts), seed)
         self._config, self._seed = config, seed
         self._prompts, self._scorer = prompts, scorer
@@ -103,14 +104,14 @@ class PPO:
         batch = self._scored(sampled, step)
         if batch is None:
             return StepReport(sampled.tokens, rollout_metrics(sampled, ~signal))
-        batch = self._estimated(batch, sampled, trace)
+        batch, penalty = self._estimated(batch, sampled, trace)
         self.roles.rest()
         witness = Witness(sampled, step, self._config.trace.followed(len(sampled.prompts)))
         with trace.span("update"):
             learned, trained = self._update(batch, step, witness)
         c = self._config
         witness.report(trace, self._scorer, clip_low=c.clip_low, clip_high=c.clip_high)
-        return StepReport(sampled.tokens + trained, {**rollout_metrics(sampled, signal), **learned})
+        return StepReport(sampled.tokens + trained, {**rollout_metrics(sampled, signal), **learned, **penalty})
 
     def serve(self, version: PolicyVersion) -> None:
         """The rollout samples with the weights of the last update."""
@@ -148,8 +149,10 @@ class PPO:
             sample_ids=[sampled.sample_id(step, t) for t in kept],
         )
 
-    def _estimated(self, batch: TokenBatch, sampled: Sampled, trace: Trace) -> TokenBatch:
-        """Reference and values (side by side where they have devices of their own), rewards, returns, advantages."""
+    def _estimated(self, batch: TokenBatch, sampled: Sampled, trace: Trace) -> tuple[TokenBatch, dict[str, float]]:
+        """Reference and values (side by side where they have devices of their own), rewards, returns, advantages; and
+        how far the policy that sampled is from the reference.
+        """
         c, reference = self._config, self.roles.reference
         with trace.span("values"):
             values = self._critic.nonblocking.map(CriticWorker.values, batch)
@@ -160,22 +163,20 @@ class PPO:
             mask, old = batch.response_mask, batch.behaviour_logprobs
             assert valued is not None
             assert old is not None
-            if c.kl and c.kl.place == "reward" and known.reference_logprobs is not None:
-                rewards = kl_rewards(
-                    old,
-                    known.reference_logprobs,
-                    mask,
-                    scores,
-                    batch.lengths,
-                    coefficient=c.kl.coefficient,
-                    estimator=c.kl.estimator,
-                )
-            else:
-                rewards = score_rewards(scores, mask, batch.lengths)
+            rewards, report = score_rewards(scores, mask, batch.lengths), {}
+            if c.kl:
+                anchor = known.reference_logprobs
+                assert anchor is not None
+                kind = c.kl.estimator.removesuffix("-corrected")  # which corrects the gradient
+                distance = kl_estimate(old, anchor, mask, kind)
+                report["kl"] = float(distance.sum()) / max(int(mask.sum()), 1)
+                if c.kl.place == "reward":
+                    weight = c.kl.coefficient
+                    rewards = kl_rewards(old, anchor, mask, scores, batch.lengths, coefficient=weight, estimator=kind)
             advantages, returns = generalized_advantages(rewards, valued, mask, batch.lengths, c.gae.gamma, c.gae.lam)
             if c.gae.whiten:
                 advantages = whiten(advantages, mask)
-        return known.with_columns(values=valued, rewards=rewards, returns=returns, advantages=advantages)
+        return known.with_columns(values=valued, rewards=rewards, returns=returns, advantages=advantages), report
 
     def _update(self, batch: TokenBatch, step: int, witness: Witness) -> tuple[dict[str, float], int]:
         """Critic and policy on every mini-batch of every epoch; the metrics' means, and the tokens trained on."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from posttrain.domain.errors import InputError
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.roles.critic import CriticWorker
 from posttrain.engine.roles.policy import PolicyWorker
@@ -69,6 +70,19 @@ class Roles:
         self.policy.each(PolicyWorker.restore, path)
         if self.critic:
             self.critic.each(CriticWorker.restore, path)
+
+
+def need_reference(roles: Roles, penalty: object) -> None:
+    """Refuse to train without what a KL penalty is measured against.
+
+    Args:
+        penalty: the stage's; None where it has none.
+
+    Raises:
+        InputError: a penalty and no reference.
+    """
+    if penalty is not None and roles.reference is None:
+        raise InputError("a KL penalty needs the reference, got roles without one; open them with it, or drop kl")
 
 
 @final

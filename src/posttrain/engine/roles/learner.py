@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, TypeVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ M = TypeVar("M")
 
 
 class DivergedError(JobFailedError):
-    """Training produced NaN or infinity; the weights of the step before are untouched."""
+    """Training produced NaN or infinity; weights and moments of the role are those from before that mini-batch."""
 
     failure_class: ClassVar[FailureClass] = FailureClass.DIVERGED
 
@@ -67,6 +67,7 @@ class Learner:
         seed: the stage's seed, for dropout.
         dropout: whether the model's dropout is on while training. Off for policy gradients: the ratio of a policy to
             itself must be 1.
+        first: the stage step of its first update; the schedule begins there.
     """
 
     def __init__(
@@ -79,19 +80,20 @@ class Learner:
         steps: int,
         seed: int,
         dropout: bool = False,
+        first: int = 0,
     ) -> None:
         place.need_collectives(type(module).__name__)
         self._costs = cost_model(module)  # counted before it is sharded
         self.sharding = open_sharding(place, module, runtime)
         self.token_budget = micro_batch_tokens(runtime, place.device)
-        self._module, self._config, self._steps, self._seed, self._dropout = module, optimizer, steps, seed, dropout
+        self._config, self._seed, self._dropout = optimizer, seed, dropout
+        self._steps, self._first = steps, first
         self._device = torch.device(place.device)
-        self._data_rank, self._sequence_parallel = place.rank // place.sequence_parallel, place.sequence_parallel
+        self._rank, self._sequence_parallel = place.rank, place.sequence_parallel
         self._optimizer = torch.optim.AdamW(
-            list(self.sharding.parameters().values()),
+            decay_groups(self.sharding.parameters(), optimizer.weight_decay),
             lr=optimizer.learning_rate,
             betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
             fused=place.size == 1,
         )
         module.train(dropout)
@@ -122,7 +124,8 @@ class Learner:
             `loss`, `grad_norm` (before clipping), `learning_rate`, and the objective's sums, all over every rank.
 
         Raises:
-            DivergedError: loss or gradient is NaN or infinite; nothing was updated.
+            DivergedError: loss or gradient is NaN or infinite on any rank; nothing was updated on any, and no gradient
+                is left.
         """
         sums: dict[str, Tensor] = {}
         for index in range(self.sharding.rounds(len(micros))):
@@ -223,8 +226,8 @@ class Learner:
     def _apply(self, step: int) -> float:
         c = self._config
         rate = learning_rate(
-            step,
-            self._steps,
+            step - self._first,
+            self._steps - self._first,
             peak=c.learning_rate,
             warmup=c.warmup_steps,
             schedule=c.schedule,
@@ -239,18 +242,30 @@ class Learner:
 
     @contextmanager
     def _dropout_key(self, step: int, part: int, micro: int) -> Iterator[None]:
-        """Dropout masks are a function of (seed, step, mini-batch, micro-batch, data rank).
+        """Dropout masks are a function of (seed, step, mini-batch, micro-batch, rank).
 
-        The global generators are left as they were.
+        Ranks that share the tokens of one batch have other tokens, and in attention other heads, so their masks differ
+        as well. The global generators are left as they were.
         """
         if not self._dropout:
             yield
             return
         devices = [self._device] if self._device.type == "cuda" else []
-        rank = [self._data_rank] if self._data_rank else []
+        rank = [self._rank] if self._rank else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(derive_seed(self._seed, "dropout", step, part, micro, *rank))
             yield
+
+
+def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's parameter groups: weight decay on matrices only.
+
+    Norms and biases, the vectors, have no size that a penalty should hold down.
+    """
+    matrices = [p for p in parameters.values() if p.ndim > 1]
+    vectors = [p for p in parameters.values() if p.ndim <= 1]
+    groups = [(matrices, weight_decay), (vectors, 0.0)]
+    return [{"params": members, "weight_decay": decay} for members, decay in groups if members]
 
 
 def _like(parameter: Tensor, value: Tensor, *, whole: bool) -> Tensor:

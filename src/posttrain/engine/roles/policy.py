@@ -35,6 +35,7 @@ class PolicyWorker:
         seed: the stage's seed, for dropout.
         dropout: whether the model's dropout is on while training (`Learner`).
         temperature: log-probabilities are taken at this sampling temperature.
+        first: the stage step of its first update; the schedule begins there.
     """
 
     def __init__(
@@ -48,10 +49,13 @@ class PolicyWorker:
         seed: int,
         dropout: bool = False,
         temperature: float = 1.0,
+        first: int = 0,
     ) -> None:
         opened = model.open(place.device) if isinstance(model, ModelSource) else model
         self.model = replace(opened, sequence=open_sequence_group(place.rank, place.size, place.sequence_parallel))
-        self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout)
+        self.learner = Learner(
+            place, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout, first=first
+        )
         self._temperature, self._rank = temperature, place.rank
         if place.size == 1:  # an alias view needs whole weights
             place.lend(self.model)
