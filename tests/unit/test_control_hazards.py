@@ -17,9 +17,14 @@ from posttrain.domain.jobs import JobResult, JobSpec, Output
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.sealer import seal
+from posttrain.store.trees import put_tree
 
 
-def promote_rival(bench: Bench, digest: str = "sha256:" + "1" * 64) -> str:
+def promote_rival(bench: Bench, words: str = "rival") -> str:
+    """Another model goes live behind everybody's back."""
+    (bench.root / words).mkdir(exist_ok=True)
+    (bench.root / words / "model.safetensors").write_text(words)
+    digest = put_tree(bench.wiring.blobs, bench.root / words)
     live = bench.ledger.channel("prod")
     with bench.ledger.transaction("rival") as transaction:
         transaction.append_release("prod", digest, None, "promote", expected=live.model_digest if live else None)
@@ -188,7 +193,7 @@ def test_a_launch_of_a_dead_process_is_found_when_the_run_is_stopped(bench: Benc
 def test_rollback_can_be_repeated_safely(bench: Bench) -> None:
     first = bench.drive(bench.submit())
     promote_rival(bench)
-    promote_rival(bench, "sha256:" + "3" * 64)
+    promote_rival(bench, "other")
     entry = actions.rollback(bench.wiring, "prod", to=first.id)
     assert actions.rollback(bench.wiring, "prod", to=first.id) == entry
     with pytest.raises(ConflictError, match="release 3 must be live, got 4"):
@@ -225,12 +230,12 @@ def test_a_rollback_goes_where_it_is_told_or_nowhere(bench: Bench) -> None:
     first = bench.drive(bench.submit())
     live = bench.ledger.channel("prod")
     assert live is not None
-    twos = promote_rival(bench, "sha256:" + "2" * 64)
-    promote_rival(bench, "sha256:" + "3" * 64)
+    twos = promote_rival(bench, "twos")
+    threes = promote_rival(bench, "threes")
     assert actions.rollback(bench.wiring, "prod", to="2").model_digest == twos, "release 2"
-    assert actions.rollback(bench.wiring, "prod", to="33333333").model_digest == "sha256:" + "3" * 64
+    assert actions.rollback(bench.wiring, "prod", to=threes.removeprefix("sha256:")[:12]).model_digest == threes
     assert actions.rollback(bench.wiring, "prod", to=first.id[:4]).model_digest == live.model_digest
-    for nowhere in ("7", "2222", "absent", "44444444"):
+    for nowhere in ("7", "2222", "absent", "4444abcd"):
         with pytest.raises(NotFoundError, match=f"nothing it served is called '{nowhere}'"):
             actions.rollback(bench.wiring, "prod", to=nowhere)
 

@@ -171,7 +171,7 @@ def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | 
     planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, workspace.ledger.channels())
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
-    return replace(planned, warnings=tuple(check_fit(planned, spec, workspace, source)))
+    return replace(planned, warnings=(*planned.warnings, *check_fit(planned, spec, workspace, source)))
 
 
 def submit(

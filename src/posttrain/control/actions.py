@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from posttrain.control.judging import read_report
+from posttrain.control.judging import check_weights, read_report
 from posttrain.control.wiring import Wiring
 from posttrain.decision.releases import promotion, rollback_target
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError, StaleWriteError
@@ -75,6 +75,7 @@ def promote(wiring: Wiring, run_id: str, channel: str) -> ReleaseEntry:
         NotFoundError: a channel that neither exists nor is the one the run file names.
         GateRejectedError, GateInconclusiveError: the report does not say PASS.
         ConflictError: the channel moved since the gate looked.
+        IntegrityError: the model's bytes are missing or corrupt.
     """
     run = wiring.ledger.run(run_id)
     stages = {stage.kind: stage for stage in wiring.ledger.stages(run.id)}
@@ -90,7 +91,9 @@ def promote(wiring: Wiring, run_id: str, channel: str) -> ReleaseEntry:
         )
     live = wiring.ledger.channel(channel)
     current = live.model_digest if live else None
-    if not promotion(current, report.baseline, report.candidate, report) and live is not None:
+    moves = promotion(current, report.baseline, report.candidate, report)
+    check_weights(wiring, report.candidate, f"channel {channel} stays where it is")
+    if not moves and live is not None:
         return live  # asking twice is one promotion
     with wiring.ledger.transaction(wiring.actor) as transaction:
         return transaction.append_release(
@@ -109,6 +112,7 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
     Raises:
         NotFoundError: unknown channel, or nothing to return to.
         ConflictError: another release is live than `since`, or the channel moved meanwhile.
+        IntegrityError: bytes of the model to return to are missing or corrupt.
     """
     history = wiring.ledger.history(channel)
     if not history:
@@ -118,9 +122,10 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
     if since is not None and live.sequence != since:
         raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; look: posttrain ls")
     named = _release_named(history, to)
+    digest = live.model_digest if named == live.model_digest else rollback_target(history, named)
+    check_weights(wiring, digest, f"channel {channel} stays at release {live.sequence}")
     if named == live.model_digest:
         return live
-    digest = rollback_target(history, named)
     target = next(entry for entry in reversed(history) if entry.model_digest == digest)
     with wiring.ledger.transaction(wiring.actor) as transaction:
         return transaction.append_release(

@@ -9,7 +9,7 @@ from posttrain.control import budgets
 from posttrain.control.launching import attempt_spec, launch_attempt, record_launch
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import FailureClass, InputError, IntegrityError
+from posttrain.domain.errors import FailureClass, InputError, IntegrityError, StaleWriteError
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import Failure, JobResult, JobState, Observation
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState
@@ -25,16 +25,12 @@ PREEMPTIONS_PER_ATTEMPT = 4  # a preempted job did nothing wrong, but a place th
 
 def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: StageRecord) -> None:
     """One look at the live attempt of a running stage, and what follows from it."""
-    attempt = wiring.ledger.attempts(run.id, stage.name)[-1]
+    stage, attempt = _read_together(wiring, stage)
     trainer = wiring.trainers[manifest.stage(stage.name).trainer]
-    if attempt.state == AttemptState.PLANNED:
-        _begin(wiring, run, manifest, stage, attempt, trainer)
-        return
-    if attempt.state != AttemptState.LAUNCHED:  # it ended, and the process that recorded it died before the stage was
-        raise AssertionError(
-            f"{attempt.name} is {attempt.state} while its stage runs: both are written in one transaction"
-        )
     try:
+        if attempt.state == AttemptState.PLANNED:
+            _begin(wiring, run, manifest, stage, attempt, trainer)
+            return
         result = trainer.collect(wiring.folder(attempt)) or _look(wiring, run, manifest, attempt, trainer)
         if isinstance(result, Observation):
             if result.state not in (JobState.STARTING, JobState.RUNNING):
@@ -45,13 +41,30 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
             _retry(wiring, manifest, stage, attempt, result.failure, AttemptState.FAILED)
             return
         outputs = _publish(wiring, attempt, result)
-    except (InputError, IntegrityError) as error:  # what the job left cannot be read: no retry would mend that
-        failure = Failure(FailureClass.BUG, f"the job left what cannot be collected: {error}", "collect")
+    except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
+        what = "cannot be launched" if attempt.state == AttemptState.PLANNED else "left what cannot be collected"
+        failure = Failure(FailureClass.BUG, f"the job {what}: {error}", "collect")
         _end(wiring, stage, attempt, JobResult("failed", failure=failure), {})
         return
     crashpoint("collect.after_publish")
     _end(wiring, stage, attempt, result, outputs)
     crashpoint("collect.after_commit")
+
+
+def _read_together(wiring: Wiring, stage: StageRecord) -> tuple[StageRecord, AttemptRecord]:
+    """A running stage and its live attempt, of one moment: between two reads another process may end both.
+
+    Raises:
+        StaleWriteError: the stage does not run any more.
+    """
+    with wiring.ledger.snapshot() as now:
+        current = next(s for s in now.stages(stage.run_id) if s.name == stage.name)
+        attempts = now.attempts(stage.run_id, stage.name)
+    if current.state != StageState.RUNNING:
+        raise StaleWriteError(f"stage {stage.run_id}/{stage.name} moved on since it was read; read it again")
+    if attempts[-1].state not in (AttemptState.PLANNED, AttemptState.LAUNCHED):
+        raise AssertionError(f"{attempts[-1].name} is {attempts[-1].state} while its stage runs")
+    return current, attempts[-1]
 
 
 def _begin(

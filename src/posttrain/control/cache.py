@@ -33,7 +33,7 @@ def usable(stage: StageRecord, blobs: BlobStore) -> bool:
             if output["form"] == "tree":
                 verify_tree(blobs, output["digest"])
             else:
-                blobs.get(output["digest"])
+                blobs.check(output["digest"])
     except (NotFoundError, IntegrityError):
         return False
     return bool(stage.outputs)

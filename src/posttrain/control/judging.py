@@ -15,13 +15,14 @@ from posttrain.decision.gates import Evidence, judge_all
 from posttrain.decision.releases import promotion
 from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import ConflictError, IntegrityError
+from posttrain.domain.errors import ConflictError, IntegrityError, NotFoundError, StaleWriteError
 from posttrain.domain.gates import GateReport, Outcome
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.seeds import derive_seed
+from posttrain.store.trees import verify_tree
 
 _REASONS = {Outcome.FAIL: "GateFailed", Outcome.INCONCLUSIVE: "GateInconclusive", Outcome.ERROR: "GateError"}
 
@@ -84,6 +85,7 @@ def release_stage(
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
     report = read_report(wiring, inputs["report"].digest)
     channel, candidate = manifest.release.channel, inputs["candidate"].digest
+    check_weights(wiring, candidate, f"channel {channel} stays where it is")
     crashpoint("promote.before_commit")
     try:
         live = wiring.ledger.channel(channel)
@@ -108,6 +110,8 @@ def release_stage(
                 message=f"{channel} {verb} at {candidate[:19]}… (release {live and live.sequence})",
                 finished_at=wiring.clock.now(),
             )
+    except StaleWriteError:  # the stage's own row, not the channel: look again
+        raise
     except ConflictError as error:
         action = f"posttrain run RUN.yaml --again judges against what {channel} points at now"
         with wiring.ledger.transaction(wiring.actor) as transaction:
@@ -115,6 +119,21 @@ def release_stage(
                 stage, state=StageState.REJECTED, reason="ChannelMoved", message=str(error), next_action=action
             )
     crashpoint("promote.after_commit")
+
+
+def check_weights(wiring: Wiring, digest: str, otherwise: str) -> None:
+    """Hash a model before a channel may point at it.
+
+    Args:
+        otherwise: what the error says of the channel.
+
+    Raises:
+        IntegrityError: bytes of it are missing or corrupt.
+    """
+    try:
+        verify_tree(wiring.blobs, digest)
+    except (IntegrityError, NotFoundError) as error:
+        raise IntegrityError(f"{otherwise}: model {digest[:19]}… cannot be served: {error}") from error
 
 
 def read_report(wiring: Wiring, digest: str) -> GateReport:

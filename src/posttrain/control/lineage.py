@@ -158,9 +158,7 @@ def verify(wiring: Wiring, tree: Node, progress: Callable[[int], None] = lambda 
             continue
         seen.add(node.digest)
         try:
-            size += (
-                verify_tree(wiring.blobs, node.digest) if node.form == "tree" else len(wiring.blobs.get(node.digest))
-            )
+            size += verify_tree(wiring.blobs, node.digest) if node.form == "tree" else wiring.blobs.check(node.digest)
         except (IntegrityError, NotFoundError) as error:
             problems.append(f"{node.kind} {node.name}: {error}")
         progress(len(seen))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +37,11 @@ def plan_run(
 
     Args:
         source: the file's name, for errors.
-        channels: those that exist; a new one whose name is nearly one of them is taken for a slip.
+        channels: those that exist; of a new one beside them a warning tells.
 
     Raises:
         InputError: naming file, field, constraint and value.
     """
-    _check_channel(spec, source, channels)
     contracts = {name: _contract(source, name, stage, trainers) for name, stage in spec.stages.items()}
     resolver = _Resolver(spec, source, contracts, resolve)
     stages = {name: resolver.stage(name) for name in spec.stages}
@@ -64,18 +62,18 @@ def plan_run(
         code={name: trainers[name].code_digest() for name in sorted({s.trainer for s in spec.stages.values()})},
     )
     return Planned(
-        manifest, contracts | {s.name: contracts[s.name.removeprefix("baseline-")] for s in _baselines(ordered)}
+        manifest,
+        contracts | {s.name: contracts[s.name.removeprefix("baseline-")] for s in _baselines(ordered)},
+        tuple(_new_channel(spec, channels)),
     )
 
 
-def _check_channel(spec: RunSpec, source: str, channels: Collection[str]) -> None:
-    """A slip would find an empty channel: no baseline to judge against, and a model shipped where nobody looks."""
+def _new_channel(spec: RunSpec, channels: Collection[str]) -> Iterator[str]:
+    """A new channel is nobody's mistake, but a slip would find an empty one and no baseline: so it is told."""
     channel = spec.release.channel if spec.release else None
-    near = difflib.get_close_matches(channel or "", channels, n=1, cutoff=0.7)
-    if channel and channel not in channels and near:
-        raise InputError(
-            f"{source}: release.channel: {channel!r} is unknown and nearly {near[0]!r}; write that, or one less alike"
-        )
+    if channel and channels and channel not in channels:
+        known = ", ".join(sorted(channels))
+        yield f"release.channel: {channel} is new, so there is no baseline yet (channels with releases: {known})"
 
 
 def _contract(source: str, name: str, stage: StageSpec, trainers: Mapping[str, Trainer]) -> StageContract:

@@ -8,6 +8,8 @@ Loops and who unblocks whom::
       │        running  waits for the job's result.json (the job), observes ───────▶ succeeded | failed | ready again
       └── drive: sleeps between ticks; ends on a final state, a lost lease, or a detach
 
+An error in one stage ends neither the others nor the driver (`control.trouble`).
+
 Any process may die between any two lines: the next tick, in any process, derives what to do from the ledger and the
 attempt folders alone. No outside work happens inside a transaction.
 """
@@ -21,13 +23,15 @@ from typing import Any
 from posttrain.control.attempts import advance_attempt
 from posttrain.control.judging import judge_stage, release_stage
 from posttrain.control.stages import bind_pending, start_ready
+from posttrain.control.trouble import BACKOFF_SECONDS, Troubles
 from posttrain.control.wiring import Wiring
-from posttrain.domain.errors import ConflictError, DeadlineError
+from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
 
 LEASE_SECONDS = 15.0
+_MANIFEST_TRIES = 12  # with back-off, five minutes: a store that is away for longer is for a person
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 
 
@@ -50,21 +54,21 @@ class Reconciler:
     def __init__(self, wiring: Wiring, owner: str, alive: Callable[[str], bool] = lambda owner: True) -> None:
         self._wiring, self._owner, self._alive = wiring, owner, alive
         self._manifests: dict[str, Manifest] = {}
+        self._troubles = Troubles(wiring)
 
     def tick(self, run_id: str) -> Tick | None:
         """One pass over one run; None when another live process holds its lease.
 
         Raises:
             IntegrityError: the manifest's bytes are corrupt.
+            InfrastructureError: the store that holds the manifest does not answer.
         """
         run = self._wiring.ledger.run(run_id)
         if is_final("run", run.state):
             return Tick(run, changed=False)
-        claimed = self._claim(run)
-        if claimed is None:
-            return None
         try:
-            return self._pass(claimed)
+            claimed = self._claim(run)
+            return None if claimed is None else self._pass(claimed)
         except ConflictError:  # a person or another process moved first: read again
             return Tick(self._wiring.ledger.run(run_id), changed=True)
 
@@ -102,8 +106,16 @@ class Reconciler:
             DeadlineError: `timeout` passed and the run is not final; it goes on when somebody drives it again.
         """
         until = None if timeout is None else self._wiring.clock.now() + timeout
+        refused = 0
         while True:
-            tick = self.tick(run_id)
+            try:
+                tick, refused = self.tick(run_id), 0
+            except InfrastructureError:
+                refused += 1
+                if refused >= _MANIFEST_TRIES or (until is not None and self._wiring.clock.now() >= until):
+                    raise
+                self._wiring.clock.sleep(BACKOFF_SECONDS[min(refused, len(BACKOFF_SECONDS)) - 1])
+                continue
             run = tick.run if tick else self._wiring.ledger.run(run_id)
             if watch:
                 watch(run)
@@ -126,7 +138,9 @@ class Reconciler:
         if run.desired == "stopped" and run.state == RunState.RUNNING:
             run = self._move(run, RunState.STOPPING, "StopRequested", "waiting for jobs to checkpoint and end")
         for stage in self._wiring.ledger.stages(run.id):
-            self._advance(run, manifest, stage)
+            if not self._troubles.waits(stage):
+                with self._troubles.kept_to(stage):
+                    self._advance(run, manifest, stage)
         run = self._settle(run)
         return Tick(run, changed=self._fingerprint(run) != before)
 

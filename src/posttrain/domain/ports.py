@@ -30,6 +30,9 @@ class BlobStore(Protocol):
     def fetch(self, digest: str, path: Path) -> None:
         """Write the verified bytes to `path` (atomically: temporary name, then rename)."""
 
+    def check(self, digest: str) -> int:
+        """Hash a blob again in constant memory; its bytes. Raises like `get`."""
+
     def has(self, digest: str) -> bool:
         """Whether the blob is present (not verified)."""
 

@@ -115,7 +115,7 @@ class RunSpec(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
         for name in self.stages:
-            if name in RESERVED_STAGES or name.startswith("baseline"):
+            if name in RESERVED_STAGES or name.startswith("baseline-"):
                 raise ValueError(f"stages.{name}: this name is reserved, got {name!r}; choose another")
         if self.release and not self.gates:
             raise ValueError("release needs at least one gate: without one nothing may ship; add gates")

@@ -183,6 +183,21 @@ class ObjectBlobs:
 
         write_stream(path, fill)
 
+    def check(self, digest: str) -> int:
+        """Hash a blob again in constant memory; how many bytes it has.
+
+        Raises:
+            NotFoundError, IntegrityError: as `get`.
+        """
+        state, size = hashlib.sha256(), 0
+        for chunk in self._stream(digest):
+            state.update(chunk)
+            size += len(chunk)
+        found = DIGEST_PREFIX + state.hexdigest()
+        if found != digest:
+            raise _corrupt(digest, found)
+        return size
+
     def has(self, digest: str) -> bool:
         """Whether the blob is present (not verified)."""
         try:

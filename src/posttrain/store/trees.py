@@ -140,14 +140,14 @@ def materialise(blobs: BlobStore, digest: str, cache_dir: Path) -> Path:
 
 
 def verify_tree(blobs: BlobStore, digest: str) -> int:
-    """Read the listing and every file back; how many bytes that was.
+    """Read the listing and every file back, in constant memory; how many bytes that was.
 
     Raises:
         NotFoundError, IntegrityError: the first blob that is missing or corrupt.
     """
     total = len(blobs.get(digest))
     for name, file in tree_listing(blobs, digest).items():
-        size = len(blobs.get(file.digest))
+        size = blobs.check(file.digest)
         if size != file.size:
             raise IntegrityError(f"tree {digest} says that {name} has {file.size} bytes, got {size}; store it again")
         total += size

@@ -1,0 +1,304 @@
+"""An error in one stage: told, tried again with back-off, and no other stage or driver ends with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_bench import RUN, Bench, evaluate, train
+
+from posttrain.control import actions
+from posttrain.control.trouble import PATIENCE_SECONDS
+from posttrain.domain.errors import InfrastructureError, IntegrityError, StaleWriteError
+from posttrain.domain.jobs import JobResult, JobSpec, Observation, Output
+from posttrain.domain.lifecycle import AttemptState, StageState
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.transaction import Transaction
+
+TWO: dict[str, Any] = {
+    "stages": {
+        "one": {"kind": "sft", "data": "train", "steps": 3},
+        "two": {"kind": "sft", "data": "train", "steps": 4},
+    },
+    "gates": [],
+    "release": None,
+}
+
+
+def faulty(times: int, error: Exception, real: Callable[..., Any], hit: Callable[..., bool] = lambda *_: True) -> Any:
+    """`real`, which raises the first `times` times that `hit` says so; counts the calls that raised."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if call.raised < times and hit(*arguments):  # type: ignore[attr-defined]
+            call.raised += 1  # type: ignore[attr-defined]
+            raise error
+        return real(*arguments, **named)
+
+    call.raised = 0  # type: ignore[attr-defined]
+    return call
+
+
+def away() -> InfrastructureError:
+    return InfrastructureError("artifact store s3://b does not answer: 503 Service Unavailable; try again")
+
+
+def test_a_store_that_answers_503_for_one_stage_ends_neither_the_other_nor_the_driver(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.scripts |= {"one": [train("weights of one")], "two": [train("weights of two")]}
+    put_file = bench.wiring.blobs.put_file
+    of_one = lambda path: Path(path).read_text() == "weights of one"  # noqa: E731
+    flaky = faulty(3, away(), put_file, of_one)
+    monkeypatch.setattr(bench.wiring.blobs, "put_file", flaky)
+    run_id = bench.submit(**TWO)
+    told: list[str] = []
+    started = bench.clock.now()
+
+    def watch(_: object) -> None:
+        one, two = bench.stage(run_id, "one"), bench.stage(run_id, "two")
+        if one.reason == "Troubled" and one.message not in told:
+            told.append(one.message)
+            assert two.state in ("running", "succeeded", "pending")
+        if len(told) == 2:
+            assert two.state == "succeeded", "the other stage went on"
+
+    run = bench.reconciler.drive(run_id, interval=0.1, timeout=3600, watch=watch)
+    assert (run.state, flaky.raised) == ("succeeded", 3)
+    assert [words.rpartition("looking again in ")[2] for words in told] == ["0.5 s", "2 s", "8 s"]
+    assert all("503" in words for words in told)
+    assert bench.clock.now() - started >= 10.5, "with back-off"
+    assert [a.state for a in bench.ledger.attempts(run_id, "one")] == ["succeeded"], "its job ran once"
+    assert bench.stage(run_id, "one").reason == "Succeeded"
+
+
+@pytest.mark.parametrize("call", ["get", "check"])
+def test_a_503_while_judging_and_releasing_is_tried_again(
+    bench: Bench, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.drive(bench.submit())
+    bench.scripts["sft"] = [train("better")]
+    run_id = bench.submit(seed=2)
+    flaky = faulty(4, away(), getattr(bench.wiring.blobs, call))
+    monkeypatch.setattr(bench.wiring.blobs, call, flaky)
+    assert bench.drive(run_id).state == "succeeded"
+    assert flaky.raised == 4
+    live = bench.ledger.channel("prod")
+    assert live is not None
+    assert live.run_id == run_id
+
+
+def test_a_stage_that_is_well_again_tells_no_trouble(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.scripts |= {"one": [None], "two": [None]}
+    run_id = bench.submit(**TWO)
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    monkeypatch.setattr(bench.executor, "observe", faulty(1, away(), bench.executor.observe))
+    bench.reconciler.tick(run_id)
+    assert bench.stage(run_id, "one").reason == "Troubled"
+    bench.clock.sleep(1.0)
+    bench.reconciler.tick(run_id)
+    assert (bench.stage(run_id, "one").reason, bench.stage(run_id, "one").message) == ("Running", "attempt 1")
+
+
+def test_trouble_without_end_ends_the_driver_and_loses_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = bench.submit()
+    put_file = bench.wiring.blobs.put_file
+    monkeypatch.setattr(bench.wiring.blobs, "put_file", faulty(10**9, away(), put_file))
+    started = bench.clock.now()
+    with pytest.raises(InfrastructureError, match="503"):
+        bench.reconciler.drive(run_id, interval=20.0, timeout=10 * PATIENCE_SECONDS)
+    assert PATIENCE_SECONDS <= bench.clock.now() - started < 1.1 * PATIENCE_SECONDS
+    assert bench.stage(run_id, "sft").state == "running"
+    monkeypatch.setattr(bench.wiring.blobs, "put_file", put_file)
+    bench.clock.sleep(60)
+    assert bench.drive(run_id).state == "succeeded"
+    assert bench.launched == ["sft", "evaluate"], "what the job left was collected"
+
+
+def test_a_bug_is_told_with_its_traceback_and_not_hidden_for_long(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.scripts |= {"one": [None], "two": [train()]}
+    observe, run_id = bench.executor.observe, bench.submit(**TWO)
+    monkeypatch.setattr(bench.executor, "observe", faulty(10**9, KeyError("wires"), observe))
+    with pytest.raises(KeyError, match="wires"):
+        bench.drive(run_id)
+    stage = bench.stage(run_id, "one")
+    assert "unexpected KeyError: 'wires'; see " in stage.message
+    assert "Traceback" in (bench.root / "runs" / run_id / "one-trouble.txt").read_text()
+    assert bench.stage(run_id, "two").state == "succeeded"
+
+
+def test_a_manifest_that_cannot_be_fetched_at_once_is_asked_for_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = bench.submit()
+    monkeypatch.setattr(bench.wiring.blobs, "get", faulty(3, away(), bench.wiring.blobs.get))
+    assert bench.drive(run_id).state == "succeeded"
+
+
+@pytest.mark.parametrize("method", ["update_stage", "update_attempt", "update_run"])
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_lost_race_is_looked_at_again(bench: Bench, method: str, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever write of the run loses to another process, nothing ends with it and nothing is done twice."""
+    real, calls = getattr(Transaction, method), []
+
+    def lose_once(self: Transaction, record: Any, **columns: Any) -> Any:
+        calls.append(record)
+        if len(calls) == nth:
+            raise StaleWriteError("the row changed since it was read")
+        return real(self, record, **columns)
+
+    monkeypatch.setattr(Transaction, method, lose_once)
+    run = bench.drive(bench.submit())
+    assert (run.state, bench.launched) == ("succeeded", ["sft", "evaluate"])
+    assert len(bench.ledger.history("prod")) == 1
+
+
+def test_a_race_for_the_release_stages_row_is_not_taken_for_a_moved_channel(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, lost = Transaction.update_stage, []
+
+    def lose_once(self: Transaction, stage: Any, **columns: Any) -> Any:
+        if stage.kind == "release" and columns.get("reason") == "Promoted" and not lost:
+            lost.append(stage)
+            raise StaleWriteError("the row changed since it was read")
+        return real(self, stage, **columns)
+
+    monkeypatch.setattr(Transaction, "update_stage", lose_once)
+    run = bench.drive(bench.submit())
+    assert (run.state, len(lost), len(bench.ledger.history("prod"))) == ("succeeded", 1, 1)
+
+
+def test_a_driver_that_slept_past_its_lease_does_not_end_on_what_its_successor_did(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its read of the stage and its read of the attempt, another process ends both."""
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit()
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    attempt = bench.ledger.attempts(run_id)[0]
+    real, done = type(bench.ledger).stages, []
+
+    def overtaken(self: Any, asked: str) -> Any:
+        rows = real(self, asked)
+        if asked == run_id and not done and rows[0].state == StageState.RUNNING:
+            done.append(True)
+            with self.transaction("successor") as transaction:
+                transaction.update_attempt(attempt, state=AttemptState.LOST, reason="Lost")
+                transaction.update_stage(rows[0], state=StageState.READY, reason="BackOff", not_before=0.0)
+        return rows
+
+    bench.scripts["sft"] = [train()]
+    monkeypatch.setattr(bench.reconciler, "_fingerprint", lambda run: (object(),))  # reads stages first, too
+    monkeypatch.setattr(type(bench.ledger), "stages", overtaken)
+    assert bench.drive(run_id).state == "succeeded"
+    assert done
+
+
+def test_a_result_that_appears_between_two_looks_is_not_lost(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job writes its result and exits after the look for a result and before the look at the process."""
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit()
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    real, finished = bench.executor.observe, []
+
+    def observe(spec: JobSpec) -> Observation:
+        if spec.name.endswith("sft-1") and not finished:
+            finished.append(train()(AttemptFolder(Path(spec.attempt_dir))))
+            bench.executor.lose(spec.name)
+        return real(spec)
+
+    monkeypatch.setattr(bench.executor, "observe", observe)
+    assert bench.drive(run_id).state == "succeeded"
+    assert [a.state for a in bench.ledger.attempts(run_id, "sft")] == ["succeeded"]
+
+
+@pytest.mark.parametrize("ask", ["stop", "budget"])
+def test_a_result_that_appears_while_the_job_is_cancelled_is_not_lost(
+    bench: Bench, ask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit(budget={"wall_clock": 60})
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    real = bench.executor.cancel
+
+    def cancel(spec: JobSpec, grace: float) -> Observation:
+        folder = AttemptFolder(Path(spec.attempt_dir))
+        (folder.outputs / "model").mkdir(parents=True)
+        (folder.outputs / "model" / "model.safetensors").write_text("weights")
+        folder.write_result(JobResult("succeeded", {"model": Output("outputs/model", "tree")}, {}, 77))
+        return real(spec, grace)
+
+    monkeypatch.setattr(bench.executor, "cancel", cancel)
+    if ask == "stop":
+        actions.stop(bench.wiring, run_id)
+    else:
+        bench.clock.sleep(100)
+    run = bench.drive(run_id)
+    stage = bench.stage(run_id, "sft")
+    assert (stage.state, stage.tokens) == ("succeeded", 77), run
+    assert stage.outputs["model"]["digest"]
+
+
+# --- what a channel may point at --------------------------------------------------------------------------------------
+
+
+def spoil(bench: Bench, words: bytes, how: str) -> None:
+    """Weights in the store go missing or rot."""
+    for path in (bench.root / "blobs").rglob("*"):
+        if path.is_file() and path.read_bytes() == words:
+            path.chmod(0o644)
+            path.unlink() if how == "missing" else path.write_bytes(words + b"!")
+
+
+@pytest.mark.parametrize("how", ["missing", "corrupt"])
+@pytest.mark.parametrize("to", [None, "1"])
+def test_a_rollback_to_broken_weights_is_refused_and_moves_nothing(bench: Bench, how: str, to: str | None) -> None:
+    bench.drive(bench.submit())
+    bench.scripts |= {"sft": [train("better")], "evaluate": [evaluate(199)]}
+    bench.drive(bench.submit(seed=2))
+    before = bench.ledger.history("prod")
+    spoil(bench, b"weights", how)
+    with pytest.raises(
+        IntegrityError, match=r"channel prod stays at release 2: model sha256:.*cannot be served"
+    ) as told:
+        actions.rollback(bench.wiring, "prod", to)
+    assert "\n" not in str(told.value)
+    assert bench.ledger.history("prod") == before
+
+
+@pytest.mark.parametrize("how", ["missing", "corrupt"])
+def test_a_promotion_of_broken_weights_is_refused_and_moves_nothing(bench: Bench, how: str) -> None:
+    run = bench.drive(bench.submit())
+    before = bench.ledger.history("prod")
+    spoil(bench, b"weights", how)
+    with pytest.raises(IntegrityError, match="channel prod stays where it is"):
+        actions.promote(bench.wiring, run.id, "prod")
+    assert bench.ledger.history("prod") == before
+
+
+@pytest.mark.parametrize("how", ["missing", "corrupt"])
+def test_a_run_does_not_ship_weights_that_rotted_while_they_were_judged(
+    bench: Bench, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "posttrain.control.judging.crashpoint",
+        lambda name: spoil(bench, b"weights", how) if name == "gate.after_commit" else None,
+    )
+    run = bench.drive(bench.submit())
+    assert (run.state, run.reason) == ("failed", "Corrupt")
+    assert isinstance(bench.error(run.id), IntegrityError)
+    assert bench.ledger.channels() == []
+
+
+def test_stage_names_may_begin_like_a_reserved_one(bench: Bench) -> None:
+    stages = {"baseline": RUN["stages"]["sft"], "gates": RUN["stages"]["sft"], "bases": RUN["stages"]["sft"]}
+    bench.scripts |= {name: [train()] for name in stages}
+    assert bench.drive(bench.submit(stages=stages, gates=[], release=None)).state == "succeeded"
