@@ -136,6 +136,23 @@ def test_a_job_runs_and_exits_with_its_code(harness: Harness, spec: Make, code: 
     assert harness.starts(job) == 1
 
 
+@pytest.mark.parametrize("end", ["finish", "lose"])
+def test_how_long_a_job_ran_is_known_whatever_became_of_it(harness: Harness, spec: Make, end: str) -> None:
+    job, executor = spec(), harness.executor
+    assert executor.seconds(job) is None, "it never ran"
+    begun = time.monotonic()
+    executor.launch(job)
+    wait_until(lambda: (executor.seconds(job) or 0.0) > 0.6)
+    harness.finish(job, 0) if end == "finish" else harness.lose(job)
+    wait_until(lambda: executor.observe(job).state in (JobState.EXITED, JobState.LOST))
+    ran, passed = executor.seconds(job), time.monotonic() - begun
+    assert ran is not None
+    assert 0.6 - processes.HEARTBEAT_SECONDS < ran <= passed + processes.HEARTBEAT_SECONDS
+    pause = time.monotonic() + 0.3
+    wait_until(lambda: time.monotonic() > pause)
+    assert executor.seconds(job) == ran, "time in which nobody looked does not count"
+
+
 def test_launching_again_finds_the_job_running_or_ended(harness: Harness, spec: Make) -> None:
     job = spec()
     handle = harness.executor.launch(job)

@@ -1,8 +1,8 @@
 """Processes die at every marked place and at random moments; the same command again ends with the same weights.
 
 The undisturbed run is in the workspace each test starts from, so a stage whose parameters a test leaves alone comes
-from the stage cache, and a stage it wants to compute (and kill) gets another checkpoint interval or another reward
-source with the same scores: neither may change the weights.
+from the stage cache, and a stage it wants to compute (and kill) gets a parameter that counts as deciding and yet
+changes no weight here: a length that no row reaches, another time-out, another reward source with the same scores.
 """
 
 from __future__ import annotations
@@ -75,8 +75,14 @@ def armed(bench: Workbench, point: Point) -> tuple[dict[str, str], Path]:
 def variant(bench: Workbench, *, sft_every: int = 5, grpo_every: int = 3, reward: str = SHORT, **top: Any) -> None:
     """Write a run.yaml that must give the reference's weights, with the stages that a test wants computed again."""
     raw = copy.deepcopy(RUN)
-    raw["stages"]["sft"]["runtime"]["checkpoint_every"] = sft_every
-    raw["stages"]["grpo"]["runtime"]["checkpoint_every"] = grpo_every
+    for name, every, word, value in (
+        ("sft", sft_every, "max_length", 95),
+        ("grpo", grpo_every, "reward_timeout", 61.0),
+    ):
+        stage = raw["stages"][name]
+        if every != stage["runtime"]["checkpoint_every"]:
+            stage["runtime"]["checkpoint_every"] = every
+            stage[word] = value  # or the stage cache would answer: the interval decides nothing
     bench.write("again.py", reward)
     raw["rewards"]["length"] = "again.py" if reward != SHORT else "reward:length"
     bench.write("run.yaml", raw | top)

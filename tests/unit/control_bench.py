@@ -118,7 +118,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.clock = ManualClock()
         self.ledger = Ledger(Database(self.root / "ledger.db"), self.clock)
-        self.executor = FakeExecutor(self._on_launch)
+        self.executor = FakeExecutor(self._on_launch, self.clock.now)
         self.wiring = Wiring(
             ledger=self.ledger,
             blobs=open_blobs(str(self.root / "blobs")),

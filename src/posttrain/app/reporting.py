@@ -204,7 +204,7 @@ def _stage_rows(status: RunStatus) -> Iterator[StageRow]:
 def _budget_rows(workspace: Workspace, status: RunStatus, manifest: Manifest) -> Iterator[BudgetRow]:
     rows = [stage.record for stage in status.stages]
     attempts = [attempt for stage in status.stages for attempt in stage.attempts]
-    spent = budgets.spending(rows, attempts, workspace.ledger.clock.now())
+    spent = budgets.spending(rows, attempts)
     yield BudgetRow("tokens", spent.tokens, manifest.budget.tokens)
     yield BudgetRow("seconds", round(spent.seconds, 1), manifest.budget.wall_clock)
     most = max((len(stage.attempts) for stage in status.stages), default=0)

@@ -142,7 +142,9 @@ class RunWatcher:
     ) -> StageStatus:
         own = tuple(attempt for attempt in attempts if attempt.run_id == row.run_id)
         progress = self.watcher(row.name).read(attempts) if attempts else StageProgress()
-        seconds = spending((), own, now).seconds  # what the budget is billed
+        live = [attempt.launched_at for attempt in own if attempt.launched_at and attempt.finished_at is None]
+        running = sum(max(0.0, now - launched) for launched in live)
+        seconds = spending((), own, running=running).seconds  # what the budget is billed, or will be
         reason, action = _stage_words(run, row, waiting.get(row.name, ""))
         return StageStatus(row, own, progress, seconds, reason, action)
 

@@ -11,7 +11,7 @@ from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, StaleWriteError
 from posttrain.domain.facts import Progress
-from posttrain.domain.jobs import Failure, JobResult, JobState, Observation
+from posttrain.domain.jobs import Failure, JobResult, JobSpec, JobState, Observation
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
@@ -38,7 +38,7 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
             return
         result = _why_stopped(run, attempt, result)
         if result.status == "failed" and result.failure and result.failure.kind.retried:
-            _retry(wiring, manifest, stage, attempt, result.failure, AttemptState.FAILED)
+            _retry(wiring, manifest, stage, attempt, result.failure, AttemptState.FAILED, result)
             return
         outputs = _publish(wiring, attempt, result)
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
@@ -99,16 +99,15 @@ def _look(
 ) -> JobResult | Observation:
     """Observe a job without a result; see to it that it ends when a person or the budget says so."""
     spec = attempt_spec(wiring, attempt, trainer)
-    spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), wiring.clock.now())
+    running = wiring.executor.seconds(spec) or 0.0
+    spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), running=running)
     over = budgets.exhausted(manifest, spent)
     if (over or run.state == RunState.STOPPING) and not _may_go_on(wiring, attempt):
         wiring.executor.cancel(spec, 0.0)
         if over:
             failure = Failure(FailureClass.BUDGET, over, "budget")
-            return trainer.collect(wiring.folder(attempt)) or JobResult(
-                "failed", tokens=_spent(wiring, attempt), failure=failure
-            )
-        return trainer.collect(wiring.folder(attempt)) or JobResult("stopped", tokens=_spent(wiring, attempt))
+            return trainer.collect(wiring.folder(attempt)) or JobResult("failed", failure=failure)
+        return trainer.collect(wiring.folder(attempt)) or JobResult("stopped")
     observation = wiring.executor.observe(spec)
     if observation.state in (JobState.STARTING, JobState.RUNNING):
         return observation
@@ -150,6 +149,7 @@ def _end(
     wiring: Wiring, stage: StageRecord, attempt: AttemptRecord, result: JobResult, outputs: dict[str, dict[str, str]]
 ) -> None:
     now, failure = wiring.clock.now(), result.failure
+    seconds = _seconds(wiring, attempt, result.seconds)
     attempt_state = AttemptState(result.status)
     stage_state = StageState(result.status)
     reason = {"succeeded": "Succeeded", "stopped": "Stopped"}.get(result.status) or _reason(failure)
@@ -165,7 +165,7 @@ def _end(
             failure_signature=failure.signature if failure else None,
             tokens=tokens,
             finished_at=now,
-            seconds=_seconds(wiring, attempt, result.seconds),
+            seconds=seconds,
         )
         transaction.update_stage(
             stage,
@@ -218,13 +218,15 @@ def _retry(
     attempt: AttemptRecord,
     failure: Failure,
     ended: AttemptState,
+    said: JobResult | None = None,
 ) -> None:
     """Back off and try again, unless the attempts are used up or the same thing happened twice in a row."""
+    said = said or JobResult("failed")
     tried = [a for a in wiring.ledger.attempts(stage.run_id, stage.name) if a.number > stage.retried_after]
     preempted = failure.kind is FailureClass.PREEMPTED
     why = _why_not_again(manifest, tried, failure)
     now, wait = wiring.clock.now(), BACKOFF_SECONDS[min(len(tried), len(BACKOFF_SECONDS)) - 1]
-    tokens = _billed(wiring, attempt, _spent(wiring, attempt))
+    tokens, seconds = _billed(wiring, attempt, said.tokens), _seconds(wiring, attempt, said.seconds)
     if why:
         state, reason, message = StageState.FAILED, why[0], f"{failure.message}; {why[1]}"
         action = f"posttrain logs {stage.run_id} {stage.name}; then posttrain retry {stage.run_id}"
@@ -240,7 +242,7 @@ def _retry(
             failure_signature=failure.signature or None,
             tokens=tokens,
             finished_at=now,
-            seconds=_seconds(wiring, attempt, 0.0),
+            seconds=seconds,
         )
         transaction.update_stage(
             stage,
@@ -265,12 +267,6 @@ def _why_not_again(manifest: Manifest, tried: Sequence[AttemptRecord], failure: 
     return None
 
 
-def _spent(wiring: Wiring, attempt: AttemptRecord) -> int:
-    """Tokens of the attempt's lineage by its own last word."""
-    progress = _last_progress(wiring, attempt)
-    return progress.tokens if progress else _inherited(wiring, attempt)
-
-
 def _inherited(wiring: Wiring, attempt: AttemptRecord) -> int:
     try:
         return wiring.folder(attempt).read_order().tokens_inherited
@@ -278,17 +274,21 @@ def _inherited(wiring: Wiring, attempt: AttemptRecord) -> int:
         return 0
 
 
-def _billed(wiring: Wiring, attempt: AttemptRecord, lineage_tokens: int) -> int:
-    """What this attempt itself spent: its lineage's tokens less those its checkpoint brought along."""
-    return max(0, lineage_tokens - _inherited(wiring, attempt))
+def _billed(wiring: Wiring, attempt: AttemptRecord, said: int) -> int:
+    """What this attempt itself spent: its lineage's tokens less those its checkpoint brought along.
+
+    Whichever of its words says the most: its result, its progress, or the meter, which also holds what a step that was
+    cut short may have cost. So retries never spend more than was declared.
+    """
+    progress = _last_progress(wiring, attempt)
+    words = (said, progress.tokens if progress else 0, wiring.folder(attempt).metered() or 0)
+    return max(0, max(words) - _inherited(wiring, attempt))
 
 
 def _seconds(wiring: Wiring, attempt: AttemptRecord, said: float) -> float:
-    """How long the job ran: by its own word, else until its last sign of life. Not until somebody looked."""
-    if said or attempt.launched_at is None:
-        return said
-    progress = _last_progress(wiring, attempt)
-    return max(0.0, progress.at - attempt.launched_at) if progress else 0.0
+    """How long the job ran: by the executor's record, which knows of lost ones too; at least what the job says."""
+    spec = JobSpec(attempt.name, "", str(wiring.folder(attempt).path))
+    return max(said, wiring.executor.seconds(spec) or 0.0)
 
 
 def _last_progress(wiring: Wiring, attempt: AttemptRecord) -> Progress | None:

@@ -17,16 +17,18 @@ class Spending:
     seconds: float
 
 
-def spending(stages: Sequence[StageRecord], attempts: Sequence[AttemptRecord], now: float) -> Spending:
-    """Sum over a run. A cached stage costs nothing, and neither does the time in which nobody noticed a job's end."""
+def spending(
+    stages: Sequence[StageRecord], attempts: Sequence[AttemptRecord], *, running: float = 0.0, taken_over: int = 0
+) -> Spending:
+    """Sum over a run. A cached stage costs nothing; neither do a queue and the time before a job's end was noticed.
+
+    Args:
+        running: seconds that attempts which have not ended ran so far.
+        taken_over: tokens in the checkpoints of other runs that this one went on from: its budget is for all of the
+            work, whoever began it.
+    """
     tokens = sum(stage.tokens for stage in stages)
-    return Spending(tokens, sum(_seconds(attempt, now) for attempt in attempts))
-
-
-def _seconds(attempt: AttemptRecord, now: float) -> float:
-    if attempt.finished_at is not None:
-        return attempt.seconds
-    return max(0.0, now - attempt.launched_at) if attempt.launched_at is not None else 0.0
+    return Spending(tokens + taken_over, sum(attempt.seconds for attempt in attempts) + running)
 
 
 def one_at_a_time(manifest: Manifest) -> bool:
@@ -45,11 +47,11 @@ def token_allowance(manifest: Manifest, spent: Spending, inherited: int) -> int 
     return manifest.budget.tokens - spent.tokens + inherited
 
 
-def deadline(manifest: Manifest, spent: Spending, now: float) -> float | None:
-    """When the next attempt must have ended (seconds since the epoch); None: no wall-clock budget."""
+def seconds_allowance(manifest: Manifest, spent: Spending) -> float | None:
+    """How long the next attempt may run; None: no wall-clock budget."""
     if manifest.budget.wall_clock is None:
         return None
-    return now + manifest.budget.wall_clock - spent.seconds
+    return manifest.budget.wall_clock - spent.seconds
 
 
 def exhausted(manifest: Manifest, spent: Spending) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import IntegrityError, NotFoundError
+from posttrain.domain.identity import job_identity
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.ports import BlobStore
@@ -14,16 +15,9 @@ from posttrain.store.trees import verify_tree
 
 
 def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, InputBlob]) -> str:
-    """What decides a stage's outputs, and nothing else: names of stages and assets are not part of it."""
-    return digest_json(
-        {
-            "code": manifest.code[stage.trainer],
-            "kind": stage.kind,
-            "params": stage.params,
-            "seed": manifest.seed,
-            "inputs": {slot: [b.digest, b.meta.get("entry"), b.meta.get("dialect")] for slot, b in inputs.items()},
-        }
-    )
+    """What decides a stage's outputs, and nothing else (`domain.identity`)."""
+    code = manifest.code[stage.trainer]
+    return digest_json({"code": code, **job_identity(stage.kind, stage.params, manifest.seed, inputs)})
 
 
 def usable(stage: StageRecord, blobs: BlobStore) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from posttrain.control import budgets
+from posttrain.control.resuming import Found, find_checkpoint, tokens_in, tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InfrastructureError
@@ -13,14 +12,13 @@ from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.execution.ports import Trainer
-from posttrain.store.trees import put_tree
 
 
 def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
     """Commit the intent: an attempt with a deterministic external name. Launching it is the next tick's work."""
     earlier = wiring.ledger.attempts(stage.run_id, stage.name)
     number = len(earlier) + 1
-    resume, _ = _checkpoint(wiring, earlier)
+    found = find_checkpoint(wiring, stage, key, earlier)
     directory = wiring.attempt_dir(stage.run_id, stage.name, number)
     now = wiring.clock.now()
     attempt = AttemptRecord(
@@ -31,7 +29,7 @@ def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
         folder=directory.relative_to(wiring.root).as_posix(),
         state=AttemptState.PLANNED,
         executor=wiring.executor.name,
-        resume=resume,
+        resume=found.digest if found else None,
         reason="Planned",
         created_at=now,
     )
@@ -41,7 +39,7 @@ def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
             stage,
             state=StageState.RUNNING,
             reason="Running",
-            message=f"attempt {number}" + (" resumes from a checkpoint" if resume else ""),
+            message=f"attempt {number}" + (_resumes(stage, found) if found else ""),
             next_action="",
             cache_key=key,
             started_at=stage.started_at or now,
@@ -96,10 +94,9 @@ def attempt_spec(wiring: Wiring, attempt: AttemptRecord, trainer: Trainer) -> Jo
 
 def _order(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> JobOrder:
     attempts = wiring.ledger.attempts(stage.run_id)
-    earlier = [a for a in attempts if a.stage == stage.name and a.number < attempt.number]
-    _, inherited = _checkpoint(wiring, earlier)
-    now = wiring.clock.now()
-    spent = budgets.spending(wiring.ledger.stages(stage.run_id), attempts, now)
+    inherited = tokens_in(wiring, attempt.resume)
+    taken_over = tokens_taken_over(wiring, attempts) if budgets.one_at_a_time(manifest) else 0
+    spent = budgets.spending(wiring.ledger.stages(stage.run_id), attempts, taken_over=taken_over)
     plan = manifest.stage(stage.name)
     return JobOrder(
         name=attempt.name,
@@ -110,16 +107,12 @@ def _order(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: Atte
         store_url=wiring.blobs.url,
         cache_dir=str(wiring.root / "cache"),
         resume=attempt.resume,
-        tokens_inherited=inherited if attempt.resume else 0,
+        tokens_inherited=inherited,
         token_allowance=budgets.token_allowance(manifest, spent, inherited),
-        deadline=budgets.deadline(manifest, spent, now),
+        seconds_allowance=budgets.seconds_allowance(manifest, spent),
     )
 
 
-def _checkpoint(wiring: Wiring, earlier: Sequence[AttemptRecord]) -> tuple[str | None, int]:
-    """The newest committed checkpoint of a stage's earlier attempts (published) and the tokens counted in it."""
-    for attempt in reversed(earlier):
-        latest = wiring.folder(attempt).latest_checkpoint()
-        if latest is not None:
-            return put_tree(wiring.blobs, latest.path), latest.tokens
-    return None, 0
+def _resumes(stage: StageRecord, found: Found) -> str:
+    own = found.origin == f"{stage.run_id}/{stage.name}"
+    return f" resumes from the checkpoint at step {found.step}" + ("" if own else f" of {found.origin}")

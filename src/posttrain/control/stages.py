@@ -8,6 +8,7 @@ from dataclasses import asdict
 from posttrain.control import budgets
 from posttrain.control.cache import cache_key, usable
 from posttrain.control.launching import plan_attempt
+from posttrain.control.resuming import tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
@@ -98,7 +99,9 @@ def start_ready(
         return
     if _code_changed(wiring, manifest, stage):
         return
-    spent = budgets.spending(list(stages.values()), wiring.ledger.attempts(run.id), now)
+    attempts = wiring.ledger.attempts(run.id)
+    taken_over = tokens_taken_over(wiring, attempts) if budgets.one_at_a_time(manifest) else 0
+    spent = budgets.spending(list(stages.values()), attempts, taken_over=taken_over)
     over = budgets.exhausted(manifest, spent)
     if over:
         with wiring.ledger.transaction(wiring.actor) as transaction:

@@ -40,7 +40,7 @@ class JobOrder:
     resume: str | None = None  # digest of the checkpoint tree to resume from
     tokens_inherited: int = 0  # already counted in that checkpoint
     token_allowance: int | None = None  # tokens this attempt's lineage may spend in all
-    deadline: float | None = None  # seconds since the epoch
+    seconds_allowance: float | None = None  # how long it may run; time in a queue does not count
     schema: int = ORDER_SCHEMA
 
     def to_json(self) -> dict[str, Any]:
@@ -59,7 +59,8 @@ class JobOrder:
                 "Posttrain that wrote it"
             )
         inputs = {slot: InputBlob(**blob) for slot, blob in value["inputs"].items()}
-        return cls(**{**value, "inputs": inputs})
+        known = {key: item for key, item in value.items() if key != "deadline"}  # of orders before 0.2
+        return cls(**{**known, "inputs": inputs})
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ class Controller:
         orders: asked between steps.
         limits: tokens and deadline.
         recorder: of the worker groups' calls; told which step they belong to.
+        meter: told what was spent, and before each step what that may cost at the most.
     """
 
     recipe: Recipe
@@ -87,6 +88,7 @@ class Controller:
     limits: Limits = Limits()
     flush: Callable[[], None] = lambda: None
     recorder: Recorder = field(default_factory=Recorder)
+    meter: Callable[[int, int], None] = lambda spent, reserved: None
     tokens: int = 0  # spent so far in this lineage
     _incarnation: int = 0
     _step: int = 0
@@ -120,6 +122,7 @@ class Controller:
             DivergedError: NaN or infinity.
         """
         total = self.recipe.steps
+        self.meter(self.tokens, 0)
         self._serve()
         while True:
             order = self.orders()
@@ -134,6 +137,7 @@ class Controller:
             self._advance()
             if self._step % self.every == 0 or self._step == total:
                 self._save()
+        self.meter(self.tokens, 0)
         return Outcome("succeeded", self._step, self.tokens, self._metrics)
 
     def _advance(self) -> None:
@@ -166,6 +170,7 @@ class Controller:
     def _afford(self) -> None:
         """Refuse what could go past a limit: the coming probe and step at their worst."""
         step, limit = self._step, self.limits.tokens
+        self.meter(self.tokens, 0)
         worst = self.recipe.probe_price(step) + (self.recipe.price(step) if step < self.recipe.steps else 0)
         if step == self.recipe.steps - 1:
             worst += self.recipe.probe_price(self.recipe.steps)  # the last step is not worth much unmeasured
@@ -180,6 +185,7 @@ class Controller:
             raise BudgetExceededError(
                 f"deadline passed at step {step} of {self.recipe.steps}; raise the budget's wall-clock limit"
             )
+        self.meter(self.tokens, worst)
 
     def _save(self) -> None:
         if self._saved == self._step:

@@ -42,6 +42,13 @@ class Executor(Protocol):
         EXITED carries the exit code, negative for the signal that killed the job.
         """
 
+    def seconds(self, spec: JobSpec) -> float | None:
+        """How long the job has run, by the executor's own record: from when it started to run until now or its end.
+
+        Time before (in a queue, say) does not count, nor does time in which nobody noticed its end. Of a lost job it
+        is at least as long as it ran. Clocks that are set meanwhile change nothing. None: it never ran.
+        """
+
     def cancel(self, spec: JobSpec, grace_seconds: float) -> Observation:
         """Stop the job and wait until it is gone: ask (control.json), after `grace_seconds` terminate, then kill.
 

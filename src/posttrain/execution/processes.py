@@ -10,6 +10,7 @@ import signal
 from functools import cache
 from pathlib import Path
 
+HEARTBEAT_SECONDS = 0.25  # between two signs of life of a supervisor
 _PROC = Path("/proc")
 _DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
 

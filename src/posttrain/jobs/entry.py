@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -33,11 +34,12 @@ from posttrain.domain.errors import (
     WorkspaceError,
 )
 from posttrain.domain.facts import FactSink
+from posttrain.domain.identity import job_identity
 from posttrain.domain.jobs import Failure, JobOrder, JobResult
 from posttrain.domain.ports import BlobStore
 from posttrain.engine.rewards.port import RewardError
 from posttrain.store.atomic import sync_folder, sync_tree
-from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import materialise
 
@@ -55,6 +57,8 @@ class Job:
     blobs: BlobStore
     stopping: Callable[[], bool]  # somebody asked for a stop, by control.json or SIGTERM
     folder: Path
+    meter: Callable[[int, int], None] = lambda spent, reserved: None  # tokens spent, and what the next step may cost
+    deadline: float | None = None  # seconds since the epoch
 
     def input(self, slot: str) -> Path:
         """The local path of an input, fetched and verified.
@@ -83,15 +87,9 @@ class Job:
         return blob.name if blob and blob.name else slot
 
     def fingerprint(self) -> str:
-        """Digest of what decides this job's result.
-
-        Kind, parameters, seed, inputs. Two attempts at one stage agree on it.
-        """
-        inputs = {slot: [blob.digest, dict(blob.meta)] for slot, blob in self.order.inputs.items()}
+        """Digest of what decides this job's result (`domain.identity`): a checkpoint of another job is refused."""
         order = self.order
-        return digest_json(
-            {"kind": order.kind, "params": dict(order.params), "seed": str(order.seed), "inputs": inputs}
-        )
+        return digest_json(job_identity(order.kind, order.params, order.seed, order.inputs))
 
 
 Body = Callable[[Job], JobResult]
@@ -111,8 +109,20 @@ def run(attempt_dir: str, body: Body) -> int:
         order = attempt.read_order()
         settle_environment(order.params.get("runtime", {}).get("threads", 1))
         crashpoint("job.start")
-        with _sigterm_noted() as stopping, EventWriter(attempt) as sink:
-            result = _guarded(attempt, order, sink, body, stopping)
+        with _sigterm_noted() as stopping, SpendingMeter(attempt) as meter, EventWriter(attempt) as sink:
+            allowed = order.seconds_allowance
+            job = partial(
+                Job,
+                attempt=attempt,
+                order=order,
+                sink=sink,
+                flush=sink.flush,
+                stopping=lambda: stopping() or attempt.stop_requested(),
+                folder=attempt.path,
+                meter=meter,
+                deadline=None if allowed is None else started + allowed,
+            )
+            result = _guarded(lambda: body(job(blobs=open_blobs(order.store_url))))
         if attempt.outputs.is_dir():
             sync_tree(attempt.outputs)  # a result that survives a power cut must not name outputs that did not
             sync_folder(attempt.path)
@@ -162,20 +172,9 @@ def failed(error: Exception, tokens: int = 0) -> JobResult:
     return JobResult(status="failed", tokens=tokens, failure=failure_of(error))
 
 
-def _guarded(
-    attempt: AttemptFolder, order: JobOrder, sink: EventWriter, body: Body, stopping: Callable[[], bool]
-) -> JobResult:
+def _guarded(work: Callable[[], JobResult]) -> JobResult:
     try:
-        job = Job(
-            attempt=attempt,
-            order=order,
-            sink=sink,
-            flush=sink.flush,
-            blobs=open_blobs(order.store_url),
-            stopping=lambda: stopping() or attempt.stop_requested(),
-            folder=attempt.path,
-        )
-        return body(job)
+        return work()
     except Exception as error:
         return failed(error)
 

@@ -42,7 +42,7 @@ def body(job: Job) -> JobResult:
         rows = read_rows(job.input(suite.data), name=label)
         texts = [prompt_text(row) for row in rows]
         suites[name] = suite_items(rows, texts, tokenizer, suite, name=label, context=model.context_length)
-    meter = Meter(job.order.token_allowance, job.order.deadline)
+    meter = Meter(job.order.token_allowance, job.deadline, job.meter)
     try:
         results = _answer(job, config, suites, open_rollout(model), tokenizer, meter)
     except Exception as error:

@@ -301,8 +301,9 @@ def _controller(job: Job, recipe: Recipe, runtime: RuntimeConfig, recorder: Reco
         sink=job.sink,
         flush=job.flush,
         orders=_orders(job),
-        limits=Limits(job.order.token_allowance, job.order.deadline),
+        limits=Limits(job.order.token_allowance, job.deadline),
         recorder=recorder,
+        meter=job.meter,
     )
     latest = job.attempt.latest_checkpoint()
     if latest is not None:

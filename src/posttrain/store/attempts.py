@@ -9,16 +9,18 @@
         samples/000001.jsonl the same for recorded samples, which are large: who reads metrics does not pass them
         checkpoints/step-00000120/   COMMIT last: a folder without it does not exist for anybody
         outputs/            what the job leaves
+        meter               tokens spent and tokens that the step under way may spend, rewritten in place
         result.json         JobResult, last and atomic: its presence means that the job ended by itself
         spec.json supervisor.json exit.json log.txt      the local executor's
 
-Nothing is appended to and nothing is renamed over while somebody reads it, so the layout also works where the folder
-is an object-store prefix. Imports no database and no object store: a job has neither.
+But for the meter, nothing is appended to and nothing is renamed over while somebody reads it, so the layout also works
+where the folder is an object-store prefix. Imports no database and no object store: a job has neither.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from posttrain.domain.facts import Fact, Note, Progress, Sample, fact_from_json,
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
 from posttrain.store.atomic import make_folder, read_json, write_atomic, write_json
 from posttrain.store.trees import file_digest
+
+METER = "meter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,23 +159,69 @@ class AttemptFolder:
                     return fact
         return None
 
+    def metered(self) -> int | None:
+        """The most tokens that the lineage can have spent by what the job said last; None: it said nothing."""
+        try:
+            spent, reserved = map(int, (self.path / METER).read_bytes().split())
+        except (FileNotFoundError, ValueError):  # not yet written, or cut short by a power cut
+            return None
+        return spent + reserved
+
     def committed_checkpoints(self) -> list[Path]:
         """Checkpoint folders with a COMMIT whose shards have the digests it lists, by step."""
         folders = sorted(self.checkpoints.glob("step-*"))
         return [folder for folder in folders if _verified_commit(folder) is not None]
 
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of what may be a committed checkpoint, oldest first; its shards were not looked at."""
+        names = sorted(path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/COMMIT"))
+        return [int(name) for name in names if name.isdecimal()]
+
+    def checkpoint(self, step: int) -> CommittedCheckpoint | None:
+        """The checkpoint of a step, if it verifies."""
+        folder = self.checkpoints / f"step-{step:08d}"
+        commit = _verified_commit(folder)
+        if commit is None:
+            return None
+        state = read_json(folder / "state.json") if "state.json" in commit.shards else None
+        return CommittedCheckpoint(folder, commit.step, int((state or {}).get("tokens", 0)))
+
     def latest_checkpoint(self) -> CommittedCheckpoint | None:
         """The newest committed checkpoint that verifies; older ones stand in for a damaged newer one."""
-        for folder in sorted(self.checkpoints.glob("step-*"), reverse=True):
-            commit = _verified_commit(folder)
-            if commit is not None:
-                state = read_json(folder / "state.json") if "state.json" in commit.shards else None
-                return CommittedCheckpoint(folder, commit.step, int((state or {}).get("tokens", 0)))
-        return None
+        return next(filter(None, map(self.checkpoint, reversed(self.checkpoint_steps()))), None)
 
     def _control(self, **orders: Any) -> None:
         path = self.path / "control.json"
         write_json(path, {"stop": False, "checkpoint": 0, **(read_json(path) or {}), **orders})
+
+
+class SpendingMeter:
+    """Where a job says what it spent, and before each step what that may cost: a kill in the middle loses neither.
+
+    The record is one line that is rewritten in place: it survives the death of the process at once, a power cut to
+    within `seconds`. Use it as a context manager.
+
+    Raises:
+        OSError: the disk is full or read-only.
+    """
+
+    def __init__(self, attempt: AttemptFolder, seconds: float = 0.5) -> None:
+        make_folder(attempt.path)
+        self._file = os.open(attempt.path / METER, os.O_CREAT | os.O_WRONLY, 0o600)
+        self._seconds, self._synced = seconds, float("-inf")
+
+    def __call__(self, spent: int, reserved: int) -> None:
+        """Say what the lineage has spent, and what it may spend until the next call."""
+        os.pwrite(self._file, f"{spent:020d} {reserved:020d}\n".encode(), 0)
+        if time.monotonic() - self._synced >= self._seconds:
+            os.fsync(self._file)
+            self._synced = time.monotonic()
+
+    def __enter__(self) -> SpendingMeter:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        os.close(self._file)
 
 
 class EventWriter:

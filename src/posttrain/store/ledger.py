@@ -100,6 +100,11 @@ class Ledger:
         with self.snapshot() as now:
             return now.channels()
 
+    def stages_by_key(self, cache_key: str) -> list[StageRecord]:
+        """See `Snapshot.stages_by_key`."""
+        with self.snapshot() as now:
+            return now.stages_by_key(cache_key)
+
     def cached_stage(self, cache_key: str) -> StageRecord | None:
         """See `Snapshot.cached_stage`."""
         with self.snapshot() as now:

@@ -123,6 +123,11 @@ class Snapshot:
         query = select(releases.c.channel).distinct().order_by(releases.c.channel)
         return list(self._connection.execute(query).scalars())
 
+    def stages_by_key(self, cache_key: str) -> list[StageRecord]:
+        """Every stage that computes, or computed, what this key names; newest run first."""
+        query = select(stages).join(runs, runs.c.id == stages.c.run_id).where(stages.c.cache_key == cache_key)
+        return self._all(StageRecord, query.order_by(runs.c.created_at.desc(), runs.c.id, stages.c.position))
+
     def cached_stage(self, cache_key: str) -> StageRecord | None:
         """The stage whose outputs answer this key, or None.
 

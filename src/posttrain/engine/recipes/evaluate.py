@@ -61,10 +61,12 @@ class Meter:
     Args:
         limit: tokens; None for no limit.
         deadline: seconds since the epoch; None for none.
+        say: told what was spent, and before each call what that may cost at the most.
     """
 
     limit: int | None = None
     deadline: float | None = None
+    say: Callable[[int, int], None] = lambda spent, reserved: None
     tokens: int = 0
 
     def admit(self, worst: int) -> None:
@@ -80,6 +82,12 @@ class Meter:
             )
         if self.deadline is not None and time.time() >= self.deadline:
             raise BudgetExceededError("deadline passed during evaluation; raise budget.wall_clock")
+        self.say(self.tokens, worst)
+
+    def add(self, tokens: int) -> None:
+        """Count what the call that was admitted last has cost."""
+        self.tokens += tokens
+        self.say(self.tokens, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +185,7 @@ def evaluate_suite(
             meter.admit(read + len(chunk) * samples * limit)
             keys = [derive_seed(0, item.id) for item in chunk]
             found = rollout.generate([i.prompt for i in chunk], samples=samples, sampling=sampling, prompt_keys=keys)
-            meter.tokens += read + sum(len(t.tokens) for t in found)
+            meter.add(read + sum(len(t.tokens) for t in found))
             responses += [read_back(chunk[t.prompt_index], kind, t) for t in found]
             if not between(len(found)):
                 return None

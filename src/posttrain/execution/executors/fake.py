@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -22,16 +23,21 @@ class FakeExecutor:
 
     name: ClassVar[str] = "fake"
 
-    def __init__(self, on_launch: Callable[[JobSpec], int | None] | None = None) -> None:
+    def __init__(
+        self, on_launch: Callable[[JobSpec], int | None] | None = None, now: Callable[[], float] = time.time
+    ) -> None:
         self.launched: list[JobSpec] = []  # each job once, in order
         self.cancelled: list[str] = []
         self._on_launch = on_launch
         self._jobs: dict[str, Observation] = {}
+        self._now = now
+        self._times: dict[str, tuple[float, float | None]] = {}  # name → start, end
 
     def launch(self, spec: JobSpec) -> str:
         """See `Executor.launch`."""
         if spec.name not in self._jobs:
             self._jobs[spec.name] = Observation(JobState.RUNNING)
+            self._times[spec.name] = (self._now(), None)
             self.launched.append(spec)
             code = self._on_launch(spec) if self._on_launch else None
             if code is not None:
@@ -41,6 +47,13 @@ class FakeExecutor:
     def observe(self, spec: JobSpec) -> Observation:
         """See `Executor.observe`."""
         return self._jobs.get(spec.name, Observation(JobState.UNKNOWN))
+
+    def seconds(self, spec: JobSpec) -> float | None:
+        """See `Executor.seconds`."""
+        if spec.name not in self._times:
+            return None
+        start, end = self._times[spec.name]
+        return (self._now() if end is None else end) - start
 
     def cancel(self, spec: JobSpec, grace_seconds: float) -> Observation:
         """See `Executor.cancel`; nothing is waited for: a running job is terminated."""
@@ -53,8 +66,13 @@ class FakeExecutor:
 
     def finish(self, name: str, exit_code: int = 0) -> None:
         """Let the job exit."""
-        self._jobs[name] = Observation(JobState.EXITED, exit_code=exit_code)
+        self._over(name, Observation(JobState.EXITED, exit_code=exit_code))
 
     def lose(self, name: str) -> None:
         """Let the job vanish."""
-        self._jobs[name] = Observation(JobState.LOST, detail="its supervisor is gone")
+        self._over(name, Observation(JobState.LOST, detail="its supervisor is gone"))
+
+    def _over(self, name: str, seen: Observation) -> None:
+        self._jobs[name] = seen
+        start, end = self._times.get(name, (self._now(), None))
+        self._times[name] = (start, self._now() if end is None else end)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 from posttrain.domain.errors import DeadlineError, InfrastructureError
 from posttrain.domain.jobs import JobSpec, JobState, Observation
 from posttrain.execution import processes
+from posttrain.execution.processes import HEARTBEAT_SECONDS
 from posttrain.store.atomic import create_json, make_folder, read_json, unwritable, write_json
 from posttrain.store.attempts import AttemptFolder
 
@@ -71,6 +72,18 @@ class LocalExecutor:
                 JobState.RUNNING, detail=f"its supervisor is gone and process {job[0]} resists being killed"
             )
         return Observation(JobState.LOST, detail="its supervisor is gone")
+
+    def seconds(self, spec: JobSpec) -> float | None:
+        """See `Executor.seconds`: by the supervisor's record of the end, else by its last sign of life."""
+        folder = _folder(spec)
+        claim = read_json(folder / "supervisor.json")
+        if not claim or "started_at" not in claim:
+            return None
+        ended = read_json(folder / "exit.json")
+        if ended is not None and "seconds" in ended:
+            return float(ended["seconds"])
+        beaten = (folder / "supervisor.lock").stat().st_mtime - float(claim["started_at"])
+        return max(0.0, beaten) + HEARTBEAT_SECONDS  # it may have died just before the next one
 
     def cancel(self, spec: JobSpec, grace_seconds: float) -> Observation:
         """See `Executor.cancel`."""

@@ -8,8 +8,9 @@
                     │ exits when the         │ holds supervisor.lock as long as it lives
                     ▼ claim is written       │ 1. supervisor.json: the claim. Who finds one starts nothing, ever
                  0 claimed                   │ 2. forks; the child waits on a pipe
-                75 somebody else did         │ 3. supervisor.json with the job's pid; only then the child runs the job
-                                             │ 4. waits; kills what the job left of its process group; exit.json
+                75 somebody else did         │ 3. supervisor.json with the job's pid and start; then the child runs it
+                                             │ 4. waits, and four times a second says how long by the lock's time of
+                                             │    change; kills what the job left of its process group; exit.json
 
 Who unblocks whom: the launcher waits for the intermediate, which waits for the claim (a byte, or the end of the pipe if
 the supervisor dies); a launcher that has waited long enough writes a claim itself, and a supervisor that comes later
@@ -25,15 +26,17 @@ import ctypes
 import fcntl
 import json
 import os
+import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.execution.processes import identity
+from posttrain.execution.processes import HEARTBEAT_SECONDS, identity
 from posttrain.store.atomic import create_json, write_json
 
 ALREADY_CLAIMED = 75
@@ -83,18 +86,30 @@ def _self() -> dict[str, Any]:
 
 def _supervise(folder: Path, spec: dict[str, Any]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    os.umask(0o077)  # what a job leaves is its owner's alone
     crashpoint("supervisor.before_spawn")
     job, release = _fork_job(folder, spec)
-    write_json(folder / "supervisor.json", {**_self(), "job_pid": job, "job_identity": identity(job)})
+    started, begun = time.time(), time.monotonic()
+    claim = {**_self(), "job_pid": job, "job_identity": identity(job), "started_at": started}
+    os.utime(folder / "supervisor.lock", (started, started))
+    write_json(folder / "supervisor.json", claim)
     os.write(release, b"1")
     os.close(release)
     for number in _FORWARDED:
         signal.signal(number, lambda n, _frame: os.kill(job, n))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     crashpoint("supervisor.after_spawn")
-    code = _wait(job)
+    code = _wait(job, lambda: _beat(folder, started, begun))
+    seconds = time.monotonic() - begun
     crashpoint("supervisor.before_exit_record")
-    write_json(folder / "exit.json", {"exit_code": code, "at": time.time()})
+    write_json(folder / "exit.json", {"exit_code": code, "at": time.time(), "seconds": seconds})
+
+
+def _beat(folder: Path, started: float, begun: float) -> None:
+    """Say how long the job has run, so that it is known if this process is killed. Clocks that are set do not count."""
+    at = started + time.monotonic() - begun
+    with suppress(OSError):  # a disk in trouble must not end the job
+        os.utime(folder / "supervisor.lock", (at, at))
 
 
 def _fork_job(folder: Path, spec: dict[str, Any]) -> tuple[int, int]:
@@ -129,8 +144,12 @@ def _execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
     os.execve(sys.executable, command, {**os.environ, **spec["environment"]})
 
 
-def _wait(job: int) -> int:
+def _wait(job: int, beat: Callable[[], None]) -> int:
     """The job's exit code, negative for a signal. What it started dies with it."""
+    ended = os.pidfd_open(job)
+    while not select.select([ended], [], [], HEARTBEAT_SECONDS)[0]:
+        beat()
+    os.close(ended)
     os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)  # leaves a zombie, so that the group's number stays ours
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     with suppress(ProcessLookupError):

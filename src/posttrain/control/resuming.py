@@ -1,0 +1,78 @@
+"""Where an attempt goes on from: the furthest committed checkpoint of the same work, whichever run did it.
+
+Work is the same where the stage's cache key is (`control.cache`): a run whose budget was raised, or that is placed
+elsewhere, goes on from where the one before it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from posttrain.control.wiring import Wiring
+from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.jobs import CheckpointCommit
+from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.store.trees import put_tree, read_json, tree_listing
+
+_COMMIT, _STATE = "COMMIT", "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint in the store."""
+
+    digest: str  # of its tree
+    step: int
+    origin: str  # run/stage that wrote it
+
+
+def find_checkpoint(wiring: Wiring, stage: StageRecord, key: str, own: Sequence[AttemptRecord]) -> Found | None:
+    """The furthest checkpoint of this stage's attempts and of other stages with its cache key, published.
+
+    A half-written or damaged one does not count, nor one that its job drops while it is read.
+    """
+    for step, attempt in sorted(_candidates(wiring, stage, key, own), key=lambda c: c[0], reverse=True):
+        checkpoint = wiring.folder(attempt).checkpoint(step)
+        try:
+            if checkpoint is None:
+                continue
+            digest = put_tree(wiring.blobs, checkpoint.path)
+            if _whole(wiring, digest):
+                return Found(digest, step, f"{attempt.run_id}/{attempt.stage}")
+        except (InputError, IntegrityError):  # dropped or replaced while it was read
+            continue
+    return None
+
+
+def tokens_in(wiring: Wiring, checkpoint: str | None) -> int:
+    """Tokens that the lineage of a checkpoint had spent when it was written; 0 for none."""
+    if checkpoint is None:
+        return 0
+    state = tree_listing(wiring.blobs, checkpoint).get(_STATE)
+    value = read_json(wiring.blobs, state.digest) if state else {}
+    return int(value.get("tokens", 0))
+
+
+def tokens_taken_over(wiring: Wiring, attempts: Sequence[AttemptRecord]) -> int:
+    """Tokens that a run's stages got with checkpoints of other runs: its first attempts have none of their own."""
+    return sum(tokens_in(wiring, attempt.resume) for attempt in attempts if attempt.number == 1)
+
+
+def _candidates(
+    wiring: Wiring, stage: StageRecord, key: str, own: Sequence[AttemptRecord]
+) -> Iterator[tuple[int, AttemptRecord]]:
+    """(step, attempt) of everything that looks like a checkpoint: the stage's own first, the newest attempt first."""
+    others = [s for s in wiring.ledger.stages_by_key(key) if (s.run_id, s.name) != (stage.run_id, stage.name)]
+    attempts = [a for other in others for a in wiring.ledger.attempts(other.run_id, other.name)]
+    for attempt in (*reversed(own), *attempts):
+        yield from ((step, attempt) for step in wiring.folder(attempt).checkpoint_steps())
+
+
+def _whole(wiring: Wiring, digest: str) -> bool:
+    """Whether the stored tree is what its COMMIT says: its job may have dropped files while it was read."""
+    listing = tree_listing(wiring.blobs, digest)
+    if _COMMIT not in listing:
+        return False
+    commit = CheckpointCommit.from_json(read_json(wiring.blobs, listing[_COMMIT].digest))
+    return all(name in listing and listing[name].digest == shard for name, shard in commit.shards.items())
