@@ -296,7 +296,7 @@ def test_where_and_how_often_decide_nothing(changes: dict[str, Any]) -> None:
         {"runtime": {"device": "cpu"}},
         {"runtime": {"threads": 2}},
         {"runtime": {"micro_batch_tokens": 64}},
-        {"reward_timeout": 3.0},
+        {"reward_timeout": 30.0},
     ],
 )
 def test_what_decides_the_result_decides_the_key(changes: dict[str, Any]) -> None:
