@@ -57,7 +57,7 @@ RUN: dict[str, Any] = {
         },
     },
     "gates": [
-        {"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0},
+        {"name": "room", "metric": "heldout/response_tokens", "at_most": 23.9},
         {
             "name": "length",
             "metric": "heldout/response_tokens",

@@ -53,6 +53,8 @@ def metrics_table(values: dict[str, list[float]]) -> bytes:
             "item_id": [r[1] for r in rows],
             "value": [r[2] for r in rows],
             "binary": [r[2] in (0.0, 1.0) for r in rows],
+            "low": [0.0] * len(rows),
+            "high": [1.0] * len(rows),
         }
     )
     sink = io.BytesIO()

@@ -177,7 +177,7 @@ def test_what_fits_is_remembered_and_what_does_not_is_not(bench: Bench) -> None:
 
 
 def test_corrupt_rows_are_found_before_anything_runs(bench: Bench) -> None:
-    bench.heldout(ROW, {**ROW, "answer": "other"})
+    bench.heldout(ROW, {**ROW, "prompt": [{"role": "user", "content": "Q: sort 21"}]})
     digest = bench.workspace.catalog.find("dataset:heldout").digest
     place = f"{bench.file()}: stages.grpo.probe: dataset:heldout@2: blob {digest} "
     blob = blob_path(bench, digest)
@@ -215,3 +215,38 @@ def blob_path(bench: Bench, digest: str) -> Path:
 def test_a_cache_that_cannot_be_written_does_not_matter(bench: Bench) -> None:
     (bench.workspace.root / "cache" / "fits").write_text("a file where the folder should be")
     assert plan(bench.file(), bench.workspace).manifest.name == "sort"
+
+
+def test_rows_that_repeat_an_item_are_told_and_counted_once(bench: Bench) -> None:
+    def gated(raw: dict[str, Any]) -> None:
+        raw["gates"] = [{"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.9}]
+        raw["release"] = {"channel": "prod", "model": "grpo"}
+
+    rows = [{**ROW, "prompt": [{"role": "user", "content": f"Q: {number}"}]} for number in range(20)]
+    bench.heldout(*rows * 10)
+    view = view_plan(bench.file(gated), bench.workspace)
+    assert [note.items for note in view.power] == [20]
+    told = "dataset:heldout@2: 180 of 200 rows repeat another; they count once, so the suite has 20 items"
+    assert told in view.warnings
+    assert told in view_plan(bench.file(gated), bench.workspace).warnings, "also when the fit is remembered"
+
+
+def test_a_prompt_with_two_answers_is_no_item_but_may_be_a_probe(bench: Bench) -> None:
+    bench.heldout(ROW, LONG, {**ROW, "answer": "other"})
+
+    def roomy(raw: dict[str, Any]) -> None:
+        raw["stages"]["evaluate"]["suites"]["heldout"]["max_new_tokens"] = 8
+        raw["stages"]["grpo"]["max_new_tokens"] = 8
+
+    with pytest.raises(InputError) as caught:
+        plan(bench.file(roomy), bench.workspace)
+    assert str(caught.value) == (
+        f"{bench.file(roomy)}: stages.evaluate.suites.heldout: dataset:heldout@2 row 3 must have the answer of row 1,"
+        " whose prompt it repeats, got another: no response can be right on both; drop one"
+    )
+
+    def probed(raw: dict[str, Any]) -> None:
+        roomy(raw)
+        del raw["stages"]["evaluate"]
+
+    plan(bench.file(probed), bench.workspace)

@@ -17,6 +17,7 @@ from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.runspec import load_run_spec, parse_run_spec
+from posttrain.execution.trainers.fake import FakeTrainer
 from posttrain.execution.trainers.native import NativeTrainer
 
 TRAINERS = {"native": NativeTrainer()}
@@ -135,6 +136,10 @@ def typo(wrong: str, right: str) -> dict[str, Any]:
     return {wrong if key == right else key: value for key, value in RUN.items()}
 
 
+def gated(metric: str, **rule: Any) -> dict[str, Any]:
+    return changed("gates", [{"name": "g", "metric": f"heldout/{metric}", **rule}])
+
+
 # fmt: off
 BAD = [
     (typo("sead", "seed"), "run.yaml: sead: unknown key (did you mean 'seed'?)"),
@@ -157,6 +162,19 @@ BAD = [
      "makes 'heldout/acuracy' (did you mean 'heldout/accuracy'?)"),
     (changed("gates", [{"name": "a", "metric": "heldout/accuracy"}]), "exactly one of at_least"),
     (changed("gates", RUN["gates"] * 2), "names must be unique, got 'accuracy' twice"),
+    (gated("accuracy", at_least=0.0), "gates.g: at_least must be what a model could miss, got 0, and heldout/accuracy"),
+    (gated("accuracy", at_least=-1), "at_least must be what a model could miss, got -1, and heldout/accuracy"),
+    (gated("accuracy", at_least=90), "at_least must be what a model could reach, got 90, and heldout/accuracy lies in"),
+    (gated("truncated", at_most=1.0), "at_most must be what a model could miss, got 1, and heldout/truncated lies"),
+    (gated("truncated", at_most=-0.1), "at_most must be what a model could reach, got -0.1"),
+    (gated("response_tokens", at_most=64), "could miss, got 64, and heldout/response_tokens lies in 1 to 64; change"),
+    (gated("response_tokens", at_least=1), "at_least must be what a model could miss, got 1"),
+    (gated("response_tokens", at_most=0.5), "at_most must be what a model could reach, got 0.5"),
+    (gated("accuracy", not_worse_than="channel", margin=1),
+     "margin must be what a model could miss, got 1, and its difference in heldout/accuracy lies in -1 to 1"),
+    (gated("response_tokens", not_worse_than="channel", margin=63, direction="lower"), "lies in -63 to 63"),
+    (gated("accuracy", better_than="channel", by=1), "by must be what a model could reach, got 1"),
+    (gated("accuracy", better_than="channel", by=5, direction="lower"), "by must be what a model could reach, got 5"),
     (changed("release", None), "gates need a release"),
     (changed("budget.wall_clock", "soon"), "budget.wall_clock: must be a duration such as 90s, 10m or 2h, got 'soon'"),
     (changed("budget.dollars", 5), "budget.dollars: unknown key (known: attempts, tokens, wall_clock)"),
@@ -210,3 +228,34 @@ def test_a_channel_may_be_called_almost_like_another_and_a_new_one_is_told() -> 
     assert plan_run(spec, "run.yaml", resolve, TRAINERS, channels=["prods", "staging"]).warnings == (told,)
     for channels in ([], ["prods", "prod"]):
         assert plan_run(spec, "run.yaml", resolve, TRAINERS, channels=channels).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("metric", "rule"),
+    [
+        ("accuracy", {"at_least": 1e-9}),
+        ("accuracy", {"at_least": 1.0}),  # nothing proves it; the power says so
+        ("truncated", {"at_most": 0.0}),
+        ("response_tokens", {"at_most": 63.5}),
+        ("response_tokens", {"not_worse_than": "channel", "margin": 62.5, "direction": "lower"}),
+        ("accuracy", {"better_than": "channel"}),
+    ],
+)
+def test_a_threshold_that_can_be_missed_and_reached_is_a_gate(metric: str, rule: dict[str, Any]) -> None:
+    assert manifest(gated(metric, **rule)).gates
+
+
+def test_a_mean_without_a_declared_range_cannot_be_gated() -> None:
+    def planned(ends: list[float] | None) -> Manifest:
+        stage = {"kind": "evaluate", "trainer": "fake", "model": "grpo", "means": {"judge/score": ends}}
+        raw = {**changed("stages.evaluate", stage), "gates": [{"name": "g", "metric": "judge/score", "at_least": 3}]}
+        trainers = {**TRAINERS, "fake": FakeTrainer()}
+        return plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", resolve, trainers).manifest
+
+    assert planned([1, 5]).gates
+    with pytest.raises(InputError) as caught:
+        planned(None)
+    assert str(caught.value) == (
+        "run.yaml: gates.g.metric: 'judge/score' must declare the range of its values to be judged, and stage"
+        " 'evaluate' declares none; gate another metric"
+    )

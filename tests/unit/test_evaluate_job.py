@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -23,9 +25,12 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain.control.judging import read_evidence
 from posttrain.data.rows import read_rows
-from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError
-from posttrain.domain.facts import Progress
+from posttrain.decision.gates import judge
+from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, IntegrityError
+from posttrain.domain.facts import Note, Progress
+from posttrain.domain.gates import GateRule, Outcome
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
+from posttrain.domain.measures import ItemRange
 from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.config import InitModelConfig, SuiteConfig
 from posttrain.engine.models.initial import character_tokenizer, initial_model
@@ -160,8 +165,8 @@ class TestSuite:
         )
         assert other[0].id == a.id
         assert items_of(tokenizer, config, ("q1", "2"))[0].id not in (a.id, b.id)
-        twins = items_of(tokenizer, config, ("q1", "1"), ("q1", "1"))
-        assert [i.id for i in twins] == [a.id, a.id + "#2"]
+        with pytest.raises(InputError, match=f"dataset:h@1: rows of a suite must be distinct, got item {a.id} more"):
+            items_of(tokenizer, config, ("q1", "1"), ("q1", "1"))
 
     def test_refused_rows(self, tokenizer: PreTrainedTokenizerFast) -> None:
         with pytest.raises(InputError, match=r"x row 1 must have an answer .* got columns prompt"):
@@ -268,8 +273,10 @@ def test_tables_hold_what_a_gate_reads(bench: Bench, answered: Answered) -> None
     assert (
         set(evidence) == set(result.metrics) == set(SuiteConfig(data="d", samples=2, pass_at=(1, 2)).metrics("heldout"))
     )
-    assert evidence["heldout/accuracy"].binary
-    assert not evidence["heldout/response_tokens"].binary
+    ranges = SuiteConfig(data="d", samples=2, pass_at=(1, 2), max_new_tokens=8).metrics("heldout")
+    assert {name: found.range for name, found in evidence.items()} == ranges
+    assert ranges["heldout/response_tokens"] == ItemRange(1.0, 8.0)
+    assert [name for name, possible in ranges.items() if possible.binary] == ["heldout/accuracy", "heldout/truncated"]
     for name, found in evidence.items():
         assert len(set(found.item_ids)) == len(bench.rows)
         assert found.values.mean() == pytest.approx(result.metrics[name])
@@ -281,6 +288,71 @@ def test_tables_hold_what_a_gate_reads(bench: Bench, answered: Answered) -> None
     facts, _ = attempt.facts()
     progress = [fact for fact in facts if isinstance(fact, Progress)]
     assert (progress[-1].step, progress[-1].total, progress[-1].tokens) == (72, 72, result.tokens)
+
+
+def test_repeated_rows_are_one_item_and_told(bench: Bench, answered: Answered) -> None:
+    """20 rows ten times over passed a gate 41 % of the time that a bad model should pass at 5 %."""
+    rows = bench.rows[:20]
+    once, _ = answered(bench.order(rows=rows), "once")
+    attempt, _ = answered(bench.order(rows=rows * 10), "ten-times")
+    for name in ("items", "metrics"):
+        assert (attempt.outputs / f"{name}.parquet").read_bytes() == (once.outputs / f"{name}.parquet").read_bytes()
+    evidence = read_evidence((attempt.outputs / "metrics.parquet").read_bytes(), "metrics")
+    assert len(evidence["heldout/accuracy"].item_ids) == 20
+    notes = [fact.message for fact in attempt.facts()[0] if isinstance(fact, Note)]
+    assert notes == ["dataset:heldout@1: 180 of 200 rows repeat another; they count once, so the suite has 20 items"]
+
+
+def test_one_prompt_with_two_answers_is_refused(bench: Bench, answered: Answered) -> None:
+    other = {**bench.rows[0], "answer": "other"}
+    _, result = answered(bench.order(rows=[*bench.rows, other]))
+    assert result.failure is not None
+    assert "dataset:heldout@1 row 25 must have the answer of row 1, whose prompt it repeats" in result.failure.message
+
+
+def _table(**columns: list[Any]) -> bytes:
+    plain = {"metric": ["m"] * 30, "item_id": [f"i{n}" for n in range(30)], "value": [1.0] * 30}
+    sink = io.BytesIO()
+    declared = {"binary": [True] * 30, "low": [0.0] * 30, "high": [1.0] * 30}
+    pq.write_table(pyarrow.table(plain | declared | columns), sink)
+    return sink.getvalue()
+
+
+def test_an_item_without_a_value_is_no_zero() -> None:
+    """Judged as 0 it would be one more wrong answer, or under `at_most` a good one; it is an ERROR."""
+    for hole in (None, float("nan")):
+        evidence = read_evidence(_table(value=[hole] + [0.0] * 29), "metrics")["m"]
+        for rule in (GateRule(name="g", metric="m", at_most=0.5), GateRule(name="g", metric="m", at_least=0.1)):
+            verdict = judge(rule, evidence, None, channel_empty=True, seed=0)
+            assert verdict.outcome is Outcome.ERROR
+            assert "is NaN or infinite on 1 items, e.g. 'i0'" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"low": [0.0] * 29 + [0.5]}, "metrics: m must declare one range on all its items, got 2; evaluate again"),
+        ({"high": [None] * 30}, "evaluate again"),
+        ({"low": [2.0] * 30}, "must be two finite numbers in order, got 2.0 to 1.0; evaluate again"),
+        ({"high": [4.0] * 30}, "range of a binary metric must be 0 to 1, got 0.0 to 4.0; evaluate again"),
+    ],
+)
+def test_a_range_that_is_none_is_refused(columns: dict[str, list[Any]], words: str) -> None:
+    with pytest.raises(IntegrityError, match=re.escape(words)):
+        read_evidence(_table(**columns), "metrics")
+
+
+def test_a_table_of_an_earlier_version_is_not_judged_without_its_range() -> None:
+    table = pq.read_table(io.BytesIO(_table())).drop_columns(["low", "high"])
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    with pytest.raises(IntegrityError, match="evaluate again"):
+        read_evidence(sink.getvalue(), "metrics")
+    undeclared = read_evidence(_table(low=[None] * 30, high=[None] * 30), "metrics")["m"]
+    rule = GateRule(name="g", metric="m", at_least=0.1)
+    verdict = judge(rule, undeclared, None, channel_empty=True, seed=0)
+    assert verdict.outcome is Outcome.ERROR
+    assert "has no declared range" in verdict.reason
 
 
 def test_same_bytes_again_and_as_a_process(bench: Bench, answered: Answered) -> None:

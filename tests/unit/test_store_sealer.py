@@ -109,6 +109,19 @@ def test_whatever_is_changed_the_first_bad_sequence_is_named(
         verify_chain(ledger)
 
 
+def test_an_event_rewritten_with_a_hash_of_its_own_is_found_by_the_one_behind_it(
+    tmp_path: Path, ledger: Ledger
+) -> None:
+    say(ledger, "one", "two", "three")
+    seal(ledger)
+    event = ledger.events()[1]
+    names = ("sequence", "previous_hash", "kind", "subject", "actor", "at")
+    forged = event_hash({**{name: getattr(event, name) for name in names}, "payload": {"word": "lie"}})
+    tamper(tmp_path, f"UPDATE events SET payload = '{{\"word\": \"lie\"}}', hash = '{forged}' WHERE sequence = 2")
+    with pytest.raises(IntegrityError, match="at sequence 3: it does not name the event before it"):
+        verify_chain(ledger)
+
+
 def test_swapped_events_are_found(tmp_path: Path, ledger: Ledger) -> None:
     say(ledger, "one", "two", "three")
     seal(ledger)

@@ -24,7 +24,7 @@ from posttrain.data.fitting import (
     open_tokenizer,
 )
 from posttrain.data.refs import Source, local_path, parse_ref
-from posttrain.data.rows import Row, read_rows
+from posttrain.data.rows import Row, distinct_items, read_rows
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
@@ -33,7 +33,7 @@ from posttrain.execution.ports import RowNeeds
 from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.store.trees import tree_listing
 
-_FORM = "posttrain.fit/1"  # another number forgets what was remembered
+_FORM = "posttrain.fit/2"  # another number forgets what was remembered
 _LOOKED_AT = 200_000  # rows of one data set; the job looks at the others
 
 
@@ -187,6 +187,8 @@ def _check(
 def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> None:
     if needs.answer:
         check_answers(rows, name)
+    if needs.distinct:
+        distinct_items(rows, name)
     if base.tokenizer and needs.pairs:
         check_pairs(rows, base.tokenizer, name=name, context=base.context, longest=needs.max_length)
     elif base.tokenizer and needs.learn:

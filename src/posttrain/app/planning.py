@@ -19,7 +19,8 @@ from posttrain.app.workspace import Workspace
 from posttrain.control.cache import cache_key, usable
 from posttrain.control.planning import CONTROL, Planned
 from posttrain.data.contamination import contamination
-from posttrain.data.rows import Row, prompt_text
+from posttrain.data.rows import Row, prompt_text, repeated_rows
+from posttrain.decision.power import PowerNote, gate_power
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
@@ -27,7 +28,6 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.planner.estimate import Estimate, Experience, Workload, estimate
-from posttrain.planner.power import PowerNote, gate_power
 from posttrain.planner.residency import Load, Residency
 
 _READ_AT_MOST = 200_000  # rows of one data set that a plan reads to compare prompts
@@ -95,6 +95,11 @@ class _Dataset:
     rows: int | None
     read: tuple[Row, ...] | None  # None: too many, or its bytes are elsewhere
 
+    @property
+    def items(self) -> int | None:
+        """Of a suite: rows that repeat another count once. Rows that were not read are taken to be distinct."""
+        return self.rows if self.read is None else len({prompt_text(row) for row in self.read})
+
 
 def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> PlanView:
     """Validate a run file and look ahead.
@@ -126,7 +131,7 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> P
     )
     power = tuple(_power(planned, datasets, empty))
     warnings = [note.warning for note in power if note.warning]
-    warnings += [*planned.warnings, *_seen_in_training(planned, datasets)]
+    warnings += [*planned.warnings, *_repeated(planned, datasets), *_seen_in_training(planned, datasets)]
     warnings += [f"{name}: {warning}" for name, (_, found) in residencies.items() for warning in found]
     return PlanView(planned.manifest, stages, power, tuple(warnings), existing[0] if existing else None)
 
@@ -198,7 +203,7 @@ def _estimate(
 
 def _workload(stage: StageManifest, work: Mapping[str, float], datasets: Mapping[str, _Dataset]) -> Workload:
     own = {slot: datasets[str(ref.digest)] for slot, ref in _dataset_slots(stage)}
-    counts = {slot: dataset.rows for slot, dataset in own.items()}
+    counts = {slot: d.items if stage.kind == "evaluate" else d.rows for slot, d in own.items()}
     if stage.kind == "evaluate" and None not in counts.values():
         asked = stage.params["suites"]
         answers = {slot: 1 + asked[slot.removeprefix("suites.")]["samples"] for slot in counts}
@@ -288,6 +293,15 @@ def _dataset(workspace: Workspace, ref: InputRef, word: str, base: Path) -> _Dat
     return _Dataset(len(read), tuple(read))
 
 
+def _repeated(planned: Planned, datasets: Mapping[str, _Dataset]) -> Iterator[str]:
+    """One line per evaluation suite with rows that repeat another."""
+    suites = [ref for stage in planned.manifest.stages if stage.kind == "evaluate" for _, ref in _dataset_slots(stage)]
+    for ref in {ref.digest: ref for ref in suites}.values():
+        found = datasets[str(ref.digest)]
+        if found.rows and found.items is not None and found.items < found.rows:
+            yield repeated_rows(ref.name, found.rows, found.items)
+
+
 def _seen_in_training(planned: Planned, datasets: Mapping[str, _Dataset]) -> Iterator[str]:
     """One warning per evaluation suite whose prompts stand in a training set."""
     train: dict[str, InputRef] = {}
@@ -313,10 +327,11 @@ def _power(planned: Planned, datasets: Mapping[str, _Dataset], empty: bool) -> I
     manifest = planned.manifest
     for rule in manifest.gates:
         for stage in manifest.stages:
-            binary = planned.contracts[stage.name].metrics.get(rule.metric) if stage.name in planned.contracts else None
-            if binary is None or stage.inputs["model"].source == "channel":
+            contract = planned.contracts.get(stage.name)
+            possible = contract.metrics.get(rule.metric) if contract else None
+            if possible is None or stage.inputs["model"].source == "channel":
                 continue
             suite = stage.inputs[f"suites.{rule.metric.rpartition('/')[0]}"]
-            rows = datasets[str(suite.digest)].rows
-            if rows is not None:
-                yield gate_power(rule, rows, binary=binary, channel_empty=empty)
+            items = datasets[str(suite.digest)].items
+            if items is not None:
+                yield gate_power(rule, items, possible, channel_empty=empty)

@@ -11,8 +11,10 @@ from posttrain.app.workspace import Workspace
 from posttrain.control import budgets
 from posttrain.control.compare import Difference, compare
 from posttrain.control.explain import explain_run
+from posttrain.control.judging import read_evidence
 from posttrain.control.lineage import Node, run_lineage
-from posttrain.decision.statistics import wilson_lower
+from posttrain.decision.statistics import rate_lower
+from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.gates import GateReport
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
@@ -126,7 +128,7 @@ def _curves(workspace: Workspace, watcher: RunWatcher, status: RunStatus, manife
 def _measured(
     workspace: Workspace, status: RunStatus, manifest: Manifest, label: str, ends: dict[str, int]
 ) -> Iterator[CurveSeries]:
-    """The evaluation of a drawn stage's model on the data its probe samples from: a point with Wilson limits."""
+    """The evaluation of a drawn stage's model on the data its probe samples from: a point with its exact limits."""
     probed = {ref.digest for stage in manifest.stages for slot, ref in stage.inputs.items() if slot == "probe"}
     rows = {stage.record.name: stage.record for stage in status.stages}
     for stage in manifest.stages:
@@ -137,8 +139,8 @@ def _measured(
         if found:
             rate, items = found
             right = round(rate * items)
-            low = wilson_lower(right, items, _CONFIDENCE)
-            high = 1 - wilson_lower(items - right, items, _CONFIDENCE)
+            low = rate_lower(right, items, _CONFIDENCE)
+            high = 1 - rate_lower(items - right, items, _CONFIDENCE)
             panel, step = _PANELS["probe/accuracy"], ends[model.name]
             yield CurveSeries(panel, label, [step], [rate], [min(low, rate)], [max(high, rate)])
 
@@ -150,11 +152,13 @@ def _suite_accuracy(
     wanted = set(probed)
     ordered = sorted(suites, key=lambda name: suites[name].digest not in wanted)
     for name in ordered[:1]:
-        metas = [asset.meta for asset in workspace.ledger.assets_by_digest(str(suites[name].digest))]
-        items = next((int(meta["rows"]) for meta in metas if "rows" in meta), 0)
-        rate = record.metrics.get(f"{name}/accuracy")
-        if rate is not None and items:
-            return rate, items
+        try:
+            measured = read_evidence(workspace.blobs.get(record.outputs["metrics"]["digest"]), name)
+        except (KeyError, NotFoundError, IntegrityError):  # not measured yet, or its bytes are gone
+            return None
+        found = measured.get(f"{name}/accuracy")
+        if found is not None:
+            return float(found.values.mean()), len(found.item_ids)
     return None
 
 

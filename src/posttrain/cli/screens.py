@@ -198,7 +198,9 @@ def plan_lines(view: PlanView) -> Iterator[Text]:
     for note in view.power:
         power = f"{note.power:.0%}" if note.power is not None else "unknown"
         needed = f", {note.needed} items give 80%" if note.needed is not None else ""
-        yield Text(f"power:    gate {note.gate}: {power} on {note.items} items{needed} ({note.assumption})")
+        yield Text(
+            f"power:    gate {note.gate}: {power} on {note.items} items{needed} ({note.assumption}); {note.test}"
+        )
     for warning in view.warnings:
         yield Text(f"warning:  {warning}", style="yellow")
     if view.existing:

@@ -20,10 +20,12 @@ from posttrain.domain.gates import GateReport, Outcome
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.measures import ItemRange
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.seeds import derive_seed
 from posttrain.store.trees import verify_tree
 
+_COLUMNS = ("metric", "item_id", "value", "binary", "low", "high")  # of metrics.parquet; the last three are the range
 _REASONS = {Outcome.FAIL: "GateFailed", Outcome.INCONCLUSIVE: "GateInconclusive", Outcome.ERROR: "GateError"}
 
 
@@ -147,7 +149,7 @@ def read_report(wiring: Wiring, digest: str) -> GateReport:
 
 
 def _read(wiring: Wiring, inputs: Mapping[str, InputBlob], prefix: str) -> dict[str, Evidence]:
-    """Per-item values by metric, from the evaluations' `metrics.parquet` (metric, item_id, value, binary)."""
+    """Per-item values by metric, from the evaluations' `metrics.parquet`: its columns are `_COLUMNS`."""
     found: dict[str, Evidence] = {}
     for slot, blob in inputs.items():
         if slot.startswith(prefix):
@@ -162,19 +164,32 @@ def read_evidence(data: bytes, source: str) -> dict[str, Evidence]:
         IntegrityError: it is not such a file.
     """
     try:
-        table = pq.read_table(io.BytesIO(data), columns=["metric", "item_id", "value", "binary"]).to_pydict()
+        table = pq.read_table(io.BytesIO(data), columns=list(_COLUMNS)).to_pydict()
     except (OSError, ValueError, KeyError) as error:
         raise IntegrityError(f"{source}: evaluation results cannot be read: {error}; evaluate again") from error
-    rows: dict[str, list[tuple[str, float, bool]]] = {}
-    for metric, item, value, binary in zip(
-        table["metric"], table["item_id"], table["value"], table["binary"], strict=True
-    ):
-        rows.setdefault(metric, []).append((item, float("nan") if value is None else value, binary))
+    rows: dict[str, list[tuple[str, float]]] = {}
+    ranges: dict[str, set[tuple[Any, ...]]] = {}
+    for metric, item, value, *declared in zip(*(table[name] for name in _COLUMNS), strict=True):
+        rows.setdefault(metric, []).append((item, float("nan") if value is None else value))
+        ranges.setdefault(metric, set()).add(tuple(declared))
     return {
         metric: Evidence(
-            item_ids=tuple(r[0] for r in values),
-            values=np.array([r[1] for r in values], dtype=np.float64),
-            binary=all(r[2] for r in values),
+            item_ids=tuple(item for item, _ in values),
+            values=np.array([value for _, value in values], dtype=np.float64),
+            range=_range(ranges[metric], f"{source}: {metric}"),
         )
         for metric, values in rows.items()
     }
+
+
+def _range(declared: set[tuple[Any, ...]], what: str) -> ItemRange | None:
+    """The one range that all rows of a metric declare; None where they declare none."""
+    if len(declared) > 1:
+        raise IntegrityError(f"{what} must declare one range on all its items, got {len(declared)}; evaluate again")
+    binary, low, high = next(iter(declared))
+    if low is None and high is None:
+        return None
+    try:
+        return ItemRange(low, high, bool(binary))
+    except (TypeError, ValueError) as error:
+        raise IntegrityError(f"{what}: {error}; evaluate again") from error

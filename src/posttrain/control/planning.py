@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, topological
+from posttrain.domain.measures import ItemRange
 from posttrain.domain.runspec import RunSpec, StageSpec
 from posttrain.domain.validation import nearest
 from posttrain.execution.ports import StageContract, Trainer
@@ -176,7 +177,9 @@ def _check_metrics(
     spec: RunSpec, source: str, evaluators: list[StageManifest], contracts: Mapping[str, StageContract]
 ) -> None:
     made: dict[str, str] = {}
+    ranges: dict[str, ItemRange | None] = {}
     for stage in evaluators:
+        ranges |= contracts[stage.name].metrics
         for metric in contracts[stage.name].metrics:
             if metric in made:
                 raise InputError(
@@ -189,6 +192,16 @@ def _check_metrics(
                 f"{source}: gates.{gate.name}.metric: no evaluate stage of the released model makes {gate.metric!r}"
                 f"{nearest(gate.metric, made)}"
             )
+        possible = ranges[gate.metric]
+        if possible is None:
+            raise InputError(
+                f"{source}: gates.{gate.name}.metric: {gate.metric!r} must declare the range of its values to be"
+                f" judged, and stage {made[gate.metric]!r} declares none; gate another metric"
+            )
+        try:
+            gate.check_range(possible)
+        except InputError as error:
+            raise InputError(f"{source}: gates.{gate.name}: {error}") from error
 
 
 def _baselines(stages: list[StageManifest]) -> Iterator[StageManifest]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,34 @@ def prompt_text(row: Mapping[str, Any]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {_content_text(message['content'])}" for message in prompt)
+
+
+def distinct_items(rows: Sequence[Row], name: str) -> list[Row]:
+    """The rows of an evaluation suite without those that repeat an earlier prompt and its answer.
+
+    A greedy answer to a repeated prompt is the same answer, so a gate must not count it twice: 20 rows ten times over
+    are 20 items. To sample an item more often, a suite has `samples`.
+
+    Args:
+        name: how errors call the data set.
+
+    Raises:
+        InputError: one prompt with two answers; names data set and rows (from 1).
+    """
+    first: dict[str, int] = {}
+    for index, row in enumerate(rows):
+        earlier = first.setdefault(prompt_text(row), index)
+        if rows[earlier].get("answer") != row.get("answer"):
+            raise InputError(
+                f"{name} row {index + 1} must have the answer of row {earlier + 1}, whose prompt it repeats, got"
+                f" another: no response can be right on both; drop one"
+            )
+    return [rows[index] for index in first.values()]
+
+
+def repeated_rows(name: str, rows: int, items: int) -> str:
+    """What is told of a suite that repeats rows."""
+    return f"{name}: {rows - items} of {rows} rows repeat another; they count once, so the suite has {items} items"
 
 
 def _content_text(content: Any) -> str:

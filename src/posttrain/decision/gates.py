@@ -9,7 +9,8 @@
     estimate meets it, its limit does not ──────▶ INCONCLUSIVE
     limit meets it ─────────────────────────────▶ PASS
 
-A threshold is met from the value itself on, but for `better_than`: what is asked there must be exceeded.
+A threshold is met from the value itself on, but for `better_than`: what is asked there must be exceeded. A model that
+lies just on the threshold passes at most as often as `1 - confidence`: docs/gates.md has the measured levels.
 """
 
 from __future__ import annotations
@@ -21,36 +22,28 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.decision.statistics import (
-    Array,
-    bootstrap_lower,
-    bounded_lower,
-    mcnemar_p,
-    paired_lower,
-    wilson_lower,
-)
+from posttrain.decision.statistics import Array, mcnemar_p, mean_lower, paired_lower, rate_lower
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateReport, GateRule, Outcome, Verdict
+from posttrain.domain.measures import ItemRange
 from posttrain.domain.seeds import derive_seed
 
-WILSON = "Wilson score limit"
-TANGO = "paired score limit (Tango)"
-BOOTSTRAP = "BCa bootstrap over items"
-BOUNDED = "bounded-mean limit (Gaffke)"
+RATE_LIMIT = "exact limit of a rate (Clopper-Pearson)"
+PAIRED_LIMIT = "paired limit of two rates (Gaffke; against 0 exact McNemar)"
+MEAN_LIMIT = "bounded-mean limit (Gaffke)"
 NOT_TESTED = "none"
-LARGEST = 1e100  # beyond it a mean of squares is no longer a number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evidence:
-    """One metric of one model, item by item: `Evidence(("q1", "q2"), np.array([1.0, 0.0]), binary=True)`.
+    """One metric of one model, item by item: `Evidence(("q1", "q2"), np.array([1.0, 0.0]), RATE)`.
 
     An item that was sampled several times is one value, its mean: items are independent, samples of an item are not.
     """
 
     item_ids: tuple[str, ...]  # unique; the same items for candidate and baseline, in any order
     values: Array  # [items]
-    binary: bool  # values are 0 or 1
+    range: ItemRange | None  # what a value can be, as the evaluation declared it; None: undeclared, not judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +58,6 @@ class _Measured:
     details: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """What values of a metric, or differences of two, can be; `known` or only assumed."""
-
-    low: float
-    high: float
-    known: bool
-
-
 def judge(
     rule: GateRule, candidate: Evidence | None, baseline: Evidence | None, *, channel_empty: bool, seed: int
 ) -> Verdict:
@@ -84,7 +68,7 @@ def judge(
         candidate: the rule's metric, measured on the candidate; None when nobody produced it.
         baseline: the same on the channel's current model; not looked at by an absolute rule.
         channel_empty: the channel points at nothing.
-        seed: the run's; the bootstrap's seed is derived from it and the rule's name.
+        seed: the run's; the seed of a mean's limit is derived from it and the rule's name.
     """
     try:
         ours = _usable(rule, candidate, "the candidate")
@@ -156,19 +140,32 @@ def _usable(rule: GateRule, evidence: Evidence | None, whose: str) -> Evidence:
     repeated = [item for item, count in Counter(ids).items() if count > 1]
     if repeated:
         raise InputError(f"{rule.metric} of {whose} has {len(repeated)} item ids more than once, e.g. {repeated[0]!r}")
-    bad = [ids[index] for index in np.flatnonzero(~(np.abs(values) <= LARGEST))]
-    if bad:
-        raise InputError(f"{rule.metric} of {whose} is NaN or infinite on {len(bad)} items, e.g. {bad[0]!r}")
-    if evidence.binary and not np.all((values == 0) | (values == 1)):
-        raise InputError(f"{rule.metric} of {whose} is declared binary but has values other than 0 and 1")
+    _check_values(f"{rule.metric} of {whose}", evidence.range, ids, values)
     order = sorted(range(len(ids)), key=ids.__getitem__)
-    return Evidence(tuple(ids[index] for index in order), values[order], evidence.binary)
+    return Evidence(tuple(ids[index] for index in order), values[order], evidence.range)
+
+
+def _check_values(what: str, possible: ItemRange | None, ids: Sequence[str], values: Array) -> None:
+    if possible is None:
+        raise InputError(f"{what} has no declared range, so no limit holds; evaluate with a trainer that declares it")
+    bad = [ids[index] for index in np.flatnonzero(~np.isfinite(values)).tolist()]
+    if bad:
+        raise InputError(f"{what} is NaN or infinite on {len(bad)} items, e.g. {bad[0]!r}")
+    if possible.binary and not np.all((values == 0) | (values == 1)):
+        raise InputError(f"{what} is declared binary but has values other than 0 and 1")
+    beyond = np.flatnonzero((values < possible.low) | (values > possible.high))
+    if len(beyond):
+        first = int(beyond[0])
+        raise InputError(
+            f"{what} is declared to lie in {possible.low:g} to {possible.high:g}, got {values[first]:g} on"
+            f" {ids[first]!r}; correct the metric or its range"
+        )
 
 
 def _usable_baseline(rule: GateRule, ours: Evidence, baseline: Evidence | None) -> Evidence:
     theirs = _usable(rule, baseline, "the channel's model")
-    if ours.binary is not theirs.binary:
-        raise InputError(f"{rule.metric} is binary on one model and not on the other; measure both by one evaluator")
+    if ours.range != theirs.range:
+        raise InputError(f"{rule.metric} has another declared range on the baseline; measure both by one evaluator")
     if ours.item_ids != theirs.item_ids:
         odd = set(ours.item_ids) ^ set(theirs.item_ids)
         raise InputError(
@@ -180,32 +177,37 @@ def _usable_baseline(rule: GateRule, ours: Evidence, baseline: Evidence | None) 
 
 def _measure(rule: GateRule, ours: Evidence, theirs: Evidence | None, seed: int) -> _Measured:
     """Run the test that fits. A rule that wants small numbers is judged on the mirror image."""
+    possible = ours.range
+    assert possible is not None  # `_usable` refuses it
     if theirs is not None:
-        measure = _measure_paired_rates if ours.binary else _measure_gains
-        return measure(rule, ours.values, theirs.values, seed)
+        if possible.binary:
+            return _measure_paired_rates(rule, ours.values, theirs.values)
+        return _measure_gains(rule, ours.values, theirs.values, possible.span, seed)
+    if possible.binary:
+        return _measure_rate(rule, ours.values)
     estimate = float(ours.values.mean())
-    if not ours.binary:
-        possible = _possible(ours.values)
-        test, limit = _mean_limit(rule, ours.values, possible, seed)
-        return _Measured(test, estimate, limit, estimate, None, {"deviation": float(ours.values.std(ddof=1))})
-    items, right = len(ours.values), round(float(ours.values.sum()))
+    limit = _mean_limit(rule, ours.values, possible.low, possible.high, seed)
+    return _Measured(MEAN_LIMIT, estimate, limit, estimate, None, {"deviation": float(ours.values.std(ddof=1))})
+
+
+def _measure_rate(rule: GateRule, values: Array) -> _Measured:
+    items, right = len(values), round(float(values.sum()))
     if rule.higher_is_better:
-        limit = wilson_lower(right, items, rule.confidence)
+        limit = rate_lower(right, items, rule.confidence)
     else:
-        limit = 1 - wilson_lower(items - right, items, rule.confidence)
-    return _Measured(WILSON, estimate, limit, estimate, None, {"right": float(right)})
+        limit = 1 - rate_lower(items - right, items, rule.confidence)
+    return _Measured(RATE_LIMIT, right / items, limit, right / items, None, {"right": float(right)})
 
 
-def _measure_gains(rule: GateRule, values: Array, other: Array, seed: int) -> _Measured:
+def _measure_gains(rule: GateRule, values: Array, other: Array, span: float, seed: int) -> _Measured:
+    """Two values that lie in one range are at most its span apart, on either side."""
     gains = values - other
-    one = _possible(np.concatenate([values, other]))
-    possible = _Range(one.low - one.high, one.high - one.low, one.known)
-    test, limit = _mean_limit(rule, gains, possible, seed)
+    limit = _mean_limit(rule, gains, -span, span, seed)
     details = {"deviation": float(gains.std(ddof=1))}
-    return _Measured(test, float(gains.mean()), limit, float(values.mean()), float(other.mean()), details)
+    return _Measured(MEAN_LIMIT, float(gains.mean()), limit, float(values.mean()), float(other.mean()), details)
 
 
-def _measure_paired_rates(rule: GateRule, values: Array, other: Array, seed: int) -> _Measured:
+def _measure_paired_rates(rule: GateRule, values: Array, other: Array) -> _Measured:
     items, sign = len(values), _sign(rule)
     gained, lost = int(np.count_nonzero(values > other)), int(np.count_nonzero(values < other))
     better, worse = (gained, lost) if rule.higher_is_better else (lost, gained)
@@ -216,32 +218,12 @@ def _measure_paired_rates(rule: GateRule, values: Array, other: Array, seed: int
         "mcnemar_p": mcnemar_p(gained, lost),
     }
     limit = sign * paired_lower(better, worse, items, rule.confidence)
-    return _Measured(TANGO, (gained - lost) / items, limit, float(values.mean()), float(other.mean()), details)
+    return _Measured(PAIRED_LIMIT, (gained - lost) / items, limit, float(values.mean()), float(other.mean()), details)
 
 
-def _possible(values: Array) -> _Range:
-    """What values of this metric can be: a share of samples (pass@k, sampled accuracy) lies in [0, 1]; anything else is
-    taken to reach twice as far from zero as what was seen, on the sides that were seen.
-    """
-    low, high = float(values.min()), float(values.max())
-    if low >= 0 and high <= 1:
-        return _Range(0.0, 1.0, known=True)
-    reach = 2 * max(abs(low), abs(high))
-    return _Range(0.0 if low >= 0 else -reach, 0.0 if high <= 0 else reach, known=False)
-
-
-def _mean_limit(rule: GateRule, values: Array, possible: _Range, seed: int) -> tuple[str, float]:
-    """The test and the limit of a mean.
-
-    A bootstrap knows nothing of values it has not seen, so it is left to metrics that vary and whose range is not
-    known. Where the range is known, and of equal values (their bootstrap limit would be the estimate itself), the worst
-    that is possible counts as one more item.
-    """
+def _mean_limit(rule: GateRule, values: Array, low: float, high: float, seed: int) -> float:
     sign = _sign(rule)
-    if possible.known or np.ptp(values) == 0:
-        worst = possible.low if rule.higher_is_better else -possible.high
-        return BOUNDED, sign * bounded_lower(sign * values, worst, rule.confidence, seed)
-    return BOOTSTRAP, sign * bootstrap_lower(sign * values, rule.confidence, seed)
+    return sign * mean_lower(sign * values, low if sign > 0 else -high, rule.confidence, seed)
 
 
 def _sign(rule: GateRule) -> int:

@@ -19,6 +19,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import InputError
+from posttrain.domain.measures import ItemRange
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _FORMS = ("at_least", "at_most", "not_worse_than", "better_than")
@@ -127,6 +129,26 @@ class GateRule(BaseModel):
         if self.min_items < 2:
             raise ValueError(f"gate {self.name!r}: min_items must be >= 2, got {self.min_items}")
 
+    def check_range(self, possible: ItemRange) -> None:
+        """Refuse a threshold that no model could miss, or that none could meet, whatever is measured.
+
+        Args:
+            possible: what one item of the metric can be.
+
+        Raises:
+            InputError: one line with gate, key, constraint, value and what to do.
+        """
+        low, high = (-possible.span, possible.span) if self.needs_baseline else (possible.low, possible.high)
+        up, threshold = self.higher_is_better, self.threshold
+        key = next(key for key in (*_FORMS[:2], "margin", "by") if getattr(self, key) is not None)
+        written, what = getattr(self, key), f"its difference in {self.metric}" if self.needs_baseline else self.metric
+        lies = f"{what} lies in {low:g} to {high:g}"
+        beyond = threshold > high if up else threshold < low
+        if beyond or (self.strict and threshold == (high if up else low)):
+            raise InputError(f"{key} must be what a model could reach, got {written:g}, and {lies}; change {key}")
+        if threshold <= low if up else threshold >= high:
+            raise InputError(f"{key} must be what a model could miss, got {written:g}, and {lies}; change {key}")
+
     @property
     def needs_baseline(self) -> bool:
         """Whether the rule compares with the channel's current model."""
@@ -165,7 +187,7 @@ class Verdict(BaseModel):
     metric: str
     outcome: Outcome
     reason: str  # one sentence for a person, with the numbers
-    test: str  # the method, e.g. "Wilson score limit"
+    test: str  # the method, e.g. "bounded-mean limit (Gaffke)"
     confidence: FiniteFloat  # one-sided
     items: int = Field(ge=0)
     estimate: FiniteFloat | None = None  # mean of the candidate over items

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from posttrain.domain.measures import RATE, SHARE, ItemRange
 from posttrain.domain.placement import Placement
 
 Positive = Annotated[int, Field(ge=1)]
@@ -297,13 +298,13 @@ class SuiteConfig(_Frozen):
                 raise ValueError(f"pass_at must be <= samples ({self.samples}), got {k}")
         return self
 
-    def metrics(self, suite: str) -> dict[str, bool]:
-        """Metric name → whether it is binary per item."""
-        names = {"accuracy": True, "response_tokens": False, "truncated": True}
+    def metrics(self, suite: str) -> dict[str, ItemRange]:
+        """Metric name → what one item can be. A response has at least its end, so one token."""
+        ranges = {"accuracy": RATE, "response_tokens": ItemRange(1.0, self.max_new_tokens), "truncated": RATE}
         if self.samples:
-            names["sampled_accuracy"] = False
-        names |= {f"pass@{k}": False for k in self.pass_at}
-        return {f"{suite}/{name}": binary for name, binary in names.items()}
+            ranges["sampled_accuracy"] = SHARE
+        ranges |= {f"pass@{k}": SHARE for k in self.pass_at}
+        return {f"{suite}/{name}": possible for name, possible in ranges.items()}
 
 
 class EvaluateConfig(_Frozen):

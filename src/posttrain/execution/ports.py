@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec, Observation
+from posttrain.domain.measures import ItemRange
 from posttrain.planner.residency import Load
 from posttrain.store.attempts import AttemptFolder
 
@@ -69,6 +70,7 @@ class RowNeeds:
     max_length: int | None = None  # tokens of a demonstration; None: the model's context
     reserve: int = 0  # tokens of the context kept free for a response
     answer: bool = False  # every row needs a reference answer
+    distinct: bool = False  # rows are items that a gate counts: one prompt has one answer
     first: int | None = None  # only so many rows are used; None: all
 
 
@@ -79,7 +81,7 @@ class StageContract:
     params: Mapping[str, Any]  # normalised: defaults filled in
     inputs: Mapping[str, tuple[str, str]]  # slot → (asset kind, word of run.yaml), e.g. "data" → ("dataset", "train")
     outputs: Mapping[str, str]  # name → form: file | tree
-    metrics: Mapping[str, bool] = field(default_factory=dict)  # metrics it will produce → whether they are 0/1 per item
+    metrics: Mapping[str, ItemRange | None] = field(default_factory=dict)  # it will produce; None: no gate may read it
     work: Mapping[str, float] = field(default_factory=dict)  # for the planner: steps, documents, max_new_tokens …
     rows: Mapping[str, RowNeeds] = field(default_factory=dict)  # data set slot → what its rows must be
     load: Load | None = None  # what it makes of memory and asks of devices; None: one process that trains nothing

@@ -1,7 +1,7 @@
 """`python -m posttrain.jobs.evaluate ATTEMPT_DIR`: one model on its suites.
 
-Leaves `outputs/items.parquet` (every response) and `outputs/metrics.parquet` (metric, item_id, value, binary: exactly
-what a gate reads). The same responses give the same bytes.
+Leaves `outputs/items.parquet` (every response) and `outputs/metrics.parquet` (metric, item_id, value, and the range
+that the suite declares for it: exactly what a gate reads). The same responses give the same bytes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.data.rows import prompt_text, read_rows
+from posttrain.data.rows import distinct_items, prompt_text, read_rows, repeated_rows
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Metric, Progress
+from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import JobResult, Output
 from posttrain.engine.config import EvaluateConfig, InferenceRuntimeConfig
 from posttrain.jobs.entry import Job, failed, main
@@ -39,7 +39,10 @@ def body(job: Job) -> JobResult:
     suites: dict[str, list[Item]] = {}
     for name, suite in config.suites.items():
         label = job.label(suite.data)
-        rows = read_rows(job.input(suite.data), name=label)
+        written = read_rows(job.input(suite.data), name=label)
+        rows = distinct_items(written, label)
+        if len(rows) < len(written):
+            job.sink(Note(repeated_rows(label, len(written), len(rows)), time.time(), "warning"))
         texts = [prompt_text(row) for row in rows]
         suites[name] = suite_items(rows, texts, tokenizer, suite, name=label, context=model.context_length)
     meter = Meter(job.order.token_allowance, job.deadline, job.meter)
@@ -90,10 +93,10 @@ def write_tables(results: Sequence[SuiteResult], folder: Path) -> dict[str, floa
     Raises:
         InputError: two suites make a metric of the same name.
     """
-    columns: dict[str, list[Any]] = {"metric": [], "item_id": [], "value": [], "binary": []}
+    columns: dict[str, list[Any]] = {name: [] for name in _METRIC_TYPES}
     means: dict[str, float] = {}
     for result in results:
-        binary = result.config.metrics(result.suite)
+        ranges = result.config.metrics(result.suite)
         for metric, values in result.metrics().items():
             if metric in means:
                 raise InputError(f"metric {metric} is made by two suites; rename one")
@@ -101,14 +104,16 @@ def write_tables(results: Sequence[SuiteResult], folder: Path) -> dict[str, floa
             columns["metric"] += [metric] * len(values)
             columns["item_id"] += [item.id for item in result.items]
             columns["value"] += values
-            columns["binary"] += [binary[metric]] * len(values)
+            for name in ("binary", "low", "high"):
+                columns[name] += [getattr(ranges[metric], name)] * len(values)
     folder.mkdir(parents=True, exist_ok=True)
     _write(columns, _METRIC_TYPES, folder / "metrics.parquet")
     _write(_item_columns(results), _ITEM_TYPES, folder / "items.parquet")
     return means
 
 
-_METRIC_TYPES = {"metric": "string", "item_id": "string", "value": "float64", "binary": "bool"}
+_METRIC_TYPES = {"metric": "string", "item_id": "string", "value": "float64"}
+_METRIC_TYPES |= {"binary": "bool", "low": "float64", "high": "float64"}  # the declared range
 _ITEM_TYPES = {
     "suite": "string",
     "item_id": "string",

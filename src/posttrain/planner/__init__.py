@@ -1,1 +1,1 @@
-"""Pure arithmetic: token, time and statistical-power estimates."""
+"""Pure arithmetic: estimates of tokens, time and memory."""

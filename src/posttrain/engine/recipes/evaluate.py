@@ -1,7 +1,8 @@
 """Evaluation of one model on one suite: greedy and sampled answers, item by item.
 
 An item is a prompt with a reference answer; its identity is a digest of both, so that two models (or two versions of a
-suite) can be compared pair by pair. What is drawn for an item depends on the seed, the suite and the item, never on the
+suite) can be compared pair by pair. Items of a suite are distinct: asked twice, a model says the same, which would pass
+for evidence that nobody has. What is drawn for an item depends on the seed, the suite and the item, never on the
 others.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.errors import BudgetExceededError
+from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.batch import Trajectory
@@ -124,7 +125,7 @@ def suite_items(
     name: str,
     context: int,
 ) -> list[Item]:
-    """The items of a suite.
+    """The items of a suite, one per row.
 
     Args:
         rows: canonical rows.
@@ -133,17 +134,18 @@ def suite_items(
         context: the model's context length, tokens.
 
     Raises:
-        InputError: a row without a usable answer, or a prompt that does not fit the context with its response.
+        InputError: a row without a usable answer, a prompt that does not fit the context with its response, or a row
+            that repeats another.
     """
     answers = [reference_answer(row, name, number) for number, row in enumerate(rows, start=1)]
     prompts = encode_prompts(tokenizer, rows, name=name, limit=context, reserve=config.max_new_tokens)
-    seen: Counter[str] = Counter()
-    items = []
-    for answer, text, prompt in zip(answers, texts, prompts, strict=True):
-        digest = digest_json({"prompt": text, "answer": answer})
-        seen[digest] += 1
-        twin = f"#{seen[digest]}" if seen[digest] > 1 else ""  # a repeated row is an item of its own
-        items.append(Item(digest + twin, text, prompt, answer))
+    items = [
+        Item(digest_json({"prompt": text, "answer": answer}), text, prompt, answer)
+        for answer, text, prompt in zip(answers, texts, prompts, strict=True)
+    ]
+    twice = next((row for row, count in Counter(item.id for item in items).items() if count > 1), None)
+    if twice is not None:
+        raise InputError(f"{name}: rows of a suite must be distinct, got item {twice} more than once; drop one")
     return items
 
 

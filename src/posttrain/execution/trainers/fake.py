@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
+from posttrain.domain.measures import RATE, ItemRange
 from posttrain.execution.ports import StageContract
 from posttrain.store.attempts import AttemptFolder
 
@@ -16,7 +17,9 @@ _INPUTS = {"model": "model", "data": "dataset", "reward": "reward"}  # parameter
 
 
 class FakeTrainer:
-    """Every stage trains a model, except kind `evaluate`, which measures the metrics its parameters name.
+    """Every stage trains a model, except kind `evaluate`, which measures what its parameters name.
+
+    `metrics: [NAME, …]` are rates; `means: {NAME: [low, high]}` are means, `null` where no range is declared.
 
     Args:
         module: what compiled jobs run.
@@ -43,7 +46,7 @@ class FakeTrainer:
             params={key: key if key in inputs else value for key, value in params.items()},
             inputs=inputs,
             outputs={"metrics": "file"} if measures else {"model": "tree"},
-            metrics=dict.fromkeys(params.get("metrics", ()), True) if measures else {},
+            metrics=_metrics(params) if measures else {},
             work={"steps": float(params.get("steps", 1))},
         )
 
@@ -54,3 +57,8 @@ class FakeTrainer:
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
         """See `Trainer.collect`."""
         return attempt.read_result()
+
+
+def _metrics(params: Mapping[str, Any]) -> dict[str, ItemRange | None]:
+    means = {name: ends and ItemRange(*ends) for name, ends in params.get("means", {}).items()}
+    return {**dict.fromkeys(params.get("metrics", ()), RATE), **means}

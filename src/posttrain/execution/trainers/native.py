@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
+from posttrain.domain.measures import ItemRange
 from posttrain.domain.validation import explain, nearest
 from posttrain.engine.config import (
     STAGE_CONFIGS,
@@ -162,17 +163,20 @@ def _name_by_slot(config: StageConfig) -> dict[str, Any]:
     return params
 
 
-def _metrics(config: StageConfig) -> dict[str, bool]:
+def _metrics(config: StageConfig) -> dict[str, ItemRange | None]:
     if not isinstance(config, EvaluateConfig):
         return {}
-    return {name: binary for suite, c in config.suites.items() for name, binary in c.metrics(suite).items()}
+    return {name: possible for suite, c in config.suites.items() for name, possible in c.metrics(suite).items()}
 
 
 def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
     if isinstance(config, SFTConfig):
         return {"data": RowNeeds(learn=True, max_length=config.max_length)}
     if isinstance(config, EvaluateConfig):
-        return {f"suites.{n}": RowNeeds(reserve=s.max_new_tokens, answer=True) for n, s in config.suites.items()}
+        return {
+            f"suites.{n}": RowNeeds(reserve=s.max_new_tokens, answer=True, distinct=True)
+            for n, s in config.suites.items()
+        }
     if isinstance(config, RewardModelConfig):
         return {"data": RowNeeds(pairs=True, max_length=config.max_length)}
     if not isinstance(config, GRPOConfig | PPOConfig | DataflowConfig):

@@ -1,0 +1,212 @@
+"""How likely each gate is to pass a model that is as good as hoped, before a token is spent.
+
+The answer needs assumptions about results nobody has yet; every note states them. For rates it is exact: the chances of
+all results that the gate itself would pass are added up. For means it is not known before their spread is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from posttrain.decision.gates import MEAN_LIMIT, NOT_TESTED, PAIRED_LIMIT, RATE_LIMIT
+from posttrain.decision.statistics import difference_chance, rate_lower
+from posttrain.domain.gates import GateRule
+from posttrain.domain.measures import ItemRange
+
+ENOUGH = 0.8  # the customary power; below it a good model is turned away more than one time in five
+_NORMAL = NormalDist()
+_SEARCHED = 200_000  # items; a gate that needs more is told so by the normal approximation
+_UNLIKELY = 1e-12  # results with less chance than that in all are left out of an enumeration
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What is assumed about the candidate; None takes the default that the field's comment names."""
+
+    rate: float | None = None  # true rate under an absolute rule: halfway between the threshold and perfect
+    discordance: float = 0.1  # share of items that exactly one of candidate and baseline gets right
+    improvement: float | None = None  # true gain under `better_than`, metric's units: twice `by`, at least 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PowerNote:
+    """The power of one gate on a suite of `items` items."""
+
+    gate: str
+    items: int
+    test: str  # the method that will judge, as in `Verdict.test`
+    power: float | None  # P(pass) under the assumption; None: not known before the metric's spread is
+    needed: int | None  # items for a power of 80 %; None: no number of items is enough, or not known
+    assumption: str  # what the two numbers rest on
+    warning: str | None = None  # one sentence when a good model would probably be turned away
+
+
+def gate_power(
+    rule: GateRule,
+    items: int,
+    possible: ItemRange,
+    *,
+    channel_empty: bool = False,
+    expectation: Expectation | None = None,
+) -> PowerNote:
+    """The power of `rule` on `items` items.
+
+    Args:
+        rule: the gate.
+        items: of the evaluation suite.
+        possible: what one item of the metric can be, as its evaluation declares.
+        channel_empty: there is nothing to compare with yet.
+        expectation: what to assume; `Expectation()` when left out.
+    """
+    hoped = expectation or Expectation()
+    if rule.needs_baseline and channel_empty:
+        return _empty_channel(rule, items)
+    if not possible.binary:
+        return _unknown_spread(rule, items, possible)
+    power_at, about, assumption = _paired(rule, hoped) if rule.needs_baseline else _absolute(rule, hoped)
+    power = power_at(items) if items >= rule.min_items else 0.0
+    needed = _needed(power_at, about, rule.min_items) if about is not None else None
+    test = PAIRED_LIMIT if rule.needs_baseline else RATE_LIMIT
+    warning = _warning(rule, items, power, needed, assumption)
+    return PowerNote(rule.name, items, test, power, needed, assumption, warning)
+
+
+def _warning(rule: GateRule, items: int, power: float, needed: int | None, assumption: str) -> str | None:
+    if power >= ENOUGH:
+        return None
+    if items < rule.min_items:
+        return f"gate {rule.name} cannot pass: the suite has {items} items, the rule wants min_items: {rule.min_items}"
+    remedy = f"{needed} items give {ENOUGH:.0%}" if needed is not None else "no number of items is enough"
+    return (
+        f"gate {rule.name} passes a good model only {power:.0%} of the time on {items} items ({assumption}); {remedy}"
+    )
+
+
+_Power = Callable[[int], float]  # items → P(pass)
+
+
+def _needed(power_at: _Power, about: float, least: int) -> int:
+    """Items for 80 %, to half a percent: `power_at` them is enough. Power in items is a saw with rising teeth.
+
+    Args:
+        about: by the normal approximation, where the search starts.
+        least: items that the rule wants in any case.
+    """
+    if about > _SEARCHED:
+        return math.ceil(about)
+    low, high = least - 1, max(least, math.ceil(about))
+    while power_at(high) < ENOUGH:
+        low, high = high, math.ceil(high * 1.1) + 1
+    while high - low > max(1, high // 200):
+        middle = (low + high) // 2
+        low, high = (low, middle) if power_at(middle) >= ENOUGH else (middle, high)
+    return high
+
+
+def _absolute(rule: GateRule, hoped: Expectation) -> tuple[_Power, float | None, str]:
+    """A rule that wants a small rate is the mirror image: the rate of the other outcome must be large."""
+    threshold = rule.threshold if rule.higher_is_better else 1 - rule.threshold
+    rate = (threshold + 1) / 2
+    if hoped.rate is not None:
+        rate = hoped.rate if rule.higher_is_better else 1 - hoped.rate
+    shown = rate if rule.higher_is_better else 1 - rate
+    z, z_power = _NORMAL.inv_cdf(rule.confidence), _NORMAL.inv_cdf(ENOUGH)
+    about = None
+    if threshold < 1 and rate > threshold:
+        spread = z * math.sqrt(threshold * (1 - threshold)) + z_power * math.sqrt(max(0.0, rate * (1 - rate)))
+        about = (spread / (rate - threshold)) ** 2
+    return lambda n: _rate_power(n, threshold, rate, rule.confidence), about, f"assumed true {rule.metric} {shown:.4g}"
+
+
+def _rate_power(items: int, threshold: float, rate: float, confidence: float) -> float:
+    """P(the exact limit meets the threshold): that of at least as many right items as the limit wants."""
+    from scipy.special import bdtrc
+
+    low, high = -1, items + 1  # so many right items do not pass, and do
+    while high - low > 1:
+        middle = (low + high) // 2
+        passes = rate_lower(middle, items, confidence) >= threshold
+        low, high = (low, middle) if passes else (middle, high)
+    if high == 0:
+        return 1.0
+    return float(bdtrc(high - 1, items, rate)) if high <= items else 0.0
+
+
+def _paired(rule: GateRule, hoped: Expectation) -> tuple[_Power, float | None, str]:
+    if rule.margin is not None:
+        gain, threshold = 0.0, -rule.margin
+        assumption = f"assumed equal to the channel's model with discordance {hoped.discordance:.4g}"
+    else:
+        threshold = rule.by or 0.0
+        gain = hoped.improvement if hoped.improvement is not None else max(2 * threshold, 0.05)
+        assumption = f"assumed true improvement {gain:.4g} with discordance {max(hoped.discordance, gain):.4g}"
+    discordance = min(max(hoped.discordance, gain), 1.0)
+    better, worse = (discordance + gain) / 2, (discordance - gain) / 2
+    distance, variance = gain - threshold, discordance - gain * gain
+    z = _NORMAL.inv_cdf(rule.confidence) + _NORMAL.inv_cdf(ENOUGH)
+    about = max(1.0, z * z * variance / distance**2) if distance > 0 else None
+    return lambda n: paired_power(n, better, worse, threshold, rule.confidence), about, assumption
+
+
+def paired_power(items: int, better: float, worse: float, threshold: float, confidence: float) -> float:
+    """P(the paired limit meets `threshold`), added up over all results that matter.
+
+    Args:
+        items: paired items.
+        better: true chance that only the candidate gets an item right.
+        worse: that only the baseline does; better + worse ≤ 1.
+        threshold: of candidate - baseline, which the lower limit must reach.
+        confidence: of the limit, one-sided.
+    """
+    from scipy.stats import binom
+
+    losses = np.arange(int(binom.ppf(_UNLIKELY, items, worse)), int(binom.isf(_UNLIKELY, items, worse)) + 1)
+    wanted = _wanted(items, losses, threshold, 1 - confidence)
+    share = min(1.0, better / (1 - worse)) if worse < 1 else 0.0
+    return float(binom.pmf(losses, items, worse) @ binom.sf(wanted - 1, items - losses, share))
+
+
+def _wanted(items: int, losses: np.ndarray, threshold: float, level: float) -> np.ndarray:
+    """For each number of losses the least gains that pass; more than there are items left where none do.
+
+    It grows with the losses, so one walk along the edge finds them all.
+    """
+    wanted = np.empty_like(losses)
+    gains = max(0, math.ceil(losses[0] + items * threshold))  # fewer do not even reach the threshold on average
+    for index, lost in enumerate(losses.tolist()):
+        while gains + lost <= items and difference_chance(gains, lost, items, threshold) > level:
+            gains += 1
+        wanted[index] = gains
+    return wanted
+
+
+def _empty_channel(rule: GateRule, items: int) -> PowerNote:
+    assumption = "assumed that the channel is still empty when the gate looks"
+    if rule.if_channel_empty == "pass":
+        return PowerNote(rule.name, items, NOT_TESTED, 1.0, rule.min_items, assumption)
+    warning = f"gate {rule.name} cannot pass: the channel is empty and the rule says if_channel_empty: fail"
+    return PowerNote(rule.name, items, NOT_TESTED, 0.0, None, assumption, warning)
+
+
+def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNote:
+    """Of a mean the range alone says something: how far off the threshold even a metric that never varies must lie."""
+    worst = -possible.span if rule.needs_baseline else (possible.low if rule.higher_is_better else -possible.high)
+    threshold = rule.threshold if rule.higher_is_better else -rule.threshold
+    least = (threshold - worst) * ((1 - rule.confidence) ** (-1 / max(items, 1)) - 1)
+    spreads = (_NORMAL.inv_cdf(rule.confidence) + _NORMAL.inv_cdf(ENOUGH)) / math.sqrt(max(items, 1))
+    of = f"the per-item difference in {rule.metric}" if rule.needs_baseline else rule.metric
+    assumption = (
+        f"spread of {of} not known yet: its range alone asks for {least:.2g} beyond the threshold,"
+        f" and for {ENOUGH:.0%} about {spreads:.2g} standard deviations more"
+    )
+    warning = None
+    if items < rule.min_items:
+        warning = (
+            f"gate {rule.name} cannot pass: the suite has {items} items, the rule wants min_items: {rule.min_items}"
+        )
+    return PowerNote(rule.name, items, MEAN_LIMIT, 0.0 if warning else None, None, assumption, warning)

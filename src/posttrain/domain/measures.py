@@ -1,0 +1,37 @@
+"""What an evaluation says of a metric before it measures it: the values that one item can have.
+
+A gate's limit rests on that range, so it is declared by whoever makes the metric and never read off the data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRange:
+    """The least and the greatest value of one item: `ItemRange(1, 64)` for tokens of a response of at most 64.
+
+    Raises:
+        ValueError: not finite, upside down, or binary with ends other than 0 and 1.
+    """
+
+    low: float  # in units of the metric
+    high: float
+    binary: bool = False  # values are 0 or 1, nothing between
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
+            raise ValueError(f"range of a metric must be two finite numbers in order, got {self.low} to {self.high}")
+        if self.binary and (self.low, self.high) != (0.0, 1.0):
+            raise ValueError(f"range of a binary metric must be 0 to 1, got {self.low} to {self.high}")
+
+    @property
+    def span(self) -> float:
+        """How far two values can be apart: a difference of two models' values lies in [-span, span]."""
+        return self.high - self.low
+
+
+RATE = ItemRange(0.0, 1.0, binary=True)  # an item is right or wrong
+SHARE = ItemRange(0.0, 1.0)  # a share of an item's samples
