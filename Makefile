@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test fast slow ray bench lint types contracts format setup clean gpu
+.PHONY: demo test fast slow ray bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -39,7 +39,7 @@ test: lint types contracts fast slow ## everything CI runs
 fast: $(VENV)/.dev ## unit and contract tests
 	$(BIN)/python -m pytest -m "not slow and not gpu and not ray" -n 2
 
-slow: $(VENV)/.dev ## real processes end to end, killed on purpose
+slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark
 	$(BIN)/python -m pytest -m "slow and not gpu and not ray" -n 2 --timeout 3000
 
 ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
@@ -50,6 +50,9 @@ gpu: $(VENV)/.dev ## what needs a CUDA device
 
 bench: $(VENV)/.bench ## ratios against HF generate and TRL, measured side by side
 	$(BIN)/python -m benchmarks
+
+levels: $(VENV)/.dev ## how often each gate passes a model just on its threshold: the table of docs/gates.md
+	$(BIN)/python -m benchmarks.gates
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,4 +1,9 @@
-"""Every benchmark, one after the other, each in a process of its own: `python -m benchmarks [--json DIR]`."""
+"""Every benchmark of speed, one after the other, each in a process of its own.
+
+    python -m benchmarks [--json DIR] [--tiny]
+
+The levels of gates are no matter of speed: `python -m benchmarks.gates`.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-SUITES = ("rollout", "training", "dispatch", "controller")
+SUITES = ("rollout", "training", "dispatch", "controller", "tracing")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="DIR", help="also write DIR/rollout.json and so on")
-    folder = parser.parse_args().json
+    parser.add_argument("--tiny", action="store_true", help="one small round each: that they run, no figures")
+    options = parser.parse_args()
+    folder = options.json
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
     failed = 0
     for suite in SUITES:
         print(f"# {suite}", flush=True)
-        output = ["--json", str(folder / f"{suite}.json")] if folder else []
-        failed |= subprocess.run([sys.executable, "-m", f"benchmarks.{suite}", *output], check=False).returncode
+        words = ["--json", str(folder / f"{suite}.json")] if folder else []
+        words += ["--tiny"] if options.tiny else []
+        failed |= subprocess.run([sys.executable, "-m", f"benchmarks.{suite}", *words], check=False).returncode
     raise SystemExit(failed)
 
 

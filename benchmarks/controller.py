@@ -1,6 +1,6 @@
 """What the single controller costs: its share of a GRPO step, the cost of tracing, and how dispatch grows.
 
-    python -m benchmarks.controller [--json FILE] [--steps N] [--ray]
+    python -m benchmarks.controller [--json FILE] [--steps N] [--ray] [--plot FILE.png] [--tiny]
 
 Overhead: GRPO steps of a 0.9 M parameter model (32 prompts x 8, as in benchmarks.training) through worker groups in
 one process. The controller's share of a step is its time less what workers' methods ran and less the reward function:
@@ -54,7 +54,7 @@ SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4
 TARGET = 0.02
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 DOCUMENTS = (64, 256, 1024, 4096, 16384)
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "controller-growth.png"
+TINY_RANKS, TINY_DOCUMENTS = (1, 2), (16,)
 
 
 @dataclass(frozen=True)
@@ -68,30 +68,30 @@ class Share:
     samples: int
 
 
-def recipe(recorder: Recorder, seed: int = 0) -> GRPO:
+def recipe(recorder: Recorder, tiny: bool, seed: int = 0) -> GRPO:
     """GRPO on a model that was taught the task for a few seconds."""
     tokenizer = character_tokenizer(SIZE.characters)
     module = initial_model(SIZE, tokenizer, seed)
-    teach(module, tokenizer)
+    teach(module, tokenizer, *([2] if tiny else []))
     rng = random.Random(3)
     rows = [task(rng) for _ in range(512)]
     prompts = [Prompt(tuple(render(tokenizer, row["question"])), row["question"], row) for row in rows]
     reward = ScriptedReward(
         lambda call: [exact(c, str(row["answer"])) for c, row in zip(call.completions, call.rows, strict=True)]
     )
-    config = GRPOConfig(
-        data="d", reward="r", steps=1000, optimizer=PolicyGradientOptimizerConfig(learning_rate=1e-5, warmup_steps=0)
-    )
+    optimizer = PolicyGradientOptimizerConfig(learning_rate=1e-5, warmup_steps=0)
+    size = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 8} if tiny else {}
+    config = GRPOConfig(data="d", reward="r", steps=1000, optimizer=optimizer, **size)
     pool = ResourcePool(InlineBackend(), recorder)
     roles = open_roles(config, adopt_module(module), seed, lambda role: pool)
     return GRPO(config, roles, prompts, RewardScorer(reward, tokenizer), seed)
 
 
-def shares(steps: int) -> Share:
+def shares(steps: int, tiny: bool = False) -> Share:
     """Measure `steps` steps after one that is not."""
     facts: list[Fact] = []
     recorder = Recorder(facts.append)
-    grpo = recipe(recorder)
+    grpo = recipe(recorder, tiny)
     rows: list[tuple[float, float, float, int, int]] = []
     with tempfile.TemporaryDirectory() as folder, EventWriter(AttemptFolder(Path(folder))) as writer:
         for step in range(steps + 1):
@@ -127,17 +127,18 @@ def _samples(facts: list[Fact]) -> int:
     return sum(isinstance(fact, Sample) for fact in facts)
 
 
-def growth(open_pool: Callable[[int], ResourcePool]) -> dict[str, dict[int, float]]:
+def growth(open_pool: Callable[[int], ResourcePool], tiny: bool = False) -> dict[str, dict[int, float]]:
     """Median seconds of `each` by ranks, of `map` (1024 documents) by ranks, and of `map` (8 ranks) by documents."""
     found: dict[str, dict[int, float]] = {"each": {}, "map": {}, "documents": {}}
-    for ranks in RANKS:
+    several = 2 if tiny else 8
+    for ranks in TINY_RANKS if tiny else RANKS:
         with open_pool(ranks) as pool:
             group = pool.start("empty", Empty)
             batch = _batch(1024)
             found["each"][ranks] = _median(lambda group=group: group.each(Empty.nothing))
             found["map"][ranks] = _median(lambda group=group, batch=batch: group.map(Empty.batch, batch))
-            if ranks == 8:
-                for documents in DOCUMENTS:
+            if ranks == several:
+                for documents in TINY_DOCUMENTS if tiny else DOCUMENTS:
                     some = _batch(documents)
                     found["documents"][documents] = _median(lambda group=group, some=some: group.map(Empty.batch, some))
     return found
@@ -190,23 +191,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--ray", action="store_true", help="also on Ray actors")
+    parser.add_argument("--plot", type=Path, help="also draw the growth into this PNG")
+    parser.add_argument("--tiny", action="store_true", help="one small step, two ranks: that it runs, no figures")
     arguments = parser.parse_args()
-    share = shares(arguments.steps)
+    share = shares(1 if arguments.tiny else arguments.steps, arguments.tiny)
     print(
         f"step {share.step_seconds:.2f} s; controller {share.controller:.2%}, tracing {share.tracing:.2%} of it "
         f"({share.facts} facts, {share.samples} samples; target at most {TARGET:.0%} each)"
     )
-    curves = {"inline": growth(lambda ranks: ResourcePool(InlineBackend(ranks)))}
+    curves = {"inline": growth(lambda ranks: ResourcePool(InlineBackend(ranks)), arguments.tiny)}
     if arguments.ray:
         from benchmarks.ray_pools import ray_pools
 
         with ray_pools() as open_pool:
-            curves["ray"] = growth(open_pool)
+            curves["ray"] = growth(open_pool, arguments.tiny)
     for backend, found in curves.items():
         for name, points in found.items():
             print(f"{backend:7} {name:10}", "  ".join(f"{x}: {1e3 * s:.2f} ms" for x, s in points.items()))
-    draw(curves, PICTURE)
-    print(f"picture: {PICTURE}")
+    if arguments.plot:
+        draw(curves, arguments.plot)
     if arguments.json:
         arguments.json.write_text(json.dumps({"share": asdict(share), "growth": curves}, indent=1), encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """How evenly a batch is split over ranks, and what splitting it costs.
 
-    python -m benchmarks.dispatch [--json FILE] [--plot FILE.png] [--draws N]
+    python -m benchmarks.dispatch [--json FILE] [--plot FILE.png] [--draws N] [--tiny]
 
 Imbalance is the heaviest rank's cost over the mean rank's: with 1.25 the mean rank idles for a fifth of the step.
 Response lengths are lognormal with sigma 0.99 and mean 256 tokens. Samples of one prompt stand next to each other,
@@ -214,8 +214,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--plot", type=Path, help="also draw the imbalances into this PNG")
     parser.add_argument("--draws", type=int, default=9)
+    parser.add_argument("--tiny", action="store_true", help="one small batch: that it runs, no figures")
     options = parser.parse_args()
-    rows, largest = imbalance_report(options.draws), largest_seconds()
+    if options.tiny:
+        rows, largest = [measure(cost, 64, 4, 1) for cost in COSTS], {}
+    else:
+        rows, largest = imbalance_report(options.draws), largest_seconds()
     print(f"{'':28} {'-' * 15} imbalance (max / mean) {'-' * 15}   {'-- ms --':>15}")
     print(
         f"{'cost':<18} {'batch':>5} {'ranks':>5}  {'ours':>6} {'K-K':>7} {'in turn':>7} {'chunks':>7} {'floor':>7} "

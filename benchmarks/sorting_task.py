@@ -47,7 +47,7 @@ def render(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
     return ids
 
 
-def teach(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+def teach(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int = TEACHING_STEPS) -> None:
     """Supervised steps on the task until responses end, and are right now and then."""
     rng = random.Random(2)
     documents = []
@@ -56,7 +56,7 @@ def teach(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
         response = [*tokenizer.encode(row["worked"], add_special_tokens=False), tokenizer.eos_token_id]
         documents.append(Document(render(tokenizer, row["question"]), response))
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=20)
-    config = SFTConfig(data="x", steps=TEACHING_STEPS, batch_size=32, optimizer=optimizer)
+    config = SFTConfig(data="x", steps=steps, batch_size=32, optimizer=optimizer)
     recipe = SFT(config, open_sft(config, adopt_module(module), 0, one_process()), documents, seed=0)
-    for step in range(TEACHING_STEPS):
+    for step in range(steps):
         recipe.step(step, Trace(lambda fact: None, step))

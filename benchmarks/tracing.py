@@ -1,6 +1,6 @@
 """What saying a fact costs the process that says it: nanoseconds per span, call span and sample.
 
-    python -m benchmarks.tracing [--json FILE] [--facts N]
+    python -m benchmarks.tracing [--json FILE] [--facts N] [--tiny]
 
 A job hands facts to `EventWriter`, which buffers them and writes segments of 256 (encoded, written, synced, renamed).
 "said" is the call that only buffers; "written" is the whole way to the disk, synced, per fact. Process CPU time tells
@@ -42,10 +42,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--facts", type=int, default=2048, help="facts per round (samples: an eighth)")
+    parser.add_argument("--tiny", action="store_true", help="eight facts a round: that it runs, no figures")
     options = parser.parse_args()
-    rows = [measure("hand-off span", _span, options.facts)]
-    rows += [measure(f"call span, {n} ranks", partial(_call, ranks=n), options.facts) for n in (1, 8, 64)]
-    rows += [measure(f"sample, {n} tokens", partial(_sample, tokens=n), options.facts // 8) for n in TOKENS]
+    facts = 8 if options.tiny else options.facts
+    rows = [measure("hand-off span", _span, facts)]
+    rows += [measure(f"call span, {n} ranks", partial(_call, ranks=n), facts) for n in (1, 8, 64)]
+    rows += [measure(f"sample, {n} tokens", partial(_sample, tokens=n), facts // 8) for n in TOKENS]
     print(f"{'fact':24s} {'said':>10s} {'written':>12s} {'of it CPU':>12s} {'bytes':>8s}")
     for row in rows:
         print(f"{row.fact:24s} {row.said:7.0f} ns {row.written:9.0f} ns {row.cpu:9.0f} ns {row.bytes:8d}")

@@ -1,6 +1,6 @@
 """Training throughput: TRL's SFTTrainer and GRPOTrainer against Posttrain's recipes, same weights, same work.
 
-    python -m benchmarks.training [--json FILE] [--rounds N]
+    python -m benchmarks.training [--json FILE] [--rounds N] [--tiny]
 
 Both sides train the same 0.9 M parameter Qwen3 model from the same weights: one thread, float32, AdamW (fused), the
 same batch, loss, clipping and learning rate. Trackers, progress bars and saving are off. A side is timed from the end
@@ -43,7 +43,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ from trl import GRPOTrainer, SFTTrainer
 from trl import SFTConfig as TrlSFTConfig
 
 from benchmarks.rollout import gemm_rate
-from benchmarks.sorting_task import exact, one_process, render, task, teach
+from benchmarks.sorting_task import TEACHING_STEPS, exact, one_process, render, task, teach
+from posttrain.domain.facts import Fact, Sample
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
     GRPOConfig,
@@ -64,6 +65,7 @@ from posttrain.engine.config import (
     OptimizerConfig,
     PolicyGradientOptimizerConfig,
     SFTConfig,
+    TraceConfig,
 )
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.initial import character_tokenizer, initial_model
@@ -77,9 +79,23 @@ from posttrain.engine.rewards.scripted import ScriptedReward
 
 TARGETS = {"sft": 2.0, "grpo": 2.5}
 SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)
-DOCUMENTS, PROMPTS, SAMPLES, NEW_TOKENS = 64, 32, 8, 64
 OPTIMIZER = OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.95), warmup_steps=0, schedule="constant")
-STEPS = {"sft": 6, "grpo": 4}  # timed, after one that is not
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much work a round is."""
+
+    documents: int = 64  # of an SFT batch
+    prompts: int = 32  # of a GRPO step
+    samples: int = 8
+    new_tokens: int = 64
+    sft_steps: int = 6  # timed, after one that is not
+    grpo_steps: int = 4
+    teaching_steps: int = TEACHING_STEPS
+
+
+TINY = Scale(documents=4, prompts=2, samples=2, new_tokens=8, sft_steps=1, grpo_steps=1, teaching_steps=2)
 
 
 @dataclass(frozen=True)
@@ -105,7 +121,6 @@ class Run:
 
     seconds: float  # per step
     loss: float  # mean over the steps
-    flops: float = 0.0  # useful, per step
     note: str = ""
 
 
@@ -144,25 +159,27 @@ def training_flops(model: PreTrainedModel, lengths: Sequence[int], *, passes: in
 # ---------------------------------------------------------------- SFT
 
 
-def sft_documents(vocabulary: int) -> list[Document]:
+def sft_documents(vocabulary: int, scale: Scale) -> list[Document]:
     """Random documents, enough for every step; a third of each is prompt."""
     rng = random.Random(1)
     documents = []
-    for _ in range(DOCUMENTS * (STEPS["sft"] + 1)):
+    for _ in range(scale.documents * (scale.sft_steps + 1)):
         length = max(16, min(256, round(rng.lognormvariate(3.87, 0.7))))
         tokens = [rng.randrange(7, vocabulary) for _ in range(length)]
         documents.append(Document(tokens[: length // 3], tokens[length // 3 :]))
     return documents
 
 
-def sft_ours(module: PreTrainedModel, documents: Sequence[Document]) -> Run:
-    config = SFTConfig(data="x", steps=STEPS["sft"] + 1, batch_size=DOCUMENTS, optimizer=OPTIMIZER)
+def sft_ours(module: PreTrainedModel, documents: Sequence[Document], scale: Scale) -> Run:
+    config = SFTConfig(data="x", steps=scale.sft_steps + 1, batch_size=scale.documents, optimizer=OPTIMIZER)
     recipe = SFT(config, open_sft(config, adopt_module(copy.deepcopy(module)), 0, one_process()), documents, seed=0)
-    seconds, reports = timed_steps(recipe, STEPS["sft"])
+    seconds, reports = timed_steps(recipe, scale.sft_steps)
     return Run(seconds, statistics.mean(r["loss"] for r in reports))
 
 
-def sft_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> Run:
+def sft_trl(
+    module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document], scale: Scale
+) -> Run:
     rows = [
         {
             "input_ids": [*d.prompt, *d.response],
@@ -174,11 +191,11 @@ def sft_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, documen
     with tempfile.TemporaryDirectory() as folder:
         options = TrlSFTConfig(
             output_dir=folder,
-            per_device_train_batch_size=DOCUMENTS,
+            per_device_train_batch_size=scale.documents,
             max_length=512,
             completion_only_loss=True,
             packing=False,
-            **_trainer_options("sft"),
+            **_trainer_options(scale.sft_steps),
         )
         trainer = SFTTrainer(
             model=copy.deepcopy(module),
@@ -193,57 +210,57 @@ def sft_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, documen
 # ---------------------------------------------------------------- GRPO
 
 
-def grpo_ours(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[dict[str, str]]) -> Run:
-    model = adopt_module(copy.deepcopy(module))
+Rows = Sequence[dict[str, str]]
+
+
+def grpo_recipe(
+    module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale, trace: TraceConfig
+) -> GRPO:
+    """Ours, on a copy of the weights."""
     config = GRPOConfig(
         data="x",
         reward="x",
-        steps=STEPS["grpo"] + 1,
-        prompts_per_step=PROMPTS,
-        group_size=SAMPLES,
-        max_new_tokens=NEW_TOKENS,
+        steps=scale.grpo_steps + 1,
+        prompts_per_step=scale.prompts,
+        group_size=scale.samples,
+        max_new_tokens=scale.new_tokens,
         optimizer=PolicyGradientOptimizerConfig(**OPTIMIZER.model_dump()),
+        trace=trace,
     )
     prompts = [Prompt(render(tokenizer, row["question"]), row["question"], row) for row in rows]
     reward = ScriptedReward(
         lambda call: [exact(c, r["answer"]) for c, r in zip(call.completions, call.rows, strict=True)]
     )
-    recipe = GRPO(config, open_roles(config, model, 0, one_process()), prompts, RewardScorer(reward, tokenizer), seed=0)
-    flops: list[float] = []
-    watch(recipe, flops)
-    seconds, reports = timed_steps(recipe, STEPS["grpo"])
+    roles = open_roles(config, adopt_module(copy.deepcopy(module)), 0, one_process())
+    return GRPO(config, roles, prompts, RewardScorer(reward, tokenizer), seed=0)
+
+
+def grpo_ours(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale) -> Run:
+    seconds, reports = timed_steps(grpo_recipe(module, tokenizer, rows, scale, TraceConfig()), scale.grpo_steps)
     means = {name: statistics.mean(r[name] for r in reports) for name in reports[0]}
     note = (
         f"reward {means['reward/mean']:.2f}, {means['response_tokens/mean']:.0f} tokens per response, "
         f"{means['groups/zero_std']:.0%} of groups without signal"
     )
-    return Run(seconds, means["loss"], statistics.mean(flops[1:]), note)
+    return Run(seconds, means["loss"], note=note)
 
 
-def watch(recipe: GRPO, flops: list[float]) -> None:
-    """Note the useful work of every step: sampling and the update."""
-    sample, update = recipe._rollout.generate, recipe.policy.update
-    module = recipe.policy.model.module
-
-    class Watched:
-        name = "watched"
-
-        def generate(self, prompts: Any, **options: Any) -> Any:
-            found = sample(prompts, **options)
-            once = training_flops(module, [len(p) for p in prompts], passes=1)
-            whole = training_flops(module, [len(t.prompt) + len(t.tokens) - 1 for t in found], passes=1)
-            again = training_flops(module, [len(t.prompt) for t in found], passes=1)
-            flops.append(once + whole - again)
-            return found
-
-    def updated(batch: Any, *arguments: Any, **options: Any) -> dict[str, float]:
-        flops[-1] += training_flops(module, batch.lengths)
-        return update(batch, *arguments, **options)
-
-    recipe._rollout, recipe.policy.update = Watched(), updated  # type: ignore[method-assign]
+def grpo_flops(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale) -> float:
+    """Useful work of a timed step, from the samples that the same steps tell when nobody takes the time."""
+    recipe, facts = grpo_recipe(module, tokenizer, rows, scale, TraceConfig(groups="all")), list[Fact]()
+    for step in range(scale.grpo_steps + 1):
+        recipe.step(step, Trace(facts.append, step))
+    samples = [fact for fact in facts if isinstance(fact, Sample) and fact.step > 0]
+    assert len(samples) == scale.grpo_steps * scale.prompts * scale.samples, len(samples)
+    read = {sample.id.rpartition(".")[0]: len(sample.prompt_tokens) for sample in samples}  # once per group
+    prompts, lengths = list(read.values()), [len(s.prompt_tokens) + len(s.tokens) for s in samples]
+    sampling = training_flops(module, prompts, passes=1) + training_flops(module, [n - 1 for n in lengths], passes=1)
+    sampling -= training_flops(module, [len(s.prompt_tokens) for s in samples], passes=1)
+    trained = [n for n, sample in zip(lengths, samples, strict=True) if sample.fate.startswith("update")]
+    return (sampling + training_flops(module, trained)) / scale.grpo_steps
 
 
-def grpo_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[dict[str, str]]) -> Run:
+def grpo_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale) -> Run:
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         return [exact(c[0]["content"], a) for c, a in zip(completions, answer, strict=True)]
 
@@ -252,9 +269,9 @@ def grpo_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: 
     with tempfile.TemporaryDirectory() as folder:
         options = TrlGRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=PROMPTS * SAMPLES,
-            num_generations=SAMPLES,
-            max_completion_length=NEW_TOKENS,
+            per_device_train_batch_size=scale.prompts * scale.samples,
+            num_generations=scale.samples,
+            max_completion_length=scale.new_tokens,
             temperature=1.0,
             top_k=0,
             top_p=1.0,
@@ -264,7 +281,7 @@ def grpo_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: 
             loss_type="dapo",
             scale_rewards="group",
             num_iterations=1,
-            **_trainer_options("grpo"),
+            **_trainer_options(scale.grpo_steps),
         )
         trainer = GRPOTrainer(
             model=copy.deepcopy(module),
@@ -280,9 +297,9 @@ def grpo_trl(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: 
 # ---------------------------------------------------------------- both
 
 
-def _trainer_options(kind: str) -> dict[str, Any]:
+def _trainer_options(steps: int) -> dict[str, Any]:
     return {
-        "max_steps": STEPS[kind] + 1,
+        "max_steps": steps + 1,
         "learning_rate": OPTIMIZER.learning_rate,
         "lr_scheduler_type": "constant",
         "adam_beta1": OPTIMIZER.betas[0],
@@ -314,12 +331,14 @@ def _mean_loss(trainer: Any) -> float:
     return statistics.mean(losses[1:])
 
 
-def compare(kind: str, ours: Callable[[], Run], trl: Callable[[], Run], rounds: int, per_step: int) -> Result:
-    """Interleaved rounds; `per_step` documents make a rate of a step."""
+def compare(
+    kind: str, ours: Callable[[], Run], trl: Callable[[], Run], rounds: int, per_step: int, flops: float
+) -> Result:
+    """Interleaved rounds; `per_step` documents make a rate of a step, `flops` is a step's useful work."""
     pairs = [(ours(), trl()) for _ in range(rounds)]
     ratios = [theirs.seconds / own.seconds for own, theirs in pairs]
     seconds = statistics.median(own.seconds for own, _ in pairs)
-    bound = statistics.mean(own.flops for own, _ in pairs) / gemm_rate()
+    bound = flops / gemm_rate()
     return Result(
         task=kind,
         ours=per_step / seconds,
@@ -335,29 +354,28 @@ def compare(kind: str, ours: Callable[[], Run], trl: Callable[[], Run], rounds: 
     )
 
 
-def measure(rounds: int) -> list[Result]:
+def measure(rounds: int, scale: Scale) -> list[Result]:
     """Both tasks."""
     tokenizer = character_tokenizer(SIZE.characters)
     module = initial_model(SIZE, tokenizer, seed=0)
-    documents = sft_documents(len(tokenizer))
-    flops = training_flops(module, [len(d.prompt) + len(d.response) for d in documents]) / (STEPS["sft"] + 1)
+    documents = sft_documents(len(tokenizer), scale)
     lengths = [len(d.prompt) + len(d.response) for d in documents]
+    flops = training_flops(module, lengths) / (scale.sft_steps + 1)
     note = f"{statistics.mean(lengths):.0f} tokens per document, longest {max(lengths)}"
 
     def ours() -> Run:
-        run = sft_ours(module, documents)
-        return Run(run.seconds, run.loss, flops, note)
+        return replace(sft_ours(module, documents, scale), note=note)
 
-    results = [compare("sft", ours, lambda: sft_trl(module, tokenizer, documents), rounds, DOCUMENTS)]
-    teach(module, tokenizer)
+    def theirs() -> Run:
+        return sft_trl(module, tokenizer, documents, scale)
+
+    results = [compare("sft", ours, theirs, rounds, scale.documents, flops)]
+    teach(module, tokenizer, scale.teaching_steps)
     rng = random.Random(3)
-    rows = [task(rng) for _ in range(PROMPTS * (STEPS["grpo"] + 1))]
-    results.append(
-        compare(
-            "grpo", lambda: grpo_ours(module, tokenizer, rows), lambda: grpo_trl(module, tokenizer, rows), rounds, 1
-        )
-    )
-    return results
+    rows = [task(rng) for _ in range(scale.prompts * (scale.grpo_steps + 1))]
+    work = (module, tokenizer, rows, scale)
+    grpo = compare("grpo", lambda: grpo_ours(*work), lambda: grpo_trl(*work), rounds, 1, grpo_flops(*work))
+    return [*results, grpo]
 
 
 def main() -> None:
@@ -365,11 +383,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Training throughput against TRL")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="one small round: that it runs, no figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    results = measure(options.rounds)
+    results = measure(1, TINY) if options.tiny else measure(options.rounds, Scale())
     units = {"sft": "documents/s", "grpo": "steps/s"}
     print(f"{'task':<5} {'TRL':>8} {'Posttrain':>10}  {'unit':<12} {'ratio (min-max)':<20} {'bound':>8} {'reached':>8}")
     for r in results:
@@ -380,7 +399,7 @@ def main() -> None:
         )
     if options.json:
         options.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
-    missed = [r for r in results if r.ratio < TARGETS[r.task]]
+    missed = [] if options.tiny else [r for r in results if r.ratio < TARGETS[r.task]]
     for r in missed:
         print(f"missed: {r.task} is {r.ratio:.2f}x, target {TARGETS[r.task]}x")
     raise SystemExit(bool(missed))

@@ -52,7 +52,7 @@ def test_what_the_native_stages_ask_of_their_rows() -> None:
         "probe": RowNeeds(reserve=7, answer=True, first=9),
     }
     assert check("evaluate", {"model": "sft", "suites": {"h": suite}}).rows == {
-        "suites.h": RowNeeds(reserve=5, answer=True)
+        "suites.h": RowNeeds(reserve=5, answer=True, distinct=True)
     }
 
 

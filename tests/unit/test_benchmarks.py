@@ -1,0 +1,88 @@
+"""Benchmarks use public faces only, run one tiny round each, and the levels they state are what they compute."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = sorted((ROOT / "benchmarks").glob("*.py"))
+HELPERS = {"__init__", "__main__", "empty_worker", "ray_pools", "sorting_task"}
+
+
+def private_uses(source: str) -> list[str]:
+    """Names with a leading underscore that a module takes from anything but itself."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            owner = node.value
+            if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [name for name in parts if name.startswith("_") and not name.endswith("__")]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
+            names = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
+            found += [str(name) for name in names if str(name).startswith("_")]
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_a_benchmark_reaches_for_nothing_private(path: Path) -> None:
+    assert private_uses(path.read_text(encoding="utf-8")) == []
+
+
+def test_what_counts_as_private() -> None:
+    source = "from a._b import c\nfrom a import _d\nx._e = y._f()\nself._own\ngetattr(x, '_g')\nx.__class__\n_mine()\n"
+    assert sorted(private_uses(source)) == ["_b", "_d", "_g", "x._e", "y._f"]
+
+
+def run(*words: str) -> str:
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_benchmark_is_run_by_a_test() -> None:
+    from benchmarks.__main__ import SUITES
+
+    assert {path.stem for path in MODULES} - HELPERS == {*SUITES, "gates"}
+
+
+@pytest.mark.parametrize(("name", "column"), [("dispatch", "ours"), ("tracing", "written")])
+def test_a_tiny_round_without_torch(name: str, column: str) -> None:
+    assert column in run(f"benchmarks.{name}", "--tiny")
+
+
+@pytest.mark.slow
+def test_a_tiny_round_of_everything_as_make_bench_runs_it(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="`make slow` installs the extra bench")
+    shown = run("benchmarks", "--tiny", "--json", str(tmp_path))
+    from benchmarks.__main__ import SUITES
+
+    assert [line for line in shown.splitlines() if line.startswith("# ")] == [f"# {suite}" for suite in SUITES]
+    assert {path.stem for path in tmp_path.iterdir()} == set(SUITES)
+
+
+@pytest.fixture(scope="module")
+def levels() -> list[str]:
+    return run("benchmarks.gates", "--tiny").splitlines()
+
+
+def test_every_small_gate_is_at_or_under_its_level(levels: list[str]) -> None:
+    assert levels[-1] == f"{len(levels) - 2} of {len(levels) - 2} gates at or under their level"
+    assert len(levels) > 15
+
+
+def test_a_method_above_its_level_is_told() -> None:
+    from benchmarks.gates import Level, shown
+
+    assert not Level("Wilson", 22, 0.05, 0.198, 0.0, None, "exact").holds
+    assert not Level("bootstrap", 20, 0.05, 0.0604, 0.005, None, "2000 draws").holds
+    assert Level("bound", 20, 0.05, 0.0599, 0.005, None, "2000 draws").holds
+    assert shown(Level("Wilson", 22, 0.05, 0.198, 0.0, None, "exact")).endswith("ABOVE ITS LEVEL")
