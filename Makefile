@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test fast slow ray bench levels lint types contracts format setup clean gpu
+.PHONY: demo demos test fast slow ray bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -33,6 +33,9 @@ $(VENV)/.bench: $(VENV)/.dev
 
 demo: $(VENV)/.engine ## declare, train, judge, ship, roll back: the whole product on this machine
 	@$(BIN)/posttrain demo $(DEMO)
+
+demos: $(VENV)/.engine ## the other examples, one after the other
+	@for task in 02 03 04; do $(BIN)/posttrain demo --task $$task || exit 1; done
 
 test: lint types contracts fast slow ## everything CI runs
 

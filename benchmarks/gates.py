@@ -180,7 +180,7 @@ def runaways(share: float, usual: float = 20.0, longest: float = 1024.0) -> Popu
         return np.where(generator.random(items) < share, longest, usual)
 
     mean = share * longest + (1 - share) * usual
-    return Population(f"tokens, {share:.0%} run to {longest:.0f}", ItemRange(1.0, longest), mean, draw)
+    return Population(f"tokens, {share:.0%} at {longest:.0f}", ItemRange(1.0, longest), mean, draw)
 
 
 def shares(rate: float, samples: int) -> Population:

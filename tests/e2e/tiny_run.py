@@ -92,7 +92,7 @@ def once(
 def make_template(bench: Workbench) -> dict[str, Any]:
     rng = random.Random(3)
     for name, count in (("train", 64), ("heldout", 30)):
-        bench.write(f"{name}.jsonl", "".join(json.dumps(_row(rng)) + "\n" for _ in range(count)))
+        bench.write(f"{name}.jsonl", "".join(json.dumps(training_row(rng)) + "\n" for _ in range(count)))
     bench.write("model.yaml", MODEL)
     bench.write("reward.py", SHORT)
     bench.write("run.yaml", RUN)
@@ -104,7 +104,7 @@ def make_template(bench: Workbench) -> dict[str, Any]:
     return {}
 
 
-def _row(rng: random.Random) -> dict[str, Any]:
+def training_row(rng: random.Random) -> dict[str, Any]:
     """Digits to sort; answers of 2 to 6 characters, so that every length is likely before a reward prefers one."""
     digits = "".join(rng.choices("0123456789", k=rng.randint(2, 6)))
     answer = "".join(sorted(digits))

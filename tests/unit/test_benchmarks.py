@@ -86,3 +86,11 @@ def test_a_method_above_its_level_is_told() -> None:
     assert not Level("bootstrap", 20, 0.05, 0.0604, 0.005, None, "2000 draws").holds
     assert Level("bound", 20, 0.05, 0.0599, 0.005, None, "2000 draws").holds
     assert shown(Level("Wilson", 22, 0.05, 0.198, 0.0, None, "exact")).endswith("ABOVE ITS LEVEL")
+
+
+def test_the_documented_levels_are_what_the_command_prints(levels: list[str]) -> None:
+    documented = (ROOT / "docs" / "gates.md").read_text(encoding="utf-8").splitlines()
+    assert levels[0] in documented
+    exact = [line for line in levels[1:-1] if "exact" in line]
+    assert len(exact) > 10
+    assert [line for line in exact if line not in documented] == []

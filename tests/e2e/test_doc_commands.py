@@ -1,0 +1,199 @@
+"""Every command that README and docs tell a reader to type is run, or is one that a make target runs in CI.
+
+`make` and benchmark commands are matched to what CI runs; every `posttrain` command is run through the real command
+line in a workspace of its own, the README's own sequence first, with the names that a reader would put in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import ROOT, Command, commands, fences
+from tiny_run import MODEL, RUN, SHORT, training_row
+from workbench import Workbench
+
+from posttrain.cli.main import app
+from posttrain.engine.config import InitModelConfig
+from posttrain.engine.models import adopt_module
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.loading import save_model
+
+COMMANDS = list(commands())
+README = ROOT / "README.md"
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+VERBS = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+CI = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".ci").iterdir())
+SUITES = {"rollout", "training", "dispatch", "controller", "tracing", "gates"}  # test_benchmarks runs them small
+
+
+def named(command: Command) -> str:
+    return f"{command.page}:{command.line} {command.text[:40]}"
+
+
+def is_make(words: list[str]) -> bool:
+    """A target there is, that CI runs: by its name, or as a part of `make test`."""
+    part_of_test = re.search(r"^test: (.*?)(?: ##|$)", MAKEFILE, re.MULTILINE)
+    assert part_of_test
+    run = {*re.findall(r"^make (\w+)", CI, re.MULTILINE), *part_of_test.group(1).split()}
+    by_hand = {"format", "bench", "levels"}  # their commands are run small: `ruff format --check`, tiny benchmarks
+    return len(words) == 2 and words[0] == "make" and words[1] in run | by_hand
+
+
+def is_install(words: list[str]) -> bool:
+    """What the Makefile installs, by its short options."""
+    short = {"--constraint": "-c", "--editable": "-e", "--quiet": ""}
+    targets = re.findall(r"\$\(PIP\) install (.*)", MAKEFILE)
+    known = [sorted(filter(None, (short.get(w, w.strip("'")) for w in line.split()))) for line in targets]
+    return words[:2] == ["pip", "install"] and sorted(words[2:]) in known
+
+
+def is_benchmark(words: list[str]) -> bool:
+    """`python -m benchmarks[.SUITE]` with options that the suite has."""
+    if len(words) < 3 or words[0] not in ("python", ".venv/bin/python") or words[1] != "-m":
+        return False
+    package, _, suite = words[2].partition(".")
+    if package != "benchmarks" or (suite and suite not in SUITES):
+        return False
+    source = (ROOT / "benchmarks" / f"{suite or '__main__'}.py").read_text(encoding="utf-8")
+    return all(f'"{word}"' in source for word in words[3:] if word.startswith("--"))
+
+
+def is_demo(words: list[str]) -> bool:
+    """A demo that CI plays: `make demo`, or `make demos` for each task."""
+    played = re.search(r"^demos:.*\n\t.*in ([\d ]+);", MAKEFILE, re.MULTILINE)
+    assert played
+    task = words[words.index("--task") + 1] if "--task" in words else "01"
+    return words[:2] == ["posttrain", "demo"] and task in ("01", *played.group(1).split())
+
+
+MATCHED: list[Callable[[list[str]], bool]] = [is_make, is_install, is_benchmark, is_demo]
+
+
+def run_here(command: Command) -> bool:
+    """Whether the slow test below types it."""
+    words = command.words
+    return words[0] == "posttrain" and words[1] in {*VERBS, "--help"} - {"demo"}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=named)
+def test_every_command_is_known(command: Command) -> None:
+    assert run_here(command) or any(matches(command.words) for matches in MATCHED), f"{named(command)}: no test runs it"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["make tea", "pip install posttrain", "python -m benchmarks.speed", "python -m benchmarks.dispatch --fast",
+     "posttrain demo --task 09", "posttrain ship", "git push", "rm -rf /"],
+)  # fmt: skip
+def test_an_unknown_command_is_found(text: str) -> None:
+    command = Command("x.md", 1, text)
+    assert not run_here(command)
+    assert not any(matches(command.words) for matches in MATCHED)
+
+
+def test_the_pages_have_the_commands_that_are_looked_for() -> None:
+    texts = [command.text for command in COMMANDS if command.page == "README.md"]
+    assert sum(text.startswith("posttrain") for text in texts) > 15
+    assert any(text.startswith("make demo") for text in texts)
+    assert "posttrain rollback prod" in texts
+
+
+_FIGURE = re.compile(r" 0\.\d{4} |\d\.\d+x|\.\d+ %|\d ms\b|\.\d\d → \.\d\d|\d tok/s")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/gates.md"])
+def test_every_figure_names_its_command_and_version(page: str) -> None:
+    """By section: what was typed, and the commit that it was typed at."""
+    sections = re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    measured = [section for section in sections if _FIGURE.search(section)]
+    assert measured or page == "docs/gates.md"
+    for section in measured:
+        title = section.partition("\n")[0]
+        assert re.search(r"commit `[0-9a-f]{7}`", section), f"{page}, {title}: no version"
+        assert re.search(r"make (bench|levels|demo)|-m benchmarks", section), f"{page}, {title}: no command"
+
+
+# --- as a reader types them -------------------------------------------------------------------------------------------
+
+
+def write_files(bench: Workbench) -> None:
+    """What the README's sequence takes from the reader: a model folder, two data sets, a reward, a run file."""
+    rng = random.Random(3)
+    tokenizer = character_tokenizer(InitModelConfig().characters)
+    module = initial_model(InitModelConfig(**MODEL), tokenizer, 3)
+    save_model(adopt_module(module), tokenizer, bench.folder / "path" / "to" / "huggingface-folder")
+    for name, count in (("train", 64), ("heldout", 30)):
+        bench.write(f"{name}.jsonl", "".join(json.dumps(training_row(rng)) + "\n" for _ in range(count)))
+    bench.write("reward.py", SHORT)
+    stages: dict[str, Any] = {**RUN["stages"], "grpo": {**RUN["stages"]["grpo"], "reward": "exact"}}
+    run = {**RUN, "model": "model:base", "rewards": {"exact": "reward:exact"}, "stages": stages}
+    run["gates"] = [{"name": "room", "metric": "heldout/response_tokens", "at_most": 23.9}]
+    bench.write("run.yaml", run)
+
+
+def filled_in(words: list[str], runs: list[str], sample: str) -> list[str]:
+    """The words with what a reader would put in the place of examples."""
+    ids = iter(runs)
+    known = {"RUN": runs[0] if runs else "", "CHANNEL": "prod", "12.388.3": sample, "ID": sample}
+    filled = []
+    for word in words:
+        if re.fullmatch(r"sort-(brief-)?[0-9a-f]{8}", word):
+            word = next(ids)
+        elif word.endswith("/run.yaml"):
+            word = "run.yaml"
+        filled.append(known.get(word, word))
+    return filled
+
+
+def sample_of(bench: Workbench, run_id: str) -> str:
+    """A sample that left its way in the trace."""
+    recorded = bench.run("trace", run_id, "--samples", "-o", "json").json
+    return str(recorded["samples"][0]["id"])
+
+
+@pytest.mark.slow
+def test_every_command_of_the_command_line_does_what_a_reader_expects(tmp_path: Path) -> None:
+    bench = Workbench(tmp_path)
+    write_files(bench)
+    typed = [command for command in COMMANDS if run_here(command)]
+    own = [command for command in typed if command.page == "README.md" and command.text.startswith("posttrain ")]
+    first = next(index for index, command in enumerate(own) if command.words[1] == "init")
+    last = next(index for index, command in enumerate(own) if index > first and command.words[1] == "run")
+    try:
+        for command in own[first : last + 1]:
+            bench.run(*command.words[1:])
+        runs = [bench.run_id()]
+        for seed in ("6", "7"):  # releases to go back from, and runs to compare
+            bench.run("run", "run.yaml", "--seed", seed)
+            runs.append(bench.run_id())
+        sample = sample_of(bench, runs[0])
+        rest = [command for command in typed if command not in own[first : last + 1]]
+        assert len(rest) > 8
+        for command in rest:
+            words = filled_in(command.words, runs, sample)
+            if command.inline and len(words) == 2:
+                words.append("--help")
+            ended = bench.run(*words[1:], code=None)
+            assert ended.code == 0, f"{named(command)}: {ended.out}{ended.err}"
+        for block in fences(README, "python"):
+            _python(block, bench.folder)
+    finally:
+        bench.clean()
+
+
+def _python(block: str, folder: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("POSTTRAIN_")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", block], cwd=folder, capture_output=True, text=True, check=False, timeout=400,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
