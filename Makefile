@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demos test fast slow ray bench levels lint types contracts format setup clean gpu
+.PHONY: demo demos test fast slow ray mutants bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -47,6 +47,9 @@ slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny r
 
 ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 3000
+
+mutants: $(VENV)/.dev ## mistakes made on purpose, of which the tests must notice 95 %: MUTANTS="control 'NaN'" takes some
+	$(BIN)/python -m mutants $(MUTANTS)
 
 gpu: $(VENV)/.dev ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu

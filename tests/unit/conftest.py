@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from control_bench import Bench, evaluate, train
+from power_cut import Disk
 
 from posttrain.store.sealer import seal, verify_chain
 
@@ -18,3 +19,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     seal(made.ledger)
     assert verify_chain(made.ledger).pending == 0  # whatever happened, the audit log holds
     made.ledger.close()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A disk that is watched."""
+    return Disk(monkeypatch)

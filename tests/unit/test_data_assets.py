@@ -211,6 +211,10 @@ class TestModel:
         index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
         with pytest.raises(NotFoundError, match=r"has no weights two\.safetensors"):
             inspect_model(folder)
+        (tmp_path / "outside.safetensors").write_bytes((folder / "one.safetensors").read_bytes())
+        index.write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
+        with pytest.raises(NotFoundError, match=r"has no weights \.\./outside\.safetensors"):
+            inspect_model(folder)
 
 
 def prompts(*texts: str) -> list[dict[str, str]]:
@@ -227,6 +231,8 @@ class TestContamination:
         train = prompts("the quick brown fox jumps over the lazy dog")
         report = contamination(train, prompts("a quick brown fox jumps over it", "brown bread and butter"), ngram=3)
         assert (report.exact, report.similar) == ((), (1,))
+        once = contamination(train, prompts("the quick brown bread and butter", "over the lazy dog"), ngram=3)
+        assert once.similar == (2,), "one n-gram of four is not most of them, and the last of a row counts"
 
     def test_refused(self) -> None:
         with pytest.raises(InputError, match="needs evaluation rows"):

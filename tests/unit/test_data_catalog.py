@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from posttrain.data.catalog import Catalog
-from posttrain.domain.errors import NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.ports import BlobStore
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
@@ -85,3 +87,73 @@ def test_a_file_of_the_hubs_cache_is_a_data_set(
         NotFoundError, match=r"hf download --repo-type dataset org/sums data/test\.jsonl --revision main"
     ):
         resolve("dataset", "hf:org/sums@main/data/test.jsonl")
+
+
+def test_a_model_of_the_hubs_cache_is_published_though_it_is_made_of_links(
+    catalog: Catalog, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hub" / "models--org--tiny"
+    snapshot = repository / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    files = {
+        "config.json": b'{"architectures": ["Qwen3ForCausalLM"]}',
+        "model.safetensors": struct.pack("<Q", len(header)) + header + bytes(4),
+    }
+    for number, (name, data) in enumerate(files.items()):
+        (repository / "blobs" / str(number)).write_bytes(data)
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    ref = catalog.resolver(tmp_path)("model", "hf:org/tiny@c0ffee")
+    manifest = MagicMock()
+    manifest.assets.return_value = [("sft", "model", ref)]
+    catalog.publish(manifest)
+    assert list(tree_listing(blobs, str(ref.digest))) == sorted(files)
+
+
+def rows(folder: Path, name: str, count: int) -> Path:
+    """A data set of so many rows."""
+    path = folder / name
+    path.write_text("".join(json.dumps({"prompt": f"Q {i}", "answer": str(i)}) + "\n" for i in range(count)))
+    return path
+
+
+def test_a_name_without_a_version_is_its_latest_and_one_with_it_stays(catalog: Catalog, tmp_path: Path) -> None:
+    first = catalog.add_dataset(rows(tmp_path, "a.jsonl", 1), "train")
+    second = catalog.add_dataset(rows(tmp_path, "b.jsonl", 2), "train")
+    resolve = catalog.resolver(tmp_path)
+    assert (first.version, second.version) == (1, 2)
+    assert resolve("dataset", "dataset:train").digest == second.digest
+    assert resolve("dataset", "dataset:train@1").digest == first.digest
+    with pytest.raises(NotFoundError, match="there is no version 3; the latest is 2"):
+        resolve("dataset", "dataset:train@3")
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_how_a_reward_is_called_is_part_of_the_pin(catalog: Catalog, tmp_path: Path, registered: bool) -> None:
+    (tmp_path / "rules.py").write_text("def mine(completion, answer):\n    return 1.0\n")
+    if registered:
+        catalog.add_reward(tmp_path / "rules.py", "rules", entry="mine", dialect="row")
+    pinned = catalog.resolver(tmp_path)("reward", "reward:rules" if registered else "rules.py")
+    assert pinned.meta == {"entry": "mine", "dialect": "row" if registered else "auto", "source": "rules.py"}
+
+
+def test_bytes_that_are_missing_from_the_store_are_not_planned_with(
+    catalog: Catalog, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog.add_dataset(rows(tmp_path, "a.jsonl", 1), "train")
+    monkeypatch.setattr(type(blobs), "has", lambda self, digest: False)
+    with pytest.raises(NotFoundError, match=r"its bytes .* are missing from the store; register it again"):
+        catalog.resolver(tmp_path)("dataset", "dataset:train")
+
+
+def test_a_file_that_changed_since_it_was_planned_is_not_submitted(catalog: Catalog, tmp_path: Path) -> None:
+    path = rows(tmp_path, "a.jsonl", 1)
+    pinned = catalog.resolver(tmp_path)("dataset", "./a.jsonl")
+    manifest = MagicMock()
+    manifest.assets.return_value = [("sft", "data", pinned)]
+    catalog.publish(manifest)
+    rows(tmp_path, path.name, 2)
+    with pytest.raises(InputError, match="changed while it was being submitted"):
+        catalog.publish(manifest)

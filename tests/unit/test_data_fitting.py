@@ -250,6 +250,26 @@ class TestLimits:
         with pytest.raises(InputError, match="d row 1 cannot be rendered by the chat template"):
             check_prompts([{"prompt": [QUESTION]}], tokenizer, name="d", context=99, reserve=1)
 
+    def test_a_template_that_changes_earlier_turns_cannot_tell_prompts_from_completions(self, tmp_path: Path) -> None:
+        letters(tmp_path)
+        changing = "{% for m in messages %}{{ loop.length }}{{ m['content'] }}{% endfor %}"
+        (tmp_path / "chat_template.jinja").write_text(changing)
+        tokenizer = open_tokenizer(reader(tmp_path))
+        assert tokenizer is not None
+        with pytest.raises(InputError, match="row 1: the chat template renders an earlier turn differently"):
+            check_demonstrations([{"messages": [QUESTION, ANSWER]}], tokenizer, name="d", context=99, longest=None)
+
+    def test_a_tokenizer_that_cuts_by_itself_does_not_here(self, tmp_path: Path) -> None:
+        letters(tmp_path)
+        written = json.loads((tmp_path / "tokenizer.json").read_text())
+        written["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+        written["padding"] = None
+        (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+        tokenizer = open_tokenizer(reader(tmp_path))
+        assert tokenizer is not None
+        with pytest.raises(InputError, match="prompt of 8 tokens"):
+            check_prompts([{"prompt": "12345678"}], tokenizer, name="d", context=9, reserve=2)
+
     @pytest.mark.parametrize(
         ("answer", "got"),
         [

@@ -150,3 +150,12 @@ def test_other_columns_survive(tmp_path_factory: pytest.TempPathFactory, rows: l
     assert [{k: v for k, v in row.items() if k != "answer"} for row in read] == [
         {k: v for k, v in row.items() if k != "answer"} for row in written
     ]
+
+
+def test_columns_that_parquet_fills_with_nulls_do_not_make_messages_differ(tmp_path: Path) -> None:
+    asked, right = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "13"}
+    wrong = {"role": "assistant", "content": "31"}
+    path = jsonl(tmp_path / "d.jsonl", {"chosen": [{**asked, "name": None}, right], "rejected": [asked, wrong]})
+    (row,) = read_rows(path)
+    assert [message["content"] for message in row["prompt"]] == ["Q"]
+    assert (row["chosen"], row["rejected"]) == ([right], [wrong])

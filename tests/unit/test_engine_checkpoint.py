@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from power_cut import Disk
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -129,6 +130,25 @@ def test_streamed_files_are_what_the_library_reads(
     assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in tensors.items())
     assert len(calls) == any(t.numel() for t in tensors.values())
     assert all(size < path.stat().st_size for size in calls)
+
+
+def test_all_that_commit_names_survives_a_power_cut_before_commit_does(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, left = Path.rename, dict[str, bytes | None]()
+
+    def committing(path: Path, target: Path) -> Path:
+        files = [file for file in path.parent.iterdir() if file.is_file()]
+        left.update({file.name: disk.left(file, tmp_path) for file in files if file != path})
+        assert disk.left(path, tmp_path) is None, "its name is not safe, and need not be"
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", committing)
+    path = save_checkpoint(tmp_path, checkpoint())
+    commit = (path / "COMMIT").read_bytes()
+    assert sorted(left) == sorted(json.loads(commit)["shards"])
+    assert {name: (path / name).read_bytes() for name in left} == left
+    assert disk.left(path / "COMMIT", tmp_path) == commit
 
 
 def test_only_the_newest_two_are_kept(tmp_path: Path) -> None:

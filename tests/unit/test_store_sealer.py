@@ -122,6 +122,39 @@ def test_an_event_rewritten_with_a_hash_of_its_own_is_found_by_the_one_behind_it
         verify_chain(ledger)
 
 
+def forged(ledger: Ledger, number: int, **changes: Any) -> str:
+    """The hash of a sealed event as somebody else would have it."""
+    event = ledger.events()[number - 1]
+    names = ("sequence", "previous_hash", "kind", "subject", "actor", "at", "payload")
+    return event_hash({**{name: getattr(event, name) for name in names}, **changes})
+
+
+def test_the_last_event_is_held_by_the_head(tmp_path: Path, ledger: Ledger) -> None:
+    say(ledger, "one", "two")
+    seal(ledger)
+    lie = forged(ledger, 2, payload={"word": "lie"})
+    tamper(tmp_path, f"UPDATE events SET payload = '{{\"word\": \"lie\"}}', hash = '{lie}' WHERE sequence = 2")
+    with pytest.raises(IntegrityError, match="at sequence 3: the chain ends at 2, its head says 2"):
+        verify_chain(ledger)
+
+
+def test_more_than_one_batch_is_sealed(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.store.sealer._BATCH", 2)
+    say(ledger, *range(5))
+    assert seal(ledger) == 5
+    assert (verify_chain(ledger).sealed, verify_chain(ledger).pending) == (5, 0)
+
+
+def test_a_last_event_that_was_moved_together_with_its_hash_is_found(tmp_path: Path, ledger: Ledger) -> None:
+    say(ledger, "one", "two", "three", "four")
+    seal(ledger)
+    lie = forged(ledger, 4, sequence=5)
+    tamper(tmp_path, f"UPDATE events SET sequence = 5, hash = '{lie}' WHERE sequence = 4")
+    tamper(tmp_path, f"UPDATE chain_head SET hash = '{lie}'")
+    with pytest.raises(IntegrityError, match="at sequence 4: the next event there is has sequence 5"):
+        verify_chain(ledger)
+
+
 def test_swapped_events_are_found(tmp_path: Path, ledger: Ledger) -> None:
     say(ledger, "one", "two", "three")
     seal(ledger)

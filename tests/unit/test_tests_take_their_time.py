@@ -1,4 +1,5 @@
 """No test may depend on how fast the machine is: sleeps and short time-outs are refused, but for those listed here.
+Nor may the product: its own waits for what must happen are long enough for a machine that is busy.
 
 A test waits for a state, with a deadline so long that only a hang meets it. A test of a deadline waits on something
 that provably never comes, or gives the product a clock of its own. What is left is named below with its reason.
@@ -103,3 +104,25 @@ def test_no_test_hurries() -> None:
 
 def test_every_exception_is_still_there() -> None:
     assert sorted(ALLOWED.keys() - found()) == []
+
+
+SOURCES = TESTS.parent / "src" / "posttrain"
+WAIT = re.compile(
+    r"^(?P<name>_?[A-Z_]*(?:SECONDS|TIMEOUT|GRACE|CLOSING|LEAVING|ALONE|PATIENCE)\w*)\s*=\s*(?P<value>[0-9.]+)", re.M
+)
+SHORT_WAITS = {
+    "app/status.py:_ALONE": "told a little early, nothing else: a driver may follow",
+    "engine/rewards/process.py:END_TIMEOUT": "then the keeper is killed, which ends its namespace all the same",
+    "execution/executors/local.py:_POLL_SECONDS": "between two looks",
+    "execution/processes.py:HEARTBEAT_SECONDS": "between two signs of life",
+}
+
+
+def test_no_wait_of_the_product_is_short() -> None:
+    short = {
+        f"{path.relative_to(SOURCES).as_posix()}:{match['name']}"
+        for path in SOURCES.rglob("*.py")
+        for match in WAIT.finditer(path.read_text())
+        if float(match["value"]) < SHORTEST
+    }
+    assert short == SHORT_WAITS.keys()

@@ -25,8 +25,8 @@ import psutil
 REFUSED_TOKEN = "the cluster refuses this machine's authentication token"
 PACKAGES = ("posttrain", "torch", "transformers", "safetensors", "numpy", "ray")
 
-_RESOLVE_SECONDS = 5.0
-_SMI_SECONDS = 15.0
+_RESOLVE_SECONDS = 20.0
+_SMI_SECONDS = 60.0
 _PROBE_SECONDS = 120.0
 _RAY_SECONDS = 60.0
 _TORCH_PROBE = (

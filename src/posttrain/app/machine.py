@@ -15,7 +15,7 @@ import psutil
 from posttrain.execution.trainers.native import gpu_visible
 from posttrain.planner.feasibility import ACCELERATOR
 
-_ASK_SECONDS = 20.0
+_ASK_SECONDS = 60.0
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _VENDOR = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO|AMD|INSTINCT|RADEON|RTX|GTX|PRO|GRAPHICS|DEVICE")

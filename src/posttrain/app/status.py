@@ -19,7 +19,7 @@ from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
 
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
-_ALONE = 1.0  # seconds without a driver before that is told: from one driver to the next takes less
+_ALONE = 5.0  # seconds without a driver before that is told: from one driver to the next takes less
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from posttrain.store.attempts import AttemptFolder
 _SUPERVISOR = "posttrain.execution.executors.supervisor"
 _ALREADY_CLAIMED = 75  # the supervisor's exit code for: another one has this attempt
 _LAUNCH_SECONDS = 60.0  # a cold start of Python on a busy machine
-_TERMINATE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_TERMINATE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 _KILL_SECONDS = 10.0  # for the kernel to take a killed process away
 _POLL_SECONDS = 0.02
 

@@ -45,5 +45,5 @@ class LocalFolder:
         path = self.folder / key
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        sync_folder(path.parent)
-        sync_folder(path.parent.parent)
+        for folder in (path.parent, path.parent.parent, self.folder):  # the first blob made all three
+            sync_folder(folder)

@@ -23,7 +23,7 @@ from posttrain.engine.groups.port import Answer, Process
 
 R = TypeVar("R")
 
-GRACE = 2.0  # seconds
+GRACE = 10.0  # seconds
 
 
 @final

@@ -1,0 +1,1 @@
+"""Mutants of the sources, written by hand, and the tests that must notice them: `make mutants`."""

@@ -1,0 +1,110 @@
+"""The list of mutants: one YAML file per area, each mutant an exact piece of a source file and what stands there now.
+
+::
+
+    control/attempts.py:                       below src/posttrain
+      tests: [unit/test_control_hazards.py]    below tests; those that must notice
+      mutants:
+        - name: a result between two looks is lost
+          old: "return trainer.collect(folder) or observation"
+          new: "return observation"
+          tests: [...]                         instead of the file's
+          equivalent: why no test can notice   it is not run then
+
+`old` must stand in its file exactly once: who changes the line changes the mutant.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTS = Path(__file__).resolve().parent / "lists"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change that a test must notice."""
+
+    area: str  # name of its list
+    file: str  # below src/posttrain
+    name: str
+    old: str
+    new: str
+    tests: tuple[str, ...]  # pytest arguments, below tests/
+    equivalent: str = ""
+
+    @property
+    def path(self) -> Path:
+        """The source file, from the root of the repository."""
+        return Path("src", "posttrain", self.file)
+
+    def apply(self, source: str) -> str:
+        """The mutated source.
+
+        Raises:
+            ValueError: `old` does not stand there exactly once, or the result is no Python.
+        """
+        found = source.count(self.old)
+        if found != 1:
+            raise ValueError(
+                f"{self}: `old` must stand in {self.path} exactly once, found {found} times; write it anew"
+            )
+        mutated = source.replace(self.old, self.new)
+        try:
+            compile(mutated, self.file, "exec")
+        except SyntaxError as error:
+            raise ValueError(f"{self}: the mutated {self.path} is no Python: {error}; mend `new`") from error
+        if self.old == self.new:
+            raise ValueError(f"{self}: `new` must differ from `old`, got the same")
+        return mutated
+
+    def __str__(self) -> str:
+        return f"{self.area}: {self.file}: {self.name}"
+
+
+def load(folder: Path = LISTS) -> list[Mutant]:
+    """Every mutant of every list."""
+    found = []
+    for path in sorted(folder.glob("*.yaml")):
+        for file, entry in yaml.safe_load(path.read_text()).items():
+            for mutant in entry["mutants"]:
+                tests = tuple(mutant.get("tests", entry.get("tests", ())))
+                fields = {key: mutant[key] for key in ("name", "old", "new")}
+                found.append(Mutant(path.stem, file, tests=tests, equivalent=mutant.get("equivalent", ""), **fields))
+    return found
+
+
+def check(mutants: Iterable[Mutant], root: Path = ROOT) -> list[str]:
+    """What is wrong with the list, one line each: an entry that is stale, unnamed twice, or without tests."""
+    problems, names = [], set[str]()
+    for mutant in mutants:
+        if str(mutant) in names:
+            problems.append(f"{mutant}: two mutants have this name; rename one")
+        names.add(str(mutant))
+        try:
+            mutant.apply((root / mutant.path).read_text())
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+        if not mutant.tests and not mutant.equivalent:
+            problems.append(f"{mutant}: names no tests that must notice it")
+        for test in mutant.tests:
+            if not (root / "tests" / test.partition("::")[0]).exists():
+                problems.append(f"{mutant}: there is no tests/{test.partition('::')[0]}")
+    return problems
+
+
+def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
+    """`count` of them by a seed, every area among them, those of one test file together."""
+    generator = random.Random(seed)
+    alive = [mutant for mutant in mutants if not mutant.equivalent]
+    areas = sorted({mutant.area for mutant in alive})
+    first = [generator.choice([mutant for mutant in alive if mutant.area == area]) for area in areas]
+    rest = [mutant for mutant in alive if mutant not in first]
+    chosen = [*first, *generator.sample(rest, max(0, count - len(first)))][:count]
+    return sorted(chosen, key=lambda mutant: (mutant.tests, str(mutant)))

@@ -1,0 +1,76 @@
+"""The list of mutants is in order, its tool tells what it should, and a dozen drawn by a seed are noticed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+MINE = {
+    "name": "a moment is another",
+    "old": "return time.time()",
+    "new": "return time.time() + 1",
+    "tests": ["unit/test_data_refs.py"],
+}
+
+
+def mutants(*words: str) -> tuple[int, str]:
+    """Exit code and output of `python -m mutants WORDS…`."""
+    command = [sys.executable, "-m", "mutants", *words]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def listed(folder: Path, **changes: object) -> str:
+    """A list of one mutant of the clock."""
+    (folder / "mine.yaml").write_text(yaml.safe_dump({"store/clock.py": {"mutants": [{**MINE, **changes}]}}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "0 entries out of order"),
+        ({"old": "return time.tiem()"}, "must stand in src/posttrain/store/clock.py exactly once, found 0 times"),
+        ({"old": "time"}, "exactly once, found"),
+        ({"new": "return time.time("}, "is no Python"),
+        ({"new": MINE["old"]}, "must differ"),
+        ({"tests": []}, "names no tests"),
+        ({"tests": ["unit/test_absent.py"]}, "there is no tests/unit/test_absent.py"),
+    ],
+)
+def test_a_stale_list_is_refused(tmp_path: Path, changes: dict[str, object], told: str) -> None:
+    code, said = mutants("--check", "--lists", listed(tmp_path, **changes))
+    assert told in said
+    assert code == (0 if not changes else 2)
+
+
+@pytest.mark.slow
+def test_the_list_fits_the_sources() -> None:
+    code, said = mutants("--check")
+    assert code == 0, said
+    assert int(said.split()[0]) >= 120
+
+
+@pytest.mark.slow
+def test_a_mutant_that_no_test_notices_is_told(tmp_path: Path) -> None:
+    code, said = mutants("--jobs", "1", "--lists", listed(tmp_path))
+    assert code == 1
+    assert "survived: mine: store/clock.py: a moment is another" in said
+
+
+@pytest.mark.slow
+def test_tests_that_fail_anyway_notice_nothing(tmp_path: Path) -> None:
+    code, said = mutants("--jobs", "1", "--lists", listed(tmp_path, tests=["unit/test_data_refs.py::test_absent"]))
+    assert code == 2
+    assert "the tests must pass without a mutant" in said
+
+
+@pytest.mark.slow
+def test_a_dozen_drawn_by_a_seed_are_noticed() -> None:
+    code, said = mutants("--sample", "12", "--seed", "7")
+    assert code == 0, said

@@ -1,0 +1,84 @@
+"""The decoding loop over a model that says nothing: what is drawn is decided by the random numbers alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from posttrain.domain.errors import JobFailedError
+from posttrain.engine.batch import Trajectory
+from posttrain.engine.rollout.decoding import Rows, decode_request
+from posttrain.engine.rollout.port import SamplingParams, check_request
+from posttrain.engine.rollout.sampling import draw, row_keys, uniforms
+
+WORDS = 50  # vocabulary
+END = 7
+CPU = torch.device("cpu")
+
+
+class Indifferent:
+    """Every word is as likely as any other, in a session that can drop rows."""
+
+    drop_share: float | None = 0.0
+
+    def __init__(self, rows: Rows, bad: float = 0.0) -> None:
+        self._slots, self._bad = len(rows.limits), bad
+
+    def prefill(self) -> Tensor:
+        return torch.full((self._slots, WORDS), self._bad)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        assert len(tokens) == self._slots
+        return self.prefill()
+
+    def drop(self, count: int, free: Tensor, moved: Tensor) -> None:
+        assert len(free) == len(moved)
+        self._slots = count
+
+
+def decode(limits: list[int], *, samples: int = 1, bad: float = 0.0, **sampling: object) -> list[Trajectory]:
+    """Responses to prompts of one token, `samples` for each."""
+    given = SamplingParams(**{"max_new_tokens": max(limits), "seed": 5, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    prompts = [[1]] * (len(limits) // samples)
+    request = check_request(prompts, samples, given, None, limits, context_length=1000)
+    return decode_request(request, lambda rows: Indifferent(rows, bad), [END], CPU)
+
+
+def test_each_token_has_a_random_number_of_its_own_however_long_the_response() -> None:
+    limits = [200, 130, 64, 65]
+    keys = row_keys(5, range(4), [0] * 4, CPU)
+    numbers = uniforms(keys, 0, 200)
+    expected = torch.stack([draw(torch.zeros(4, WORDS), numbers[:, i], 1.0)[0] for i in range(200)], dim=1)
+    for row, answer in enumerate(decode(limits)):
+        assert list(answer.tokens) == expected[row, : limits[row]].tolist()
+        assert answer.truncated
+
+
+def test_samples_of_a_prompt_and_seeds_differ() -> None:
+    first, second = decode([40, 40], samples=2)
+    assert first.tokens != second.tokens
+    assert decode([40], seed=5)[0].tokens == first.tokens
+    assert decode([40], seed=6)[0].tokens != first.tokens
+
+
+def test_a_row_ends_at_the_end_of_sequence_and_the_others_go_on() -> None:
+    whole = decode([120, 120, 120])
+    answers = decode([120, 120, 120], ignore_eos=False)
+    ends = [list(answer.tokens).index(END) for answer in whole]
+    assert len(set(ends)) == 3, "choose a seed whose rows end apart"
+    for answer, same, end in zip(answers, whole, ends, strict=True):
+        assert (answer.tokens, answer.truncated) == (same.tokens[: end + 1], False)
+
+
+def test_the_temperature_of_a_log_probability_is_that_of_the_sampling() -> None:
+    logits = torch.tensor([[0.0, 2.0, -1.0]])
+    cold, hot = (draw(logits, torch.tensor([0.5], dtype=torch.float64), t) for t in (0.5, 4.0))
+    assert cold[1].item() == pytest.approx((logits / 0.5).log_softmax(-1)[0, cold[0]].item())
+    assert hot[1].item() == pytest.approx((logits / 4.0).log_softmax(-1)[0, hot[0]].item())
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_numbers_that_are_none_are_a_diverged_policy(greedy: bool) -> None:
+    with pytest.raises(JobFailedError, match="policy logits must be finite"):
+        decode([3], bad=float("nan"), greedy=greedy)

@@ -1,0 +1,206 @@
+"""What an order and its parameters say reaches what they speak of: through whole training jobs, tiny ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_train_job import ROWS, TINY, Shop, model_digest, run
+
+from posttrain.domain.errors import FailureClass
+from posttrain.domain.facts import Note, Progress
+from posttrain.domain.jobs import InputBlob, JobResult
+from posttrain.engine import controller
+from posttrain.engine.controller import Order
+from posttrain.engine.models import source
+from posttrain.engine.recipes import probe
+from posttrain.engine.rewards import process
+from posttrain.jobs import entry, init_model, train
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.trees import put_tree
+
+TWO = "def first(completion):\n    return 1.0\n\n\ndef second(completion):\n    return 2.0\n"
+ODD = "def score(completions, **rest):\n    return float(isinstance(completions, str))\n"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    return Shop(tmp_path_factory.mktemp("shop"))
+
+
+@pytest.fixture
+def shop(made: Shop) -> Shop:
+    """A shop whose inputs a test may change."""
+    mine = object.__new__(Shop)
+    mine.root, mine.blobs, mine.inputs = made.root, made.blobs, dict(made.inputs)
+    return mine
+
+
+def refused(result: JobResult, kind: FailureClass, *words: str) -> None:
+    assert result.failure is not None
+    assert result.failure.kind is kind
+    for word in words:
+        assert word in result.failure.message
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of every call of `place.name`, which goes on to work."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    real: Callable[..., Any] = getattr(place, name)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls.append((arguments, named))
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(place, name, call)
+    return calls
+
+
+class TestReward:
+    def test_the_function_that_was_registered_is_called(self, shop: Shop) -> None:
+        shop.put("reward", TWO, entry="second", source="reward.py")
+        result = run(shop.grpo("entry", params={"steps": 1}))
+        assert result.metrics["reward/mean"] == 2.0
+
+    def test_it_is_called_in_the_dialect_it_was_registered_with(self, shop: Shop) -> None:
+        shop.put("reward", ODD, entry="score", dialect="areal", source="reward.py")
+        result = run(shop.grpo("dialect", params={"steps": 1}))
+        assert result.metrics["reward/mean"] == 1.0
+
+    def test_its_time_out_is_the_stages(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = watched(monkeypatch, process, "open_reward")
+        run(shop.grpo("patient", params={"steps": 1, "reward_timeout": 77.5}))
+        assert [named["timeout"] for _, named in calls] == [77.5]
+
+    def test_one_that_is_broken_costs_no_token(self, shop: Shop) -> None:
+        shop.put("reward", "def score(completion):\n    return 1 / 0\n", entry="score")
+        result = run(shop.grpo("broken"))
+        refused(result, FailureClass.BAD_INPUT, "ZeroDivisionError")
+        assert result.tokens == 0
+
+
+class TestProbe:
+    def test_it_reads_as_many_rows_and_what_its_pattern_says(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = watched(monkeypatch, probe, "AccuracyProbe")
+        settings = {"data": "probe", "every": 1, "items": 3, "extract": "A:(.)"}
+        run(shop.grpo("probed", params={"steps": 1, "probe": settings, "max_new_tokens": 4}))
+        [((rows, _), named)] = calls
+        assert len(rows) == 3
+        assert (named["extract"], named["max_new_tokens"]) == ("A:(.)", 4)
+
+
+class TestCheckpoints:
+    def test_they_come_as_often_as_the_stage_says(self, shop: Shop) -> None:
+        every = shop.sft("every", params={"runtime": {"checkpoint_every": 1}})
+        assert run(every).status == "succeeded"
+        assert [path.name for path in every.committed_checkpoints()] == ["step-00000003", "step-00000004"]
+
+    def test_none_covers_a_step_that_nobody_heard_of(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+        attempt, heard = shop.sft("heard"), list[list[int]]()
+        commit = controller.commit_checkpoint
+
+        def committing(*given: Any) -> None:
+            heard.append([fact.step for fact in attempt.facts()[0] if isinstance(fact, Progress)])
+            commit(*given)
+
+        monkeypatch.setattr(controller, "commit_checkpoint", committing)
+        assert run(attempt).status == "succeeded"
+        assert heard == [[1, 2], [1, 2, 3, 4]]
+
+    def test_an_attempt_goes_on_from_its_own_before_any_other(self, shop: Shop) -> None:
+        first = shop.sft("first", params={"steps": 2})
+        run(first)
+        older = first.latest_checkpoint()
+        assert older is not None
+        attempt = shop.sft("own", token_allowance=45)
+        refused(run(attempt), FailureClass.BUDGET)
+        latest = attempt.latest_checkpoint()
+        assert latest is not None
+        assert latest.step > 0
+        (attempt.path / "result.json").unlink()
+        resumed = replace(attempt.read_order(), resume=put_tree(shop.blobs, older.path), token_allowance=None)
+        attempt.write_order(resumed)
+        result = run(attempt)
+        assert (result.status, notes(attempt)) == (
+            "succeeded",
+            [f"resumed from the checkpoint at step {latest.step}"],
+        )
+
+    @pytest.mark.parametrize("other", ["batch size", "seed", "data"])
+    def test_one_of_another_stage_is_refused(self, shop: Shop, other: str) -> None:
+        given = shop.sft(f"given-{other}", params={"steps": 2})
+        run(given)
+        latest = given.latest_checkpoint()
+        assert latest is not None
+        resume = put_tree(shop.blobs, latest.path)
+        if other == "data":
+            shop.put("data", json.dumps(ROWS[0]) + "\n")
+        attempt = shop.sft(f"taken-{other}", params={"steps": 2, "batch_size": 3 if other == "batch size" else 2})
+        seed = 6 if other == "seed" else 5
+        attempt.write_order(replace(attempt.read_order(), resume=resume, seed=seed))
+        refused(run(attempt), FailureClass.BAD_INPUT, "belongs to another stage")
+
+    def test_one_is_written_for_each_that_is_asked_for(self, tmp_path: Path) -> None:
+        attempt = AttemptFolder(tmp_path)
+        attempt.request_checkpoint()  # of an attempt before this process
+        job: Any = SimpleNamespace(attempt=attempt, stopping=lambda: False)
+        orders = train._orders(job)
+        said = [orders()]
+        attempt.request_checkpoint()
+        said += [orders(), orders()]
+        attempt.request_stop()
+        job.stopping = attempt.stop_requested
+        assert [*said, orders()] == [Order.GO_ON, Order.CHECKPOINT, Order.GO_ON, Order.STOP]
+
+
+def notes(attempt: AttemptFolder) -> list[str]:
+    return [fact.message for fact in attempt.facts()[0] if isinstance(fact, Note) and "resumed" in fact.message]
+
+
+class TestLimits:
+    def test_a_deadline_that_is_past_ends_a_job(self, shop: Shop) -> None:
+        refused(run(shop.sft("late", seconds_allowance=0.0)), FailureClass.BUDGET, "deadline passed at step 0 of 4")
+
+    def test_a_pair_that_is_longer_than_the_stage_allows_is_refused(self, shop: Shop) -> None:
+        rows = [{"prompt": "Q:1", "chosen": "A:1", "rejected": "A:2"}]
+        shop.put("data", "".join(json.dumps(row) + "\n" for row in rows))
+        options = {"model": "model", "data": "data", "steps": 1, "batch_size": 1}
+        for limit, ends in ((7, "succeeded"), (6, "failed")):
+            params = {**options, "max_length": limit}
+            result = run(shop.attempt(f"pairs-{limit}", "reward_model", params, ["model", "data"]))
+            assert result.status == ends, result.failure
+        refused(result, FailureClass.BAD_INPUT, "must fit 6 tokens, got 7")
+
+
+class TestInputs:
+    def test_the_precision_of_the_stage_is_that_of_its_model(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = watched(monkeypatch, source, "ModelSource")
+        run(shop.sft("precise", params={"steps": 1, "runtime": {"dtype": "bfloat16"}}))
+        assert {arguments[1] for arguments, _ in calls} == {"bfloat16"}
+
+    def test_a_cached_file_that_was_altered_is_fetched_again(self, shop: Shop) -> None:
+        before = shop.sft("before", params={"steps": 1})
+        run(before)
+        cached = shop.root / "cache" / "files" / shop.inputs["data"].digest.removeprefix("sha256:")
+        cached.chmod(0o644)
+        cached.write_text(json.dumps({"prompt": "Q:9", "completion": "A:9"}) + "\n")
+        after = shop.sft("after", params={"steps": 1})
+        run(after)
+        assert model_digest(after) == model_digest(before)
+
+    def test_a_judge_with_another_vocabulary_is_refused(self, shop: Shop) -> None:
+        other = shop.attempt("other", "init_model", {**TINY.model_dump(mode="json"), "characters": "0123456789Q:"}, [])
+        assert entry.run(str(other.path), init_model.body) == 0
+        shop.inputs["reward_model"] = InputBlob(put_tree(shop.blobs, other.outputs / "model"), "tree", "model:judge@1")
+        params = {"model": "model", "data": "data", "reward_model": "reward_model", "steps": 1, "max_new_tokens": 4}
+        result = run(shop.attempt("judged", "ppo", params, ["model", "data", "reward_model"]))
+        refused(result, FailureClass.BAD_INPUT, "model:judge@1 must have the policy's tokenizer")
+
+
+def test_a_job_says_how_long_it_ran(made: Shop) -> None:
+    assert run(made.sft("timed", params={"steps": 1})).seconds > 0
