@@ -1,4 +1,4 @@
-"""The cell in which a reward's code runs. Nothing it starts outlives it, whatever it forks or detaches.
+"""The cell in which a reward's code runs. It reaches nothing, and nothing it starts outlives it.
 
 ::
 
@@ -8,98 +8,177 @@
 The keeper runs none of the reward's code. It waits for SIGTERM, which the job sends to close the cell and the kernel
 sends when the job dies, or for the end of its child; then it kills everything below it, waits until that is gone, and
 ends with its child's exit code (128 + n for signal n). With a PID namespace the kernel itself kills all that is in it
-with its pid 1; without one the keeper is a child subreaper: what loses its parent becomes the keeper's child.
+with its pid 1; without one the keeper is a child subreaper: what loses its parent becomes the keeper's child. Where no
+cgroup bounds the cell's memory and processes, the keeper looks at both ten times a second.
 
-Stdlib only; single-threaded, because it forks.
+With namespaces the reward has a root of its own (`root`), no network but declared hosts, no other process and no
+shared memory of others in sight. Without them Landlock and a filter of system calls hold back what they can
+(`barriers`), and `Confinement.whole` is false: `plan` refuses that unless the workspace trusts its rewards.
+
+Standard library only; single-threaded, because it forks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import signal
+import socket
+import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-PROCESSES = 256  # processes and threads that the reward may have
-_MOUNT, _USER, _PID, _NET = 0x00020000, 0x10000000, 0x20000000, 0x40000000  # CLONE_NEW…
-_PDEATHSIG, _SUBREAPER, _NO_NEW_PRIVS = 1, 36, 38  # PR_SET_…
-_PRIVATE = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE
-_INERT = 0x1 | 0x2 | 0x4 | 0x8  # MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
-_CAPABILITY_VERSION = 0x20080522
-_LOST = {
-    _NET: "the reward can reach the network",
-    _PID: "the reward sees this machine's processes and can signal those of its user",
-    _MOUNT: "the reward can read and write what its user can, the workspace too",
-}
+from posttrain.engine.rewards.barriers import fence_files, filter_calls, give_up_privileges
+from posttrain.engine.rewards.root import HOME, SETTINGS, SOURCE, SYSTEM, move_in
+from posttrain.engine.rewards.watch import INTERVAL, Group, Watch
+
+_UTS, _IPC, _USER, _PID, _NET = 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000  # CLONE_NEW…
+_CGROUP = 0x02000000
+_NAMESPACES = _UTS | _IPC | _PID | _NET | _CGROUP
+_PDEATHSIG, _DUMPABLE, _SUBREAPER = 1, 4, 36  # PR_SET_…
+_INTERFACE_FLAGS, _SET_INTERFACE_FLAGS, _UP = 0x8913, 0x8914, 1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
+_NAMES = ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf")
 _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 
 
-def enter(parent: int, limits: Mapping[str, int], hidden: Sequence[str]) -> list[str]:
-    """Go on as the confined process; the calling process stays behind as its keeper and never returns.
+@dataclass(frozen=True, slots=True)
+class CellPlan:
+    """What a cell is made of; JSON values, for it goes to the worker as an argument."""
 
-    The reward gets: no network, processes and mounts of its own, an empty folder where a `hidden` one is, no
-    capabilities, no way to gain privileges, lower limits. Other files stay as readable and writable as they are for
-    the user. RLIMIT_NPROC does not bind root.
+    base: str  # an empty folder of the job's, over which the root is mounted
+    source: str  # a folder with the reward's source and declared files
+    scratch: str  # a folder of the job's, in which the reward works where it can have no root of its own
+    readable: Sequence[str]  # interpreter, environment
+    hidden: Sequence[str]  # empty for the reward where they lie in a readable one
+    limits: Mapping[str, int]  # RLIMIT_… → value, of each process
+    memory: int  # bytes of all its processes and its scratch
+    processes: int  # with threads
+    scratch_bytes: int
+    hosts: Mapping[str, str]  # declared hosts → their address in the cell
+    ports: Sequence[tuple[str, int]] = ()  # (address, port) in the cell, to be relayed by the job
+
+
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """What came of it."""
+
+    whole: bool  # namespaces and a root of its own; else notes say what is missing
+    notes: tuple[str, ...]
+    home: str  # its scratch
+    source: str  # where the folder `source` is now
+    listeners: tuple[socket.socket, ...] = ()  # one per port
+
+
+def enter(parent: int, plan: CellPlan) -> Confinement:
+    """Go on as the confined process; the calling process stays behind as its keeper and never returns.
 
     Args:
         parent: the process that must outlive this one.
-        limits: `RLIMIT_…` → value.
-        hidden: existing folders.
-
-    Returns:
-        What could not be confined, in words.
+        plan: what the reward needs.
     """
     if sys.platform != "linux":
-        return [f"{lost}: namespaces need Linux" for lost in _LOST.values()] + _limit(limits)
+        notes = ("the reward can read, write and reach what its user can: cells need Linux", *_limit(plan.limits))
+        return Confinement(False, notes, plan.scratch, plan.source)
     libc = ctypes.CDLL(None, use_errno=True)
-    tasks = PROCESSES + _own_tasks()  # counted while user ids still mean something
+    tasks = plan.processes + _own_tasks()  # counted while user ids still mean something
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-    got, notes = _unshare(libc)
-    if got & _MOUNT:
-        notes += _hide(libc, hidden)
+    group = Group.make(plan.memory, plan.processes)
+    notes = _unshare(libc)
+    apart = not notes
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # after unshare: a change of credentials clears it
     if os.getppid() != parent:
         os._exit(1)  # it died before prctl took effect
-    own = bool(got & _PID)
-    _fork(libc, lambda child: _keep(child, own))
-    if own:
-        if got & _MOUNT:
-            libc.mount(b"proc", b"/proc", b"proc", _INERT & ~1, None)  # its own; refused where /proc is masked
+    watch = None if group else Watch(os.getpid(), plan.memory, plan.processes)
+    _fork(libc, lambda child: _keep(child, apart, group, watch))
+    if group:
+        with contextlib.suppress(OSError):
+            group.join()
+    rooted = apart
+    listeners = _listeners(plan.ports) if apart else ()
+    if apart:
+        try:
+            notes += move_in(
+                libc,
+                plan.base,
+                readable=plan.readable,
+                hidden=plan.hidden,
+                source=plan.source,
+                scratch=plan.scratch_bytes,
+                hosts=plan.hosts,
+            )
+        except OSError as error:
+            rooted = False
+            notes.append(f"the reward has no root of its own: {error}")
+        libc.prctl(_DUMPABLE, 0, 0, 0, 0)
         _fork(libc, _reap)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
-    _drop_capabilities(libc)
-    libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
-    return notes + _limit({**limits, "RLIMIT_NPROC": tasks})
+    notes += _confine(libc, plan, apart, rooted, {**plan.limits, "RLIMIT_NPROC": tasks})
+    home, source = (HOME, SOURCE) if rooted else (plan.scratch, plan.source)
+    return Confinement(apart and rooted, tuple(notes), home, source, listeners)
 
 
-def _unshare(libc: Any) -> tuple[int, list[str]]:
-    """Namespaces: with a user namespace (no privilege needed), without (root), or one by one; what is missing."""
-    everything = _NET | _PID | _MOUNT
-    if not libc.unshare(_USER | everything) or not libc.unshare(everything):
-        return everything, []
-    got, notes = 0, []
-    for flag, lost in _LOST.items():
-        if libc.unshare(flag) and libc.unshare(_USER | flag):
-            notes.append(f"{lost}: unshare failed ({os.strerror(ctypes.get_errno())})")
-        else:
-            got |= flag
-    return got, notes
+def _confine(libc: Any, plan: CellPlan, apart: bool, rooted: bool, limits: Mapping[str, int]) -> list[str]:
+    """The last steps, in the process that will run the reward's code; what is missing, in words."""
+    give_up_privileges(libc)
+    libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # its own /proc/self
+    notes = []
+    if not rooted:
+        notes = fence_files(libc, (*SYSTEM, *SETTINGS, *_NAMES, *plan.readable, plan.source), [plan.scratch])
+        notes.append("the reward can fill the disk: its scratch has no bound without a root of its own")
+    notes += filter_calls(libc, apart=apart, sockets=apart or bool(plan.ports))
+    if plan.ports and not apart:
+        notes.append("the reward can reach the network, not only the hosts that it declares")
+    return notes + _limit(limits)
 
 
-def _hide(libc: Any, folders: Sequence[str]) -> list[str]:
-    """Cover folders by empty ones that nobody may open, for this mount namespace only."""
-    libc.mount(None, b"/", None, _PRIVATE, None)
+def _unshare(libc: Any) -> list[str]:
+    """All namespaces or none: with a user namespace (no privilege needed), else as root; what is missing, in words."""
+    trial = os.fork()
+    if not trial:  # a namespace that is half made cannot be left
+        os._exit(_unshare_as_user(libc))
+    why = os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1])
+    if not why:
+        return [] if not _unshare_as_user(libc) else ["the reward shares this machine's processes, network and files"]
+    if not libc.unshare(_NAMESPACES):
+        return []
     return [
-        f"the reward can read and write {folder}: mount failed ({os.strerror(ctypes.get_errno())})"
-        for folder in folders
-        if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", _INERT, b"size=4k,mode=0")
+        f"the reward shares this machine's processes, network and files, but for what Landlock and a filter of system "
+        f"calls hold back: no namespaces ({os.strerror(why)})"
     ]
+
+
+def _unshare_as_user(libc: Any) -> int:
+    """Every namespace, below a user namespace in which the own numbers are the same; the error's number, or 0."""
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(_USER | _NAMESPACES):
+        return ctypes.get_errno()
+    try:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    except OSError as error:  # root without the capability to give its number away
+        return error.errno or errno.EPERM
+    return 0
+
+
+def _listeners(ports: Sequence[tuple[str, int]]) -> tuple[socket.socket, ...]:
+    """Sockets of this network namespace, for the job to accept from."""
+    if not ports:
+        return ()
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        request = struct.pack("16sH14x", b"lo", 0)
+        flags = struct.unpack("16sH14x", fcntl.ioctl(control, _INTERFACE_FLAGS, request))[1]
+        fcntl.ioctl(control, _SET_INTERFACE_FLAGS, struct.pack("16sH14x", b"lo", flags | _UP))
+    return tuple(socket.create_server((address, port), backlog=16) for address, port in ports)
 
 
 def _fork(libc: Any, stay: Callable[[int], NoReturn]) -> None:
@@ -113,41 +192,59 @@ def _fork(libc: Any, stay: Callable[[int], NoReturn]) -> None:
         os._exit(1)
 
 
-def _keep(child: int, own: bool) -> NoReturn:
-    """Wait for an order or the child's end, then leave nothing behind.
+def _keep(child: int, apart: bool, group: Group | None, watch: Watch | None) -> NoReturn:
+    """Wait for an order, a bound passed or the child's end, then leave nothing behind.
 
-    Where the child is pid 1 of its `own` namespace, it is the only one to kill. /proc is not asked there: it may be
-    that namespace's by now, and its numbers are other processes' here.
+    Where the child is pid 1 of its own namespace, it is the only one to kill: the numbers of others are theirs.
     """
-    code = _wait(child)
+    code = _wait(child, watch)
     while True:
-        for pid in ([] if own else _children()) or _unreaped(child):
+        for pid in ([] if apart else _children()) or _unreaped(child):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)  # what this orphans becomes a child of this process, for the next round
         except ChildProcessError:
-            os._exit(code)
+            break
+    if group:
+        code = group.passed() or code
+        group.remove()
+    os._exit(code)
 
 
 def _reap(child: int) -> NoReturn:
     """Pid 1: collect the dead; end with the child, and the kernel ends all else in the namespace."""
-    os._exit(_wait(child))
+    os._exit(_wait(child, None))
 
 
-def _wait(child: int) -> int:
-    while signal.sigwait(_AWAITED) != signal.SIGTERM:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return 1
-            if pid == child:
-                code = os.waitstatus_to_exitcode(status)
-                return code if code >= 0 else 128 - code
-            if not pid:
-                break
-    return 128 + signal.SIGTERM
+def _wait(child: int, watch: Watch | None) -> int:
+    while True:
+        if watch is None:
+            came: int | None = signal.sigwait(_AWAITED)
+        else:
+            told = signal.sigtimedwait(_AWAITED, INTERVAL)
+            came = told.si_signo if told else None
+        if came == signal.SIGTERM:
+            return 128 + signal.SIGTERM
+        ended = _collect(child) if came else None
+        if ended is None and watch:
+            ended = watch.over()
+        if ended is not None:
+            return ended
+
+
+def _collect(child: int) -> int | None:
+    """Reap whoever has ended; the child's exit code when it is among them."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return 1
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+        if not pid:
+            return None
 
 
 def _unreaped(child: int) -> list[int]:
@@ -188,11 +285,6 @@ def _stat(process: Path) -> list[str]:
         return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def _drop_capabilities(libc: Any) -> None:
-    header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
-    libc.capset(ctypes.byref(header), ctypes.byref(none))
 
 
 def _limit(limits: Mapping[str, int]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
-from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score
+from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, groups_of, part_of, refuse_failures
 from posttrain.pacing.balancing import balance
 
 
@@ -30,23 +30,24 @@ class ParallelReward:
         """What a person should know; said once."""
         return self._functions[0].notes
 
-    def score(self, call: RewardCall) -> list[Score]:
-        """Score one batch; the first failure is raised.
+    def score(self, call: RewardCall, allowed: int = 0) -> list[Score]:
+        """Score one batch, of which at most `allowed` completions may fail; the first process's error is raised.
 
         Raises:
             RewardError, InputError: see `RewardFunction`.
         """
-        groups = _groups(call)
+        groups = groups_of(call, range(len(call)))
         shards = balance([sum(len(call.completions[i]) + 1 for i in g) for g in groups], len(self._functions)).shards
         chosen = [[i for group in shard for i in groups[group]] for shard in shards]
         asked = [
-            (mine, self._threads.submit(function.score, _part(call, mine)))
+            (mine, self._threads.submit(function.score, part_of(call, mine), allowed))
             for function, mine in zip(self._functions, chosen, strict=True)
             if mine
         ]
         scores: dict[int, Score] = {}
         for mine, answer in asked:
             scores |= zip(mine, answer.result(), strict=True)
+        refuse_failures(scores.values(), len(call), allowed)
         return [scores[i] for i in range(len(call))]
 
     def close(self) -> None:
@@ -54,25 +55,3 @@ class ParallelReward:
         for function in self._functions:
             function.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-
-def _groups(call: RewardCall) -> list[list[int]]:
-    """Completions of one prompt, which lie side by side."""
-    groups: list[list[int]] = []
-    for i in range(len(call)):
-        same = bool(groups) and call.prompts[i] == call.prompts[i - 1] and call.rows[i] == call.rows[i - 1]
-        if same:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
-
-
-def _part(call: RewardCall, chosen: Sequence[int]) -> RewardCall:
-    return RewardCall(
-        prompts=[call.prompts[i] for i in chosen],
-        completions=[call.completions[i] for i in chosen],
-        rows=[call.rows[i] for i in chosen],
-        prompt_ids=None if call.prompt_ids is None else [call.prompt_ids[i] for i in chosen],
-        completion_ids=None if call.completion_ids is None else [call.completion_ids[i] for i in chosen],
-    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from posttrain.domain.errors import InputError, JobFailedError
 
@@ -38,55 +37,98 @@ class RewardCall:
         return len(self.completions)
 
 
+Status = Literal["ok", "error", "timeout", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One completion's reward. `score=None` means unscored: the completion is left out of its group, it is not a
-    zero.
+    """One completion's reward: `Score(0.5)`, `Score(None)` (the function declined), `Score.failed("error", "…")`.
+
+    A completion without a score is left out of its group; it is not a zero.
     """
 
     score: float | None
     components: Mapping[str, float] = field(default_factory=dict)
+    status: Status = "ok"  # none: no score and no failure; error: it raised, died or answered with no number
+    message: str = ""  # of a failure: one line
+
+    def __post_init__(self) -> None:
+        if self.score is None and self.status == "ok":
+            object.__setattr__(self, "status", "none")
+
+    @classmethod
+    def failure(cls, status: Literal["error", "timeout"], message: str) -> Score:
+        """A completion that could not be scored."""
+        return cls(None, {}, status, message)
+
+    @property
+    def failed(self) -> bool:
+        """Whether scoring it went wrong."""
+        return self.status in ("error", "timeout")
 
 
 class RewardFunction(Protocol):
     """Scores completions.
 
-    Every implementation: returns exactly one `Score` per completion, in order, each finite or None; raises
-    `RewardError` (never a made-up zero) when the reward's code raises, answers with something else, or passes its
-    time-out, and `InputError` when there is no such function. The same call gives the same scores, or a resumed run
-    would differ from an undisturbed one: a reward must not depend on earlier calls, the clock or the network. `close`
-    may be called twice; scoring after it is an `InputError`.
+    Every implementation: returns exactly one `Score` per completion, in order, each finite or None. A completion on
+    which the reward's code raises, hangs, dies or answers with no number has the status `error` or `timeout`, and the
+    others are scored all the same; a batched function that raises is called again with fewer completions until those
+    that fail stand alone. Raises `RewardError` (never a made-up zero) when more than `allowed` completions fail, when
+    all do, and when what it answers belongs to no completion; `InputError` when there is no such function; and
+    `InfrastructureError` when its process is killed from outside again and again. The same call gives the same scores,
+    or a resumed run would differ from an undisturbed one: a reward must not depend on earlier calls, the clock or the
+    network. `close` may be called twice; scoring after it is an `InputError`.
     """
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know about how it runs, e.g. that the network could not be cut off."""
 
-    def score(self, call: RewardCall) -> list[Score]:
-        """Score one batch."""
+    def score(self, call: RewardCall, allowed: int = 0) -> list[Score]:
+        """Score one batch, of which at most `allowed` completions may fail."""
 
     def close(self) -> None:
         """Release what it holds; kills a worker."""
 
 
-def checked(answers: Sequence[tuple[float | None, Mapping[str, float]]], call: RewardCall, source: str) -> list[Score]:
-    """Scores made of a reward's raw answers.
+def refuse_failures(scores: Iterable[Score], total: int, allowed: int) -> None:
+    """End what cannot go on: too many completions failed, or all of them.
+
+    Args:
+        scores: those known so far.
+        total: completions of the step.
+        allowed: how many may fail.
 
     Raises:
-        RewardError: not one answer per completion, or NaN / infinity in a score or a component.
+        RewardError: with the first failure's line.
     """
-    if len(answers) != len(call):
-        raise RewardError(
-            f"{source} must return one score per completion ({len(call)}), got {len(answers)}; fix the reward's return"
-        )
-    for index, (score, components) in enumerate(answers):
-        for name, value in (("score", score), *components.items()):
-            if value is not None and not math.isfinite(value):
-                raise RewardError(
-                    f"{source} must return finite numbers, got {value} as {name} of completion {index} "
-                    f"{shortened(call.completions[index])}; return None for a completion that cannot be scored"
-                )
-    return [Score(score, dict(components)) for score, components in answers]
+    failed = [score for score in scores if score.failed]
+    if failed and (len(failed) > allowed or len(failed) == total):
+        more = f"; {len(failed)} of {total} completions failed, at most {allowed} may (reward_errors_max)"
+        raise RewardError(failed[0].message + (more if total > 1 else ""))
+
+
+def part_of(call: RewardCall, chosen: Sequence[int]) -> RewardCall:
+    """The call on some of its completions."""
+    return RewardCall(
+        prompts=[call.prompts[i] for i in chosen],
+        completions=[call.completions[i] for i in chosen],
+        rows=[call.rows[i] for i in chosen],
+        prompt_ids=None if call.prompt_ids is None else [call.prompt_ids[i] for i in chosen],
+        completion_ids=None if call.completion_ids is None else [call.completion_ids[i] for i in chosen],
+    )
+
+
+def groups_of(call: RewardCall, chosen: Sequence[int]) -> list[list[int]]:
+    """Completions of one prompt, which lie side by side."""
+    groups: list[list[int]] = []
+    for i in chosen:
+        last = groups[-1][-1] if groups else i
+        if groups and call.prompts[i] == call.prompts[last] and call.rows[i] == call.rows[last]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
 def shortened(text: str, limit: int = 60) -> str:

@@ -1,35 +1,34 @@
-"""The reward function in its own process: started once per job, killed when it passes its deadline."""
+"""The reward function in its own process: killed when it passes its deadline, started again when it was killed."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
-import posttrain.engine.rewards.worker as worker
-from posttrain.domain.errors import InputError
-from posttrain.domain.rewards import source_name
-from posttrain.engine.rewards.port import RewardCall, RewardError, Score, checked
+from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.engine.rewards.dialects import BATCHED
+from posttrain.engine.rewards.layout import Provision, lay_out, source_file
+from posttrain.engine.rewards.port import (
+    RewardCall,
+    RewardError,
+    Score,
+    groups_of,
+    part_of,
+    refuse_failures,
+    shortened,
+)
+from posttrain.engine.rewards.protocol import Answer, End, Fault, MalformedError, Opened
+from posttrain.engine.rewards.session import EndedError, LateError, Session
 
-LIMITS: Mapping[str, int] = {
-    "RLIMIT_AS": 8 * 2**30,  # bytes of address space: numpy and friends reserve much and use little
-    "RLIMIT_FSIZE": 2**30,  # bytes per file written, the job's log included
-    "RLIMIT_NOFILE": 256,
-}
-END_TIMEOUT = 5.0  # seconds the keeper may take to kill what the reward started, before it is killed itself
-_SOURCES = Path(__file__).resolve().parents[3]
-START_TIMEOUT = 30.0  # seconds a worker may take to start and import the reward's source, on a busy machine
+LOAD_TIMEOUT = 30.0  # seconds that importing the reward's source may take, on a busy machine
+_KILLED_MOST = 3  # times in a row that its process may be killed from outside
+_PAUSE = 0.2  # seconds before it is started again
 
 
 class ProcessReward:
@@ -44,52 +43,65 @@ class ProcessReward:
         name: str,
         source: str = "",
         hidden: Sequence[Path] = (),
+        provision: Provision | None = None,
     ) -> None:
-        self._timeout = timeout
-        self._name = name or f"reward {source or path.name}"
-        self._scratch = tempfile.mkdtemp(prefix="posttrain-reward-")
-        folders, exposed = _hideable(hidden, Path(self._scratch))
-        self._process, self._channel = _start(self._scratch, folders)
+        file, _, function = (entry or "").rpartition(":")
+        found = source_file(path, file)
+        self._timeout, self._entry, self._wanted = timeout, function or None, None if dialect == "auto" else dialect
+        self._file = found.name if found.suffix == ".py" else Path(source or "reward.py").name
+        self._name = name or f"reward {source or found.name}"
+        self._scratch = Path(tempfile.mkdtemp(prefix="posttrain-reward-"))
+        self._closed, self._killed = False, 0
+        self._session: Session | None = None
         try:
-            path = _within_reach(path, source, Path(self._scratch), folders)
-            wanted = None if dialect == "auto" else dialect
-            order = {"op": "open", "path": str(path), "entry": entry, "dialect": wanted}
-            opened = self._ask(order, max(timeout, START_TIMEOUT), "load")
+            given = provision or Provision({})
+            self._network = given.network
+            self._plan = lay_out(self._scratch, found, self._file, whole=path.is_dir(), hidden=hidden, provision=given)
+            self._opened()
         except BaseException:
             self.close()
             raise
-        self.where: str = opened["where"]
-        self.dialect: str = opened["dialect"]
-        self._notes = (*opened["notes"], *exposed)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What could not be confined, in words."""
         return self._notes
 
-    def score(self, call: RewardCall) -> list[Score]:
-        """Score one batch within the time-out.
+    @property
+    def confined(self) -> bool:
+        """Whether it has namespaces and a root of its own."""
+        return self._confined
+
+    def score(self, call: RewardCall, allowed: int = 0) -> list[Score]:
+        """Score one batch, within the time-out for what is asked at once.
 
         Raises:
-            RewardError: it raised, answered with something else than one finite number or None per completion, died, or
-                passed the time-out (it is killed then).
+            RewardError: more than `allowed` completions failed, or all; an answer that belongs to none.
+            InfrastructureError: its process was killed from outside again and again.
         """
         if not len(call):
             return []
-        message = {"op": "score", **{field.name: getattr(call, field.name) for field in fields(call)}}
-        answer = self._ask(message, self._timeout, f"score {len(call)} completions")
-        return checked([(score, components) for score, components in answer["scores"]], call, self.where)
+        if self._closed:
+            raise InputError(f"{self._name} is closed; open it again to score")
+        found: dict[int, Score] = {}
+        parts = deque([list(range(len(call)))])
+        while parts:
+            part = parts.popleft()
+            fault = self._ask(call, part, found)
+            left = [i for i in part if i not in found]
+            if fault is None:
+                continue
+            parts.extendleft(reversed(self._again(call, left, fault, found, len(left) < len(part))))
+            refuse_failures(found.values(), len(call), allowed)
+        refuse_failures(found.values(), len(call), allowed)
+        return [found[i] for i in range(len(call))]
 
     def close(self) -> None:
         """Kill the worker and everything it started, detached or not; remove its scratch folder."""
-        self._channel.close()
-        self._process.terminate()
-        try:
-            self._process.wait(END_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._closed = True
+        if self._session:
+            self._session.close()
+            self._session = None
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -98,60 +110,143 @@ class ProcessReward:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, message: Mapping[str, Any], timeout: float, task: str) -> Any:
-        if self._channel.fileno() < 0:
-            raise InputError(f"{self._name} is closed; open it again to score")
-        channel = _Deadline(self._channel, time.monotonic() + timeout)
+    # --- one request --------------------------------------------------------------------------------------------------
+
+    def _ask(self, call: RewardCall, part: list[int], found: dict[int, Score]) -> Score | None:
+        """Score a part; what is known goes into `found`. None when all is, else why the rest is not.
+
+        A worker that was killed from outside is started again, and asked for the rest.
+        """
+        while True:
+            chosen = [i for i in part if i not in found]
+            given = part_of(call, chosen)
+            request = {
+                "op": "score",
+                "at": chosen,
+                **{field.name: getattr(given, field.name) for field in fields(given)},
+            }
+            try:
+                for message in self._opened().ask(request, self._timeout):
+                    self._take(message, chosen, found)
+                self._killed = 0
+                return None
+            except _PartFailedError as fault:
+                return fault.score
+            except LateError:
+                self._session = None
+                return Score.failure("timeout", f"{self._name} took longer than its time-out of {self._timeout:g} s")
+            except EndedError as error:
+                self._session = None
+                if not error.killed:
+                    return Score.failure("error", f"{self._name} {error}")
+                self._count_kill(error)
+            except MalformedError as error:
+                self.close()
+                raise RewardError(f"{self._name} answered {error}; it must not write to its worker's socket") from None
+            except (ValueError, TypeError) as error:
+                self.close()
+                raise RewardError(f"{self._name} was given what is not JSON: {error}; mend the data set") from None
+
+    def _take(self, message: Any, chosen: list[int], found: dict[int, Score]) -> None:
+        if isinstance(message, Answer) and message.at in chosen and message.at not in found:
+            found[message.at] = (
+                Score(message.score, dict(message.components))
+                if message.error is None
+                else Score.failure("error", f"{self._name}: {message.error}")
+            )
+        elif isinstance(message, Fault):
+            if message.kind == "load":
+                raise InputError(f"{self._name}: {message.message}")
+            if message.kind == "answer":
+                raise RewardError(f"{self._name}: {message.message}")
+            raise _PartFailedError(Score.failure("error", f"{self._name}: {message.message}"))
+        elif not isinstance(message, End):
+            raise MalformedError("a completion that was not asked for, or twice")
+        elif any(i not in found for i in chosen):
+            raise MalformedError("an end before every completion was answered")
+
+    def _again(
+        self, call: RewardCall, left: list[int], fault: Score, found: dict[int, Score], progress: bool
+    ) -> list[list[int]]:
+        """What to ask next after a failure: smaller parts, until those that fail stand alone.
+
+        A function that scores one completion after the other failed on the first of `left`; of a batched one it is not
+        known, so it is asked by prompt, then one by one. A slow batch is no hanging completion: after progress, the one
+        it stopped at is asked alone.
+        """
+        alone = len(left) == 1 and not progress
+        if self.dialect not in BATCHED:
+            if fault.status == "timeout" and not alone and progress:
+                return [left[:1], left[1:]] if left[1:] else [left]
+            found[left[0]] = self._located(fault, call, left[0])
+            return [left[1:]] if left[1:] else []
+        if alone or len(left) == 1:
+            found[left[0]] = self._located(fault, call, left[0])
+            return []
+        groups = groups_of(call, left)
+        return groups if len(groups) > 1 else [[i] for i in left]
+
+    def _located(self, fault: Score, call: RewardCall, index: int) -> Score:
+        where = f"completion {index} {shortened(call.completions[index])}"
+        if fault.status == "timeout":
+            more = f" to score {where} and was killed; make it faster or raise reward_timeout"
+            return Score.failure("timeout", fault.message + more)
+        known = f"completion {index} " in fault.message
+        return Score.failure("error", fault.message if known else f"{fault.message} on {where}")
+
+    # --- the worker ---------------------------------------------------------------------------------------------------
+
+    def _opened(self) -> Session:
+        """The worker with the reward loaded, started where there is none."""
+        while self._session is None:
+            try:
+                session = Session(self._plan, self._network)
+                [message] = self._loaded(session)
+            except EndedError as error:
+                if not error.killed:
+                    raise RewardError(f"{self._name} {error} while it was imported") from None
+                self._count_kill(error)
+                continue
+            except LateError:
+                raise RewardError(
+                    f"{self._name} took longer than its time-out of {max(self._timeout, LOAD_TIMEOUT):g} s to load and "
+                    "was killed; make it faster or raise reward_timeout"
+                ) from None
+            except MalformedError as error:
+                raise RewardError(f"{self._name} answered {error}; it must not write to its worker's socket") from None
+            self._session, self._confined, self._notes = session, session.confined, session.notes
+            self.dialect, self.where = message.dialect, message.where
+        return self._session
+
+    def _loaded(self, session: Session) -> list[Opened]:
+        order = {"op": "open", "file": self._file, "entry": self._entry, "dialect": self._wanted}
         try:
-            worker.send(channel, message)
-            answer = worker.receive(channel)
-        except TimeoutError:
-            self.close()
-            raise RewardError(
-                f"{self._name} took longer than its time-out of {timeout:g} s to {task} and was killed; "
-                "make it faster or raise reward_timeout"
+            [answer] = session.ask(order, max(self._timeout, LOAD_TIMEOUT))
+            if isinstance(answer, Fault):
+                kind = InputError if answer.kind == "load" else RewardError
+                raise kind(f"{self._name}: {answer.message}")
+            if not isinstance(answer, Opened):
+                raise MalformedError("something else than that it is loaded")
+        except BaseException:
+            session.close()
+            raise
+        return [answer]
+
+    def _count_kill(self, error: EndedError) -> None:
+        self._killed += 1
+        if self._killed > _KILLED_MOST:
+            raise InfrastructureError(
+                f"{self._name} {error}, {self._killed} times in a row; look at the machine's memory, then retry"
             ) from None
-        except (EOFError, ConnectionError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)  # let it finish exiting, to tell its own exit code from our kill
-            self.close()
-            raise RewardError(f"{self._name} ended its process ({self._ending()}) instead of answering") from None
-        except (ValueError, TypeError) as error:
-            self.close()
-            raise RewardError(f"{self._name} was given or answered what is not JSON: {error}") from None
-        if "error" in answer:
-            kind, text = answer["error"]["kind"], answer["error"]["message"]
-            raise (InputError if kind == "load" else RewardError)(f"{self._name}: {text}")
-        return answer
-
-    def _ending(self) -> str:
-        code = self._process.returncode or 0
-        signalled = -code if code < 0 else code - 128  # the keeper answers as shells do
-        return f"signal {signalled}" if signalled > 0 else f"exit code {code}"
+        time.sleep(_PAUSE)
 
 
-class _Deadline:
-    """A socket whose operations all end at one moment."""
+class _PartFailedError(Exception):
+    """The part of a call as a whole could not be scored."""
 
-    def __init__(self, channel: socket.socket, moment: float) -> None:
-        self._channel = channel
-        self._moment = moment
-
-    def sendall(self, data: bytes, /) -> None:
-        """As `socket.sendall`."""
-        self._arm()
-        self._channel.sendall(data)
-
-    def recv(self, count: int, /) -> bytes:
-        """As `socket.recv`."""
-        self._arm()
-        return self._channel.recv(count)
-
-    def _arm(self) -> None:
-        left = self._moment - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._channel.settimeout(left)
+    def __init__(self, score: Score) -> None:
+        super().__init__(score.message)
+        self.score = score
 
 
 def open_reward(
@@ -163,90 +258,31 @@ def open_reward(
     name: str = "",
     source: str = "",
     hidden: Sequence[Path] = (),
+    provision: Provision | None = None,
 ) -> ProcessReward:
     """Start a worker for one reward function; close it when the job ends.
 
-    The function may be written in any dialect of `engine.rewards.dialects`. It runs with a minimal environment, a
-    scratch folder as home and resource limits, in a cell without network and without sight of other processes or of
-    `hidden` folders where the kernel allows (`notes` says when not). All other files are as open to it as to the user
-    who runs the job. It ends, with everything it started, when it is closed, when it passes its time-out, and when the
-    thread that opened it ends. It must give the same scores for the same call; Python's and numpy's global generators
-    are seeded from the call for that.
+    The function may be written in any dialect of `engine.rewards.dialects`. It runs with a minimal environment in a
+    cell (`engine.rewards.cell`): a read-only root with the interpreter, its environment, its own source and declared
+    files; a bounded scratch as home; no network but declared hosts, no other processes; bounds on memory, processes and
+    output. `notes` says what the kernel does not give, `confined` whether it gives all. It ends, with everything it
+    started, when it is closed, when it passes its time-out, and when the thread that opened it ends. It must give the
+    same scores for the same call; Python's and numpy's global generators are seeded from the call for that.
 
     Args:
-        path: the source file, or a folder that holds it.
+        path: the source file, or a folder that is the reward.
         entry: `function`, `file.py:function` or `file.py:`; without a function name it is `score`, `compute_score` or
-        the
-            only public function; without a file name a folder must hold `reward.py` or one Python file.
-        timeout: seconds one batch may take.
+            the only public function; without a file name a folder must hold `reward.py` or one Python file.
+        timeout: seconds that what is asked at once may take.
         dialect: one of `DIALECTS` when the parameter names do not tell; `auto` reads them.
         name: how errors call it, e.g. `reward:exact@1`.
         source: the file's original name for error messages, when `path` is a blob called by its digest.
-        hidden: folders the reward finds empty, such as the workspace; its own source may lie in one.
+        hidden: folders the reward finds empty wherever they lie, such as the workspace.
+        provision: what the run declares that it gets besides.
 
     Raises:
         InputError: no such file or function, not Python, parameters of no dialect, or an unknown dialect.
         RewardError: its code raises or hangs while it is imported.
+        InfrastructureError: its process is killed from outside again and again.
     """
-    file, _, function = (entry or "").rpartition(":")
-    return ProcessReward(source_file(path, file), function or None, timeout, dialect or "auto", name, source, hidden)
-
-
-def source_file(path: Path, file: str = "") -> Path:
-    """The reward's source: `path` itself, or the named / `reward.py` / only Python file of the folder `path`.
-
-    Raises:
-        InputError: there is no such file, or the folder holds several and none is called `reward.py`.
-    """
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise InputError(f"reward source {path.name} does not exist; give a Python file or a folder that holds one")
-    return path / source_name({p.name for p in path.glob("*.py")}, file, path.name)
-
-
-def _within_reach(path: Path, source: str, scratch: Path, hidden: Sequence[Path]) -> Path:
-    """The source under its own name, which errors show, where the reward can read it."""
-    if path.suffix != ".py":  # a blob
-        return Path(shutil.copyfile(path, scratch / Path(source or "reward.py").name))
-    if any(path.resolve().is_relative_to(folder) for folder in hidden):
-        return shutil.copytree(path.parent, scratch / "source") / path.name  # with its sibling modules
-    return path
-
-
-def _hideable(hidden: Sequence[Path], scratch: Path) -> tuple[list[Path], list[str]]:
-    """The outermost of the folders, but for those without which the reward could not run; notes on these."""
-    needed = [path.resolve() for path in (scratch, _SOURCES, *map(Path, (sys.prefix, sys.base_prefix, sys.executable)))]
-    wanted = {folder.resolve() for folder in hidden if folder.is_dir()}
-    holding = {folder for folder in wanted if any(path.is_relative_to(folder) for path in needed)}
-    kept = sorted(folder for folder in wanted - holding if not any(p in wanted - holding for p in folder.parents))
-    return kept, [f"the reward can read and write {folder}: it holds what the reward runs on" for folder in holding]
-
-
-def _start(scratch: str, hidden: Sequence[Path]) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a worker with a minimal environment: no variable of ours reaches the reward's code."""
-    ours, theirs = socket.socketpair()
-    environment = {
-        "PATH": os.environ.get("PATH", os.defpath),
-        "HOME": scratch,
-        "TMPDIR": scratch,
-        "LANG": "C.UTF-8",
-        "PYTHONPATH": str(_SOURCES),
-        "PYTHONHASHSEED": "0",  # iteration over sets of strings must not differ from run to run
-        "PYTHONDONTWRITEBYTECODE": "1",  # the source may lie in the shared cache
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    cell = json.dumps({"limits": dict(LIMITS), "hidden": [str(folder) for folder in hidden]})
-    command = [sys.executable, "-s", "-P", "-m", worker.__name__, str(theirs.fileno()), cell, str(os.getpid())]
-    with theirs:
-        process = subprocess.Popen(
-            command,
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=2,
-            env=environment,
-            cwd=scratch,
-            start_new_session=True,
-        )
-    return process, ours
+    return ProcessReward(path, entry, timeout, dialect or "auto", name, source, hidden, provision)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.rewards.port import RewardCall, RewardError, Score, checked
+from posttrain.engine.rewards.port import RewardCall, RewardError, Score, part_of, refuse_failures, shortened
 
 
 class ScriptedReward:
@@ -21,16 +22,33 @@ class ScriptedReward:
         self._closed = False
         self.calls: list[RewardCall] = []
 
-    def score(self, call: RewardCall) -> list[Score]:
+    def score(self, call: RewardCall, allowed: int = 0) -> list[Score]:
         """See `RewardFunction.score`."""
         if self._closed:
             raise InputError("reward scripted is closed; open it again to score")
         self.calls.append(call)
+        scores = self._scored(call, list(range(len(call))))
+        refuse_failures(scores, len(call), allowed)
+        return scores
+
+    def _scored(self, call: RewardCall, chosen: list[int]) -> list[Score]:
+        """Together; where that raises, one by one."""
         try:
-            answers = list(self._function(call))
+            answers = list(self._function(part_of(call, chosen)))
         except Exception as error:
-            raise RewardError(f"reward scripted raised {type(error).__name__}: {error}") from error
-        return checked([(None if a is None else float(a), {}) for a in answers], call, "scripted")
+            if len(chosen) > 1:
+                return [score for i in chosen for score in self._scored(call, [i])]
+            where = f"completion {chosen[0]} {shortened(call.completions[chosen[0]])}"
+            return [Score.failure("error", f"reward scripted raised {type(error).__name__}: {error} on {where}")]
+        if len(answers) != len(chosen):
+            raise RewardError(f"scripted must return one score per completion ({len(chosen)}), got {len(answers)}")
+        return [self._plain(answer, call, i) for i, answer in zip(chosen, answers, strict=True)]
+
+    def _plain(self, answer: float | None, call: RewardCall, index: int) -> Score:
+        if answer is None or math.isfinite(answer):
+            return Score(None if answer is None else float(answer))
+        where = f"completion {index} {shortened(call.completions[index])}"
+        return Score.failure("error", f"scripted must return finite numbers, got {answer} as score of {where}")
 
     def close(self) -> None:
         """See `RewardFunction.close`."""

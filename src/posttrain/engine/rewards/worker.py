@@ -1,12 +1,10 @@
 """The process in which a reward's own code runs: `python -m posttrain.engine.rewards.worker FD CELL PARENT`.
 
-Stdlib only, so that it starts in tens of milliseconds and holds nothing worth stealing. It enters its cell first
-(`engine.rewards.cell`), then has one loop: read a call from the socket `FD`, run the function, answer. It waits for
-nothing but its parent; the parent waits with a deadline and closes the cell when it passes. When the parent dies the
-cell closes by itself. Whatever the reward prints goes to stderr, which is the job's log.
-
-Messages are JSON behind an 8-byte big-endian length. The first is `open`, answered by what was found; then `score`
-calls. Error answers are `{"error": {"kind": "load" | "raised" | "answer", "message": …}}`.
+Standard library only, so that it starts in tens of milliseconds and holds nothing worth stealing. It enters its cell
+first (`engine.rewards.cell`), says so, then has one loop: read a request from the socket `FD`, run the function, answer
+(`engine.rewards.protocol`). It waits for nothing but its parent; the parent waits with a deadline and closes the cell
+when it passes. When the parent dies the cell closes by itself. Whatever the reward prints goes to stderr, which the job
+copies into its log up to a limit.
 """
 
 from __future__ import annotations
@@ -18,23 +16,24 @@ import importlib.util
 import inspect
 import json
 import linecache
+import math
 import os
 import random
 import socket
-import struct
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.rewards import entry_name
-from posttrain.engine.rewards.cell import enter
+from posttrain.engine.rewards.cell import CellPlan, Confinement, enter
 from posttrain.engine.rewards.dialects import BATCHED, SINGLE, Binder, DialectError, detect
+from posttrain.engine.rewards.protocol import MAX_COMPONENTS, receive_request, send
 
-MAX_MESSAGE = 256 * 2**20  # bytes
+PACKAGES = Path(__file__).resolve().parents[3]  # the folder that holds posttrain
 
 
 class ReportedError(Exception):
@@ -43,45 +42,6 @@ class ReportedError(Exception):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-
-
-class Channel(Protocol):
-    """The two methods of a connected socket that messages need."""
-
-    def sendall(self, data: bytes, /) -> None:
-        """Write everything."""
-
-    def recv(self, count: int, /) -> bytes:
-        """Read at most `count` bytes; none at the end."""
-
-
-def send(channel: Channel, value: Any) -> None:
-    """Write one message."""
-    data = json.dumps(value).encode()
-    channel.sendall(struct.pack(">Q", len(data)) + data)
-
-
-def receive(channel: Channel) -> Any:
-    """Read one message.
-
-    Raises:
-        EOFError: the other end closed.
-        ValueError: a message that is too long or is not JSON.
-    """
-    (length,) = struct.unpack(">Q", _exactly(channel, 8))
-    if length > MAX_MESSAGE:
-        raise ValueError(f"message of {length} bytes is longer than {MAX_MESSAGE}")
-    return json.loads(_exactly(channel, length))
-
-
-def _exactly(channel: Channel, count: int) -> bytes:
-    chunks = bytearray()
-    while len(chunks) < count:
-        chunk = channel.recv(min(count - len(chunks), 1 << 20))
-        if not chunk:
-            raise EOFError("the other end closed the socket")
-        chunks += chunk
-    return bytes(chunks)
 
 
 # --- the reward's source ----------------------------------------------------------------------------------------------
@@ -174,21 +134,43 @@ class Scorer:
         line = f":{code.co_firstlineno}" if code else ""
         return f"{self.path.name}{line} ({self.name})"
 
-    def score(self, call: Mapping[str, Any], key: bytes) -> list[list[Any]]:
-        """`[score, components]` for every completion of the call.
+    def score(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """One answer for every completion of the call, in order, as soon as it is known.
 
         Raises:
-            ReportedError: it raised, or answered with something that is no score.
+            ReportedError: a batched function raised or returned no list of this length; a parameter that nobody offers.
         """
-        seed_from(key)
         if self.dialect in BATCHED:
-            answer = self.run(BATCHED[self.dialect](call), f"a batch of {len(call['completions'])}")
-            return [self.plain(item, f"completion {i}") for i, item in enumerate(self.batch(answer))]
-        offers = SINGLE[self.dialect]
-        return [
-            self.plain(self.run(offers(call, i), f"completion {i} {text[:60]!r}"), f"completion {i}")
-            for i, text in enumerate(call["completions"])
-        ]
+            yield from self._score_together(call)
+            return
+        for i, (number, text) in enumerate(zip(call["at"], call["completions"], strict=True)):
+            seed_from([call["prompts"][i], text, call["rows"][i], number])
+            subject = f"completion {number} {text[:60]!r}"
+            try:
+                answer = self.plain(self.run(SINGLE[self.dialect](call, i), subject), subject)
+            except ReportedError as fault:
+                if fault.kind == "load":
+                    raise
+                answer = {"error": str(fault)}
+            yield {"at": number, **answer}
+
+    def _score_together(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        count = len(call["completions"])
+        seed_from([call[name] for name in ("prompts", "completions", "rows", "at")])
+        one = f"completion {call['at'][0]} {call['completions'][0][:60]!r}" if count == 1 else ""
+        subject = one or f"a batch of {count}"
+        scores = self.batch(self.run(BATCHED[self.dialect](call), subject))
+        if len(scores) != count:
+            raise ReportedError(
+                "answer",
+                f"{self.where} must return one score per completion ({count}), got {len(scores)}; fix its return",
+            )
+        for i, number in enumerate(call["at"]):
+            try:
+                answer = self.plain(scores[i], f"completion {number} {call['completions'][i][:60]!r}")
+            except ReportedError as fault:
+                answer = {"error": str(fault)}
+            yield {"at": number, **answer}
 
     def run(self, offered: dict[str, Any], subject: str) -> Any:
         """Call the function, awaiting it when it is asynchronous."""
@@ -213,16 +195,24 @@ class Scorer:
             raise ReportedError("answer", f"{self.where} must return a list of scores, got {type(answer).__name__}")
         return list(answer)
 
-    def plain(self, answer: Any, subject: str) -> list[Any]:
-        """`[score, components]` out of a number, None, or a mapping with `score`."""
+    def plain(self, answer: Any, subject: str) -> dict[str, Any]:
+        """Score and components out of a number, None, or a mapping with `score`.
+
+        Raises:
+            ReportedError: it is something else, or not finite.
+        """
         if isinstance(answer, Mapping):
             if "score" not in answer:
                 raise ReportedError(
                     "answer", f"{self.where} must return `score` in its mapping for {subject}, got {sorted(answer)}"
                 )
-            others = {str(name): value for name, value in answer.items() if name != "score"}
+            others = {str(name)[:200]: value for name, value in answer.items() if name != "score"}
             numbers = {name: _number(value) for name, value in others.items()}
             components = {name: value for name, value in numbers.items() if value is not None}
+            if len(components) > MAX_COMPONENTS:
+                raise ReportedError(
+                    "answer", f"{self.where} must return at most {MAX_COMPONENTS} components, got {len(components)}"
+                )
             answer = answer["score"]
         else:
             components = {}
@@ -231,7 +221,14 @@ class Scorer:
             raise ReportedError(
                 "answer", f"{self.where} must return a number or None for {subject}, got {type(answer).__name__}"
             )
-        return [value, components]
+        for name, number in (("score", value), *components.items()):
+            if number is not None and not math.isfinite(number):
+                raise ReportedError(
+                    "answer",
+                    f"{self.where} must return finite numbers, got {number} as {name} of {subject}; "
+                    "return None for a completion that cannot be scored",
+                )
+        return {"score": value, "components": components}
 
 
 async def _awaited(answer: Any) -> Any:
@@ -245,46 +242,76 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def seed_from(key: bytes) -> None:
-    """Seed the global generators from the call itself, so that a resumed run draws what the undisturbed run drew."""
-    seed = int.from_bytes(hashlib.sha256(key).digest()[:4], "big")
+def seed_from(values: Any) -> None:
+    """Seed the global generators from what is scored, so that a resumed run draws what the undisturbed run drew."""
+    seed = int.from_bytes(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()[:4], "big")
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed)
 
 
-def serve(channel: socket.socket, notes: list[str]) -> None:
-    """Answer calls until the parent closes the socket; `notes` says what the cell does not confine."""
+def serve(channel: socket.socket, source: str) -> None:
+    """Answer requests until the parent closes the socket; `source` is the folder that holds the reward's file."""
     scorer: Scorer | None = None
+    own = os.getpid()
     while True:
         try:
-            message = receive(channel)
+            request = receive_request(channel)
         except EOFError:
             return
         linecache.checkcache()
         try:
-            if message["op"] == "open":
-                scorer = Scorer(Path(message["path"]), message["entry"], message["dialect"])
-                answer: Any = {"notes": notes, "dialect": scorer.dialect, "where": scorer.where}
+            if request["op"] == "open":
+                scorer = Scorer(Path(source, request["file"]), request["entry"], request["dialect"])
+                answers: Iterator[dict[str, Any]] = iter([{"dialect": scorer.dialect, "where": scorer.where}])
             elif scorer is None:
                 raise ReportedError("load", "no reward is open")
             else:
-                key = json.dumps(message, sort_keys=True).encode()
-                answer = {"scores": scorer.score(message, key)}
+                answers = _ended(scorer.score(request))
+            for answer in answers:
+                _leave_forks(own)
+                send(channel, {"id": request["id"], **answer})
         except ReportedError as fault:
-            answer = {"error": {"kind": fault.kind, "message": str(fault)}}
+            _leave_forks(own)
+            send(channel, {"id": request["id"], "fault": fault.kind, "message": str(fault)[:900]})
         except MemoryError:
-            answer = {"error": {"kind": "raised", "message": "the reward ran out of the memory it may use"}}
-        send(channel, answer)
+            _leave_forks(own)
+            message = "the reward ran out of the memory it may use (MemoryError)"
+            send(channel, {"id": request["id"], "fault": "memory", "message": message})
+
+
+def _ended(answers: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    yield from answers
+    yield {"end": True}
+
+
+def _leave_forks(own: int) -> None:
+    """A process that the reward forked and that came back from it must not answer beside this one."""
+    if os.getpid() != own:
+        os._exit(0)
+
+
+def confine(parent: int, cell: str) -> Confinement:
+    """Enter the cell that the job planned; the scratch becomes home and working folder."""
+    found = enter(parent, CellPlan(**json.loads(cell)))
+    os.environ.update({"HOME": found.home, "TMPDIR": found.home})
+    os.chdir(found.home)
+    return found
 
 
 def main() -> None:
-    """Entry point. Arguments: the socket's descriptor, `{"limits", "hidden"}` as JSON, the parent's process id."""
+    """Entry point. Arguments: the socket's descriptor, a `CellPlan` as JSON, the parent's process id."""
     os.dup2(2, 1)
     descriptor, cell, parent = sys.argv[1:]
-    notes = enter(int(parent), **json.loads(cell))
-    serve(socket.socket(fileno=int(descriptor)), notes)
+    found = confine(int(parent), cell)
+    channel = socket.socket(fileno=int(descriptor))
+    send(channel, {"id": 0, "notes": list(found.notes), "whole": found.whole})
+    if found.listeners:
+        socket.send_fds(channel, [b"L"], [listener.fileno() for listener in found.listeners])
+        for listener in found.listeners:
+            listener.close()  # the job accepts; a reward that did would talk to itself
+    serve(channel, found.source)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,186 @@
+"""What a reward's process gives up for good before its code runs: capabilities, system calls and, where it has no file
+system of its own, files.
+
+Three kernel mechanisms, each by its bare interface because the worker holds the standard library only: `capset`,
+seccomp filters (Linux 3.5, x86-64 and arm64) and Landlock (Linux 5.13). None can be taken back, and all are inherited.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_CAPABILITY_VERSION = 0x20080522
+_NO_NEW_PRIVS, _SECCOMP, _FILTER_MODE = 38, 22, 2  # prctl
+
+# --- system calls -----------------------------------------------------------------------------------------------------
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# name → number on (x86_64, aarch64): ways to other processes, mounts and namespaces, and rarely used kernel code
+_DENIED = {
+    "acct": (163, 89),
+    "add_key": (248, 217),
+    "bpf": (321, 280),
+    "chroot": (161, 51),
+    "delete_module": (176, 106),
+    "finit_module": (313, 273),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fsopen": (430, 430),
+    "fspick": (433, 433),
+    "init_module": (175, 105),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "io_uring_setup": (425, 425),
+    "kcmp": (312, 272),
+    "kexec_file_load": (320, 294),
+    "kexec_load": (246, 104),
+    "keyctl": (250, 219),
+    "mount": (165, 40),
+    "mount_setattr": (442, 442),
+    "move_mount": (429, 429),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "open_tree": (428, 428),
+    "perf_event_open": (298, 241),
+    "pidfd_getfd": (438, 438),
+    "pivot_root": (155, 41),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "ptrace": (101, 117),
+    "quotactl": (179, 60),
+    "reboot": (169, 142),
+    "request_key": (249, 218),
+    "setns": (308, 268),
+    "swapoff": (168, 225),
+    "swapon": (167, 224),
+    "syslog": (103, 116),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
+    "userfaultfd": (323, 282),
+}
+# what an IPC namespace separates where there is one
+_SHARED = {"mq_open": (240, 180), "msgget": (68, 186), "semget": (64, 190), "shmget": (29, 194)}
+_CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
+_NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} and NEWTIME
+_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink: those that a network namespace holds; vsock, for one, is not
+_X32 = 0x40000000
+_LOAD, _EQUAL, _ATLEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+
+
+def give_up_privileges(libc: Any) -> None:
+    """No capability now, and none by executing a file with more rights."""
+    header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    libc.capset(ctypes.byref(header), ctypes.byref(none))
+    libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def filter_calls(libc: Any, *, apart: bool, sockets: bool) -> list[str]:
+    """Refuse the system calls of `_DENIED`, and sockets: all, or those that no network namespace holds.
+
+    Needs `give_up_privileges` first.
+
+    Args:
+        apart: whether this process has namespaces of its own; without them System V IPC is refused too.
+        sockets: whether to allow the families of `_FAMILIES`.
+
+    Returns:
+        What is missing, in words.
+    """
+    machine = platform.machine()
+    if machine not in _AUDIT_ARCH:
+        return [f"system calls are not filtered: no table of numbers for {machine}"]
+    program = b"".join(_program(_AUDIT_ARCH[machine], 0 if machine == "x86_64" else 1, apart, sockets))
+    held = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(held))
+    if libc.prctl(_SECCOMP, _FILTER_MODE, ctypes.create_string_buffer(header, len(header)), 0, 0):
+        return [f"system calls are not filtered: {os.strerror(ctypes.get_errno())}"]
+    return []
+
+
+def _program(arch: int, column: int, apart: bool, sockets: bool) -> list[bytes]:
+    """A classic BPF program: every rule loads, compares and returns, or goes on to the next."""
+    refuse = _ERRNO | errno.EPERM
+    rules = [
+        _step(_LOAD, _ARCH_AT),
+        *_when(_EQUAL, arch, None, _KILL),
+        _step(_LOAD, _NUMBER_AT),
+        *_when(_ATLEAST, _X32, _KILL),
+    ]
+    for numbers in (*_DENIED.values(), *(() if apart else _SHARED.values())):
+        rules += _when(_EQUAL, numbers[column], refuse)
+    rules += _when(_EQUAL, _CLONE3[column], _ERRNO | errno.ENOSYS)  # its flags lie in memory; the C library takes clone
+    rules += [_step(_EQUAL, _CLONE[column], 0, 3), _step(_LOAD, _FIRST_ARGUMENT_AT)]
+    rules += [*_when(_ANY_BIT, _NEW_NAMESPACES, refuse), _step(_LOAD, _NUMBER_AT)]
+    families = _FAMILIES if sockets else ()
+    rules += [_step(_EQUAL, _SOCKET[column], 0, 2 + 2 * len(families)), _step(_LOAD, _FIRST_ARGUMENT_AT)]
+    for family in families:
+        rules += _when(_EQUAL, family, _ALLOW)
+    return [*rules, _step(_RETURN, refuse), _step(_RETURN, _ALLOW)]
+
+
+def _when(test: int, value: int, then: int | None, otherwise: int | None = None) -> list[bytes]:
+    """Return `then` where the test holds (or `otherwise` where it does not), else go on."""
+    if then is not None:
+        return [_step(test, value, 0, 1), _step(_RETURN, then)]
+    assert otherwise is not None
+    return [_step(test, value, 1, 0), _step(_RETURN, otherwise)]
+
+
+def _step(code: int, value: int, true: int = 0, false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, true, false, value)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+_CREATE, _ADD, _RESTRICT = 444, 445, 446  # the numbers of every architecture
+_EXECUTE, _WRITE, _READ, _LIST = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_TRUNCATE, _DEVICE_CONTROL = 1 << 14, 1 << 15
+_OF_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _DEVICE_CONTROL
+_NETWORK, _SCOPES = 0b11, 0b11  # bind and connect of TCP; abstract unix sockets and signals
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+
+def fence_files(libc: Any, readable: Sequence[str], writable: Sequence[str]) -> list[str]:
+    """Landlock: reach only these paths from now on; what that does not hold back, in words.
+
+    Needs `give_up_privileges` first. Where the kernel knows them, TCP, abstract unix sockets and signals to processes
+    outside are fenced as well.
+    """
+    abi = libc.syscall(_CREATE, None, ctypes.c_size_t(0), 1)
+    if abi < 1:
+        return ["the reward can read and write what its user can: the kernel has no Landlock"]
+    handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    attributes = struct.pack("QQQ", handled, _NETWORK, _SCOPES)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    rules = libc.syscall(_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
+    if rules < 0:
+        return [f"the reward can read and write what its user can: Landlock {os.strerror(ctypes.get_errno())}"]
+    try:
+        for path in (*readable, *_DEVICES):
+            _allow(libc, rules, path, (_EXECUTE | _READ | _LIST | (_WRITE if path in _DEVICES else 0)) & handled)
+        for path in writable:
+            _allow(libc, rules, path, handled)
+        if libc.syscall(_RESTRICT, rules, 0):
+            return [f"the reward can read and write what its user can: Landlock {os.strerror(ctypes.get_errno())}"]
+    finally:
+        os.close(rules)
+    return [] if abi >= 6 else ["the reward can signal processes of its user: Landlock is older than its version 6"]
+
+
+def _allow(libc: Any, rules: int, path: str, access: int) -> None:
+    if not Path(path).exists():
+        return
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        access &= -1 if Path(path).is_dir() else _OF_FILES
+        libc.syscall(_ADD, rules, 1, struct.pack("=Qi", access, place), 0)
+    finally:
+        os.close(place)

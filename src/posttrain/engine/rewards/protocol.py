@@ -1,0 +1,197 @@
+"""What job and reward worker say to each other: JSON behind an 8-byte big-endian length, over a socket pair.
+
+::
+
+    worker: {"id": 0, "notes": […], "whole": true}               once it is confined, before any code of the user's
+    job:    {"id": 1, "op": "open", "file", "entry", "dialect"}   ─▶    {"id": 1, "dialect", "where"} | fault
+    job:    {"id": 2, "op": "score", "at": [0, 1, …], "prompts", …} ─▶  one answer per completion as it is known, then
+                                                                        {"id": 2, "end": true} | fault
+    answer: {"id": 2, "at": 0, "score": 0.5 | null, "components": {…}} | {"id": 2, "at": 1, "error": "one line"}
+    fault:  {"id": 2, "fault": "load" | "raised" | "answer" | "memory", "message": "one line"}
+
+The reward's code can write to the socket as well as the worker can, so the job believes nothing: an answer is bounded
+in bytes, must be of one of these shapes, and carries the id of the request; what does not is malformed, and ends the
+worker. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+MAX_REQUEST = 256 * 2**20  # bytes
+MAX_ANSWER = 256 * 2**10  # bytes: one completion's
+MAX_TEXT = 1000  # characters of a line
+MAX_COMPONENTS = 64
+FAULTS = ("load", "raised", "answer", "memory")
+
+
+class MalformedError(Exception):
+    """An answer that is none; the text says why."""
+
+
+class Channel(Protocol):
+    """The two methods of a connected socket that messages need."""
+
+    def sendall(self, data: bytes, /) -> None:
+        """Write everything."""
+
+    def recv(self, count: int, /) -> bytes:
+        """Read at most `count` bytes; none at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker is confined."""
+
+    whole: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The reward is loaded."""
+
+    dialect: str
+    where: str  # file.py:12 (score)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion's: a score, or one line on why there is none."""
+
+    at: int
+    score: float | None
+    components: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """All completions of the request have been answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The request as a whole failed."""
+
+    kind: str
+    message: str
+
+
+Message = Ready | Opened | Answer | End | Fault
+
+
+def send(channel: Channel, value: Any) -> None:
+    """Write one message."""
+    data = json.dumps(value).encode()
+    channel.sendall(struct.pack(">Q", len(data)) + data)
+
+
+def receive_request(channel: Channel) -> Any:
+    """Read one request.
+
+    Raises:
+        EOFError: the other end closed.
+        ValueError: too long, or not JSON.
+    """
+    return json.loads(_frame(channel, MAX_REQUEST))
+
+
+def receive(channel: Channel, expected: int) -> Message:
+    """Read one answer to the request `expected`.
+
+    Raises:
+        EOFError: the other end closed.
+        MalformedError: too long, not JSON, of no known shape, or an answer to another request.
+    """
+    try:
+        value = json.loads(_frame(channel, MAX_ANSWER))
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"what is not JSON or too large: {_line(error)}") from None
+    if not isinstance(value, dict):
+        raise MalformedError(f"a {type(value).__name__}, expected a JSON object")
+    if type(value.get("id")) is not int or value["id"] != expected:
+        raise MalformedError(
+            f"request {value.get('id')!r:.40} while request {expected} was asked, as a process that it forked may"
+        )
+    return _message(value)
+
+
+def _message(value: dict[str, Any]) -> Message:
+    keys = value.keys() - {"id"}
+    if keys == {"notes", "whole"}:
+        return Ready(value["whole"] is True, tuple(_text(note) for note in _list(value["notes"])))
+    if keys == {"dialect", "where"}:
+        return Opened(_text(value["dialect"]), _text(value["where"]))
+    if keys == {"end"}:
+        return End()
+    if keys == {"fault", "message"} and value["fault"] in FAULTS:
+        return Fault(value["fault"], _text(value["message"]))
+    if keys == {"at", "error"}:
+        return Answer(_index(value["at"]), None, error=_text(value["error"]))
+    if keys == {"at", "score", "components"}:
+        score = None if value["score"] is None else _number(value["score"])
+        return Answer(_index(value["at"]), score, _components(value["components"]))
+    raise MalformedError(f"an object of unknown shape with the keys {', '.join(sorted(map(str, keys)))[:200]}")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > MAX_COMPONENTS:
+        raise MalformedError("something that must be a short list and is not")
+    return value
+
+
+def _components(value: Any) -> dict[str, float]:
+    if not isinstance(value, dict) or len(value) > MAX_COMPONENTS:
+        raise MalformedError(f"components that are no map of at most {MAX_COMPONENTS} numbers")
+    return {name[:MAX_TEXT]: _number(number) for name, number in value.items()}
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MalformedError(f"a {type(value).__name__} where a number is expected")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise MalformedError("a number that no float holds") from None
+    if not math.isfinite(number):
+        raise MalformedError(f"{number} where a finite number is expected")
+    return number
+
+
+def _index(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise MalformedError(f"the completion {value!r:.40}, expected its number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise MalformedError(f"a {type(value).__name__} where a text is expected")
+    return " ".join(value[:MAX_TEXT].split())
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _frame(channel: Channel, most: int) -> bytes:
+    (length,) = struct.unpack(">Q", _exactly(channel, 8))
+    if length > most:
+        raise ValueError(f"message of {length} bytes is longer than {most}")
+    return _exactly(channel, length)
+
+
+def _exactly(channel: Channel, count: int) -> bytes:
+    chunks = bytearray()
+    while len(chunks) < count:
+        chunk = channel.recv(min(count - len(chunks), 1 << 20))
+        if not chunk:
+            raise EOFError("the other end closed the socket")
+        chunks += chunk
+    return bytes(chunks)

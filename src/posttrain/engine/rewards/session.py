@@ -1,0 +1,211 @@
+"""One worker process of a reward, from its start to its end: messages with deadlines, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import posttrain.engine.rewards.protocol as protocol
+import posttrain.engine.rewards.worker as worker
+from posttrain.engine.rewards.cell import CellPlan
+from posttrain.engine.rewards.layout import MEMORY, PROCESSES
+from posttrain.engine.rewards.relay import Relay
+from posttrain.engine.rewards.watch import OVER_MEMORY, OVER_PROCESSES
+
+END_TIMEOUT = 5.0  # seconds the keeper may take to kill what the reward started, before it is killed itself
+START_TIMEOUT = 60.0  # seconds a worker may take to start and to confine itself, on a busy machine
+PRINTED = 2**20  # bytes of the reward's output that go into the job's log
+_LIMITS = {
+    OVER_MEMORY: f"more than {MEMORY / 2**30:g} GiB of memory, or half of the machine's",
+    OVER_PROCESSES: f"more than {PROCESSES} processes and threads",
+}
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # sent by people and by machines that run low
+
+
+class EndedError(Exception):
+    """The worker is gone; the text says how, `killed` whether from outside."""
+
+    def __init__(self, message: str, killed: bool) -> None:
+        super().__init__(message)
+        self.killed = killed
+
+
+class LateError(Exception):
+    """The deadline passed; the worker is killed."""
+
+
+class Session:
+    """A started and confined worker.
+
+    Args:
+        plan: of its cell.
+        network: declared hosts, one per port of the plan.
+
+    Raises:
+        LateError, EndedError: it did not come to be confined.
+    """
+
+    def __init__(self, plan: CellPlan, network: Sequence[str] = ()) -> None:
+        self._process, self._channel, self._output = _start(plan)
+        self._printed = threading.Thread(target=_copy, args=(self._output,), daemon=True)
+        self._printed.start()
+        self._relay: Relay | None = None
+        self._last = 0
+        try:
+            deadline = time.monotonic() + START_TIMEOUT
+            ready = self._receive(deadline)
+            if not isinstance(ready, protocol.Ready):
+                raise EndedError("its worker did not say that it is confined", killed=False)
+            self.confined, self.notes = ready.whole, ready.notes
+            if plan.ports and ready.whole:
+                self._relay = Relay(self._listeners(len(plan.ports), deadline), network)
+        except protocol.MalformedError as error:
+            self.close()
+            raise EndedError(f"its worker answered {error}", killed=False) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: Mapping[str, Any], seconds: float) -> Iterator[protocol.Message]:
+        """Send a request; yields its answers up to and with the last one.
+
+        Raises:
+            LateError: it took longer than `seconds` in all. EndedError: the worker ended.
+            protocol.MalformedError: an answer that is none. ValueError, TypeError: the request is not JSON.
+        """
+        self._last += 1
+        deadline = _Deadline(self._channel, time.monotonic() + seconds)
+        with self._faults():
+            protocol.send(deadline, {**request, "id": self._last})
+        while True:
+            answer = self._receive(deadline.moment)
+            yield answer
+            if not isinstance(answer, protocol.Answer):
+                return
+
+    def close(self) -> None:
+        """Kill the worker and everything it started, detached or not."""
+        self._channel.close()
+        if self._relay:
+            self._relay.close()
+        self._process.terminate()
+        try:
+            self._process.wait(END_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._printed.join(END_TIMEOUT)  # all it printed stands in the log before anything else does
+
+    def _receive(self, moment: float) -> protocol.Message:
+        with self._faults():
+            return protocol.receive(_Deadline(self._channel, moment), self._last)
+
+    def _listeners(self, count: int, moment: float) -> list[socket.socket]:
+        self._channel.settimeout(max(moment - time.monotonic(), 0.001))
+        with self._faults():
+            _, found, _, _ = socket.recv_fds(self._channel, 1, count)
+        return [socket.socket(fileno=number) for number in found]
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """What goes wrong with the socket, as what it means; the worker is gone afterwards."""
+        try:
+            yield
+        except TimeoutError:
+            self.close()
+            raise LateError from None
+        except (EOFError, ConnectionError, BrokenPipeError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_TIMEOUT)  # let it finish exiting, to tell its own exit code from our kill
+            self.close()
+            raise self._ending() from None
+
+    def _ending(self) -> EndedError:
+        code = self._process.returncode or 0
+        if code in _LIMITS:
+            return EndedError(f"used {_LIMITS[code]} and was killed", killed=False)
+        number = -code if code < 0 else code - 128  # the keeper answers as shells do
+        how = f"signal {number}" if number > 0 else f"exit code {code}"
+        return EndedError(f"ended its process ({how}) instead of answering", killed=code < 0 or number in _OUTSIDE)
+
+
+class _Deadline:
+    """A socket whose operations all end at one moment."""
+
+    def __init__(self, channel: socket.socket, moment: float) -> None:
+        self._channel = channel
+        self.moment = moment
+
+    def sendall(self, data: bytes, /) -> None:
+        """As `socket.sendall`."""
+        self._arm()
+        self._channel.sendall(data)
+
+    def recv(self, count: int, /) -> bytes:
+        """As `socket.recv`."""
+        self._arm()
+        return self._channel.recv(count)
+
+    def _arm(self) -> None:
+        left = self.moment - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._channel.settimeout(left)
+
+
+def _start(plan: CellPlan) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+    """Start a worker with a minimal environment: no variable of ours reaches the reward's code."""
+    ours, theirs = socket.socketpair()
+    output, printing = os.pipe()
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": plan.scratch,
+        "TMPDIR": plan.scratch,
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": str(worker.PACKAGES),
+        "PYTHONHASHSEED": "0",  # iteration over sets of strings must not differ from run to run
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    cell = json.dumps(asdict(plan))
+    command = [sys.executable, "-s", "-P", "-m", worker.__name__, str(theirs.fileno()), cell, str(os.getpid())]
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=printing,
+                stderr=printing,
+                env=environment,
+                cwd=plan.scratch,
+                start_new_session=True,
+            )
+    finally:
+        os.close(printing)
+    return process, ours, output
+
+
+def _copy(output: int) -> None:
+    """Copy what the reward prints to stderr up to a limit; read on, so that it never waits for its log."""
+    left, dropped = PRINTED, 0
+    with contextlib.suppress(OSError):
+        while chunk := os.read(output, 1 << 16):
+            os.write(2, chunk[:left])
+            dropped += max(len(chunk) - left, 0)
+            left -= min(len(chunk), left)
+        if dropped:
+            os.write(2, f"\n[{dropped} more bytes that the reward printed are not kept]\n".encode())
+    os.close(output)
