@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.domain.errors import InputError, JobFailedError
+from posttrain.engine.rewards.parallel import ParallelReward
 from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, probe_call
 from posttrain.engine.rewards.process import ProcessReward, open_reward
 from posttrain.engine.rewards.scripted import ScriptedReward
@@ -147,6 +148,149 @@ class TestEveryReward:
             open_any("raises").score(call("x"))
         assert "\n" not in str(caught.value)
         assert not caught.value.retryable
+
+
+class TestStatuses:
+    """A completion that cannot be scored is left out; the others are scored all the same."""
+
+    RAISES = "def score(completion):\n    return 1 / len(completion.strip('x'))\n"
+    RAISES_TOGETHER = "def score(completions, **kw):\n    return [1 / len(c.strip('x')) for c in completions]\n"
+    HANGS = "import time\ndef score(completion):\n    time.sleep(600 * (completion == 'hang'))\n    return 1.0\n"
+    HANGS_TOGETHER = (
+        "import time\ndef score(completions, **kw):\n    time.sleep(600 * ('hang' in completions))\n"
+        "    return [1.0 for _ in completions]\n"
+    )
+    DIES_TOGETHER = (
+        "import os\ndef score(completions, **kw):\n    'die' in completions and os._exit(3)\n"
+        "    return [1.0 for _ in completions]\n"
+    )
+    NAN = "def score(completions, **kw):\n    return [float('nan') if c == 'n' else 1 for c in completions]\n"
+    WORD = "def score(completions, **kw):\n    return ['good' if c == 'n' else 1 for c in completions]\n"
+
+    @pytest.fixture(params=["process", "scripted"])
+    def raising(self, request: pytest.FixtureRequest, opened: Callable[..., ProcessReward]) -> RewardFunction:
+        scripted = ScriptedReward(lambda c: [1 / len(t.strip("x")) for t in c.completions])
+        return scripted if request.param == "scripted" else opened(self.RAISES)
+
+    def test_one_that_raises(self, raising: RewardFunction) -> None:
+        scores = raising.score(call("a", "x", "bb"), allowed=1)
+        assert [s.status for s in scores] == ["ok", "error", "ok"]
+        assert [s.score for s in scores] == [1.0, None, 0.5]
+        assert "ZeroDivisionError" in scores[1].message
+        assert "\n" not in scores[1].message
+
+    def test_one_too_many(self, raising: RewardFunction) -> None:
+        with pytest.raises(RewardError, match=r"completion 1 'x'.*; 2 of 4 completions failed, at most 1 may"):
+            raising.score(call("a", "x", "bb", "xx"), allowed=1)
+
+    def test_all_of_them_whatever_is_allowed(self, raising: RewardFunction) -> None:
+        with pytest.raises(RewardError, match="2 of 2 completions failed"):
+            raising.score(call("x", "xx"), allowed=9)
+
+    @pytest.mark.parametrize(
+        ("source", "bad", "status"),
+        [
+            (RAISES_TOGETHER, "x", "error"),
+            (DIES_TOGETHER, "die", "error"),
+            (HANGS_TOGETHER, "hang", "timeout"),
+            (HANGS, "hang", "timeout"),
+            (NAN, "n", "error"),
+            (WORD, "n", "error"),
+        ],
+    )
+    def test_wherever_it_stands(self, opened: Callable[..., ProcessReward], source: str, bad: str, status: str) -> None:
+        reward = opened(source, timeout=3.0 if status == "timeout" else 60.0)
+        groups = RewardCall(["P", "P", "Q", "Q"], ["a", bad, "c", "d"], [{"answer": "1"}] * 2 + [{"answer": "2"}] * 2)
+        assert [s.status for s in reward.score(groups, allowed=1)] == ["ok", status, "ok", "ok"]
+
+    def test_a_slow_batch_is_no_hanging_completion(self, opened: Callable[..., ProcessReward]) -> None:
+        source = "import time\ndef score(completion):\n    time.sleep(1.5)\n    return 1.0\n"
+        scores = opened(source, timeout=4.0).score(call(*"abcd"))
+        assert [s.status for s in scores] == ["ok"] * 4
+
+    def test_none_is_no_failure(self, open_any: Opener) -> None:
+        assert [s.status for s in open_any("none").score(call("?", "12"))] == ["none", "ok"]
+
+    def test_side_by_side(self, opened: Callable[..., ProcessReward]) -> None:
+        reward = ParallelReward([opened(self.RAISES), opened(self.RAISES)])
+        wide = RewardCall(list("PQRS"), ["a", "x", "c", "xx"], [{"answer": a} for a in "1234"])
+        assert [s.status for s in reward.score(wide, allowed=2)] == ["ok", "error", "ok", "error"]
+        with pytest.raises(RewardError, match="2 of 4 completions failed, at most 1 may"):
+            reward.score(wide, allowed=1)
+        reward.close()
+
+
+class TestProtocol:
+    """The reward's code can write to its worker's socket: the job believes none of it."""
+
+    FORGES = """
+        import gc, json, os, socket, struct
+        def channel():
+            return next(s for s in gc.get_objects() if isinstance(s, socket.socket) and s.fileno() >= 0)
+        def frame(data):
+            return struct.pack(">Q", len(data)) + data
+        def send(value):
+            channel().sendall(frame(json.dumps(value).encode()))
+        def score(completion, rows=None):
+            {attack}
+            return 0.25
+    """
+
+    def test_a_fork_does_not_answer_for_it(self, opened: Callable[..., ProcessReward]) -> None:
+        source = "import os\ndef score(completion):\n    os.fork()\n    return float(completion)\n"
+        reward = opened(source)
+        for first in range(5):
+            values = [float(first), float(first + 10)]
+            assert [s.score for s in reward.score(call(*map(str, values)))] == values
+
+    @pytest.mark.parametrize(
+        ("attack", "complaint"),
+        [
+            ("send({'id': 1, 'at': 0, 'score': 1.0, 'components': {}})", "request 1 while request 2 was asked"),
+            ("send({'id': 3, 'at': 0, 'score': 1.0, 'components': {}})", "request 3 while request 2 was asked"),
+            ("send({'id': True, 'at': 0, 'score': 1.0, 'components': {}})", "request True"),
+            ("send({'id': 2, 'at': 7, 'score': 1.0, 'components': {}})", "a completion that was not asked for"),
+            ("send({'id': 2, 'at': 0, 'score': 1.0, 'components': {}})", "or twice"),
+            ("send({'id': 2, 'at': -1, 'score': 1.0, 'components': {}})", "expected its number"),
+            ("send({'id': 2, 'at': 0.0, 'score': 1.0, 'components': {}})", "expected its number"),
+            ("send({'id': 2, 'at': 0, 'score': True, 'components': {}})", "a bool where a number is expected"),
+            ("send({'id': 2, 'at': 0, 'score': 'x', 'components': {}})", "a str where a number is expected"),
+            ("send({'id': 2, 'at': 0, 'score': float('nan'), 'components': {}})", "finite number"),
+            ("send({'id': 2, 'at': 0, 'score': 10**400, 'components': {}})", "a number that no float holds"),
+            ("send({'id': 2, 'at': 0, 'score': 1.0, 'components': []})", "components that are no map"),
+            ("send({'id': 2, 'at': 0, 'score': 1.0, 'components': {str(i): 0 for i in range(99)}})", "components"),
+            ("send({'id': 2, 'at': 0, 'score': 1.0})", "an object of unknown shape"),
+            ("send({'id': 2, 'end': True})", "an end before every completion was answered"),
+            ("send({'id': 2, 'notes': [], 'whole': True})", "a completion that was not asked for, or twice"),
+            ("send({'id': 2, 'fault': 'novel', 'message': ''})", "an object of unknown shape"),
+            ("send({'id': 2, 'at': 0, 'error': 7})", "a int where a text is expected"),
+            ("send([1, 2])", "a list, expected a JSON object"),
+            ("send(None)", "a NoneType, expected a JSON object"),
+            ("channel().sendall(frame(b'[' * 200_000))", "what is not JSON or too large"),
+            ("channel().sendall(frame(b'{'))", "what is not JSON or too large"),
+            ("channel().sendall(frame(b'\\xff\\xfe'))", "what is not JSON or too large"),
+            ("channel().sendall(struct.pack('>Q', 60_000_000))", "message of 60000000 bytes is longer than"),
+            ("channel().sendall(struct.pack('>Q', 2**63))", "is longer than"),
+        ],
+    )
+    def test_malformed(self, opened: Callable[..., ProcessReward], attack: str, complaint: str) -> None:
+        reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", attack))
+        with pytest.raises(RewardError, match=rf"answered .*{complaint}.*; it must not write") as caught:
+            reward.score(call("12", "13"))
+        assert "\n" not in str(caught.value)
+        with pytest.raises(InputError, match="closed"):
+            reward.score(call("12"))
+
+    def test_half_a_message_meets_the_deadline(self, opened: Callable[..., ProcessReward]) -> None:
+        attack = "channel().sendall(b'\\0\\0'); import time; time.sleep(600)"
+        reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", attack), timeout=1.0)
+        with pytest.raises(RewardError, match="time-out of 1 s"):
+            reward.score(call("12"))
+
+    def test_a_closed_socket_is_an_end(self, opened: Callable[..., ProcessReward]) -> None:
+        reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", "channel().shutdown(2)"))
+        with pytest.raises(RewardError, match="ended its process"):
+            reward.score(call("12"))
 
 
 class TestUserErrors:

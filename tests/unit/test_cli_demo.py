@@ -139,4 +139,4 @@ def test_the_examples_of_the_repository_fit_together(folder: Path) -> None:
         assert spec.release.channel == plan.channel
         assert spec.model == f"model:{plan.model.name}"
         assert {ref.partition(":")[2].partition("@")[0] for ref in spec.data.values()} <= plan.datasets.keys()
-        assert {ref.partition(":")[2].partition("@")[0] for ref in spec.rewards.values()} <= plan.rewards.keys()
+        assert {use.ref.partition(":")[2].partition("@")[0] for use in spec.rewards.values()} <= plan.rewards.keys()

@@ -19,6 +19,7 @@ from pathlib import Path
 from posttrain.app.checks import Check
 from posttrain.app.cluster_checks import check_ray, cluster_checks
 from posttrain.app.cluster_facts import ask_ray, read_machine
+from posttrain.app.confinement import confinement
 from posttrain.app.workspace import Workspace, find_workspace, process_alive
 from posttrain.domain.errors import PosttrainError, WorkspaceError
 from posttrain.domain.jobs import JobState
@@ -45,6 +46,7 @@ def examine(*, probe: bool = False, ray: str = "") -> list[Check]:
     checks = [_python(), _processors(), _threads(), _engine(), *cluster_checks(facts)]
     if ray:
         checks.append(check_ray(ray, facts, ask_ray(ray) if "ray" in facts.packages else None))
+    checks.append(_rewards())
     try:
         root = find_workspace()
         workspace = Workspace(root)
@@ -97,6 +99,18 @@ def _engine() -> Check:
     if missing:
         return Check("engine", "fail", f"not installed: {', '.join(missing)}", "pip install 'posttrain[engine]'")
     return Check("engine", "ok", ", ".join(versions))
+
+
+def _rewards() -> Check:
+    """Whether the kernel gives what confines a reward's code."""
+    try:
+        found = confinement()
+    except PosttrainError as error:
+        return Check("rewards", "fail", str(error), "see python -m posttrain.engine.rewards.probe")
+    if found.whole:
+        return Check("rewards", "ok", "confined: a root of their own, no network, no other processes")
+    remedy = "allow user namespaces, or trust what your rewards do: posttrain init --rewards trusted"
+    return Check("rewards", "warn", "; ".join(found.notes), remedy)
 
 
 def _disk(root: Path) -> Check:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from posttrain.app.confinement import check_confinement
 from posttrain.app.fitting import check_fit
 from posttrain.app.locks import is_lock, read_lock, refuse_lock
 from posttrain.app.placing import refuse_infeasible
@@ -171,7 +172,8 @@ def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | 
     planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, workspace.ledger.channels())
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
-    return replace(planned, warnings=(*planned.warnings, *check_fit(planned, spec, workspace, source)))
+    found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
+    return replace(planned, warnings=(*planned.warnings, *found))
 
 
 def submit(

@@ -28,7 +28,8 @@ from posttrain.store.sealer import seal
 FOLDER = ".posttrain"
 VARIABLE = "POSTTRAIN_WORKSPACE"
 STORE_VARIABLE = "POSTTRAIN_STORE"
-_RECORD = "workspace.json"  # {"format", "store"}: written once
+_RECORD = "workspace.json"  # {"format", "store"}: written once; "rewards": "trusted" where a person said so
+TRUSTED = "trusted"
 _FORMAT = "posttrain.workspace/1"
 _OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
 
@@ -41,7 +42,9 @@ class Workspace:
             artifact store than the one it was made with.
     """
 
-    def __init__(self, root: Path, *, create: bool = False, actor: str | None = None) -> None:
+    def __init__(
+        self, root: Path, *, create: bool = False, actor: str | None = None, rewards: str | None = None
+    ) -> None:
         self.root = root.resolve()
         if not create and not (self.root / "ledger.db").exists():
             raise WorkspaceError(f"{self.root}: is no workspace; run `posttrain init`, or set {VARIABLE} to one")
@@ -50,7 +53,8 @@ class Workspace:
         self.blobs = open_blobs(_store(self.root))  # first: a store that cannot be opened leaves no half workspace
         if create:
             _make(self.root)
-            _record_store(self.root, self.blobs.url)
+            _record_store(self.root, self.blobs.url, rewards)
+        self.trusts_rewards = (read_json(self.root / _RECORD) or {}).get("rewards") == TRUSTED
         self.ledger = Ledger(Database(self.root / "ledger.db", create=create), clock)
         trainers = (NativeTrainer(),)
         self.wiring = Wiring(
@@ -62,6 +66,7 @@ class Workspace:
             root=self.root,
             actor=self.actor,
             slots=1 if gpu_visible() else max(1, os.cpu_count() or 1),  # every job takes the first GPU
+            trust_rewards=self.trusts_rewards,
         )
         self.catalog = Catalog(self.ledger, self.blobs, self.actor)
 
@@ -110,11 +115,15 @@ def open_workspace(path: Path | None = None) -> Workspace:
     return Workspace(path if (path / "ledger.db").exists() else path / FOLDER)
 
 
-def init_workspace(path: Path | None = None) -> Workspace:
-    """Make a workspace below `path` (default: here). Doing it again changes nothing."""
+def init_workspace(path: Path | None = None, *, rewards: str | None = None) -> Workspace:
+    """Make a workspace below `path` (default: here). Doing it again changes nothing but what is given.
+
+    Args:
+        rewards: `trusted`: rewards may run where the kernel cannot confine them; `confined` takes that back.
+    """
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
-    return Workspace(root, create=True)
+    return Workspace(root, create=True, rewards=rewards)
 
 
 def process_name() -> str:
@@ -156,10 +165,15 @@ def _store(root: Path) -> str:
     return found
 
 
-def _record_store(root: Path, url: str) -> None:
-    if read_json(root / _RECORD) is None:
-        own = blobs_url(root / _OWN_STORE)
-        write_json(root / _RECORD, {"format": _FORMAT, "store": _OWN_STORE if url == own else url})
+def _record_store(root: Path, url: str, rewards: str | None) -> None:
+    known = read_json(root / _RECORD)
+    own = blobs_url(root / _OWN_STORE)
+    record = known or {"format": _FORMAT, "store": _OWN_STORE if url == own else url}
+    if rewards is not None:
+        record = {key: value for key, value in record.items() if key != "rewards"}
+        record |= {"rewards": TRUSTED} if rewards == TRUSTED else {}
+    if record != known:
+        write_json(root / _RECORD, record)
 
 
 def _make(root: Path) -> None:

@@ -71,7 +71,7 @@ class _Stage:
         plan, seed = self._plan, str(self.seed)
         _headline("Data, a workspace, a base model made from nothing, and versioned assets")
         self._python(f"{self._example}/{plan.make_data}", "--seed", seed, "--out", "data")
-        self._posttrain("init")
+        self._init()
         self._posttrain(
             "asset", "create", f"model:{plan.model.name}", f"{self._example}/{plan.model.file}", "--seed", seed
         )
@@ -81,6 +81,15 @@ class _Stage:
             entry = ("--entry", reward.entry) if reward.entry else ()
             self._posttrain("asset", "add", f"reward:{name}", f"{self._example}/{reward.file}", *entry)
         self._posttrain("plan", f"{self._example}/{plan.runs[0].file}", "--seed", seed)
+
+    def _init(self) -> None:
+        from posttrain.app.confinement import confinement
+
+        found = confinement()
+        if not found.whole:
+            say(f"This machine cannot confine rewards: {'; '.join(found.notes)}.")
+            say("The demo's own are harmless, so its workspace says that it trusts them; yours would be refused.")
+        self._posttrain("init", *(() if found.whole else ("--rewards", "trusted")))
 
     def play(self, run: DemoRun) -> None:
         """One run, and for one that does not ship, why."""

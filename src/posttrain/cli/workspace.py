@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,13 @@ from posttrain.cli.console import Output, OutputOption, console, emit_json, glyp
 
 UNFIT = 10  # the exit code of WorkspaceError
 _GLYPHS = {"ok": "succeeded", "warn": "stopped", "fail": "failed"}
+
+
+class Rewards(StrEnum):
+    """Whether rewards may run unconfined."""
+
+    CONFINED = "confined"
+    TRUSTED = "trusted"
 
 
 def register(app: typer.Typer) -> None:
@@ -23,11 +31,17 @@ def init(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Where; here by default.", show_default=False)
     ] = None,
+    rewards: Annotated[
+        Rewards | None,
+        typer.Option(help="trusted: they may run where the kernel cannot confine them. confined: they may not."),
+    ] = None,
 ) -> None:
-    """Make a workspace (.posttrain); doing it again changes nothing."""
+    """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
     from posttrain.app.workspace import init_workspace
 
-    workspace = init_workspace(folder)
+    workspace = init_workspace(folder, rewards=rewards)
+    if workspace.trusts_rewards:
+        say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
     say(f"workspace {workspace.root}", "next: posttrain asset add dataset:NAME FILE, or posttrain demo")
     workspace.close()
 

@@ -110,6 +110,7 @@ def _order(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: Atte
         tokens_inherited=inherited,
         token_allowance=budgets.token_allowance(manifest, spent, inherited),
         seconds_allowance=budgets.seconds_allowance(manifest, spent),
+        trust_rewards=wiring.trust_rewards,
     )
 
 

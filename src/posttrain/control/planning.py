@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from posttrain.domain.errors import InputError
@@ -96,6 +97,9 @@ class _Resolver:
     def stage(self, name: str) -> StageManifest:
         contract, written = self._contracts[name], self._spec.stages[name]
         inputs = {slot: self._input(f"stages.{name}.{slot}", *wanted) for slot, wanted in contract.inputs.items()}
+        for slot, (kind, word) in contract.inputs.items():
+            if kind == "reward":
+                inputs |= self._reward_files(slot, word)
         return StageManifest(
             name=name,
             kind=written.kind,
@@ -110,10 +114,24 @@ class _Resolver:
             return self._model(field, word)
         if kind == "recipe":  # code lies beside the run file: there is no section for it
             return self._asset(field, kind, word)
-        table, section = {"dataset": (self._spec.data, "data"), "reward": (self._spec.rewards, "rewards")}[kind]
-        if word not in table:
-            raise InputError(f"{self._source}: {field}: {word!r} is not in `{section}`{nearest(word, table)}")
-        return self._asset(f"{section}.{word}", kind, table[word])
+        if kind == "reward":
+            return self._reward(field, word)
+        if word not in self._spec.data:
+            raise InputError(f"{self._source}: {field}: {word!r} is not in `data`{nearest(word, self._spec.data)}")
+        return self._asset(f"data.{word}", kind, self._spec.data[word])
+
+    def _reward(self, field: str, word: str) -> InputRef:
+        rewards = self._spec.rewards
+        if word not in rewards:
+            raise InputError(f"{self._source}: {field}: {word!r} is not in `rewards`{nearest(word, rewards)}")
+        found = self._asset(f"rewards.{word}", "reward", rewards[word].ref)
+        network = rewards[word].network
+        return found.model_copy(update={"meta": {**found.meta, "network": list(network)}}) if network else found
+
+    def _reward_files(self, slot: str, word: str) -> dict[str, InputRef]:
+        """`reward/words.txt`: a slot for every file that a reward's code gets besides its source."""
+        files = self._spec.rewards[word].files
+        return {f"{slot}/{PurePath(f).name}": self._asset(f"rewards.{word}.files", "file", f) for f in files}
 
     def _model(self, field: str, word: str) -> InputRef:
         if word == "base":

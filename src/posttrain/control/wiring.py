@@ -28,6 +28,7 @@ class Wiring:
     root: Path  # the workspace folder
     actor: str  # who acts, as the audit log names it
     slots: int = 1  # jobs of one run at a time
+    trust_rewards: bool = False  # rewards may run where the kernel cannot confine them
 
     def manifest(self, run: RunRecord) -> Manifest:
         """The run's locked manifest.

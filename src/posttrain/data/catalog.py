@@ -104,6 +104,8 @@ class Catalog:
         def resolve(kind: str, text: str) -> InputRef:
             if kind == "recipe":
                 return self._recipe(text, base)
+            if kind == "file":
+                return self._file(text, base)
             ref = parse_ref(text, kind)
             if ref.source is Source.REGISTRY:
                 return self._pinned(self._registered(ref))
@@ -121,6 +123,16 @@ class Catalog:
         digest = file_digest(path)
         self._local[digest] = (path, "file", False)
         return InputRef(source="asset", name=f"path:{path.name}", digest=digest, form="file", meta=found)
+
+    def _file(self, text: str, base: Path) -> InputRef:
+        """A file or folder beside the run file that a reward's code reads."""
+        path = base / Path(text).expanduser()
+        if not path.exists():
+            raise NotFoundError(f"file {text}: no such file or folder ({path}); check the path")
+        form: Form = "tree" if path.is_dir() else "file"
+        digest = tree_digest(path, skip=_left_behind) if form == "tree" else file_digest(path)
+        self._local[digest] = (path, form, False)
+        return InputRef(source="asset", name=f"path:{path.name}", digest=digest, form=form)
 
     def _registered(self, ref: AssetRef) -> Asset:
         versions = self._ledger.assets(ref.kind, ref.name)

@@ -80,6 +80,29 @@ class ReleaseSpec(Frozen):
     model: Name
 
 
+class RewardUse(Frozen):
+    """A reward and what its code gets besides its own source; a ref alone is enough where that is nothing."""
+
+    ref: str  # reward:NAME@VERSION or a path
+    files: tuple[str, ...] = ()  # beside run.yaml; each stands beside the source under its own name, read-only
+    network: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]{1,5}$")], ...] = ()  # host:port
+
+    @model_validator(mode="after")
+    def _distinct(self) -> RewardUse:
+        names = [Path(file).name for file in self.files]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"files: must have names of their own beside the source, got {twice!r} twice; rename one")
+        high = next((word for word in self.network if not 0 < int(word.rpartition(":")[2]) < 65536), None)
+        if high is not None:
+            raise ValueError(f"network: ports must be from 1 to 65535, got {high!r}")
+        return self
+
+
+def _ref_or_map(value: Any) -> Any:
+    return {"ref": value} if isinstance(value, str) else value
+
+
 class StageSpec(Frozen):
     """One stage: its kind, its trainer, and parameters that the trainer checks."""
 
@@ -106,7 +129,7 @@ class RunSpec(Frozen):
     seed: int = Field(ge=0, lt=2**53)
     model: str | None = None  # the base model's ref; stages name it `base`
     data: dict[Name, str] = {}
-    rewards: dict[Name, str] = {}
+    rewards: dict[Name, Annotated[RewardUse, BeforeValidator(_ref_or_map)]] = {}
     stages: dict[Name, StageSpec] = Field(min_length=1)
     gates: tuple[GateRule, ...] = ()
     budget: Budget = Budget()

@@ -131,6 +131,7 @@ class _OnPolicyConfig(_Frozen):
     mini_batches: Positive = 1  # optimiser steps per rollout batch (and epoch)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     reward_timeout: float = Field(default=10.0, gt=0)  # seconds for one batch of completions
+    reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions that may fail
     probe: ProbeConfig | None = None
     trace: TraceConfig = TraceConfig()
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
@@ -246,6 +247,7 @@ class DataflowConfig(_Frozen):
     settings: dict[str, Any] = {}  # for the function; nothing else reads them
     tokens_per_step: Positive | None = None  # what a step may spend; None: each response trained on once, at the most
     reward_timeout: float = Field(default=10.0, gt=0)  # seconds for one batch of completions
+    reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions that may fail
     probe: ProbeConfig | None = None
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()

@@ -201,11 +201,14 @@ def _reward_function(
     stack: ExitStack,
 ) -> Scorer:
     from posttrain.engine.recipes.scoring import RewardScorer
+    from posttrain.engine.rewards.layout import Provision
     from posttrain.engine.rewards.parallel import ParallelReward
     from posttrain.engine.rewards.process import open_reward
 
     meta = job.order.inputs["reward"].meta
     hidden = _workspace(job)
+    files = {slot.removeprefix("reward/"): job.input(slot) for slot in job.order.inputs if slot.startswith("reward/")}
+    provision = Provision(files, tuple(meta.get("network", ())))
     ranks = config.placement.pool_of("reward").resources.rank_count if config.placement.reward else 1
     reward = ParallelReward(
         [
@@ -217,14 +220,20 @@ def _reward_function(
                 name=job.label("reward"),
                 source=meta.get("source") or "",
                 hidden=hidden,
+                provision=provision,
+                confined=not job.order.trust_rewards,
             )
             for _ in range(ranks)
         ]
     )
     stack.callback(reward.close)
+
+    def tell(line: str) -> None:
+        job.sink(Note(line, time.time(), "warning"))
+
     for note in reward.notes:
-        job.sink(Note(note, time.time(), "warning"))
-    scorer = RewardScorer(reward, tokenizer)
+        tell(note)
+    scorer = RewardScorer(reward, tokenizer, errors_max=config.reward_errors_max, tell=tell)
     scorer.rehearse(train)
     return scorer
 

@@ -147,6 +147,8 @@ def rollout_metrics(sampled: Sampled, signal: Tensor) -> dict[str, float]:
     return {
         **reward,
         "reward/unscored": 1.0 - len(scored) / rewards.numel(),
+        "reward/errors": sum(score.status == "error" for score in sampled.scores) / rewards.numel(),
+        "reward/timeouts": sum(score.status == "timeout" for score in sampled.scores) / rewards.numel(),
         "groups/zero_std": 1.0 - float(signal.double().mean()),
         "response_tokens/mean": tokens / len(trajectories),
         "truncated": sum(t.truncated for t in trajectories) / len(trajectories),

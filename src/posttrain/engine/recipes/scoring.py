@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,16 +15,31 @@ from posttrain.engine.roles.reward_model import RewardModelWorker
 
 
 class RewardScorer:
-    """A reward function behind GRPO's `Scorer`."""
+    """A reward function behind GRPO's `Scorer`.
 
-    def __init__(self, reward: RewardFunction, tokenizer: PreTrainedTokenizerBase) -> None:
+    Args:
+        reward: the function.
+        tokenizer: makes tokens readable.
+        errors_max: share of a step's completions that may fail to be scored.
+        tell: called with one line when completions failed and the step goes on all the same, for the first such step.
+    """
+
+    def __init__(
+        self,
+        reward: RewardFunction,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        errors_max: float = 0.0,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._reward, self._tokenizer = reward, tokenizer
+        self._errors_max, self._tell, self._told = errors_max, tell, False
 
     def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory.
+        """One score per trajectory; those that failed are left out of their groups.
 
         Raises:
-            RewardError: see `RewardFunction.score`.
+            RewardError: more of them failed than may, or all; see `RewardFunction.score`.
         """
         call = RewardCall(
             prompts=[prompt.text for prompt in prompts],
@@ -33,7 +48,15 @@ class RewardScorer:
             prompt_ids=[t.prompt for t in trajectories],
             completion_ids=[t.tokens for t in trajectories],
         )
-        return self._reward.score(call)
+        scores = self._reward.score(call, int(self._errors_max * len(call) + 1e-9))
+        failed = [score for score in scores if score.failed]
+        if failed and not self._told:
+            self._told = True
+            self._tell(
+                f"{failed[0].message}; {len(failed)} of {len(scores)} completions of this step are left out of their "
+                "groups, later ones are counted as reward/errors and reward/timeouts"
+            )
+        return scores
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as the reward reads it."""

@@ -70,9 +70,11 @@ class Witness:
                 truncated=trajectory.truncated,
                 versions=self.sampled.rollouts.provenance.versions,
                 reward=score.score,
-                fate="dropped: no score" if score.score is None else "dropped: group without signal",
+                fate=f"dropped: no score{score.message and ': ' + score.message}"
+                if score.score is None
+                else "dropped: group without signal",
                 components=score.components,
-                status="none" if score.score is None else "ok",
+                status=score.status,
             )
             yield self._with_update(known, name, clip_low, clip_high) if name in self._consumed else known
 

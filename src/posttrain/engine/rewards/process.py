@@ -26,6 +26,7 @@ from posttrain.engine.rewards.port import (
 from posttrain.engine.rewards.protocol import Answer, End, Fault, MalformedError, Opened
 from posttrain.engine.rewards.session import EndedError, LateError, Session
 
+TRUST = "let the kernel give namespaces, or say that the workspace trusts its rewards: posttrain init --rewards trusted"
 LOAD_TIMEOUT = 30.0  # seconds that importing the reward's source may take, on a busy machine
 _KILLED_MOST = 3  # times in a row that its process may be killed from outside
 _PAUSE = 0.2  # seconds before it is started again
@@ -44,6 +45,7 @@ class ProcessReward:
         source: str = "",
         hidden: Sequence[Path] = (),
         provision: Provision | None = None,
+        confined: bool = False,
     ) -> None:
         file, _, function = (entry or "").rpartition(":")
         found = source_file(path, file)
@@ -57,6 +59,7 @@ class ProcessReward:
             given = provision or Provision({})
             self._network = given.network
             self._plan = lay_out(self._scratch, found, self._file, whole=path.is_dir(), hidden=hidden, provision=given)
+            self._must_be_confined = confined
             self._opened()
         except BaseException:
             self.close()
@@ -201,7 +204,10 @@ class ProcessReward:
         while self._session is None:
             try:
                 session = Session(self._plan, self._network)
-                [message] = self._loaded(session)
+                if self._must_be_confined and not session.confined:
+                    session.close()
+                    raise InputError(f"{self._name} must be confined: {'; '.join(session.notes)}; {TRUST}")
+                message = self._loaded(session)
             except EndedError as error:
                 if not error.killed:
                     raise RewardError(f"{self._name} {error} while it was imported") from None
@@ -218,10 +224,10 @@ class ProcessReward:
             self.dialect, self.where = message.dialect, message.where
         return self._session
 
-    def _loaded(self, session: Session) -> list[Opened]:
+    def _loaded(self, session: Session) -> Opened:
         order = {"op": "open", "file": self._file, "entry": self._entry, "dialect": self._wanted}
         try:
-            [answer] = session.ask(order, max(self._timeout, LOAD_TIMEOUT))
+            answer = next(session.ask(order, max(self._timeout, LOAD_TIMEOUT)))
             if isinstance(answer, Fault):
                 kind = InputError if answer.kind == "load" else RewardError
                 raise kind(f"{self._name}: {answer.message}")
@@ -230,7 +236,7 @@ class ProcessReward:
         except BaseException:
             session.close()
             raise
-        return [answer]
+        return answer
 
     def _count_kill(self, error: EndedError) -> None:
         self._killed += 1
@@ -259,6 +265,7 @@ def open_reward(
     source: str = "",
     hidden: Sequence[Path] = (),
     provision: Provision | None = None,
+    confined: bool = False,
 ) -> ProcessReward:
     """Start a worker for one reward function; close it when the job ends.
 
@@ -279,10 +286,11 @@ def open_reward(
         source: the file's original name for error messages, when `path` is a blob called by its digest.
         hidden: folders the reward finds empty wherever they lie, such as the workspace.
         provision: what the run declares that it gets besides.
+        confined: refuse to run its code where the kernel cannot confine it.
 
     Raises:
-        InputError: no such file or function, not Python, parameters of no dialect, or an unknown dialect.
+        InputError: no such file or function, not Python, parameters of no dialect, an unknown dialect; not confined.
         RewardError: its code raises or hangs while it is imported.
         InfrastructureError: its process is killed from outside again and again.
     """
-    return ProcessReward(path, entry, timeout, dialect or "auto", name, source, hidden, provision)
+    return ProcessReward(path, entry, timeout, dialect or "auto", name, source, hidden, provision, confined)
