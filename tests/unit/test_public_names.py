@@ -15,7 +15,7 @@ from posttrain.cli.main import app
 from posttrain.domain import errors
 
 COMMANDS = {
-    "init": ["[DIR]"],
+    "init": ["--rewards", "[DIR]"],
     "demo": ["--seed", "--task", "--workspace"],
     "plan": ["--output", "--seed", "-o", "RUN.yaml"],
     "lock": ["--out", "--output", "--seed", "-o", "RUN.yaml"],

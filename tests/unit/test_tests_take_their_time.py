@@ -38,11 +38,25 @@ ALLOWED = {
     ("contract/test_group_contract.py", "policy.within(0.3).each(gw.Policy.sleep_on, 1, 1.5)"): NEVER,
     ("contract/test_group_contract.py", "policy.within(0.5).each(gw.Policy.sleep_on, 1, 60.0)"): NEVER,
     (
-        "contract/test_reward_contract.py",
-        'monkeypatch.setattr("posttrain.engine.rewards.process.START_TIMEOUT", 1.0)',
+        "contract/test_reward_cell.py",
+        'monkeypatch.setattr("posttrain.engine.rewards.process.LOAD_TIMEOUT", 1.0)',
     ): NEVER,
-    ("contract/test_reward_contract.py", 'opened("import time\\ntime.sleep(600)\\n", timeout=0.5)'): NEVER,
-    ("contract/test_reward_contract.py", "time.sleep(0.02)"): POLL,
+    ("contract/test_reward_cell.py", 'opened("import time\\ntime.sleep(600)\\n", timeout=0.5)'): NEVER,
+    (
+        "contract/test_reward_cell.py",
+        'reward = open_reward(Path(source), timeout=2 if ending == "time-out" else 300)',
+    ): NEVER,
+    ("contract/test_reward_cell.py", "time.sleep(0.01)"): "a reward's own, in a loop that its bound ends",
+    ("contract/test_reward_cell.py", "time.sleep(0.02)"): POLL,
+    (
+        "contract/test_reward_contract.py",
+        'reward = opened(source, timeout=3.0 if status == "timeout" else PATIENCE)',
+    ): NEVER,
+    ("contract/test_reward_contract.py", 'scores = opened(source, timeout=5.0).score(call(*"abcd"))'): NEVER,
+    (
+        "contract/test_reward_contract.py",
+        'reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", attack), timeout=1.0)',
+    ): NEVER,
     ("e2e/test_bad_input.py", 'patience = {"reward_timeout": 0.5} if source == HANGS else {}'): NEVER,
     (
         "e2e/test_recovery.py",
