@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from posttrain.data.fitting import (
 )
 from posttrain.data.rows import Row, read_rows
 from posttrain.domain.errors import InputError
+from posttrain.domain.time_limit import TimeLimitError, time_limit
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.chat import (
     encode_examples,
@@ -303,3 +306,61 @@ def test_what_needs_transformers_is_left_to_the_job(tmp_path: Path) -> None:
 def test_context_length(tmp_path: Path, config: dict[str, Any], length: int | None) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert context_length(reader(tmp_path)) == length
+
+
+LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+class TestForeignTemplates:
+    """A template is a program by somebody else."""
+
+    def tokenizers(self, template: str, tmp_path: Path) -> tuple[PlanTokenizer, PreTrainedTokenizerBase]:
+        tokenizer = character_tokenizer(InitModelConfig().characters)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path)
+        planned = open_tokenizer(lambda name: (tmp_path / name).read_bytes() if (tmp_path / name).exists() else None)
+        assert planned is not None
+        return planned, load_tokenizer(tmp_path)
+
+    def test_loops_over_ranges_end_in_plan_and_job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in ("posttrain.data.fitting", "posttrain.engine.models.chat"):
+            monkeypatch.setattr(f"{module}._RENDER_SECONDS", 0.5)
+        planned, real = self.tokenizers(LOOPS, tmp_path)
+        rows = [{"prompt": [QUESTION]}]
+        with pytest.raises(InputError, match=r"train row 1: the chat template must render a row within 0\.5 s"):
+            check_prompts(rows, planned, name="train", context=None, reserve=0)
+        with pytest.raises(InputError, match=r"train row 1: the chat template must render a row within 0\.5 s"):
+            encode_prompts(real, rows, name="train", limit=100)
+
+    def test_in_a_thread_that_is_not_the_main_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("posttrain.data.fitting._RENDER_SECONDS", 0.5)
+        planned, _ = self.tokenizers(LOOPS, tmp_path)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="within"):
+            pool.submit(planned.prompt, {"prompt": [QUESTION]}).result()
+
+    def test_slow_ones_end_though_each_row_is_in_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("posttrain.data.fitting._MEAN_SECONDS", 1e-6)
+        monkeypatch.setattr("posttrain.data.fitting._RENDER_SECONDS", 10.0)
+        planned, _ = self.tokenizers("{{ messages[0]['content'] }}", tmp_path)
+        planned.prompt({"prompt": [QUESTION]})
+        monkeypatch.setattr(planned, "_spent", 60.0)
+        with pytest.raises(InputError, match="must take less than 1e-06 s a row"):
+            planned.prompt({"prompt": [QUESTION]})
+
+    @pytest.mark.parametrize("huge", ["10 ** (10 ** 10)", "'x' * 10 ** 9", "10 ** 9 * [1]", "10 ** 9999 * 10 ** 25000"])
+    def test_huge_products_are_refused(self, tmp_path: Path, huge: str) -> None:
+        planned, _ = self.tokenizers("{{ " + huge + " }}", tmp_path)
+        with pytest.raises(InputError, match=r"train row 1 cannot be rendered .*: makes something too large with \*"):
+            check_prompts([{"prompt": [QUESTION]}], planned, name="train", context=None, reserve=0)
+
+    def test_modest_ones_are_not(self, tmp_path: Path) -> None:
+        planned, real = self.tokenizers("{{ 2 ** 3 * 4 }}{{ '1' * 3 }}{{ 2 * '1' }}", tmp_path)
+        assert planned.prompt({"prompt": [QUESTION]}) == render_prompt(real, {"prompt": [QUESTION]})
+
+
+def test_a_limit_that_is_not_reached_leaves_nothing_behind() -> None:
+    for _ in range(100):
+        with time_limit(1e-9), contextlib.suppress(TimeLimitError):
+            pass
+    with time_limit(300.0):
+        assert sum(range(10**5)) > 0

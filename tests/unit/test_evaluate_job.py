@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ from posttrain.engine.config import InitModelConfig, SuiteConfig
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import save_model
-from posttrain.engine.recipes.answers import extract_answer
+from posttrain.engine.recipes.answers import Extractor
 from posttrain.engine.recipes.evaluate import Item, Meter, SuiteResult, evaluate_suite, suite_items
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.jobs import evaluate
@@ -94,7 +93,17 @@ class TestExtraction:
         ],
     )
     def test_last_match(self, pattern: str, response: str, expected: str | None) -> None:
-        assert extract_answer(re.compile(pattern), response) == expected
+        assert Extractor(pattern)(response) == expected
+
+    @pytest.mark.parametrize("pattern", [r"((a|aa)+)$", r"((?:a|a)*)$", r"(\w|\w\w)*!$"])
+    def test_a_catastrophic_pattern_ends(self, monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+        monkeypatch.setattr("posttrain.engine.recipes.answers._SECONDS", 0.2)
+        with pytest.raises(InputError, match=r"extract must find its answer within 0\.2 s, got .* of 92 characters"):
+            Extractor(pattern)("x" * 40 + "!" + "a" * 48 + "!yc")
+
+    def test_what_is_no_pattern(self) -> None:
+        with pytest.raises(InputError, match="extract must be a regular expression"):
+            Extractor("(")
 
 
 class TestPassAtK:

@@ -74,6 +74,9 @@ ALLOWED = {
         "unit/test_engine_groups_typing.py",
         '("method by name", "group.each(\'step\', 0.1)", "group.within(3).each(Worker.step, 0.1)"),',
     ): "a line for the type checker, never run",
+    ("unit/test_data_fitting.py", 'monkeypatch.setattr("posttrain.data.fitting._RENDER_SECONDS", 0.5)'): NEVER,
+    ("unit/test_data_fitting.py", 'monkeypatch.setattr(f"{module}._RENDER_SECONDS", 0.5)'): NEVER,
+    ("unit/test_evaluate_job.py", 'monkeypatch.setattr("posttrain.engine.recipes.answers._SECONDS", 0.2)'): NEVER,
     ("unit/test_engine_training.py", "desk = Desk(tmp_path, sft(), limits=Limits(deadline=1.0))"): PAST,
     (
         "unit/test_evaluate_job.py",

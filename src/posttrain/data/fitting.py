@@ -8,6 +8,7 @@ same rules; a test holds both to the same token ids. A tokenizer without `tokeni
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -15,12 +16,17 @@ from typing import Any, cast
 
 from posttrain.data.rows import Row
 from posttrain.domain.errors import InputError
+from posttrain.domain.time_limit import TimeLimitError, time_limit
 
 Read = Callable[[str], bytes | None]  # a file of the model's folder by name; None: there is no such file
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which templates find a message's reasoning
 _SHOWN = 60  # characters of a wrong value in an error
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
+_RENDER_SECONDS = 10.0  # that one rendering may take: a hundred thousand times what one takes
+_MEAN_SECONDS = 0.1
+_SIMPLER = "simplify its loops"
+_MOST_REPEATED, _MOST_BITS = 10**6, 10**5  # characters or items, and bits of a number, that a template may make at once
 _BROKEN = (
     "the chat template renders an earlier turn differently once a later one follows, so prompts cannot be told from "
     "completions; use a template whose output only grows"
@@ -39,6 +45,7 @@ class PlanTokenizer:
     def __init__(self, tokenizer: Any, template: str | None, special: Mapping[str, str]) -> None:
         self._tokenizer, self._special = tokenizer, special
         self._source, self._compiled = template, cast(Any, None)
+        self._renders, self._spent = 0, 0.0
         self._end = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
 
     def prompt(self, row: Row) -> list[int]:
@@ -113,7 +120,16 @@ class PlanTokenizer:
         if self._compiled is None:
             self._compiled = _environment().from_string(self._source)
         given = [_message(message) for message in messages]
-        text = self._compiled.render(messages=given, add_generation_prompt=generate, **_ABSENT, **self._special)
+        begun = time.monotonic()
+        try:
+            with time_limit(_RENDER_SECONDS):
+                text = self._compiled.render(messages=given, add_generation_prompt=generate, **_ABSENT, **self._special)
+        except (TimeLimitError, MemoryError):
+            raise InputError(f"the chat template must render a row within {_RENDER_SECONDS:g} s; {_SIMPLER}") from None
+        self._renders, self._spent = self._renders + 1, self._spent + time.monotonic() - begun
+        if self._spent > _RENDER_SECONDS + _MEAN_SECONDS * self._renders:
+            mean = f"{self._spent / self._renders:.2g} s for each of {self._renders} renderings"
+            raise InputError(f"the chat template must take less than {_MEAN_SECONDS:g} s a row, got {mean}; {_SIMPLER}")
         return self._encode(text, special=False)
 
     def _open_text(self, text: str) -> list[int]:
@@ -294,6 +310,17 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
+def _huge(operator: str, left: Any, right: Any) -> bool:
+    """Whether a product or power is larger than anything that a prompt could need."""
+    bits = [number.bit_length() for number in (left, right) if isinstance(number, int)]
+    if operator == "**":
+        return len(bits) == 2 and bits[0] * max(right, 0) > _MOST_BITS
+    if len(bits) == 2:
+        return sum(bits) > _MOST_BITS
+    repeated = [len(side) for side in (left, right) if hasattr(side, "__len__")]
+    return bool(bits and repeated) and repeated[0] * max(left if isinstance(left, int) else right, 0) > _MOST_REPEATED
+
+
 def _environment() -> Any:
     """Jinja as chat templates are written for: sandboxed, blocks trimmed, loop controls, `generation` blocks."""
     from jinja2 import TemplateError, ext, nodes, sandbox
@@ -307,15 +334,23 @@ def _environment() -> Any:
             line = next(parser.stream).lineno
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
+    class Bounded(sandbox.ImmutableSandboxedEnvironment):
+        """No operation that takes minutes in one step of C."""
+
+        intercepted_binops = frozenset(["*", "**"])
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _huge(operator, left, right):
+                raise TemplateError(f"makes something too large with {operator}")
+            return super().call_binop(context, operator, left, right)
+
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-    )
+    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -16,7 +16,9 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.time_limit import TimeLimitError, time_limit
 
+_RENDER_SECONDS = 10.0  # that one rendering may take: a hundred thousand times what one takes
 Row = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -232,9 +234,15 @@ def _row_errors(name: str, number: int) -> Iterator[None]:
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generate: bool) -> list[int]:
     if not tokenizer.chat_template:
         raise InputError("a chat row needs a tokenizer with a chat template, the model has none; write prompts as text")
-    ids: list[int] = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=generate, tokenize=True, return_dict=False
-    )
+    try:
+        with time_limit(_RENDER_SECONDS):
+            ids: list[int] = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=generate, tokenize=True, return_dict=False
+            )
+    except (TimeLimitError, MemoryError):
+        raise InputError(
+            f"the chat template must render a row within {_RENDER_SECONDS:g} s; simplify its loops"
+        ) from None
     return ids
 
 

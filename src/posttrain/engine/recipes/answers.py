@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+import regex
+
 from posttrain.domain.errors import InputError
+
+_SECONDS = 5.0  # that finding the answer in one response may take: a hundred thousand times what it takes
 
 
 def reference_answer(row: Mapping[str, Any], name: str, number: int) -> str:
@@ -30,13 +33,38 @@ def is_correct(extracted: str | None, answer: str) -> bool:
     return extracted is not None and extracted == answer
 
 
-def extract_answer(pattern: re.Pattern[str], response: str) -> str | None:
-    """Group 1 of the last match that is not empty; None without one.
+class Extractor:
+    """Reads an answer out of a response by a regular expression with a group.
 
-    Empty matches are passed over because an expression such as `(.*)` matches once more at the very end.
+    Args:
+        extract: as Python's `re` has it.
+
+    Raises:
+        InputError: it is no regular expression.
     """
-    last: str | None = None
-    for match in pattern.finditer(response):
-        if match.group(0):
-            last = match.group(1)
-    return last
+
+    def __init__(self, extract: str) -> None:
+        try:
+            self._pattern = regex.compile(extract)
+        except regex.error as error:
+            raise InputError(f"extract must be a regular expression, got {extract!r}: {error}; mend it") from error
+
+    def __call__(self, response: str) -> str | None:
+        """Group 1 of the last match that is not empty; None without one.
+
+        Empty matches are passed over because an expression such as `(.*)` matches once more at the very end.
+
+        Raises:
+            InputError: it took longer than any expression should.
+        """
+        last: str | None = None
+        try:
+            for match in self._pattern.finditer(response, timeout=_SECONDS):
+                if match.group(0):
+                    last = match.group(1)
+        except TimeoutError:
+            raise InputError(
+                f"extract must find its answer within {_SECONDS:g} s, got {self._pattern.pattern!r} still searching a "
+                f"response of {len(response)} characters; avoid repetitions inside repetitions"
+            ) from None
+        return last

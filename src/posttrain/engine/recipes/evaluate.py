@@ -8,7 +8,6 @@ others.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.batch import Trajectory
 from posttrain.engine.config import SuiteConfig
 from posttrain.engine.models.chat import decode_response, encode_prompts
-from posttrain.engine.recipes.answers import extract_answer, is_correct, reference_answer
+from posttrain.engine.recipes.answers import Extractor, is_correct, reference_answer
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 
 _ROWS_PER_CALL = 512  # responses between two looks at budget and stop orders
@@ -177,7 +176,7 @@ def evaluate_suite(
     greedy = SamplingParams(max_new_tokens=limit, greedy=True)
     seed = derive_seed(seed, "evaluate", suite)
     sampled = SamplingParams(max_new_tokens=limit, temperature=config.temperature, seed=seed)
-    read_back = _Reader(tokenizer, re.compile(config.extract))
+    read_back = _Reader(tokenizer, Extractor(config.extract))
     responses: list[Response] = []
     for kind, samples, sampling in (("greedy", 1, greedy), ("sample", config.samples, sampled)):
         size = max(1, _ROWS_PER_CALL // max(1, samples))
@@ -199,11 +198,11 @@ class _Reader:
     """From a trajectory to what is compared and kept."""
 
     tokenizer: PreTrainedTokenizerBase
-    pattern: re.Pattern[str]
+    extract: Extractor
 
     def __call__(self, item: Item, kind: str, trajectory: Trajectory) -> Response:
         text = decode_response(self.tokenizer, trajectory.tokens, ended=not trajectory.truncated)
-        extracted = extract_answer(self.pattern, text)
+        extracted = self.extract(text)
         return Response(
             item=item,
             kind=kind,

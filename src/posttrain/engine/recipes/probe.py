@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.chat import decode_response
-from posttrain.engine.recipes.answers import extract_answer, is_correct, reference_answer
+from posttrain.engine.recipes.answers import Extractor, is_correct, reference_answer
 from posttrain.engine.recipes.recipe import StepReport
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.rollout.batches import PromptBatch
@@ -40,7 +39,7 @@ class AccuracyProbe:
         name: str = "probe",
     ) -> None:
         self._items, self._tokenizer = items, tokenizer
-        self._pattern, self._limit = re.compile(extract), max_new_tokens
+        self._extract, self._limit = Extractor(extract), max_new_tokens
         self._answers = [reference_answer(item.row, name, number) for number, item in enumerate(items, start=1)]
         self.price = sum(len(item.tokens) + max_new_tokens for item in items)
 
@@ -50,9 +49,7 @@ class AccuracyProbe:
         sampling = SamplingParams(max_new_tokens=self._limit, greedy=True)
         found = rollout.map(RolloutWorker.generate, prompts, sampling, 1).trajectories
         correct = sum(
-            is_correct(
-                extract_answer(self._pattern, decode_response(self._tokenizer, t.tokens, ended=not t.truncated)), answer
-            )
+            is_correct(self._extract(decode_response(self._tokenizer, t.tokens, ended=not t.truncated)), answer)
             for t, answer in zip(found, self._answers, strict=True)
         )
         tokens = sum(len(t.prompt) + len(t.tokens) for t in found)

@@ -38,8 +38,9 @@ from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
 _DECIDING_ROOMS = ("engine", "jobs", "data/rows.py", "domain/seeds.py")
-# torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads Parquet rows.
-_DECIDING_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "jinja2", "pyarrow")
+# torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
+# Parquet rows, regex reads answers.
+_DECIDING_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "jinja2", "pyarrow", "regex")
 _DECODED_TOGETHER = 256  # rows; `rollout.port.SamplingParams.batch_size`, which a test compares
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 _CHOSEN_BY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

@@ -1,0 +1,67 @@
+"""A limit on what foreign text, run as a program, may take: chat templates.
+
+An exception is put into the thread that runs it, so it ends what Python executes step by step; a single operation in C
+is not interrupted, and who runs such text must forbid the long ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LOOK = 0.05  # seconds between looks at who is late
+
+
+class TimeLimitError(Exception):
+    """It took longer than it may."""
+
+
+class _Watcher:
+    """One thread that looks at all deadlines; started when the first one is set."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._due: dict[int, float] = {}  # thread → moment
+        self._running = False
+
+    def arm(self, seconds: float) -> None:
+        with self._lock:
+            self._due[threading.get_ident()] = time.monotonic() + seconds
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._watch, name="time-limit", daemon=True).start()
+
+    def disarm(self) -> None:
+        """After this no exception comes any more."""
+        with self._lock:
+            if self._due.pop(threading.get_ident(), None) is None:  # one may be on its way
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), None)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK)
+            with self._lock:
+                now = time.monotonic()
+                for thread in [thread for thread, moment in self._due.items() if moment <= now]:
+                    del self._due[thread]
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeLimitError))
+
+
+_WATCHER = _Watcher()
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End the block with `TimeLimitError` once it has taken so long. Blocks do not nest.
+
+    Raises:
+        TimeLimitError: it did.
+    """
+    _WATCHER.arm(seconds)
+    try:
+        yield
+    finally:
+        _WATCHER.disarm()
