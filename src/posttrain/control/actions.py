@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from posttrain.control import environments
 from posttrain.control.judging import check_weights, read_report
 from posttrain.control.wiring import Wiring
 from posttrain.decision.releases import promotion, rollback_target
@@ -45,6 +46,7 @@ def retry(wiring: Wiring, run_id: str) -> RunRecord:
         hint = "submit it with --again for another run" if is_final("run", run.state) else "it is still under way"
         raise InputError(f"run {run.id}: retry needs a stopped or failed run, got {run.state}; {hint}")
     attempts = wiring.ledger.attempts(run.id)
+    environments.accept(wiring, run.id)
     with wiring.ledger.transaction(wiring.actor) as transaction:
         for stage in wiring.ledger.stages(run.id):
             if stage.state in (StageState.FAILED, StageState.STOPPED):

@@ -13,6 +13,7 @@ from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import StageRecord
 from posttrain.store.trees import verify_tree
 
+
 def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, InputBlob]) -> str:
     """What decides a stage's outputs, and nothing else (`domain.identity`)."""
     code = manifest.code[stage.trainer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.control import budgets
+from posttrain.control import budgets, environments
 from posttrain.control.resuming import Found, find_checkpoint, tokens_in, tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
@@ -110,6 +110,7 @@ def _order(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: Atte
         tokens_inherited=inherited,
         token_allowance=budgets.token_allowance(manifest, spent, inherited),
         seconds_allowance=budgets.seconds_allowance(manifest, spent),
+        environment=environments.ordered(wiring, stage.run_id),
         trust_rewards=wiring.trust_rewards,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from posttrain.control import budgets
+from posttrain.control import budgets, environments
 from posttrain.control.cache import cache_key, usable
 from posttrain.control.launching import plan_attempt
 from posttrain.control.resuming import tokens_taken_over
@@ -97,7 +97,7 @@ def start_ready(
     if len(running) >= wiring.slots:
         _wait(wiring, stage, "WaitingForSlot", f"all {wiring.slots} slots are taken", key)
         return
-    if _code_changed(wiring, manifest, stage):
+    if _code_changed(wiring, manifest, stage) or _environment_changed(wiring, stage):
         return
     attempts = wiring.ledger.attempts(run.id)
     taken_over = tokens_taken_over(wiring, attempts) if budgets.one_at_a_time(manifest) else 0
@@ -126,6 +126,22 @@ def _code_changed(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> boo
             reason="CodeChanged",
             message=message,
             next_action="submit the run file again: it locks the present code",
+        )
+    return True
+
+
+def _environment_changed(wiring: Wiring, stage: StageRecord) -> bool:
+    """Refuse to compute with other libraries than the run began with: somebody may have written them."""
+    message = environments.differs(wiring, stage.run_id)
+    if not message:
+        return False
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.update_stage(
+            stage,
+            state=StageState.FAILED,
+            reason="EnvironmentChanged",
+            message=message,
+            next_action=f"restore it, or posttrain retry {stage.run_id}, which takes it as it is",
         )
     return True
 

@@ -41,6 +41,7 @@ class JobOrder:
     tokens_inherited: int = 0  # already counted in that checkpoint
     token_allowance: int | None = None  # tokens this attempt's lineage may spend in all
     seconds_allowance: float | None = None  # how long it may run; time in a queue does not count
+    environment: str = ""  # digest of what the run's first job could import; empty: nobody compares
     trust_rewards: bool = False  # the workspace says that its rewards may run where the kernel cannot confine them
     schema: int = ORDER_SCHEMA
 

@@ -29,6 +29,10 @@ class Executor(Protocol):
     def name(self) -> str:
         """`local`, `ray` …: what an attempt's record says."""
 
+    @property
+    def attests(self) -> bool:
+        """Whether its jobs run in this environment, and compare it with the one that their order names."""
+
     def launch(self, spec: JobSpec) -> str:
         """Find the job of that name or create it; its handle, the same for every call.
 

@@ -22,6 +22,7 @@ class FakeExecutor:
     """
 
     name: ClassVar[str] = "fake"
+    attests: ClassVar[bool] = False
 
     def __init__(
         self, on_launch: Callable[[JobSpec], int | None] | None = None, now: Callable[[], float] = time.time

@@ -37,6 +37,7 @@ class LocalExecutor:
     """The `Executor` of a single machine (Linux)."""
 
     name: ClassVar[str] = "local"
+    attests: ClassVar[bool] = True
 
     def launch(self, spec: JobSpec) -> str:
         """See `Executor.launch`; the handle is the supervisor's pid."""
@@ -120,7 +121,7 @@ def _start_supervisor(folder: Path, spec: JobSpec) -> int:
         InfrastructureError: it could do neither, and will not.
     """
     write_json(folder / "spec.json", {**asdict(spec), "environment": dict(spec.environment)})
-    command = [sys.executable, "-P", "-m", _SUPERVISOR, str(folder), str(folder / "spec.json")]
+    command = [sys.executable, "-s", "-P", "-m", _SUPERVISOR, str(folder), str(folder / "spec.json")]
     try:
         with (folder / "log.txt").open("ab") as log:
             # a session of its own from the start: Ctrl-C at the terminal is not for the job

@@ -139,9 +139,19 @@ def _execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-    # -P: the attempt folder, where the job runs, is no place to import modules from
-    command = [sys.executable, "-P", "-m", spec["module"], str(folder)]
-    os.execve(sys.executable, command, {**os.environ, **spec["environment"]})
+    # -P: the attempt folder, where the job runs, is no place to import modules from; -s: nor is a home; -S: nothing of
+    # site-packages runs before it is compared. Compiled files have a place of their own: a forged one beside its source
+    # would be believed
+    bootstrap = Path(__file__).with_name("bootstrap.py")
+    command = [sys.executable, "-s", "-S", "-P", "-X", f"pycache_prefix={_compiled()}"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command += [str(bootstrap), spec["module"], str(folder)]
+    os.execve(sys.executable, command, {**inherited, **spec["environment"]})
+
+
+def _compiled() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "posttrain", "compiled")
 
 
 def _wait(job: int, beat: Callable[[], None]) -> int:

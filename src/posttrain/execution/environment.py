@@ -1,0 +1,151 @@
+"""What a job imports, attested: a digest of every importable file of its environment, and which one differs.
+
+A file in site-packages decides what a job does as much as the manifest does, and whoever can write one there (a `.pth`
+file runs at every start of Python) is inside every later job. So a run pins its environment when its first job starts;
+every later launch, and every job before it imports anything from there, compares.
+
+Reading a gigabyte for every job would be slow: digests are remembered per user by size, times and inode of a file.
+Standard library only: a job imports this before it trusts its site-packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.store.atomic import write_atomic
+
+PACKAGES = Path(__file__).resolve().parents[2]  # the folder that holds posttrain
+_IMPORTABLE = (".py", ".pth", ".so", ".pyd", ".dylib")
+_PASSED_OVER = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "idlelib", "turtledemo"})
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The importable files below some folders: `Environment(("/lib",), {"/lib/numpy/__init__.py": "9f…"})`."""
+
+    roots: tuple[str, ...]
+    files: Mapping[str, str]  # path → SHA-256, hex
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over paths and contents."""
+        listed = json.dumps([self.roots, sorted(self.files.items())])
+        return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
+
+    def differs(self, pinned: Environment) -> str:
+        """How this differs from what was pinned, in words; empty where it does not."""
+        added = sorted(self.files.keys() - pinned.files.keys())
+        gone = sorted(pinned.files.keys() - self.files.keys())
+        both = self.files.keys() & pinned.files.keys()
+        changed = sorted(path for path in both if self.files[path] != pinned.files[path])
+        told = ((changed, "changed"), (added, "is new"), (gone, "is gone"))
+        named = [f"{path} {word}" for paths, word in told for path in paths]
+        more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+        return ", ".join(named[:_SHOWN]) + more
+
+
+def read_environment(roots: Sequence[str] | None = None) -> Environment:
+    """The environment as it is now.
+
+    Args:
+        roots: folders; by default this interpreter's standard library, its site-packages and this package.
+    """
+    places = _own_roots() if roots is None else tuple(roots)
+    memory = _memory()
+    known = _remembered(memory)
+    files: dict[str, str] = {}
+    seen: dict[str, list[object]] = {}
+    for path, stat in _importable(places):
+        mark = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        entry = known.get(path)
+        digest = entry[4] if entry and entry[:4] == mark else _digest(path)
+        files[path], seen[path] = str(digest), [*mark, digest]
+    if any(known.get(path) != entry for path, entry in seen.items()):
+        _remember(memory, {**known, **seen})
+    return Environment(places, files)
+
+
+def pin(environment: Environment, folder: Path) -> None:
+    """Keep a listing below `folder`, under its digest."""
+    path = _listing(folder, environment.digest)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps({"roots": environment.roots, "files": dict(environment.files)}).encode())
+
+
+def pinned(digest: str, folder: Path) -> Environment | None:
+    """The environment of that digest; None when its listing is gone or is not it."""
+    try:
+        value = json.loads(_listing(folder, digest).read_bytes())
+        found = Environment(tuple(value["roots"]), value["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if found.digest == digest else None
+
+
+def _listing(folder: Path, digest: str) -> Path:
+    return folder / "environments" / f"{digest.removeprefix('sha256:')}.json"
+
+
+def _own_roots() -> tuple[str, ...]:
+    places = [sysconfig.get_path("stdlib"), *site.getsitepackages(), str(PACKAGES / "posttrain")]
+    return tuple(sorted({os.path.realpath(place) for place in places if os.path.isdir(place)}))
+
+
+def _importable(roots: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
+    """Every file that an import may read, once; links are followed."""
+    visited: set[str] = set()
+    for root in roots:
+        waiting = [root]
+        while waiting:
+            folder = waiting.pop()
+            real = os.path.realpath(folder)
+            if real in visited:
+                continue
+            visited.add(real)
+            with contextlib.suppress(PermissionError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir():
+                        if entry.name not in _PASSED_OVER:
+                            waiting.append(entry.path)
+                    elif entry.name.endswith(_IMPORTABLE) or ".so." in entry.name:
+                        with contextlib.suppress(FileNotFoundError):
+                            yield entry.path, entry.stat()
+
+
+def _digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _memory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base, "posttrain", f"digests-{hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]}.json")
+
+
+def _remembered(memory: Path) -> dict[str, list[object]]:
+    try:
+        value = json.loads(memory.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _remember(memory: Path, entries: Mapping[str, list[object]]) -> None:
+    """A home that cannot be written means slower starts, nothing else."""
+    with contextlib.suppress(OSError):
+        memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = memory.with_name(f".{memory.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(entries))
+        temporary.chmod(0o600)
+        temporary.replace(memory)

@@ -1,0 +1,59 @@
+"""The first lines of a local job: `python -s -S -P bootstrap.py MODULE ATTEMPT_DIR`.
+
+With `-S` nothing of site-packages has run yet, no `.pth` file either. The environment is compared with the one that the
+order names; only then site-packages are put on the module path and the job's module runs. An environment that differs
+is the job's answer: one line in `result.json`, and nothing of it was imported.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import site
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))  # behind the standard library
+
+from posttrain.execution.environment import pinned, read_environment
+from posttrain.store.atomic import create_json
+
+
+def main(module: str, folder: str) -> None:
+    """Compare, then become the job."""
+    trouble = _trouble(Path(folder))
+    if trouble:
+        failure = {"kind": "bad_input", "message": trouble, "signature": "EnvironmentChanged"}
+        result = {"status": "failed", "outputs": {}, "metrics": {}, "tokens": 0, "seconds": 0.0, "failure": failure}
+        create_json(Path(folder) / "result.json", result)
+        print(trouble, file=sys.stderr)
+        return
+    sys.path.pop()
+    site.main()
+    sys.argv = [module, folder]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _trouble(folder: Path) -> str:
+    """How the environment differs from the one that the job was ordered for; empty where it does not."""
+    try:
+        order = json.loads((folder / "job.json").read_bytes())
+        digest, cache = str(order.get("environment") or ""), Path(order["cache_dir"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""  # no order of ours: the module itself says what is wrong with it
+    if not digest:
+        return ""
+    expected = pinned(digest, cache)
+    if expected is None:
+        return f"the listing of the environment {digest[:19]}… is gone; posttrain retry takes the environment as it is"
+    found = read_environment(expected.roots)
+    if found.digest == digest:
+        return ""
+    return (
+        f"the environment must be the one that the run began with, got {found.differs(expected)}; "
+        "restore it, or posttrain retry takes it as it is"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,156 @@
+"""What a job may import is compared with what its run began with, before any of it is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from posttrain.domain.jobs import JobSpec, JobState
+from posttrain.execution.environment import Environment, pin, pinned, read_environment
+from posttrain.execution.executors.local import LocalExecutor
+
+PATIENCE = 300.0  # seconds for what must happen, on a machine as busy as it likes
+JOB = """
+import sys
+from pathlib import Path
+import evil_or_not
+Path(sys.argv[1], "ran").write_text(evil_or_not.WORD)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """A pretended site-packages."""
+    folder = tmp_path / "packages"
+    (folder / "numbers_").mkdir(parents=True)
+    (folder / "numbers_" / "__init__.py").write_text("VALUE = 1\n")
+    (folder / "numbers_" / "fast.so").write_bytes(b"\x7fELF")
+    (folder / "numbers_" / "table.csv").write_text("1,2\n")
+    (folder / "job_of_mine.py").write_text(JOB)
+    (folder / "evil_or_not.py").write_text("WORD = 'good'\n")
+    return folder
+
+
+def read(packages: Path) -> Environment:
+    return read_environment([str(packages)])
+
+
+class TestReading:
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda p: (p / "evil.pth").write_text("import os\n"), "evil.pth is new"),
+            (lambda p: (p / "sitecustomize.py").write_text(""), "sitecustomize.py is new"),
+            (lambda p: (p / "numbers_" / "__init__.py").write_text("VALUE = 2\n"), "__init__.py changed"),
+            (lambda p: (p / "numbers_" / "fast.so").write_bytes(b"\x7fELf"), "fast.so changed"),
+            (lambda p: (p / "numbers_" / "fast.so").unlink(), "fast.so is gone"),
+            (lambda p: (p / "numbers_").rename(p / "others"), "is new"),
+        ],
+    )
+    def test_a_change_is_found_and_named(self, packages: Path, change: Callable[[Path], object], words: str) -> None:
+        before = read(packages)
+        assert read(packages).digest == before.digest
+        change(packages)
+        after = read(packages)
+        assert after.digest != before.digest
+        assert words in after.differs(before)
+
+    @pytest.mark.parametrize("name", ["numbers_/table.csv", "numbers_/__pycache__/x.cpython-311.py", "notes.txt"])
+    def test_what_no_import_reads_is_no_change(self, packages: Path, name: str) -> None:
+        before = read(packages)
+        (packages / name).parent.mkdir(exist_ok=True)
+        (packages / name).write_text("other")
+        assert read(packages).digest == before.digest
+
+    def test_the_same_size_and_times_do_not_hide_it(self, packages: Path) -> None:
+        path = packages / "numbers_" / "__init__.py"
+        before, times = read(packages), path.stat()
+        path.write_text("VALUE = 9\n")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert path.stat().st_size == times.st_size
+        assert read(packages).differs(before) == f"{path} changed"
+
+    def test_what_is_remembered_is_not_read_again(self, packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = read(packages)
+        monkeypatch.setattr("posttrain.execution.environment._digest", lambda path: pytest.fail(f"read {path} again"))
+        assert read(packages) == before
+
+    def test_links_are_followed_once(self, packages: Path) -> None:
+        (packages / "again").symlink_to(packages, target_is_directory=True)
+        (packages / "broken.py").symlink_to(packages / "nothing.py")
+        before = read(packages)
+        (packages / "aside.py").symlink_to(packages / "numbers_" / "__init__.py")
+        assert "aside.py is new" in read(packages).differs(before)
+
+    def test_a_forged_listing_is_none(self, packages: Path, tmp_path: Path) -> None:
+        environment = read(packages)
+        pin(environment, tmp_path)
+        assert pinned(environment.digest, tmp_path) == environment
+        [listing] = (tmp_path / "environments").iterdir()
+        listing.write_text(listing.read_text().replace("evil_or_not", "evil_or_yes"))
+        assert pinned(environment.digest, tmp_path) is None
+
+    def test_of_this_interpreter(self) -> None:
+        found = read_environment()
+        assert any(path.endswith("/json/__init__.py") for path in found.files)
+        assert any(path.endswith("/pydantic/__init__.py") for path in found.files)
+        assert any(path.endswith("/posttrain/domain/errors.py") for path in found.files)
+
+
+class TestJob:
+    def finish(self, folder: Path, packages: Path, digest: str, cache: Path) -> LocalExecutor:
+        folder.mkdir()
+        (folder / "job.json").write_text(json.dumps({"environment": digest, "cache_dir": str(cache)}))
+        executor = LocalExecutor()
+        spec = JobSpec(f"job-{time.monotonic_ns()}", "job_of_mine", str(folder), {"PYTHONPATH": str(packages)})
+        executor.launch(spec)
+        until = time.monotonic() + PATIENCE
+        while executor.observe(spec).state is not JobState.EXITED and time.monotonic() < until:
+            time.sleep(0.02)
+        assert executor.observe(spec).exit_code == 0, (folder / "log.txt").read_text()
+        return executor
+
+    def test_the_same_environment_runs(self, packages: Path, tmp_path: Path) -> None:
+        environment = read(packages)
+        pin(environment, tmp_path)
+        self.finish(tmp_path / "job", packages, environment.digest, tmp_path)
+        assert (tmp_path / "job" / "ran").read_text() == "good"
+
+    def test_another_one_is_refused_before_anything_of_it_runs(self, packages: Path, tmp_path: Path) -> None:
+        environment = read(packages)
+        pin(environment, tmp_path)
+        (packages / "evil_or_not.py").write_text(f"open({str(tmp_path / 'pwned')!r}, 'w')\nWORD = 'evil'\n")
+        self.finish(tmp_path / "job", packages, environment.digest, tmp_path)
+        result = json.loads((tmp_path / "job" / "result.json").read_bytes())
+        assert result["status"] == "failed"
+        assert result["failure"]["kind"] == "bad_input"
+        assert "evil_or_not.py changed; restore it, or posttrain retry" in result["failure"]["message"]
+        assert not (tmp_path / "pwned").exists()
+        assert not (tmp_path / "job" / "ran").exists()
+
+    def test_a_lost_listing_is_told(self, packages: Path, tmp_path: Path) -> None:
+        self.finish(tmp_path / "job", packages, "sha256:" + "0" * 64, tmp_path)
+        result = json.loads((tmp_path / "job" / "result.json").read_bytes())
+        assert "is gone; posttrain retry" in result["failure"]["message"]
+
+    def test_variables_and_compiled_files_that_steer_python_do_not_reach_it(
+        self, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PYTHONSTARTUP", "x")
+        monkeypatch.setenv("PYTHONINSPECT", "")
+        (packages / "evil_or_not.py").write_text(
+            "import os, sys\n"
+            "WORD = ','.join(sorted(n for n in os.environ if n.startswith('PYTHON'))) + ' ' + str(sys.pycache_prefix)\n"
+        )
+        self.finish(tmp_path / "job", packages, "", tmp_path)
+        assert (tmp_path / "job" / "ran").read_text() == f"PYTHONPATH {tmp_path / 'home' / 'posttrain' / 'compiled'}"
