@@ -111,7 +111,7 @@ def test_a_changed_environment_stops_the_run_before_its_next_stage(empty: Workbe
 def test_completions_that_cannot_be_scored_are_left_out_and_told(empty: Workbench) -> None:
     """Through run.yaml: a declared file, a share that may fail, and one that is too large."""
     prompts = [json.loads(line)["prompt"] for line in (empty.folder / "train.jsonl").read_text().splitlines()]
-    empty.write("bad.txt", prompts[0][0]["content"].split()[-1])
+    empty.write("bad.txt", prompts[20][0]["content"].split()[-1])
     empty.write("reward.py", FAILS.replace("if prompt in BAD", "if prompt.split()[-1] in BAD"))
     empty.run("asset", "add", "reward:length", "reward.py")
     spec: dict[str, Any] = copy.deepcopy(RUN)

@@ -63,12 +63,14 @@ class RewardScorer:
         return decode_response(self._tokenizer, trajectory.tokens, ended=not trajectory.truncated)
 
     def rehearse(self, prompts: Sequence[Prompt]) -> None:
-        """One call on the first rows, their answers as completions: a broken reward fails before anything is generated.
+        """One call on the first rows, their answers as completions: a reward that fails on all of them is broken, and
+        is told so before anything is generated.
 
         Raises:
             RewardError: see `RewardFunction.score`.
         """
-        self._reward.score(probe_call([prompt.text for prompt in prompts], [prompt.row for prompt in prompts]))
+        call = probe_call([prompt.text for prompt in prompts], [prompt.row for prompt in prompts])
+        self._reward.score(call, max(len(call) - 1, 0))
 
 
 class ModelScorer:
