@@ -32,6 +32,7 @@ ALLOWED = {
     ("contract/group_workers.py", "time.sleep(0.01)"): POLL,
     ("contract/test_cluster.py", "time.sleep(0.1)"): POLL,
     ("contract/test_cluster.py", "with open_cluster(address, seconds=5):"): NEVER,
+    ("contract/test_environment.py", "time.sleep(0.02)"): POLL,
     ("contract/test_executor_contract.py", "NEVER_SECONDS = 0.1"): NEVER,
     ("contract/test_executor_contract.py", "time.sleep(0.01)"): POLL,
     ("contract/test_group_contract.py", 'clusters().backend("late", 8, start_seconds=1)'): NEVER,
