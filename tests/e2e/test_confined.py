@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 from tiny_run import RUN
-from workbench import PATIENCE, Workbench
+from workbench import PATIENCE, Reference, Workbench
 
 import posttrain
 from posttrain.domain.facts import Metric, Note, Sample
@@ -136,6 +137,35 @@ def test_completions_that_cannot_be_scored_are_left_out_and_told(empty: Workbenc
     empty.write("run.yaml", spec)
     refused = empty.run("run", "run.yaml", code=5)
     assert "4 of 16 completions failed, at most 3 may (reward_errors_max)" in refused.error
+
+
+def test_a_reward_that_is_killed_heals_by_itself(empty: Workbench, reference: Reference) -> None:
+    """Keeper, init and worker are killed from outside, again and again: same weights, one attempt."""
+    run = empty.start("run", "run.yaml")
+    strikes = 0
+    while run.poll() is None and strikes < 4:
+        attempts = [live.attempt for live in empty.live("job") if live.attempt.parent.name == "grpo"]
+        workers = [pid for pid in reward_processes() if attempts]
+        if workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(workers[strikes % len(workers)], signal.SIGKILL)
+                strikes += 1
+    done = empty.finish(run)
+    assert done.code == 0, done.out + done.err
+    assert strikes, "there was a reward to kill"
+    run_id = empty.run_id()
+    empty.check(run_id)
+    assert empty.outputs(run_id) == reference.outputs
+    assert [attempt.number for attempt in empty.attempts(run_id, "grpo")] == [1]
+
+
+def reward_processes() -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if b"posttrain.engine.rewards.worker" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
 
 
 def samples(bench: Workbench) -> list[Sample]:
