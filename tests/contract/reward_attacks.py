@@ -268,18 +268,25 @@ def steal_a_descriptor(c):
 
 
 def inherited_descriptors(c):
-    mine = {0, 1, 2}
+    """A file of the job's that was left open, or the marker made a file to fill."""
     for number in range(3, 256):
         try:
-            os.fstat(number)
+            os.pwrite(number, b"x", 2**20)
+            return True
         except OSError:
             continue
+    return False
+
+
+def cut_the_marker(c):
+    """The job reads eight shared bytes; a shorter file would end it."""
+    for number in range(3, 256):
         try:
-            socket.socket(fileno=os.dup(number)).close()  # the worker's own channel
+            os.ftruncate(number, 0)
+            return True
         except OSError:
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("/proc"):
-                mine.add(number)
-    return len(mine) > 3
+            continue
+    return False
 
 
 # --- memory of others -------------------------------------------------------------------------------------------------

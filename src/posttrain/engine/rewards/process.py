@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from posttrain.engine.rewards.port import (
     refuse_failures,
     shortened,
 )
-from posttrain.engine.rewards.protocol import Answer, End, Fault, MalformedError, Opened
+from posttrain.engine.rewards.protocol import Answers, End, Fault, MalformedError, Opened
 from posttrain.engine.rewards.session import EndedError, LateError, Session
 
 TRUST = "let the kernel give namespaces, or say that the workspace trusts its rewards: posttrain init --rewards trusted"
@@ -91,12 +91,10 @@ class ProcessReward:
         while parts:
             part = parts.popleft()
             fault = self._ask(call, part, found)
-            left = [i for i in part if i not in found]
-            if fault is None:
-                continue
-            parts.extendleft(reversed(self._again(call, left, fault, found, len(left) < len(part))))
+            if fault:
+                left = [i for i in part if i not in found]
+                parts.extendleft(reversed(self._again(call, left, fault, found)))
             refuse_failures(found.values(), len(call), allowed)
-        refuse_failures(found.values(), len(call), allowed)
         return [found[i] for i in range(len(call))]
 
     def close(self) -> None:
@@ -115,33 +113,34 @@ class ProcessReward:
 
     # --- one request --------------------------------------------------------------------------------------------------
 
-    def _ask(self, call: RewardCall, part: list[int], found: dict[int, Score]) -> Score | None:
+    def _ask(self, call: RewardCall, part: list[int], found: dict[int, Score]) -> _Fault | None:
         """Score a part; what is known goes into `found`. None when all is, else why the rest is not.
 
-        A worker that was killed from outside is started again, and asked for the rest.
+        A worker that was killed from outside is started again, and asked the same.
         """
         while True:
             chosen = [i for i in part if i not in found]
             given = part_of(call, chosen)
-            request = {
-                "op": "score",
-                "at": chosen,
-                **{field.name: getattr(given, field.name) for field in fields(given)},
-            }
+            columns = {field.name: getattr(given, field.name) for field in fields(given)}
+            session = self._opened()
             try:
-                for message in self._opened().ask(request, self._timeout):
-                    self._take(message, chosen, found)
+                waiting = set(chosen)
+                for message in session.ask({"op": "score", "at": chosen, **columns}, self._timeout):
+                    self._take(message, waiting, found)
                 self._killed = 0
                 return None
             except _PartFailedError as fault:
-                return fault.score
+                return _Fault(fault.score, session.at, chosen[0])
             except LateError:
                 self._session = None
-                return Score.failure("timeout", f"{self._name} took longer than its time-out of {self._timeout:g} s")
+                late = f"{self._name} took longer than its time-out of {self._timeout:g} s"
+                return _Fault(Score.failure("timeout", late), session.at, chosen[0])
             except EndedError as error:
                 self._session = None
                 if not error.killed:
-                    return Score.failure("error", f"{self._name} {error}")
+                    return _Fault(Score.failure("error", f"{self._name} {error}"), session.at, chosen[0])
+                for i in chosen:  # asked all over again, so that it draws the same random numbers
+                    found.pop(i, None)
                 self._count_kill(error)
             except MalformedError as error:
                 self.close()
@@ -150,13 +149,18 @@ class ProcessReward:
                 self.close()
                 raise RewardError(f"{self._name} was given what is not JSON: {error}; mend the data set") from None
 
-    def _take(self, message: Any, chosen: list[int], found: dict[int, Score]) -> None:
-        if isinstance(message, Answer) and message.at in chosen and message.at not in found:
-            found[message.at] = (
-                Score(message.score, dict(message.components))
-                if message.error is None
-                else Score.failure("error", f"{self._name}: {message.error}")
-            )
+    def _take(self, message: Any, waiting: set[int], found: dict[int, Score]) -> None:
+        if isinstance(message, Answers):
+            for answer in message.answers:
+                if answer.at not in waiting:
+                    raise MalformedError("a completion that was not asked for, or twice")
+                waiting.remove(answer.at)
+                failed = answer.error is not None
+                found[answer.at] = (
+                    Score.failure("error", f"{self._name}: {answer.error}")
+                    if failed
+                    else Score(answer.score, answer.components)
+                )
         elif isinstance(message, Fault):
             if message.kind == "load":
                 raise InputError(f"{self._name}: {message.message}")
@@ -164,27 +168,26 @@ class ProcessReward:
                 raise RewardError(f"{self._name}: {message.message}")
             raise _PartFailedError(Score.failure("error", f"{self._name}: {message.message}"))
         elif not isinstance(message, End):
-            raise MalformedError("a completion that was not asked for, or twice")
-        elif any(i not in found for i in chosen):
+            raise MalformedError("something else than answers")
+        elif waiting:
             raise MalformedError("an end before every completion was answered")
 
-    def _again(
-        self, call: RewardCall, left: list[int], fault: Score, found: dict[int, Score], progress: bool
-    ) -> list[list[int]]:
+    def _again(self, call: RewardCall, left: list[int], fault: _Fault, found: dict[int, Score]) -> list[list[int]]:
         """What to ask next after a failure: smaller parts, until those that fail stand alone.
 
-        A function that scores one completion after the other failed on the first of `left`; of a batched one it is not
-        known, so it is asked by prompt, then one by one. A slow batch is no hanging completion: after progress, the one
-        it stopped at is asked alone.
+        Of a function that scores one completion after the other the worker says which one it was at; a batched one is
+        asked by prompt, then one by one. A slow batch is no hanging completion: one at which it stopped in the middle
+        of a part is asked alone, with all the time there is.
         """
-        alone = len(left) == 1 and not progress
         if self.dialect not in BATCHED:
-            if fault.status == "timeout" and not alone and progress:
-                return [left[:1], left[1:]] if left[1:] else [left]
-            found[left[0]] = self._located(fault, call, left[0])
-            return [left[1:]] if left[1:] else []
-        if alone or len(left) == 1:
-            found[left[0]] = self._located(fault, call, left[0])
+            culprit = fault.at if fault.at in left else left[0]
+            rest = [i for i in left if i != culprit]
+            if fault.score.status == "timeout" and culprit != fault.first:
+                return [[culprit], rest] if rest else [[culprit]]
+            found[culprit] = self._located(fault.score, call, culprit)
+            return [rest] if rest else []
+        if len(left) == 1:
+            found[left[0]] = self._located(fault.score, call, left[0])
             return []
         groups = groups_of(call, left)
         return groups if len(groups) > 1 else [[i] for i in left]
@@ -245,6 +248,15 @@ class ProcessReward:
                 f"{self._name} {error}, {self._killed} times in a row; look at the machine's memory, then retry"
             ) from None
         time.sleep(_PAUSE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """Why a part could not be scored as a whole."""
+
+    score: Score
+    at: int  # the completion that the worker says it was at
+    first: int  # the first one of the part
 
 
 class _PartFailedError(Exception):

@@ -4,14 +4,15 @@
 
     worker: {"id": 0, "notes": […], "whole": true}               once it is confined, before any code of the user's
     job:    {"id": 1, "op": "open", "file", "entry", "dialect"}   ─▶    {"id": 1, "dialect", "where"} | fault
-    job:    {"id": 2, "op": "score", "at": [0, 1, …], "prompts", …} ─▶  one answer per completion as it is known, then
-                                                                        {"id": 2, "end": true} | fault
-    answer: {"id": 2, "at": 0, "score": 0.5 | null, "components": {…}} | {"id": 2, "at": 1, "error": "one line"}
+    job:    {"id": 2, "op": "score", "at": [0, 1, …], "prompts", …} ─▶  {"id": 2, "answers": [answer, …]}, repeated,
+                                                                        then {"id": 2, "end": true} | fault
+    answer: {"at": 0, "score": 0.5 | null, "components": {…}} | {"at": 1, "error": "one line"}
     fault:  {"id": 2, "fault": "load" | "raised" | "answer" | "memory", "message": "one line"}
 
 The reward's code can write to the socket as well as the worker can, so the job believes nothing: an answer is bounded
 in bytes, must be of one of these shapes, and carries the id of the request; what does not is malformed, and ends the
-worker. Standard library only.
+worker. Beside the socket the two share eight bytes, in which the worker says which completion it is at: whom to blame
+when it dies or hangs. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 MAX_REQUEST = 256 * 2**20  # bytes
-MAX_ANSWER = 256 * 2**10  # bytes: one completion's
+MAX_ANSWER = 256 * 2**10  # bytes of one message
+FULL = 2**16  # bytes of answers that are worth a message
 MAX_TEXT = 1000  # characters of a line
 MAX_COMPONENTS = 64
 FAULTS = ("load", "raised", "answer", "memory")
@@ -71,6 +74,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Answers:
+    """Those of some completions."""
+
+    answers: Sequence[Answer]
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """All completions of the request have been answered."""
 
@@ -83,13 +93,34 @@ class Fault:
     message: str
 
 
-Message = Ready | Opened | Answer | End | Fault
+Message = Ready | Opened | Answers | End | Fault
 
 
 def send(channel: Channel, value: Any) -> None:
     """Write one message."""
     data = json.dumps(value).encode()
     channel.sendall(struct.pack(">Q", len(data)) + data)
+
+
+def send_answers(channel: Channel, request: int, answers: Iterator[Mapping[str, Any]], seconds: float = 0.02) -> None:
+    """Write answers as they come, those of a while in one message."""
+    held: list[bytes] = []
+    size, due = 0, time.monotonic() + seconds
+    try:
+        for answer in answers:
+            held.append(json.dumps(answer).encode())
+            size += len(held[-1])
+            if size > FULL or time.monotonic() > due:
+                _send_held(channel, request, held)
+                held, size, due = [], 0, time.monotonic() + seconds
+    finally:
+        _send_held(channel, request, held)
+
+
+def _send_held(channel: Channel, request: int, held: Sequence[bytes]) -> None:
+    if held:
+        data = b'{"id": %d, "answers": [%s]}' % (request, b", ".join(held))
+        channel.sendall(struct.pack(">Q", len(data)) + data)
 
 
 def receive_request(channel: Channel) -> Any:
@@ -132,12 +163,23 @@ def _message(value: dict[str, Any]) -> Message:
         return End()
     if keys == {"fault", "message"} and value["fault"] in FAULTS:
         return Fault(value["fault"], _text(value["message"]))
+    if keys == {"answers"} and isinstance(value["answers"], list):
+        return Answers([_answer(item) for item in value["answers"]])
+    raise _unknown(keys)
+
+
+def _answer(value: Any) -> Answer:
+    keys = value.keys() if isinstance(value, dict) else set()
     if keys == {"at", "error"}:
         return Answer(_index(value["at"]), None, error=_text(value["error"]))
     if keys == {"at", "score", "components"}:
         score = None if value["score"] is None else _number(value["score"])
-        return Answer(_index(value["at"]), score, _components(value["components"]))
-    raise MalformedError(f"an object of unknown shape with the keys {', '.join(sorted(map(str, keys)))[:200]}")
+        return Answer(_index(value["at"]), score, {} if value["components"] == {} else _components(value["components"]))
+    raise _unknown(keys)
+
+
+def _unknown(keys: Iterable[str]) -> MalformedError:
+    return MalformedError(f"an object of unknown shape with the keys {', '.join(sorted(map(str, keys)))[:200]}")
 
 
 def _list(value: Any) -> list[Any]:

@@ -17,6 +17,7 @@ import inspect
 import json
 import linecache
 import math
+import mmap
 import os
 import random
 import socket
@@ -31,7 +32,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.rewards import entry_name
 from posttrain.engine.rewards.cell import CellPlan, Confinement, enter
 from posttrain.engine.rewards.dialects import BATCHED, SINGLE, Binder, DialectError, detect
-from posttrain.engine.rewards.protocol import MAX_COMPONENTS, receive_request, send
+from posttrain.engine.rewards.protocol import MAX_COMPONENTS, receive_request, send, send_answers
 
 PACKAGES = Path(__file__).resolve().parents[3]  # the folder that holds posttrain
 
@@ -113,8 +114,8 @@ def one_line(error: BaseException) -> str:
 class Scorer:
     """A loaded reward function and how it is called."""
 
-    def __init__(self, path: Path, entry: str | None, dialect: str | None) -> None:
-        self.path = path
+    def __init__(self, path: Path, entry: str | None, dialect: str | None, marker: mmap.mmap) -> None:
+        self.path, self.marker = path, marker
         self.function = entry_function(load(path), path, entry)
         self.name = getattr(self.function, "__name__", entry or "reward")
         try:
@@ -140,11 +141,12 @@ class Scorer:
         Raises:
             ReportedError: a batched function raised or returned no list of this length; a parameter that nobody offers.
         """
+        seed_from(json.dumps([call[name] for name in ("prompts", "completions", "at")]))
         if self.dialect in BATCHED:
             yield from self._score_together(call)
             return
         for i, (number, text) in enumerate(zip(call["at"], call["completions"], strict=True)):
-            seed_from([call["prompts"][i], text, call["rows"][i], number])
+            self.marker[:] = number.to_bytes(8, "big")
             subject = f"completion {number} {text[:60]!r}"
             try:
                 answer = self.plain(self.run(SINGLE[self.dialect](call, i), subject), subject)
@@ -156,7 +158,6 @@ class Scorer:
 
     def _score_together(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         count = len(call["completions"])
-        seed_from([call[name] for name in ("prompts", "completions", "rows", "at")])
         one = f"completion {call['at'][0]} {call['completions'][0][:60]!r}" if count == 1 else ""
         subject = one or f"a batch of {count}"
         scores = self.batch(self.run(BATCHED[self.dialect](call), subject))
@@ -242,17 +243,22 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def seed_from(values: Any) -> None:
+def seed_from(scored: str) -> None:
     """Seed the global generators from what is scored, so that a resumed run draws what the undisturbed run drew."""
-    seed = int.from_bytes(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()[:4], "big")
+    seed = int.from_bytes(hashlib.sha256(scored.encode(errors="surrogatepass")).digest()[:4], "big")
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed)
 
 
-def serve(channel: socket.socket, source: str) -> None:
-    """Answer requests until the parent closes the socket; `source` is the folder that holds the reward's file."""
+def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
+    """Answer requests until the parent closes the socket.
+
+    Args:
+        marker: says which completion is being scored.
+        source: the folder that holds the reward's file.
+    """
     scorer: Scorer | None = None
     own = os.getpid()
     while True:
@@ -263,15 +269,17 @@ def serve(channel: socket.socket, source: str) -> None:
         linecache.checkcache()
         try:
             if request["op"] == "open":
-                scorer = Scorer(Path(source, request["file"]), request["entry"], request["dialect"])
+                scorer = Scorer(Path(source, request["file"]), request["entry"], request["dialect"], marker)
                 answers: Iterator[dict[str, Any]] = iter([{"dialect": scorer.dialect, "where": scorer.where}])
             elif scorer is None:
                 raise ReportedError("load", "no reward is open")
             else:
-                answers = _ended(scorer.score(request))
-            for answer in answers:
-                _leave_forks(own)
-                send(channel, {"id": request["id"], **answer})
+                answers = _own(scorer.score(request), own)
+            if request["op"] == "open":
+                send(channel, {"id": request["id"], **next(answers)})
+            else:
+                send_answers(channel, request["id"], answers)
+                send(channel, {"id": request["id"], "end": True})
         except ReportedError as fault:
             _leave_forks(own)
             send(channel, {"id": request["id"], "fault": fault.kind, "message": str(fault)[:900]})
@@ -281,9 +289,12 @@ def serve(channel: socket.socket, source: str) -> None:
             send(channel, {"id": request["id"], "fault": "memory", "message": message})
 
 
-def _ended(answers: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    yield from answers
-    yield {"end": True}
+def _own(answers: Iterator[dict[str, Any]], own: int) -> Iterator[dict[str, Any]]:
+    """The answers, in this process only."""
+    for answer in answers:
+        _leave_forks(own)
+        yield answer
+    _leave_forks(own)
 
 
 def _leave_forks(own: int) -> None:
@@ -301,9 +312,11 @@ def confine(parent: int, cell: str) -> Confinement:
 
 
 def main() -> None:
-    """Entry point. Arguments: the socket's descriptor, a `CellPlan` as JSON, the parent's process id."""
+    """Entry point. Arguments: descriptors of socket and marker, a `CellPlan` as JSON, the parent's process id."""
     os.dup2(2, 1)
-    descriptor, cell, parent = sys.argv[1:]
+    descriptor, shared, cell, parent = sys.argv[1:]
+    marker = mmap.mmap(int(shared), 8)
+    os.close(int(shared))
     found = confine(int(parent), cell)
     channel = socket.socket(fileno=int(descriptor))
     send(channel, {"id": 0, "notes": list(found.notes), "whole": found.whole})
@@ -311,7 +324,7 @@ def main() -> None:
         socket.send_fds(channel, [b"L"], [listener.fileno() for listener in found.listeners])
         for listener in found.listeners:
             listener.close()  # the job accepts; a reward that did would talk to itself
-    serve(channel, found.source)
+    serve(channel, marker, found.source)
 
 
 if __name__ == "__main__":
