@@ -1,6 +1,6 @@
 """How often each gate passes a model that lies just on its threshold: the level, beside the nominal one.
 
-    python -m benchmarks.gates            # the table of docs/gates.md, some ten minutes on one core
+    python -m benchmarks.gates            # the table of docs/gates.md, five minutes of processor time
     python -m benchmarks.gates --tiny     # its small cases, in seconds
 
 Every verdict comes from `posttrain.decision.gates.judge`. Rates and paired rates are enumerated: all results, weighted

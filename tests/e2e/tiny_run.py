@@ -63,7 +63,7 @@ RUN: dict[str, Any] = {
             "metric": "heldout/response_tokens",
             "direction": "lower",
             "not_worse_than": "channel",
-            "margin": 2,
+            "margin": 3,
             "if_channel_empty": "pass",
         },
     ],

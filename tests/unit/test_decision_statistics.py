@@ -143,3 +143,27 @@ def test_the_bounded_limit_is_seeded_scales_and_falls_with_the_worst(
     assert mean_lower(values, worst - 1, 0.95, seed=5, resamples=499) < limit + 1e-6
     scaled = mean_lower(scale * values, scale * worst, 0.95, seed=5, resamples=499)
     assert scaled == pytest.approx(scale * limit, rel=1e-9, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    items=st.integers(2, 40),
+    difference=st.floats(-0.6, 0.6),
+    confidence=CONFIDENCES,
+    nuisance=st.floats(0.01, 0.99),
+)
+def test_no_pair_of_rates_is_passed_above_the_level(
+    items: int, difference: float, confidence: float, nuisance: float
+) -> None:
+    """Over every result, with its chance, for a true difference of just the threshold."""
+    low, high = max(0.0, -difference), (1 - difference) / 2
+    worse = low + nuisance * (high - low)
+    shares = [worse + difference, worse, max(0.0, 1 - 2 * worse - difference)]
+    level = 0.0
+    for lost in range(items + 1):
+        for gained in range(items + 1 - lost):
+            if difference_chance(gained, lost, items, difference) <= 1 - confidence:
+                more = [[gains, lost, items - gains - lost] for gains in range(gained, items - lost + 1)]
+                level += float(np.sum(stats.multinomial.pmf(more, items, shares)))
+                break
+    assert level <= 1 - confidence + 1e-9

@@ -120,7 +120,7 @@ def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
         line = Text.assemble(
             (f"{glyph('succeeded' if passed else 'failed')} {verdict.gate:16s}", style(verdict.outcome))
         )
-        line.append(f" {verdict.outcome.upper():12s}", style=f"bold {style(verdict.outcome)}")
+        line.append(f" {verdict.outcome.upper():13s}", style=f"bold {style(verdict.outcome)}")
         line.append(verdict.reason)
         yield line.append(f" ({verdict.test})", style="dim") if not passed else line
 

@@ -69,6 +69,8 @@ def gate_power(
     if not possible.binary:
         return _unknown_spread(rule, items, possible)
     power_at, about, assumption = _paired(rule, hoped) if rule.needs_baseline else _absolute(rule, hoped)
+    if about is not None and about > _SEARCHED:
+        assumption += f"; beyond {_SEARCHED} items by the normal approximation"
     power = power_at(items) if items >= rule.min_items else 0.0
     needed = _needed(power_at, about, rule.min_items) if about is not None else None
     test = PAIRED_LIMIT if rule.needs_baseline else RATE_LIMIT
