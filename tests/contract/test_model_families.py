@@ -73,7 +73,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Both ways of computing log-probabilities; chunks of seven rows in the second."""
     if request.param == "chunked":
         monkeypatch.setattr(logprobs_module, "CHUNKED_ABOVE", 0)
-        monkeypatch.setattr(logprobs_module, "_CHUNK_LOGITS", 7 * families.VOCABULARY)
+        monkeypatch.setattr(logprobs_module, "chunk_rows", lambda vocabulary, hidden: 7)
     return str(request.param)
 
 

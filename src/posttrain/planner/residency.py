@@ -21,8 +21,8 @@ copy. Its key-value cache is 2 × layers × kv_heads × head_dim × b for each t
 Activations are estimated, not certain: what autograd keeps of one layer, per token, is about 7 hidden + 5 (heads +
 kv_heads) × head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the
 approach is that of Korthikanti et al. 2022, section 4, without the scores, which fused attention never stores). With
-checkpointing it is one layer of these and `hidden` values for each other. The logits count twice, in float32, and at
-most `CHUNKED_LOGITS` of them.
+checkpointing it is one layer of these and `hidden` values for each other. The logits count twice, in float32; above
+`CHUNKED_LOGITS` of them, a chunk's temporaries and the head's gradient in float32.
 
 Asleep, a frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; what is trained, and a
 rollout's copy, stay. Not counted: Python and torch themselves (0.4 GB a process on the CPU), CUDA contexts, allocator
@@ -39,6 +39,7 @@ from typing import Any
 from posttrain.domain.placement import Placement, Pool
 
 CHUNKED_LOGITS = 2**25  # above, the engine computes logits in chunks and again in backward
+CHUNK_BYTES = (2**27, 2**31)  # of a chunk's temporaries, which take what the head's gradient takes within these bounds
 _TRAINED = ("policy", "critic", "reward_model")  # in the phase named `update`
 _ROLES_OF_PHASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "sft": {"update": ("policy",)},
@@ -300,7 +301,15 @@ class _Pool:
             kept = layer + (shape.layers - 1) * saved
         yield "activations", self._tokens * kept * self._width, True
         if head:
-            yield "logits", 2 * 4 * min(self._tokens * shape.vocabulary, CHUNKED_LOGITS), True
+            yield "logits", _logits(self._tokens, shape, backward=backward), True
+
+
+def _logits(tokens: int, shape: Shape, *, backward: bool) -> int:
+    """Bytes of log-probabilities of so many tokens."""
+    if tokens * shape.vocabulary <= CHUNKED_LOGITS:
+        return 2 * 4 * tokens * shape.vocabulary
+    gradient, (least, most) = 4 * shape.vocabulary * shape.hidden, CHUNK_BYTES
+    return max(min(gradient, most), least) + (gradient if backward else 0)
 
 
 def _trained(load: Load) -> tuple[str, ...]:

@@ -15,7 +15,10 @@ from posttrain.engine.models.language_model import LanguageModel, OutputHead
 # Above this many logits (128 MiB in float32) they are computed in chunks and again in backward: at a vocabulary of 32 k
 # that takes 0.3 of the memory, at 150 k 0.2. Below it the plain path is faster.
 CHUNKED_ABOVE = 2**25
-_CHUNK_LOGITS = 2**23
+# A chunk's temporaries may take as many bytes as the weight's gradient in float32, which is there anyway: every chunk
+# reads and writes all of that gradient, so few chunks are fast. Within these bounds:
+CHUNK_BYTES = (2**27, 2**31)
+_BYTES_PER_LOGIT = 16  # scaled logits, probabilities and gradient in float32, two of them in the weight's type
 
 
 def token_logprobs(
@@ -95,14 +98,22 @@ def chunked_logprobs(
     """`logprobs_of` the head's logits, without ever holding all of them: [N, hidden] → [N], [N].
 
     Args:
-        chunk: rows at a time; by default as many as make 32 MiB of logits.
+        chunk: rows at a time; by default what `chunk_rows` says.
+
+    The weight's gradient is summed over chunks in float32 and rounded once, at the end.
     """
     weight, bias = head.layer.weight, head.layer.bias
-    rows = chunk or max(1, _CHUNK_LOGITS // weight.shape[0])
+    rows = chunk or chunk_rows(*weight.shape)
     result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(
         hidden, weight, bias, targets, temperature, head.softcap, rows, entropy
     )  # type: ignore[no-untyped-call]
     return result
+
+
+def chunk_rows(vocabulary: int, hidden: int) -> int:
+    """Rows of a chunk, by the bytes that it may take."""
+    least, most = CHUNK_BYTES
+    return max(1, min(max(4 * vocabulary * hidden, least), most) // (_BYTES_PER_LOGIT * vocabulary))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -142,8 +153,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
         temperature, softcap, rows, entropy = ctx.settings
         of_logprobs, of_entropies = gradients
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        d_bias = None if bias is None else torch.zeros_like(bias)
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             scaled, slope = _scaled_logits(hidden[part], weight, bias, temperature, softcap)
@@ -155,10 +166,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_scaled -= probabilities.mul_(logp.add_(entropies[part, None])).mul_(of_entropies[part, None])
             d_logits = d_scaled.mul_(slope).to(hidden.dtype)
             d_hidden[part] = d_logits @ weight
-            d_weight.addmm_(d_logits.t(), hidden[part])
+            _add_product(d_weight, d_logits, hidden[part])
             if d_bias is not None:
-                d_bias += d_logits.sum(0)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+                d_bias += d_logits.sum(0, dtype=torch.float32)
+        rounded = None if d_bias is None else d_bias.to(weight.dtype)
+        return d_hidden, d_weight.to(weight.dtype), rounded, None, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += leftᵀ right in float32, whatever the factors are in."""
+    if total.is_cuda and left.dtype != torch.float32 and hasattr(torch.ops.aten.mm, "dtype"):
+        total += torch.mm(left.t(), right, out_dtype=torch.float32)  # on tensor cores
+    else:
+        total.addmm_(left.float().t(), right.float())
 
 
 def _scaled_logits(
