@@ -84,6 +84,15 @@ def diverge(policy: PolicyWorker, mine: TokenBatch, objective: PolicyObjective, 
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def export(place: Place, folder: Path) -> None:
+    """A bfloat16 model, whose shards are float32, as a stage leaves it: as computed, and in float32."""
+    for saved in ("auto", "float32"):
+        model = adopt_module(families.build("qwen3").bfloat16())
+        runtime = RuntimeConfig.model_validate({"save_dtype": saved})
+        policy = PolicyWorker(place, model, OPTIMIZER, runtime, steps=STEPS, seed=0)
+        policy.save_model(folder / saved)
+
+
 def dropout_draws(place: Place) -> list[list[float]]:
     """What two steps' dropout would draw on this rank."""
     model = adopt_module(families.build("qwen3"))
@@ -138,6 +147,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
                 weights, metrics = train(place, family, make_batch().select(shards[rank]))
                 if family == "qwen3":
                     (folder / f"{case}-dropout-{rank}.json").write_text(json.dumps(dropout_draws(place)))
+                    export(place, folder / f"{case}-exported")
                 if rank == 0:
                     save_file(weights, folder / f"{case}-{family}.safetensors")
                     (folder / f"{case}-{family}.json").write_text(json.dumps(metrics))

@@ -190,6 +190,17 @@ def test_native_equals_module_on_any_batch(prompts: list[list[int]], samples: in
     assert_same_draws(model_of("qwen3"), sampling, native, module)
 
 
+@pytest.mark.parametrize("kind", ["native", "module"])
+def test_random_numbers_do_not_repeat_in_a_long_response(kind: str) -> None:
+    """At so high a temperature a token tells its random number; numbers are made 64 tokens at a time."""
+    sampling = SamplingParams(max_new_tokens=90, temperature=1e6, seed=3)
+    said = engine_of(kind, "qwen3").generate([[3, 4]], samples=48, sampling=sampling)
+    long = [t.tokens for t in said if len(t.tokens) >= 84]
+    assert len(long) >= 4
+    for tokens in long:
+        assert sum(a == b for a, b in zip(tokens[:20], tokens[64:84], strict=True)) < 6  # one in 61 by chance
+
+
 def test_generation_is_bit_equal_when_repeated() -> None:
     engine = engine_of("native", "qwen3")
     first, second = (engine.generate(PROMPTS, samples=3, sampling=SAMPLED) for _ in range(2))

@@ -63,6 +63,14 @@ def test_dropout_masks_differ_by_rank(two_ranks: Path, case: str) -> None:
     assert one[0] != two[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "dtype"), [("auto", "bfloat16"), ("float32", "float32")])
+def test_a_model_of_several_ranks_says_in_what_type_it_was_saved(two_ranks: Path, saved: str, dtype: str) -> None:
+    folder = two_ranks / "ragged-exported" / saved
+    assert json.loads((folder / "config.json").read_bytes())["dtype"] == dtype
+    assert {str(w.dtype) for w in load_file(folder / "model.safetensors").values()} == {f"torch.{dtype}"}
+
+
 def test_a_batch_without_responses_takes_part_in_the_policy_too() -> None:
     """What the idle rank computes: every parameter gets a gradient of zero."""
     model = adopt_module(families.build("qwen3"))

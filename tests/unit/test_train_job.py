@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError
@@ -114,6 +116,38 @@ class TestJobs:
         (attempt.path / "result.json").unlink()
         (attempt.path / "control.json").unlink()
         assert run(attempt).status == "succeeded"
+
+    def test_the_same_attempt_goes_on_from_its_newest_checkpoint(self, shop: Shop) -> None:
+        attempt = shop.sft("newest", params={"runtime": {"checkpoint_every": 1}})
+        asked = iter([False] * 3)
+
+        def stopped(job: entry.Job) -> JobResult:
+            return train.body(replace(job, stopping=lambda: next(asked, True)))
+
+        assert entry.run(str(attempt.path), stopped) == 0
+        assert sorted(p.name for p in attempt.checkpoints.glob("step-*")) == ["step-00000002", "step-00000003"]
+        (attempt.path / "result.json").unlink()
+        assert run(attempt).status == "succeeded"
+        notes = [fact.message for fact in attempt.facts()[0] if isinstance(fact, Note)]
+        assert "resumed from the checkpoint at step 3" in notes
+        assert [f.step for f in attempt.facts()[0] if isinstance(f, Progress)] == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize(("computed", "saved"), [
+        ("float32", "auto"), ("bfloat16", "auto"), ("float32", "bfloat16"), ("bfloat16", "float32"),
+    ])  # fmt: skip
+    def test_a_model_is_saved_in_the_type_that_its_configuration_names(
+        self, shop: Shop, computed: str, saved: str
+    ) -> None:
+        """And in float32 it holds what the optimiser holds, which bfloat16 has rounded."""
+        runtime = {"dtype": computed, "save_dtype": saved}
+        attempt = shop.sft(f"{computed}-{saved}", params={"runtime": runtime, "optimizer": {"learning_rate": 1e-3}})
+        assert run(attempt).failure is None
+        weights = load_file(attempt.outputs / "model" / "model.safetensors")
+        written = json.loads((attempt.outputs / "model" / "config.json").read_bytes())["dtype"]
+        assert written == (computed if saved == "auto" else saved)
+        assert {str(w.dtype) for w in weights.values()} == {f"torch.{written}"}
+        exact = all(torch.equal(w, w.bfloat16().to(w.dtype)) for w in weights.values())
+        assert exact == (written == "bfloat16")
 
     def test_sigterm_is_a_stop(self, shop: Shop) -> None:
         attempt, handler = shop.sft("terminated"), signal.getsignal(signal.SIGTERM)

@@ -68,6 +68,7 @@ class RuntimeConfig(InferenceRuntimeConfig):
 
     micro_batch_tokens: Positive | Literal["auto"] = "auto"  # per forward; auto: 4096 on CPU (caches), 16384 on CUDA
     checkpoint_every: Positive = 50  # steps
+    save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the model that is left; auto: what it computed in
     activation_checkpointing: bool = False  # recompute the layers in backward: memory for time
     sequence_parallel: Positive = 1  # ranks that share the tokens of one batch (Ulysses); divides the pool's ranks
     ray_address: Word | None = None  # of a Ray cluster that runs already; None: one on this machine, where needed

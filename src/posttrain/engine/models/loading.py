@@ -129,18 +129,30 @@ def save_model(
 ) -> None:
     """Write weights, configuration and tokenizer. The same weights give the same bytes.
 
+    The configuration names the type that the weights are written in.
+
     Args:
         folder: created when missing.
-        gathered: whole weights of a model whose own are sharded, tied ones once.
+        gathered: whole weights to write instead of the module's own (which may be sharded, or of another type), tied
+            ones once.
         write: false on the ranks that only took part in the gathering.
     """
     if not write:
         return
     folder.mkdir(parents=True, exist_ok=True)
     state = _detached_state(model.module) if gathered is None else dict(gathered)
-    model.module.save_pretrained(folder, state_dict=state)
+    dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    model.module.save_pretrained(folder, state_dict=state)  # which empties the state
+    _name_dtype(model.module.config, dtype, folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _name_dtype(config: Any, dtype: torch.dtype, folder: Path) -> None:
+    """transformers writes the module's own type, which sharding may have widened for the optimiser."""
+    for part in (config, config.get_text_config()):
+        part.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
 
 
 def copy_weights(model: Backbone) -> dict[str, Tensor]:

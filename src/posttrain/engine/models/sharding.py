@@ -60,8 +60,10 @@ class Sharding(Protocol):
     def write_back(self) -> None:
         """After an optimiser step: bring the module up to date with `parameters`."""
 
-    def gathered(self) -> dict[str, Tensor]:
-        """Whole parameters by name in the module's precision; empty but on rank 0. Collective."""
+    def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Whole parameters by name, in the precision the module computes in or another, to which those of the optimiser
+        are rounded once; empty but on rank 0. Collective.
+        """
 
 
 @final
@@ -113,9 +115,11 @@ class Unsharded:
             if trained is not self._live[name]:
                 self._live[name].copy_(trained)
 
-    def gathered(self) -> dict[str, Tensor]:
-        """See `Sharding`; not copies."""
-        return {name: p.detach() for name, p in self._live.items()}
+    def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """See `Sharding`; not copies where nothing is rounded."""
+        if dtype is None:
+            return {name: p.detach() for name, p in self._live.items()}
+        return {name: p.detach().to(dtype) for name, p in self._trained.items()}
 
 
 class _Root(nn.Module):
@@ -206,14 +210,14 @@ class FullySharded:
         """The shards are the module's own; what a forward without backward left gathered of the old ones is dropped."""
         self._sharded_root.reshard()
 
-    def gathered(self) -> dict[str, Tensor]:
+    def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """See `Sharding`; one parameter at a time."""
         whole: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             held: Any = parameter.detach()
             full: Tensor = held.full_tensor() if isinstance(held, DTensor) else held
             if self.rank == 0:
-                whole[name] = full.to("cpu", self._dtype)
+                whole[name] = full.to("cpu", dtype or self._dtype)
         return whole
 
 

@@ -117,10 +117,7 @@ class PolicyWorker:
 
     def save_model(self, folder: Path) -> None:
         """Write weights and configuration in the Hugging Face format; rank 0 does. Collective."""
-        if self.learner.sharding.ranks == 1:
-            save_model(self.model, None, folder)
-        else:
-            save_model(self.model, None, folder, self.learner.sharding.gathered(), write=self._rank == 0)
+        save_model(self.model, None, folder, self.learner.exported(), write=self._rank == 0)
 
     def context_length(self) -> int:
         """Tokens of prompt and response together that the model was made for."""

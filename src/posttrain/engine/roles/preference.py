@@ -123,5 +123,4 @@ class PreferenceWorker:
     @torch.no_grad()
     def save_model(self, folder: Path) -> None:
         """Write it as a sequence classifier of one label; rank 0 does. Collective."""
-        gathered = None if self.learner.sharding.ranks == 1 else self.learner.sharding.gathered()
-        save_model(self.model, None, folder, gathered, write=self._rank == 0)
+        save_model(self.model, None, folder, self.learner.exported(), write=self._rank == 0)

@@ -1,0 +1,373 @@
+"""Every field of run.yaml that claims to matter does: it changes what a stage leaves, or what its plan says.
+
+The cases are made from the schema. A field of another type than a choice or a switch needs a value in `VALUES`; one
+that by design changes nothing needs a reason in `UNMOVED`. A new field with neither fails. Stages run as jobs do, from
+an order to a result, with a model of two thousand parameters; what is shared between the cases is computed once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from posttrain.domain.canonical import digest_bytes, digest_json
+from posttrain.domain.facts import Metric
+from posttrain.domain.jobs import InputBlob, JobOrder
+from posttrain.domain.placement import Placement
+from posttrain.engine.config import STAGE_CONFIGS, stage_config
+from posttrain.engine.rewards.port import RewardCall
+from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.jobs import entry, evaluate, init_model, train
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.blobs import open_blobs
+from posttrain.store.trees import put_tree
+
+BODIES = {"evaluate": evaluate.body, "init_model": init_model.body}
+OPTIMIZER = {"learning_rate": 2e-2, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.1}
+LETTERS = "0123456789Q:sort A"
+PROBE = {"data": "probe", "every": 2, "items": 16, "extract": r"(?s)(.)"}
+ON_POLICY: dict[str, Any] = {
+    "data": "data", "steps": 4, "prompts_per_step": 3, "group_size": 4, "max_new_tokens": 5, "probe": PROBE,
+    "optimizer": OPTIMIZER,
+}  # fmt: skip
+CRITIC = {"optimizer": {**OPTIMIZER, "learning_rate": 5e-2}}
+BASES: dict[str, dict[str, Any]] = {
+    "sft": {"data": "data", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER},
+    "reward_model": {"data": "pairs", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER},
+    "grpo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "kl": {"coefficient": 0.2}},
+    "ppo": {
+        **ON_POLICY, "reward": "reward", "mini_batches": 2, "epochs": 2, "critic": CRITIC,
+        "kl": {"coefficient": 0.2, "estimator": "k3"},
+    },
+    "dataflow": {
+        **ON_POLICY, "recipe": "flow:flow", "reward": "reward", "settings": {"accept": 0.4}, "tokens_per_step": 9999,
+    },
+    "evaluate": {
+        "model": "model",
+        "suites": {
+            "held": {"data": "probe", "extract": r"(?s)(.)", "samples": 3, "pass_at": [1, 2], "max_new_tokens": 4}
+        },
+    },
+    "init_model": {
+        "hidden_size": 8, "intermediate_size": 8, "layers": 1, "context_length": 32, "characters": LETTERS + "xyz",
+    },
+}  # fmt: skip
+FLOW = (Path(__file__).resolve().parents[2] / "examples" / "04-best-of-n" / "best_of_n.py").read_text(encoding="utf-8")
+
+# Path, or "kind path", or the last two words of a path → the other value, and what must stand beside both values.
+VALUES: dict[str, Any] = {
+    "optimizer.learning_rate": 1e-2,
+    "optimizer.betas": [0.5, 0.6],
+    "optimizer.weight_decay": 0.9,
+    "optimizer.warmup_steps": 3,
+    "optimizer.final_ratio": 0.7,
+    "optimizer.max_grad_norm": 0.02,
+    "steps": 3,
+    "batch_size": 2,
+    "max_length": 5,  # too short: the rows are refused
+    "prompts_per_step": 2,
+    "group_size": 3,
+    "max_new_tokens": 3,
+    "temperature": 1.4,
+    "mini_batches": 1,
+    "clip_low": 0.01,
+    "clip_high": 0.01,
+    "reward_timeout": 60.0,
+    "probe": None,
+    "probe.every": 3,
+    "probe.items": 9,
+    "probe.extract": r"(no such answer)",
+    "kl": None,
+    "kl.coefficient": 2.0,
+    "epochs": 1,
+    "gae.gamma": 0.5,
+    "gae.lam": 0.2,
+    "critic.clip": 0.001,
+    "critic.warmup": 2,
+    "settings": {"accept": 0.9},
+    "tokens_per_step": 1,  # spends more: refused
+    "suites.held.extract": r"(no such answer)",
+    "suites.held.samples": 2,
+    "suites.held.temperature": 1.7,
+    "suites.held.pass_at": [1],
+    "suites.held.max_new_tokens": 2,
+    "init_model characters": LETTERS,
+    "init_model hidden_size": 16,
+    "init_model intermediate_size": 16,
+    "init_model layers": 2,
+    "init_model heads": 1,
+    "init_model kv_heads": 2,
+    "init_model context_length": 64,
+    "placement": {"collocated": {"ranks": 2}},
+    "runtime.sequence_parallel": 2,
+    "runtime.ray_address": "127.0.0.1:6379",
+    "runtime.micro_batch_tokens": 9,
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    "ppo kl.estimator=k3-corrected": {"kl.place": "loss"},
+    "optimizer.schedule=constant": {},
+}
+# In the plan only: where and how large, which a result does not depend on but for rounding.
+PLANNED = ("placement", "runtime.sequence_parallel", "runtime.ray_address", "runtime.micro_batch_tokens",
+           "runtime.activation_checkpointing")  # fmt: skip
+UNMOVED: dict[str, str] = {
+    "runtime.device=cpu": "auto is cpu where there is no GPU",
+    "runtime.device=cuda": "needs a GPU; the gpu tests compare it with the CPU",
+    "runtime.dtype=float32": "auto is float32 on a CPU",
+    "runtime.save_dtype=float32": "auto is what was computed in",
+    "runtime.threads": "how fast",
+    "runtime.checkpoint_every": "what is lost by a crash",
+    "trace.groups": "what a trace tells",
+}
+SKIPPED = ("runtime.device=cuda", "runtime.threads=2")  # sums of two threads differ in their last bits
+UNMOVED_VALUES: dict[str, Any] = {"runtime.threads": 2, "runtime.checkpoint_every": 1, "trace.groups": "all"}
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    path: str
+    value: Any
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    alone: Mapping[str, Any] = field(default_factory=dict)  # beside the other value only
+    swap: bool = False  # the path names an input: another content behind the same name
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.path}" + ("" if self.swap else f"={json.dumps(self.value)[:24]}")
+
+
+def nested(annotation: Any) -> tuple[type[BaseModel] | None, bool, bool]:
+    """The model inside an annotation, whether it may be left out, and whether it is a map of such."""
+    arguments = [a for a in typing.get_args(annotation) if a is not types.NoneType]
+    optional = types.NoneType in typing.get_args(annotation)
+    found = [a for a in (annotation, *arguments) if isinstance(a, type) and issubclass(a, BaseModel)]
+    return (found[0] if found else None), optional, typing.get_origin(annotation) is dict
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and annotation of every field; a model that may be left out is one too."""
+    for name, info in model.model_fields.items():
+        inner, optional, is_map = nested(info.annotation)
+        path = f"{prefix}{name}"
+        if inner is None or inner is Placement:
+            yield path, info.annotation
+            continue
+        if optional:
+            yield path, info.annotation
+        yield from leaves(inner, f"{path}.held." if is_map else f"{path}.")
+
+
+def choices(annotation: Any) -> list[Any]:
+    """Every value of a choice or switch; empty for other types."""
+    if annotation is bool:
+        return [False, True]
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(typing.get_args(annotation))
+    return []
+
+
+def pick(params: Mapping[str, Any], path: str) -> Any:
+    return functools.reduce(lambda held, word: held[word], path.split("."), params)
+
+
+def known(table: Mapping[str, Any], kind: str, path: str) -> str | None:
+    tail = ".".join(path.split(".")[-2:])
+    return next((key for key in (f"{kind} {path}", path, tail) if key in table), None)
+
+
+@functools.cache
+def normal(kind: str) -> dict[str, Any]:
+    return stage_config(kind, BASES[kind]).model_dump(mode="json")
+
+
+def cases() -> tuple[list[Case], list[Case], list[str]]:
+    """What must change something, what must not, and what nobody thought of."""
+    moved, unmoved, forgotten = [], [], []
+    for kind, model in STAGE_CONFIGS.items():
+        slots = stage_config(kind, BASES[kind]).inputs()
+        words = {f"{slot}.data" if slot in ("probe", "suites.held") else slot for slot in slots}
+        for path, annotation in leaves(model):
+            if path in words:
+                moved.append(Case(kind, path, None, swap=True))
+                continue
+            if kind == "ppo" and path == "reward_model":  # in the place of `reward`
+                moved.append(Case(kind, path, "reward_model", alone={"reward": None}))
+                continue
+            options = choices(annotation)
+            for value in options:
+                key = known(UNMOVED, kind, f"{path}={value}")
+                if value == pick(normal(kind), path):
+                    continue
+                if key:
+                    unmoved.append(Case(kind, path, value))
+                else:
+                    moved.append(Case(kind, path, value, BESIDE.get(f"{kind} {path}={value}", {})))
+            if options:
+                continue
+            at, still = known(VALUES, kind, path), known(UNMOVED, kind, path)
+            if at:
+                moved.append(Case(kind, path, VALUES[at]))
+            elif still:
+                unmoved.append(Case(kind, path, UNMOVED_VALUES[still]))
+            else:
+                forgotten.append(f"{kind}: {path}")
+    return moved, unmoved, forgotten
+
+
+MOVED, UNMOVED_CASES, FORGOTTEN = cases()
+
+
+def changed(kind: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    params: dict[str, Any] = json.loads(json.dumps(normal(kind)))
+    for path, value in changes.items():
+        *way, last = path.split(".")
+        (pick(params, ".".join(way)) if way else params)[last] = value
+    return params
+
+
+class Shop:
+    """Inputs, and the results of stages by their parameters."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.blobs, self.count = root, open_blobs(root / "blobs"), 0
+        self.found: dict[str, str] = {}
+        rows = [{"prompt": f"Q:{i}", "completion": f"A:{i % 3}", "answer": str(i % 3)} for i in range(6)]
+        asked = [{"prompt": f"Q:{i}", "answer": letter} for i, letter in enumerate(LETTERS)]
+        pairs = [{"prompt": f"Q:{i}", "chosen": f"A:{i}", "rejected": f"s{i}"} for i in range(6)]
+        self.inputs = {name: self.put(name, found) for name, found in {
+            "data": _lines(rows), "pairs": _lines(pairs), "probe": _lines(asked), "reward": "even",
+        }.items()}  # fmt: skip
+        self.others = {name: self.put(name, found) for name, found in {
+            "data": _lines(rows[2:]), "pairs": _lines(pairs[2:]), "probe": _lines(asked[:7]), "reward": "odd",
+        }.items()}  # fmt: skip
+        meta = {"source": "best_of_n_case.py", "entry": "best_of_n"}
+        self.inputs["recipe"] = self.put("recipe", FLOW, **meta)
+        self.others["recipe"] = self.put("recipe", _spending_more(FLOW), **meta | {"source": "best_of_n_other.py"})
+        for seed, shelf in enumerate((self.inputs, self.others)):
+            folder = self.run("init_model", normal("init_model"), {}, seed)
+            shelf["model"] = InputBlob(put_tree(self.blobs, folder.outputs / "model"), "tree", "model:tiny@1")
+        folder = self.run("reward_model", changed("reward_model", {}), {"model": "model", "data": "pairs"}, 0)
+        self.inputs["reward_model"] = InputBlob(put_tree(self.blobs, folder.outputs / "model"), "tree", "model:judge@1")
+
+    def put(self, name: str, text: str, **meta: str) -> InputBlob:
+        return InputBlob(self.blobs.put(text.encode()), "file", f"asset:{name}@1", {"text": text[:4], **meta})
+
+    def run(
+        self, kind: str, params: Mapping[str, Any], slots: Mapping[str, str], seed: int, swapped: str = ""
+    ) -> AttemptFolder:
+        self.count += 1
+        folder = AttemptFolder(self.root / f"{self.count}")
+        shelf = {slot: (self.others if slot == swapped else self.inputs)[name] for slot, name in slots.items()}
+        named = NativeTrainer().check(kind, params).params
+        order = JobOrder(f"{self.count}", kind, seed, named, shelf, self.blobs.url, str(self.root / "cache"))
+        folder.write_order(order)
+        assert entry.run(str(folder.path), BODIES.get(kind, train.body)) == 0
+        return folder
+
+    def result(self, kind: str, changes: Mapping[str, Any], swapped: str = "") -> str:
+        """Digest of everything that a stage leaves and says, but for times and traces."""
+        key = digest_json([kind, dict(changes), swapped])
+        if key not in self.found:
+            params = changed(kind, changes)
+            slots = {slot: _shelf(kind, slot) for slot in stage_config(kind, params).inputs()}
+            ARGUMENTS.clear()
+            self.found[key] = _digest(self.run(kind, params, slots, 3, swapped))
+        return self.found[key]
+
+
+ARGUMENTS: list[str] = []  # what the reward was opened with
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _spending_more(flow: str) -> str:
+    """The same flow, which tells of one more number."""
+    return flow + "\n\n_first = best_of_n\n\n\ndef best_of_n(*given):\n    report = _first(*given)\n" \
+        "    return type(report)(report.tokens, {**report.metrics, 'more': 1.0})\n"  # fmt: skip
+
+
+def _shelf(kind: str, slot: str) -> str:
+    name = slot.removeprefix("suites.")
+    return {"held": "probe", "data": "pairs" if kind == "reward_model" else "data"}.get(name, name)
+
+
+def _digest(folder: AttemptFolder) -> str:
+    result = folder.read_result()
+    assert result is not None
+    told = [
+        {name: value for name, value in fact.values.items() if name != "tokens_per_second"}
+        for fact in folder.facts()[0]
+        if isinstance(fact, Metric)
+    ]
+    written = sorted(p for p in folder.outputs.rglob("*") if p.is_file()) if folder.outputs.is_dir() else []
+    failure = result.failure.message if result.failure else None
+    files = {p.relative_to(folder.path).as_posix(): digest_bytes(p.read_bytes()) for p in written}
+    return digest_json([result.status, failure, result.tokens, json.dumps(told), files, [*ARGUMENTS]])
+
+
+def _planned(kind: str, changes: Mapping[str, Any]) -> str:
+    return repr(NativeTrainer().check(kind, changed(kind, changes)).load)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    def opened(path: Path, entry: str | None = None, **options: Any) -> ScriptedReward:
+        odd = path.read_text(encoding="utf-8") == "odd"
+        ARGUMENTS.append(f"timeout {options['timeout']}")
+
+        def score(call: RewardCall) -> list[float]:
+            """Equal in the groups of one prompt, so that not every group has a signal."""
+            shares = [sum(t % 2 == odd for t in tokens) / max(len(tokens), 1) for tokens in call.completion_ids]
+            return [1.0 if p.endswith("3") else s for p, s in zip(call.prompts, shares, strict=True)]
+
+        return ScriptedReward(score)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("posttrain.engine.rewards.process.open_reward", opened)
+        patch.setattr("os.fsync", lambda handle: None)  # most of the time of so small a stage
+        yield Shop(tmp_path_factory.mktemp("reaches"))
+
+
+def test_no_field_was_forgotten() -> None:
+    """Add its other value to VALUES, or why it changes nothing to UNMOVED."""
+    assert FORGOTTEN == []
+    used = {key for case in MOVED + UNMOVED_CASES if (key := known(VALUES, case.kind, case.path))}
+    assert set(VALUES) <= used  # nor is there a value for a field that is gone
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_the_bases_run(shop: Shop, kind: str) -> None:
+    """A base that failed would be changed by nothing, or by everything."""
+    slots = {slot: _shelf(kind, slot) for slot in stage_config(kind, normal(kind)).inputs()}
+    result = shop.run(kind, normal(kind), slots, 3).read_result()
+    assert result is not None
+    assert result.failure is None
+
+
+@pytest.mark.parametrize("case", [c for c in MOVED if c.path not in PLANNED], ids=str)
+def test_a_field_that_claims_to_matter_changes_the_result(shop: Shop, case: Case) -> None:
+    slot = case.path.removesuffix(".data") if case.swap else ""
+    changes = dict(case.beside) if case.swap else {**case.beside, **case.alone, case.path: case.value}
+    assert shop.result(case.kind, changes, slot) != shop.result(case.kind, dict(case.beside))
+
+
+@pytest.mark.parametrize("case", [c for c in MOVED if c.path in PLANNED], ids=str)
+def test_a_field_of_placement_changes_the_plan(case: Case) -> None:
+    assert _planned(case.kind, {case.path: case.value}) != _planned(case.kind, {})
+
+
+@pytest.mark.parametrize("case", [c for c in UNMOVED_CASES if f"{c.path}={c.value}" not in SKIPPED], ids=str)
+def test_a_field_that_by_design_does_not_matter_changes_nothing(shop: Shop, case: Case) -> None:
+    assert shop.result(case.kind, {case.path: case.value}) == shop.result(case.kind, {})
