@@ -146,6 +146,24 @@ def test_chat_rows_without_a_template(bench: Bench) -> None:
     assert said.startswith("stages.sft.data: path:train.jsonl row 1: a chat row needs a tokenizer with a chat template")
 
 
+def test_what_the_engine_will_not_do_fast_is_a_warning(bench: Bench) -> None:
+    file = bench.folder / "model" / "config.json"
+    kept = file.read_bytes()
+    path = bench.file(lambda raw: raw.update(model="./model"))
+    assert not [w for w in view_plan(path, bench.workspace).warnings if "falls back" in w]
+    try:
+        file.write_text(json.dumps({**json.loads(kept), "model_type": "bloom", "logits_scaling": 2.0}))
+        found = view_plan(bench.file(lambda raw: raw.update(model="./model")), bench.workspace).warnings
+    finally:
+        file.write_bytes(kept)
+    told = {tuple(w.split(": ")[:2]) for w in found if "falls back" in w}
+    assert ("sft", "falls back to padding") in told
+    assert ("sft", "falls back to whole_logits") in told
+    assert ("evaluate", "falls back to module_decoder") in told
+    assert ("evaluate", "falls back to padding") not in told
+    assert ("sft", "falls back to module_decoder") not in told
+
+
 def test_a_tokenizer_that_needs_transformers_is_a_warning(bench: Bench) -> None:
     file = bench.folder / "model" / "tokenizer.json"
     file.rename(bench.folder / "kept")

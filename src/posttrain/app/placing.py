@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from posttrain.app.fitting import bytes_of, model_files, origin
 from posttrain.app.machine import Machine, this_machine
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError
-from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.planner.fallbacks import expected
 from posttrain.planner.feasibility import gib, infeasible, too_large, unfit
 from posttrain.planner.residency import Load, Residency, Shape, resident
 
@@ -92,14 +93,46 @@ def _shape(
     found = origin(manifest, stage, slot)
     if isinstance(found, StageManifest):
         return _made_from_nothing(found.params) if found.kind == "init_model" else None
-    if found.digest is None or (model is None and not workspace.blobs.has(found.digest)):
-        return None
-    with bytes_of(found):
-        files = model_files(workspace, found, model, source.parent)
-        config = _map(files.read("config.json"))
-    stored = sum(size for name, size in files.sizes.items() if name.endswith(".safetensors"))
+    config, stored = _stored_config(found, workspace, source, model)
     width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")))
     return Shape.of_config(config, stored // width if width else None)
+
+
+def _stored_config(ref: InputRef, workspace: Workspace, source: Path, model: str | None) -> tuple[dict[str, Any], int]:
+    """A registered model's `config.json` and the bytes of its weights; empty where its bytes are elsewhere."""
+    if ref.digest is None or (model is None and not workspace.blobs.has(ref.digest)):
+        return {}, 0
+    with bytes_of(ref):
+        files = model_files(workspace, ref, model, source.parent)
+        config = _map(files.read("config.json"))
+    return config, sum(size for name, size in files.sizes.items() if name.endswith(".safetensors"))
+
+
+def fallback_warnings(
+    manifest: Manifest,
+    stage: StageManifest,
+    roles: Collection[str],
+    workspace: Workspace,
+    source: Path,
+    model: str | None,
+) -> list[str]:
+    """Slower ways that the engine will take with the stage's model, as far as its configuration tells.
+
+    Args:
+        roles: of the stage; `rollout` is among them where it answers prompts.
+        source, model: as in `refuse_infeasible`.
+    """
+    found = origin(manifest, stage, "model")
+    if "model" not in stage.inputs or isinstance(found, StageManifest):  # what `init_model` makes goes the fast ways
+        return []
+    config, _ = _stored_config(found, workspace, source, model)
+    return [f"falls back to {name}: {why}" for name, why in expected({**config, **_text(config)}, roles).items()]
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text part of a configuration of several modalities."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else {}
 
 
 def _made_from_nothing(params: Mapping[str, Any]) -> Shape | None:

@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.app.fitting import located, read_dataset
 from posttrain.app.locks import refuse_lock
 from posttrain.app.machine import this_machine
-from posttrain.app.placing import memory_warnings, role_shapes, stage_residency
+from posttrain.app.placing import fallback_warnings, memory_warnings, role_shapes, stage_residency
 from posttrain.app.runs import plan_spec
 from posttrain.app.workspace import Workspace
 from posttrain.control.cache import cache_key, usable
@@ -133,6 +133,7 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> P
     warnings = [note.warning for note in power if note.warning]
     warnings += [*planned.warnings, *_repeated(planned, datasets), *_seen_in_training(planned, datasets)]
     warnings += [f"{name}: {warning}" for name, (_, found) in residencies.items() for warning in found]
+    warnings += _slower(planned, spec, workspace, path)
     return PlanView(planned.manifest, stages, power, tuple(warnings), existing[0] if existing else None)
 
 
@@ -254,6 +255,16 @@ def _residencies(
             prompt = _workload(stage, planned.contracts[name].work, datasets).characters
             residency = stage_residency(load, shapes, machine, prompt)
             yield name, (residency, memory_warnings(load, residency, machine))
+
+
+def _slower(planned: Planned, spec: RunSpec, workspace: Workspace, path: Path) -> Iterator[str]:
+    """One warning for every fall-back of a stage's model."""
+    for stage in planned.manifest.stages:
+        contract = planned.contracts.get(stage.name)
+        if contract is not None:
+            roles = contract.load.roles if contract.load else ("rollout",)
+            for warning in fallback_warnings(planned.manifest, stage, roles, workspace, path, spec.model):
+                yield f"{stage.name}: {warning}"
 
 
 def _base_model(manifest: Manifest) -> str | None:

@@ -33,7 +33,7 @@ from posttrain.domain.errors import (
     PosttrainError,
     WorkspaceError,
 )
-from posttrain.domain.facts import FactSink
+from posttrain.domain.facts import FactSink, Metric, Note
 from posttrain.domain.identity import job_identity
 from posttrain.domain.jobs import Failure, JobOrder, JobResult
 from posttrain.domain.ports import BlobStore
@@ -85,6 +85,19 @@ class Job:
         """How errors call an input: its reference, or its slot."""
         blob = self.order.inputs.get(slot)
         return blob.name if blob and blob.name else slot
+
+    def tell_fallbacks(self, found: Mapping[str, str]) -> dict[str, float]:
+        """Say which slower ways the models must go: a warning each, and a metric `fallback/NAME` of 1.
+
+        Returns:
+            The metrics.
+        """
+        metrics = {f"fallback/{name}": 1.0 for name in found}
+        for reason in found.values():
+            self.sink(Note(reason, time.time(), "warning"))
+        if metrics:
+            self.sink(Metric(0, metrics, time.time()))
+        return metrics
 
     def fingerprint(self) -> str:
         """Digest of what decides this job's result (`domain.identity`): a checkpoint of another job is refused."""

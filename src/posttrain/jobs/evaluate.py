@@ -32,10 +32,11 @@ OUTPUTS = {"metrics": Output("outputs/metrics.parquet", "file"), "items": Output
 def body(job: Job) -> JobResult:
     """Evaluate every suite, write both tables, answer with the means."""
     from posttrain.engine.recipes.evaluate import Meter, suite_items
-    from posttrain.engine.rollout.opening import open_rollout
+    from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 
     config = EvaluateConfig.model_validate(dict(job.order.params))
     model, tokenizer = open_model(job, config.runtime)
+    slower = job.tell_fallbacks(decoding_fallbacks(model))
     suites: dict[str, list[Item]] = {}
     for name, suite in config.suites.items():
         label = job.label(suite.data)
@@ -54,7 +55,7 @@ def body(job: Job) -> JobResult:
         return JobResult("stopped", tokens=meter.tokens)
     means = write_tables(results, job.folder / "outputs")
     job.sink(Metric(0, means, time.time()))
-    return JobResult("succeeded", OUTPUTS, means, meter.tokens)
+    return JobResult("succeeded", OUTPUTS, means | slower, meter.tokens)
 
 
 def _answer(

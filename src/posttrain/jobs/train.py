@@ -70,6 +70,7 @@ def body(job: Job) -> JobResult:
     with ExitStack() as stack:
         pool_of = stack.enter_context(open_pools(config, recorder, _costs(job)))
         trained = _open(job, config, pool_of, stack)
+        slower = job.tell_fallbacks(trained.recipe.roles.fallbacks())
         controller = _controller(job, trained.recipe, config.runtime, recorder)
         try:
             outcome = controller.run()
@@ -80,9 +81,10 @@ def body(job: Job) -> JobResult:
                 trained.tokenizer.save_pretrained(folder)
         except Exception as error:
             return failed(error, controller.tokens)
+    metrics = outcome.metrics | slower
     if outcome.status != "succeeded":
-        return JobResult(outcome.status, metrics=outcome.metrics, tokens=outcome.tokens)
-    return JobResult("succeeded", {"model": Output("outputs/model", "tree")}, outcome.metrics, outcome.tokens)
+        return JobResult(outcome.status, metrics=metrics, tokens=outcome.tokens)
+    return JobResult("succeeded", {"model": Output("outputs/model", "tree")}, metrics, outcome.tokens)
 
 
 def _costs(job: Job) -> CostModel:

@@ -61,6 +61,12 @@ class Backbone:
         length = getattr(self.config, "max_position_embeddings", None)
         return int(length) if length else 2**31
 
+    def fallbacks(self) -> dict[str, str]:
+        """Slower ways that this model must go, by name (`planner.fallbacks`), each with the reason."""
+        if self.packing == "packed":
+            return {}
+        return {"padding": f"{type(self.module).__name__} does not pack: every batch is padded to its longest document"}
+
     def check_length(self, tokens: int) -> None:
         """Refuse what does not fit the context.
 

@@ -44,6 +44,14 @@ class LanguageModel(Backbone):
 
     head: OutputHead | None  # None: the head could not be reproduced, logits come from the module only
 
+    def fallbacks(self) -> dict[str, str]:
+        """See `Backbone.fallbacks`."""
+        found = Backbone.fallbacks(self)
+        if self.head is None:
+            name = type(self.module).__name__
+            found["whole_logits"] = f"the output head of {name} is not a plain matrix: all logits are held at once"
+        return found
+
     @property
     def vocab_size(self) -> int:
         """Number of logits."""

@@ -43,6 +43,9 @@ class Trace:
 class Learners(Protocol):
     """The roles that a checkpoint must cover, written and read by the ranks themselves."""
 
+    def fallbacks(self) -> Mapping[str, str]:
+        """Slower ways that their models must go, by name, each with the reason."""
+
     def save(self, path: Path, /) -> Mapping[str, str]:
         """Write every rank's part of a checkpoint; file name → digest."""
 

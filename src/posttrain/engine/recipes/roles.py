@@ -43,6 +43,10 @@ class Roles:
         if self.sleeps and self.reward_model:
             self.reward_model.each(RewardModelWorker.sleep)
 
+    def fallbacks(self) -> dict[str, str]:
+        """Slower ways that the stage's models must go, each with the reason."""
+        return self.policy.one(PolicyWorker.fallbacks) | self.rollout.one(RolloutWorker.fallbacks)
+
     def publish(self, version: PolicyVersion) -> None:
         """From now on the rollout samples with the policy as it is; proven by digest where weights are copied.
 
@@ -92,6 +96,10 @@ class LearnerOnly:
 
     policy: WorkerGroup[PolicyWorker]
 
+    def fallbacks(self) -> dict[str, str]:
+        """See `Roles.fallbacks`."""
+        return self.policy.one(PolicyWorker.fallbacks)
+
     def save(self, path: Path) -> Mapping[str, str]:
         """See `Roles.save`."""
         return {name: digest for shards in self.policy.each(PolicyWorker.save, path) for name, digest in shards.items()}
@@ -107,6 +115,10 @@ class PreferenceOnly:
     """The single role of reward-model training."""
 
     reward_model: WorkerGroup[PreferenceWorker]
+
+    def fallbacks(self) -> dict[str, str]:
+        """See `Roles.fallbacks`."""
+        return self.reward_model.one(PreferenceWorker.fallbacks)
 
     def save(self, path: Path) -> Mapping[str, str]:
         """See `Roles.save`."""

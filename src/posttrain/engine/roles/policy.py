@@ -119,6 +119,10 @@ class PolicyWorker:
         """Write weights and configuration in the Hugging Face format; rank 0 does. Collective."""
         save_model(self.model, None, folder, self.learner.exported(), write=self._rank == 0)
 
+    def fallbacks(self) -> dict[str, str]:
+        """See `Backbone.fallbacks`."""
+        return self.model.fallbacks()
+
     def context_length(self) -> int:
         """Tokens of prompt and response together that the model was made for."""
         return self.model.context_length

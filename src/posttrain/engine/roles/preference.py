@@ -104,6 +104,10 @@ class PreferenceWorker:
             self.learner.step(micros, filler, lambda micro: objective(sequence_scores(self.model, micro)), step=step)
         )
 
+    def fallbacks(self) -> dict[str, str]:
+        """See `Backbone.fallbacks`."""
+        return self.model.fallbacks()
+
     def context_length(self) -> int:
         """Tokens of prompt and response together that the model was made for."""
         return self.model.context_length

@@ -12,3 +12,9 @@ from posttrain.engine.rollout.port import RolloutEngine
 def open_rollout(model: LanguageModel) -> RolloutEngine:
     """The native zero-copy decoder where it computes what the module computes, otherwise the module itself."""
     return NativeRollout(model) if why_not_fusable(model.module) is None else ModuleRollout(model)
+
+
+def decoding_fallbacks(model: LanguageModel) -> dict[str, str]:
+    """`module_decoder` and the reason, where `open_rollout` takes the module itself."""
+    why = why_not_fusable(model.module)
+    return {} if why is None else {"module_decoder": f"responses come from the module's own forward: {why}"}

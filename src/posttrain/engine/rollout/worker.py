@@ -11,7 +11,7 @@ from posttrain.engine.groups.port import Stored
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
-from posttrain.engine.rollout.opening import open_rollout
+from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.weights.view import PolicyVersion, Weights, fingerprint, load_weights
 
@@ -36,11 +36,16 @@ class RolloutWorker:
         self._view: Literal["alias", "gathered"] = "gathered" if lent is None else "alias"
         self._module = model.module
         self._engine = engine or open_rollout(model)
+        self._fallbacks = {} if engine else decoding_fallbacks(model)
         self._rank, self._version = place.rank, PolicyVersion()
 
     def view(self) -> str:
         """`alias`: reads the policy's weights where they are; `gathered`: a copy that `load` brings up to date."""
         return self._view
+
+    def fallbacks(self) -> dict[str, str]:
+        """See `Backbone.fallbacks`."""
+        return dict(self._fallbacks)
 
     def serve(self, version: PolicyVersion) -> str:
         """From now on say that `version` samples; for `alias` views, whose weights change in place."""
