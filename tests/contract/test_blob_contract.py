@@ -202,6 +202,8 @@ def read_only_store() -> Iterator[BlobStore]:
     blobs = open_blobs(folder)
     blobs.put(b"there")
     folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+    for path in folder.rglob("*"):
+        path.chmod(0o444)  # its owner opens it to others
     for path in folders:
         path.chmod(0o555)
     root = os.geteuid() == 0

@@ -54,7 +54,7 @@ def test_every_benchmark_is_run_by_a_test() -> None:
     assert {path.stem for path in MODULES} - HELPERS == {*SUITES, "gates"}
 
 
-@pytest.mark.parametrize(("name", "column"), [("dispatch", "ours"), ("tracing", "written")])
+@pytest.mark.parametrize(("name", "column"), [("dispatch", "ours"), ("tracing", "written"), ("ledger", "verify")])
 def test_a_tiny_round_without_torch(name: str, column: str) -> None:
     assert column in run(f"benchmarks.{name}", "--tiny")
 

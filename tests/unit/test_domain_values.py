@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import rfc8785
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,3 +126,37 @@ def test_only_infrastructure_is_retried_blindly() -> None:
     retried = {kind for kind in FailureClass if kind.retried}
     assert retried == {FailureClass.INFRASTRUCTURE, FailureClass.PREEMPTED}
     assert all(kind.error.retryable == kind.retried for kind in FailureClass)
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["\ud800", "é", "\u2028", "\x7f"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=5) | st.sampled_from(["a", "ab", "é"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON_VALUES)
+def test_the_fast_encoder_writes_what_rfc8785_does(value: object) -> None:
+    try:
+        expected = rfc8785.dumps(value)  # type: ignore[arg-type]
+    except (rfc8785.CanonicalizationError, ValueError):
+        with pytest.raises(InputError):
+            canonical_json(value)
+    else:
+        assert canonical_json(value) == expected
+
+
+@pytest.mark.parametrize(
+    "number", [1e-5, 1e-4, 0.1, 1.0, -0.0, 1e15, 2.0**53, 2.0**53 - 1, 1e21, 1e22, 5e-324, 123456789.125]
+)
+def test_numbers_are_written_as_rfc8785_does(number: float) -> None:
+    if abs(number) < 2**53 or not float(number).is_integer():
+        assert canonical_json({"n": number}) == rfc8785.dumps({"n": number})

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import re
 import os
 import random
 import subprocess

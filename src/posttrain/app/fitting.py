@@ -31,6 +31,7 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.runspec import RunSpec
 from posttrain.execution.ports import RowNeeds
 from posttrain.store.atomic import make_folder, write_atomic
+from posttrain.store.scratch import scratch
 from posttrain.store.trees import tree_listing
 
 _FORM = "posttrain.fit/2"  # another number forgets what was remembered
@@ -115,11 +116,16 @@ def read_dataset(workspace: Workspace, ref: InputRef, word: str, folder: Path) -
     parsed = parse_ref(word, "dataset")
     if parsed.source is not Source.REGISTRY:
         return read_rows(local_path(parsed, folder), name=ref.name)
-    with tempfile.TemporaryDirectory(prefix="posttrain-plan-") as scratch:
-        file = Path(scratch, "rows")
+    with scratch(_scratch_place(workspace), "posttrain-plan-") as folder_of_rows:
+        file = folder_of_rows / "rows"
         with bytes_of(ref):
             workspace.blobs.fetch(str(ref.digest), file)
         return read_rows(file, name=ref.name)
+
+
+def _scratch_place(workspace: Workspace) -> Path:
+    """In the workspace, whose disk holds the data anyway; elsewhere when that may only be read."""
+    return Path(tempfile.gettempdir()) if workspace.read_only else workspace.root / "cache" / "scratch"
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord
 from posttrain.execution.executors.local import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer, gpu_visible
-from posttrain.store.atomic import read_json, write_json
+from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.blobs import blobs_url, open_blobs
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
@@ -46,12 +46,13 @@ class Workspace:
         self, root: Path, *, create: bool = False, actor: str | None = None, rewards: str | None = None
     ) -> None:
         self.root = root.resolve()
-        if not create and not (self.root / "ledger.db").exists():
+        if not create and not has_ledger(self.root):
             raise WorkspaceError(f"{self.root}: is no workspace; run `posttrain init`, or set {VARIABLE} to one")
         clock = SystemClock()
         self.actor = actor or f"user:{_user()}"
         self.blobs = open_blobs(_store(self.root))  # first: a store that cannot be opened leaves no half workspace
         if create:
+            _refuse_lost_ledger(self.root)
             _make(self.root)
             _record_store(self.root, self.blobs.url, rewards)
         self.trusts_rewards = (read_json(self.root / _RECORD) or {}).get("rewards") == TRUSTED
@@ -83,9 +84,15 @@ class Workspace:
         """This process as a reconciler."""
         return Reconciler(self.wiring, process_name(), process_alive)
 
+    @property
+    def read_only(self) -> bool:
+        """Whether it may only be read: another user's, or on a read-only mount."""
+        return self.ledger.database.read_only
+
     def seal(self) -> None:
-        """Chain the events committed so far."""
-        seal(self.ledger)
+        """Chain the events committed so far; whoever may only read leaves that to the next who writes."""
+        if not self.read_only:
+            seal(self.ledger)
 
     def close(self) -> None:
         """Close the database."""
@@ -103,7 +110,7 @@ def find_workspace(start: Path | None = None) -> Path:
         return Path(named)
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents):
-        if (folder / FOLDER / "ledger.db").exists():
+        if has_ledger(folder / FOLDER):
             return folder / FOLDER
     raise WorkspaceError(f"{here}: no workspace here or above; run `posttrain init`")
 
@@ -112,7 +119,21 @@ def open_workspace(path: Path | None = None) -> Workspace:
     """The workspace at `path` (the folder that holds `.posttrain`, or itself), or the nearest one."""
     if path is None:
         return Workspace(find_workspace())
-    return Workspace(path if (path / "ledger.db").exists() else path / FOLDER)
+    return Workspace(path if has_ledger(path) else path / FOLDER)
+
+
+def has_ledger(root: Path) -> bool:
+    """Whether this folder is a workspace.
+
+    Raises:
+        WorkspaceError: it may not be looked into.
+    """
+    try:
+        return (root / "ledger.db").exists()
+    except OSError as error:
+        raise WorkspaceError(
+            f"{root}: cannot be looked into: {error.strerror}; a workspace is its owner's alone unless they open it"
+        ) from error
 
 
 def init_workspace(path: Path | None = None, *, rewards: str | None = None) -> Workspace:
@@ -178,10 +199,19 @@ def _record_store(root: Path, url: str, rewards: str | None) -> None:
 
 def _make(root: Path) -> None:
     try:
+        root.parent.mkdir(parents=True, exist_ok=True)
         for folder in (root, root / "runs", root / "cache"):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
     except OSError as error:
         raise WorkspaceError(f"{root}: cannot be made: {error.strerror}; choose a folder you can write to") from error
+
+
+def _refuse_lost_ledger(root: Path) -> None:
+    """A fresh ledger over what another one knew would look like a workspace in which nothing ever happened."""
+    ledger = root / "ledger.db"
+    if not (ledger.exists() and ledger.stat().st_size) and (root / "runs").is_dir() and any((root / "runs").iterdir()):
+        what = "is empty" if ledger.exists() else "is gone"
+        raise WorkspaceError(f"{root}: holds runs, but its ledger {what}; restore ledger.db from a copy")
 
 
 def _user() -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,15 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+_C0 = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}  # ␛ for ESC, and so on
+_DIRECTIONS = (*range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C)
+_UNSHOWN = (
+    *range(0x80, 0xA0),
+    *_DIRECTIONS,
+    *range(0xD800, 0xE000),
+)  # C1 controls, writing directions, lone surrogates
+_PICTURES = {**_C0, 0x7F: 0x2421, **dict.fromkeys(_UNSHOWN, 0xFFFD)}
+_COMMANDS = re.compile("[" + "".join(map(chr, (0x7F, *_UNSHOWN))) + "]")  # what JSON does not escape by itself
 PIPE_WIDTH = 160  # columns where there is no terminal to ask
 
 
@@ -58,22 +68,58 @@ _PLAIN_GLYPHS = {"✔": "+", "●": "*", "◌": "-", "■": "-", "✘": "x", "�
 
 
 def console() -> Console:
-    """A console on stdout. Colours only on a terminal and without NO_COLOR; wide lines into a pipe."""
+    """A console on stdout that draws by itself and lets no text of others do so.
+
+    Colours only on a terminal and without NO_COLOR; wide lines into a pipe.
+    """
     from rich.console import Console
+    from rich.segment import Segment
+
+    class Harmless(Console):
+        """What a renderable says is text; what rich itself adds (cursor, colours) is not in a segment's text."""
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(harmless(segment.text), segment.style)
 
     interactive = sys.stdout.isatty()
-    return Console(highlight=False, soft_wrap=not interactive, width=None if interactive else PIPE_WIDTH)
+    return Harmless(highlight=False, soft_wrap=not interactive, width=None if interactive else PIPE_WIDTH)
+
+
+def harmless(text: str) -> str:
+    """Text in which nothing commands a terminal: a character that would is shown as a picture of itself.
+
+    Names, prompts, errors and log lines come from files and jobs. Escape sequences move the cursor, rewrite what stands
+    above, or set the clipboard; controls of the direction of writing make a line read otherwise than it is.
+    """
+    return text.translate(_PICTURES)
 
 
 def say(*lines: str) -> None:
     """Lines for a person, without markup."""
     for line in lines:
-        typer.echo(line)
+        typer.echo(harmless(line))
+
+
+def aside(line: str) -> None:
+    """A line beside what was asked for: on stderr."""
+    typer.echo(harmless(line), err=True)
+
+
+def pass_on(text: str, *, end: bool) -> None:
+    """Text of somebody else as it comes, its lines kept.
+
+    Args:
+        end: whether to end the line if it did not.
+    """
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")  # a progress bar's lines one below the other
+    typer.echo(harmless(lines), nl=end and not lines.endswith("\n"))
 
 
 def emit_json(value: Any) -> None:
     """One JSON document on stdout. NaN and infinities become null: JSON has no word for them."""
-    typer.echo(json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str))
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str)
+    typer.echo(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def style(state: str) -> str:

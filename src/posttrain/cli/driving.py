@@ -22,7 +22,7 @@ _STOP_SECONDS = 90.0
 
 
 def _positive(timeout: float | None) -> float | None:
-    if timeout is not None and not timeout > 0:  # so put, it refuses nan too
+    if timeout is not None and not 0 < timeout < float("inf"):  # so put, it refuses nan too
         raise InputError(f"--timeout must be more than 0 seconds, got {timeout:g}; leave it out to wait without limit")
     return timeout
 

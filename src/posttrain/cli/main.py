@@ -5,6 +5,7 @@ Nothing heavy is imported here: every command imports what it needs when it runs
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -19,9 +20,13 @@ from typer.core import TyperGroup
 
 from posttrain._version import __version__
 from posttrain.cli import assets, demo, driving, plans, releases, runs, trace, workspace
-from posttrain.domain.errors import PosttrainError
+from posttrain.cli.console import aside, harmless
+from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.store.atomic import unwritable
 
 _BUG = 1
+_LONGEST = 900  # characters of an error
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
     *("init", "demo", "plan", "lock", "run", "ls", "get", "logs", "why", "diff", "stop", "retry"),
     *("promote", "rollback", "lineage", "verify", "trace", "asset", "doctor"),
@@ -42,17 +47,26 @@ class Commands(TyperGroup):
         except PosttrainError as error:
             if os.environ.get("POSTTRAIN_DEBUG"):
                 traceback.print_exc()
-            typer.echo(f"error: {_one_line(error)}", err=True)
+            aside(f"error: {_one_line(error)}")
             raise SystemExit(error.exit_code) from error
+        except (RecursionError, UnicodeError) as error:  # only what somebody wrote nests so deep or is no text
+            aside(f"error: {_unreadable(error)}")
+            raise SystemExit(InputError.exit_code) from error
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise SystemExit(driving.DETACHED) from None
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
+        except OSError as error:
+            known = unwritable(error.filename or "what was named", error) if error.errno in _OF_THE_DISK else None
+            aside(f"error: {_one_line(known or InputError(_refused(error)))}")
+            raise SystemExit((known or InputError).exit_code) from error
         except Exception as error:
             if type(error).__module__.partition(".")[0] in ("click", "typer"):
+                if isinstance(getattr(error, "message", None), str):
+                    error.message = harmless(error.message)  # type: ignore[attr-defined]  # it quotes what was typed
                 raise  # a usage error: typer prints it
-            typer.echo(f"error: {_bug(error)}", err=True)
+            aside(f"error: {_bug(error)}")
             raise SystemExit(_BUG) from error
 
 
@@ -124,7 +138,19 @@ def main() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    """A message without line ends; of one that quotes a book, its beginning and its end."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 3 :]}"
+
+
+def _refused(error: OSError) -> str:
+    return f"{error.filename or 'what was named'}: {error.strerror or error}; check the path"
+
+
+def _unreadable(error: RecursionError | UnicodeError) -> str:
+    if isinstance(error, RecursionError):
+        return "what was given is nested deeper than can be read; flatten it"
+    return f"what was given must be text in UTF-8: {_one_line(error)[:200]}; write it again"
 
 
 def _bug(error: Exception) -> str:

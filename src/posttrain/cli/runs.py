@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, ago, console, digest, duration, emit_json, glyph, say, style
+from posttrain.cli.console import (
+    Output,
+    OutputOption,
+    ago,
+    aside,
+    console,
+    digest,
+    duration,
+    emit_json,
+    glyph,
+    pass_on,
+    say,
+    style,
+)
 from posttrain.cli.driving import RunArgument, TimeoutOption
 from posttrain.domain.errors import InputError
 
@@ -25,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 
 def ls(
-    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=10**6, help="The newest so many.")] = 20,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List runs, newest first, and what the channels point at."""
@@ -137,7 +150,7 @@ def logs(
     workspace = open_workspace()
     run_id = workspace.ledger.find_run(run).id
     if follow:
-        pieces = log.follow(workspace, run_id, stage, Vigil(workspace, run_id, _aside, timeout))
+        pieces = log.follow(workspace, run_id, stage, Vigil(workspace, run_id, aside, timeout))
     else:
         pieces = log.read_all(workspace, run_id, stage)
     if output is Output.JSON:
@@ -148,7 +161,7 @@ def logs(
         if file != last:
             last = file
             say(f"==> {file.run_id} {file.stage} attempt {file.attempt} ({file.path})")
-        typer.echo(text, nl=not text.endswith("\n") and not follow)
+        pass_on(text, end=not follow)
         sys.stdout.flush()
     if last is None:
         say("no job has printed anything yet")
@@ -229,17 +242,12 @@ def _metric_rows(first: dict[str, float], second: dict[str, float]) -> list[dict
     return [{"metric": m, "a": first[m], "b": second[m]} for m in both if first[m] != second[m]]
 
 
-def _aside(line: str) -> None:
-    """A line beside what was asked for."""
-    typer.echo(line, err=True)
-
-
 def _watch(workspace: Workspace, run_id: str, timeout: float | None) -> None:
     from posttrain.app.status import Vigil
     from posttrain.cli.live import open_display
     from posttrain.domain.lifecycle import is_final
 
-    vigil = Vigil(workspace, run_id, _aside, timeout)
+    vigil = Vigil(workspace, run_id, aside, timeout)
     with open_display(workspace, run_id) as display:
         while True:
             record = vigil.look()

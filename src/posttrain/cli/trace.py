@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, console, count, emit_json, number, say
+from posttrain.cli.console import Output, OutputOption, aside, console, count, emit_json, number, say
 from posttrain.cli.driving import RunArgument
 from posttrain.domain.errors import InputError
 
@@ -209,4 +209,4 @@ def _flat(text: str) -> str:
 
 
 def _aside(line: str) -> None:
-    typer.echo(f"left out: {line}", err=True)
+    aside(f"left out: {line}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from posttrain.control.wiring import Wiring
-from posttrain.domain.errors import IntegrityError, NotFoundError
+from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.records import Asset, ReleaseEntry, StageRecord
 from posttrain.store.audit import verify_releases
@@ -42,6 +42,7 @@ class VerifyReport:
     bytes: int
     events: int  # sealed events whose chain was recomputed
     problems: tuple[str, ...] = field(default=())
+    pending: int = 0  # events that no sealer has passed yet: they are believed
 
 
 def release_lineage(wiring: Wiring, channel: str) -> Node:
@@ -163,9 +164,12 @@ def verify(wiring: Wiring, tree: Node, progress: Callable[[int], None] = lambda 
             problems.append(f"{node.kind} {node.name}: {error}")
         progress(len(seen))
     events = 0
+    pending = 0
     try:
-        events = verify_chain(wiring.ledger).sealed
+        problems += [f"ledger: {line}; restore it from a copy" for line in wiring.ledger.database.check()]
+        chain = verify_chain(wiring.ledger)
+        events, pending = chain.sealed, chain.pending
         verify_releases(wiring.ledger)
-    except IntegrityError as error:
+    except (IntegrityError, WorkspaceError) as error:  # the second: the database refuses to read on
         problems.append(str(error))
-    return VerifyReport(len(seen), size, events, tuple(problems))
+    return VerifyReport(len(seen), size, events, tuple(problems), pending)

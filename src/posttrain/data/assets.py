@@ -22,6 +22,10 @@ from posttrain.domain.validation import nearest
 Meta = dict[str, Any]
 REWARD_DIALECTS = ("auto", "trl", "openrlhf", "row", "areal", "verifiers", "verl", "slime")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_SIZES = (  # of config.json
+    *("max_position_embeddings", "n_positions", "n_ctx", "vocab_size", "hidden_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
+)
 _MAX_HEADER = 100 * 2**20  # bytes; a safetensors header is JSON
 
 # --- data sets --------------------------------------------------------------------------------------------------------
@@ -85,6 +89,10 @@ def inspect_reward(
     module = _parsed(data, source.name)
     name, node = _entry_node(module, function, source.name)
     text = _guideline_text(guideline) if guideline else (node and ast.get_docstring(node)) or ast.get_docstring(module)
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{source.name}: its docstring must be text, got half a character; write it anew") from error
     return {
         "entry": f"{source.name}:{name}" if path.is_dir() else name,
         "dialect": dialect,
@@ -116,9 +124,10 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 def _parsed(data: bytes, source: str) -> ast.Module:
     try:
         return ast.parse(data, filename=source)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deep
         line = getattr(error, "lineno", None)
-        raise InputError(f"{source}{f':{line}' if line else ''} is not valid Python: {error}") from error
+        reason = str(error) or "nested deeper than Python reads"
+        raise InputError(f"{source}{f':{line}' if line else ''} is not valid Python: {reason}") from error
 
 
 def _reward_source(path: Path, file: str) -> Path:
@@ -193,9 +202,17 @@ def inspect_model(folder: Path) -> Meta:
             f"model {folder.name}: config.json asks for code in the folder (auto_map), which is never executed"
         )
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise InputError(
+            f"model {folder.name}: config.json: architectures must be a list of names, got {architectures!r:.60}"
+        )
     if not architectures:
         raise InputError(f"model {folder.name}: config.json must name `architectures`, got none")
     text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise InputError(f"model {folder.name}: config.json: text_config must be a map, got {type(text).__name__}")
+    _check_sizes(config, folder.name)
+    _check_sizes(text, folder.name)
     tensors = [tensor for shard in _shards(folder) for tensor in _header(shard).values()]
     tokenizer = folder / "tokenizer_config.json"
     templated = (folder / "chat_template.jinja").is_file() or (
@@ -220,7 +237,9 @@ def _json_file(path: Path, model: str) -> Mapping[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise NotFoundError(f"model {model} has no {path.name}; give a folder in Hugging Face format") from error
-    except ValueError as error:
+    except OSError as error:
+        raise InputError(f"model {model}: {path.name} cannot be read: {error.strerror}; check it") from error
+    except (ValueError, RecursionError) as error:
         raise InputError(f"model {model}: {path.name} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise InputError(f"model {model}: {path.name} must be a JSON object, got {type(value).__name__}")
@@ -230,11 +249,14 @@ def _json_file(path: Path, model: str) -> Mapping[str, Any]:
 def _shards(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(_json_file(index, folder.name).get("weight_map", {}).values()))
+        parts = _json_file(index, folder.name).get("weight_map", {})
+        if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts.values()):
+            raise InputError(f"model {folder.name}: {index.name}: weight_map must map tensors to file names")
+        names = sorted(set(parts.values()))
     else:
         names = ["model.safetensors"]
     for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
+        if Path(name).name != name or "\0" in name or not (folder / name).is_file():
             raise NotFoundError(f"model {folder.name} has no weights {name}; give a folder with safetensors weights")
     return [folder / name for name in names]
 
@@ -251,13 +273,39 @@ def _header(path: Path) -> Mapping[str, Any]:
             )
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path.name} is not safetensors: its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise InputError(f"{path.name} is not safetensors: its header must be a map, got {type(header).__name__}")
     tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    for name, tensor in tensors.items():
+        if not _is_tensor(tensor):
+            raise InputError(f"{path.name} is not safetensors: {name[:60]} must have dtype, shape and data_offsets")
     wanted = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     if size != wanted:
         raise InputError(f"{path.name} must be {wanted} bytes by its header, got {size}; copy it again")
     return tensors
+
+
+def _is_tensor(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("dtype"), str):
+        return False
+    shape, offsets = value.get("shape"), value.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    return all(_is_count(number) for number in (*shape, *offsets)) and offsets[0] <= offsets[1]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _check_sizes(config: Mapping[str, Any], model: str) -> None:
+    """Refuse sizes that are none: what is read later takes them for numbers."""
+    for key in _SIZES:
+        value = config.get(key)
+        if value is not None and not (_is_count(value) and value):
+            raise InputError(f"model {model}: config.json: {key} must be a whole number from 1, got {value!r:.60}")
 
 
 def _size(shape: Iterable[int]) -> int:

@@ -154,13 +154,14 @@ def open_tokenizer(read: Read) -> PlanTokenizer | None:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(data.decode())
         config = json.loads(read("tokenizer_config.json") or b"{}")
+        template = _template(read, config)
         special = _special_tokens({**json.loads(read("special_tokens_map.json") or b"{}"), **config})
         tokenizer.add_special_tokens([*special.values(), *_texts(config.get("extra_special_tokens"))])
     except Exception:  # tokenizers raises plain Exception for a file of a newer format
         return None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return PlanTokenizer(tokenizer, _template(read, config), special)
+    return PlanTokenizer(tokenizer, template, special)
 
 
 def context_length(read: Read) -> int | None:
@@ -272,7 +273,9 @@ def _row_errors(name: str, number: int) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{name} row {number}: {error}") from error
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, TemplateError) as error:
+    except (
+        *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, TemplateError),
+    ) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{name} row {number} cannot be rendered by the chat template: {reason}") from error
 

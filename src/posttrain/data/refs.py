@@ -75,7 +75,7 @@ def parse_ref(text: str, kind: str) -> AssetRef:
     name, at, version = rest.partition("@")
     if not NAME.fullmatch(name):
         raise InputError(f"ref {text!r}: name must match {NAME.pattern}, got {name!r}")
-    if at and not (version.isascii() and version.isdigit() and int(version) >= 1):
+    if at and not (version.isascii() and version.isdigit() and len(version) <= 9 and int(version) >= 1):
         raise InputError(f"ref {text!r}: version must be a whole number >= 1, got {version!r}")
     return AssetRef(kind, Source.REGISTRY, name, int(version) if at else None)
 
@@ -115,8 +115,12 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
     if ref.source is Source.REGISTRY:
         raise InputError(f"ref {ref} names a registered asset, not a file")
     if ref.source is Source.PATH:
-        path = base / Path(ref.name).expanduser()
-        if not path.exists():
+        try:
+            path = base / Path(ref.name).expanduser()
+            there = path.exists()
+        except (OSError, RuntimeError, ValueError) as error:  # too long a name, a folder closed to us, no such ~user
+            raise InputError(f"{ref.kind} {ref.name[:60]}: is no path that can be read: {error}") from error
+        if not there:
             raise NotFoundError(f"{ref.kind} {ref.name}: no such file or folder ({path}); check the path")
         return path
     return _hub_snapshot(ref, environment)

@@ -71,8 +71,12 @@ def _json_rows(path: Path, name: str) -> Iterator[Row]:
                 continue
             try:
                 row = json.loads(line, parse_constant=_refuse_constant)
+                if b"\\u" in line:
+                    json.dumps(row, ensure_ascii=False).encode()  # half a character is no text
             except (ValueError, RecursionError) as error:
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+                reason: object = error.msg if isinstance(error, json.JSONDecodeError) else error
+                if isinstance(error, UnicodeEncodeError):
+                    reason = f"half a character, {error.object[error.start]!r}, is no text"
                 raise InputError(f"{name}:{number} must be one JSON object per line: {reason}") from error
             if not isinstance(row, dict):
                 raise InputError(f"{name}:{number} must be a JSON object, got {type(row).__name__}")
@@ -91,8 +95,14 @@ def _parquet_rows(path: Path, name: str) -> Iterator[Row]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{name} cannot be read as Parquet: {' '.join(str(error).split())[:200]}") from error
+    if len(set(table.column_names)) < table.num_columns:
+        raise InputError(f"{name} must not have a column twice, got {', '.join(table.column_names)}; rename one")
     for batch in table.to_batches(max_chunksize=4096):
-        yield from batch.to_pylist()
+        try:
+            rows = batch.to_pylist()
+        except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # text that is no UTF-8, a date of no year
+            raise InputError(f"{name} holds what cannot be read: {' '.join(str(error).split())[:200]}") from error
+        yield from rows
 
 
 def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:

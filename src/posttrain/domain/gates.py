@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.measures import ItemRange
+from posttrain.domain.validation import refuse_truth_values
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _FORMS = ("at_least", "at_most", "not_worse_than", "better_than")
@@ -75,6 +76,11 @@ class GateRule(BaseModel):
     if_channel_empty: Literal["pass", "fail"] | None = None  # relative forms take `fail` when left out
     confidence: FiniteFloat = 0.95  # one-sided, so 0.95 is the lower end of a two-sided 90 % interval
     min_items: int = 20  # fewer items are not judged: limits of a handful of items say little
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, data: Any) -> Any:
+        return refuse_truth_values(cls, data)
 
     @model_validator(mode="before")
     @classmethod

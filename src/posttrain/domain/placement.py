@@ -27,7 +27,7 @@ ROLES = ("policy", "critic", "reference", "reward_model", "rollout", "reward")
 COLLOCATED = "collocated"
 MAIN = "main"  # the pool of collocated roles
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=10**6)]
 
 
 def _known_role(role: str) -> str:
@@ -45,7 +45,7 @@ class Resources(Frozen):
     `gpus` and `cpus` are totals of the pool and are dealt out evenly to its ranks.
     """
 
-    gpus: Annotated[int, Field(ge=0)] = 0
+    gpus: Annotated[int, Field(ge=0, le=10**6)] = 0
     cpus: Positive | None = None  # None: none are reserved, ranks share what the machine has
     kind: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")] | None = None  # accelerator, lower case: h100, l40s
     ranks: Positive | None = None  # None: one per GPU, else one per CPU, else one

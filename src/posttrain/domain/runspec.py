@@ -29,8 +29,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule
-from posttrain.domain.validation import explain
+from posttrain.domain.validation import explain, refuse_truth_values
 
+_DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
 RESERVED_STAGES = frozenset({"base", "gate", "release"})
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h|d)?$")
@@ -62,11 +63,16 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: Any) -> Any:
+        return refuse_truth_values(cls, value)
+
 
 class Budget(Frozen):
     """Hard limits of a run. None means that nobody declared one."""
 
-    tokens: Annotated[int, BeforeValidator(parse_count), Field(ge=1)] | None = (
+    tokens: Annotated[int, BeforeValidator(parse_count), Field(ge=1, lt=2**53)] | None = (
         None  # read, generated and trained on: see facts.Progress
     )
     wall_clock: Annotated[float, BeforeValidator(parse_duration), Field(gt=0)] | None = None  # seconds of running
@@ -175,24 +181,60 @@ def read_yaml(path: Path) -> dict[str, Any]:
         InputError: no such file, not YAML, or not a map.
     """
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_RunFileLoader)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise InputError(f"{path}: must not be nested deeper than {_DEEPEST} levels; flatten it") from error
+    except (yaml.YAMLError, ValueError) as error:  # the second: a number of too many digits, bytes that are no UTF-8
         raise InputError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         raise InputError(f"{path}: must be a map of keys, got {type(raw).__name__}")
     return raw
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML silently keeps the last of two equal keys; a run file must not."""
+class _RunFileLoader(yaml.SafeLoader):
+    """YAML for people: no key twice, keys are words, text is text, and no more of it than was written.
+
+    YAML silently keeps the last of two equal keys, and a few aliases of aliases stand for more than a memory holds.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            self._measure(node, 0, {})
+        return node
+
+    def _measure(self, node: yaml.Node, depth: int, known: dict[int, int]) -> int:
+        """How many values a node stands for once its aliases are written out."""
+        if depth > _DEEPEST:
+            raise _refusal(node, f"must not be nested deeper than {_DEEPEST} levels, or contain itself")
+        if id(node) not in known:
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
+            inner = [part for pair in pairs for part in pair] if pairs else node.value
+            children = inner if isinstance(node, yaml.CollectionNode) else []
+            known[id(node)] = 1 + sum(self._measure(child, depth + 1, known) for child in children)
+        if known[id(node)] > _MOST_VALUES:
+            raise _refusal(node, f"must hold at most {_MOST_VALUES} values, aliases written out")
+        return known[id(node)]
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        value = super().construct_scalar(node)
+        if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise _refusal(node, f"must be text, got half a character in {value!r}")
+        return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _refusal(key_node, "a key must be a word, got a list or a map")
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} appears twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
+
+
+def _refusal(node: yaml.Node, what: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, what, node.start_mark)

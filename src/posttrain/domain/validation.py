@@ -45,6 +45,24 @@ def explain(error: ValidationError, source: str, model: type[BaseModel]) -> Inpu
     return InputError(f"{where}{message}{shown}")
 
 
+def refuse_truth_values(model: type[BaseModel], value: Any) -> Any:
+    """`value` as it is, unless it has true or false where `model` takes a number: pydantic reads them as 1 and 0.
+
+    Raises:
+        ValueError: naming field and value.
+    """
+    for name, field in model.model_fields.items() if isinstance(value, dict) else ():
+        given = value.get(field.alias or name)
+        found = next((part for part in (given if isinstance(given, list) else [given]) if isinstance(part, bool)), None)
+        if found is not None and not _takes(field.annotation, (bool, Any)) and _takes(field.annotation, (int, float)):
+            raise ValueError(f"{name} must be a number, got {str(found).lower()}; write the number")
+    return value
+
+
+def _takes(annotation: Any, kinds: tuple[Any, ...]) -> bool:
+    return annotation in kinds or any(_takes(part, kinds) for part in typing.get_args(annotation))
+
+
 def _is_tag(part: int | str) -> bool:
     return isinstance(part, str) and part.startswith("function-")
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from posttrain.domain.measures import RATE, SHARE, ItemRange
 from posttrain.domain.placement import Placement
+from posttrain.domain.runspec import Frozen
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+MOST = 10**12  # of anything that is counted: more is a slip, and products of counts stay exact
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$")]
 
 
@@ -31,8 +33,8 @@ def _readable(extract: str) -> str:
 Extract = Annotated[str, AfterValidator(_readable)]  # group 1 of the last match is compared with the row's answer
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+class _Frozen(Frozen):
+    """What every configuration here is."""
 
 
 class OptimizerConfig(_Frozen):
@@ -152,7 +154,7 @@ class GRPOConfig(_OnPolicyConfig):
 
     kind: ClassVar[str] = "grpo"
     reward: Word
-    group_size: Annotated[int, Field(ge=2)] = 8  # samples per prompt; a group of one has no baseline
+    group_size: Annotated[int, Field(ge=2, le=MOST)] = 8  # samples per prompt; a group of one has no baseline
     clip_high: float = Field(default=0.28, gt=0)
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
@@ -245,7 +247,7 @@ class DataflowConfig(_Frozen):
     group_size: Positive = 8  # samples per prompt
     max_new_tokens: Positive = 64
     temperature: float = Field(default=1.0, gt=0)
-    settings: dict[str, Any] = {}  # for the function; nothing else reads them
+    settings: dict[str, Any] = Field(default_factory=dict)  # for the function; nothing else reads them
     tokens_per_step: Positive | None = None  # what a step may spend; None: each response trained on once, at the most
     reward_timeout: float = Field(default=10.0, gt=0)  # seconds for one batch of completions
     reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions that may fail

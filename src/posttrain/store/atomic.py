@@ -38,7 +38,7 @@ def write_stream(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
         try:
-            with temporary.open("xb") as file:
+            with open(temporary, "xb", opener=_private) as file:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -78,14 +78,27 @@ def sync_tree(folder: Path) -> None:
         raise unwritable(folder, error) from error
 
 
+def _private(path: str, flags: int) -> int:
+    """An opener: what a workspace holds is its owner's alone, whatever the umask."""
+    return os.open(path, flags, 0o600)
+
+
 def make_folder(folder: Path) -> None:
-    """Create `folder` and its parents.
+    """Create `folder` and its parents, for their owner alone, whatever the umask.
 
     Raises:
         WorkspaceError: it cannot be created.
     """
+    missing = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for place in (folder, *folder.parents):
+            if place.is_dir():
+                break
+            missing.append(place)
+        for place in reversed(missing):
+            place.mkdir(mode=0o700, exist_ok=True)
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:
         raise unwritable(folder, error) from error
 

@@ -127,6 +127,8 @@ class ObjectBlobs:
                 self._settle(digest)
         except (FileNotFoundError, IsADirectoryError) as error:
             raise NotFoundError(f"there is no file {path}; check the path") from error
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
         return digest
 
     def _upload(self, digest: str, path: Path, file: BinaryIO) -> None:

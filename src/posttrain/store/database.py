@@ -7,22 +7,29 @@ the middle.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sqlite3
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, create_engine, event, inspect, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 
 from posttrain.domain.errors import ConflictError, DeadlineError, PosttrainError, WorkspaceError
+from posttrain.store.atomic import unwritable
 from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITE = "posttrain_write"
+_MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes
+_COMPLAINTS = 5  # of an integrity check: one is enough to restore a copy
 
 
 class Database:
@@ -34,7 +41,8 @@ class Database:
         create: whether a missing SQLite file is made.
 
     Raises:
-        WorkspaceError: missing, read-only, full, not a database, or of a newer schema than this Posttrain knows.
+        WorkspaceError: missing, cut short, full, not a database, or of a newer schema than this Posttrain knows. A
+            ledger that may not be written can be read.
         DeadlineError: another process holds the database for longer than `busy_seconds`.
     """
 
@@ -45,10 +53,15 @@ class Database:
         self.place = url.database if self._sqlite else url.render_as_string(hide_password=True)
         if self._sqlite and (url.database or ":memory:") == ":memory:":
             raise WorkspaceError("the ledger needs a file, got an in-memory database; name a path")
-        if self._sqlite and not create and not Path(str(url.database)).exists():
-            raise WorkspaceError(f"there is no ledger at {url.database}; run `posttrain init` first")
+        self._create = create
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self.read_only = False
+        if self._sqlite:
+            file = Path(str(url.database))
+            _refuse_cut_short(file, create)
+            self.read_only = file.exists() and not _writable(file)
         try:
-            self._engine = create_engine(url)
+            self._engine = create_engine(url, creator=self._reader(file)) if self.read_only else create_engine(url)
         except (ArgumentError, ModuleNotFoundError) as error:
             raise WorkspaceError(f"cannot use the ledger {self.place}: {_line(error)}; install its driver") from error
         if self._sqlite:
@@ -69,7 +82,15 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A connection in a write transaction, committed at the end, rolled back when anything is raised."""
+        """A connection in a write transaction, committed at the end, rolled back when anything is raised.
+
+        Raises:
+            WorkspaceError: the ledger is read-only.
+        """
+        if self.read_only:
+            raise WorkspaceError(
+                f"cannot write the ledger {self.place}: it is read-only; make it and its folder writable"
+            )
         with self._translated(), self._engine.connect() as connection:
             connection = connection.execution_options(**{_WRITE: True})
             with connection.begin():
@@ -78,6 +99,36 @@ class Database:
     def close(self) -> None:
         """Return every connection."""
         self._engine.dispose()
+        if self._copy is not None:
+            self._copy.cleanup()
+
+    def check(self) -> list[str]:
+        """What the database itself finds wrong with its pages, indexes and references, one line each."""
+        if not self._sqlite:
+            return []  # PostgreSQL checks its pages when it reads them
+        with self.read() as connection:
+            found = [str(row[0]) for row in connection.exec_driver_sql(f"PRAGMA integrity_check({_COMPLAINTS})")]
+            dangling = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchmany(_COMPLAINTS)
+        lines = [] if found == ["ok"] else found
+        return lines + [f"a row of {row[0]} names a row of {row[2]} that is not there" for row in dangling]
+
+    def _reader(self, file: Path) -> Callable[[], sqlite3.Connection]:
+        """How a ledger that may not be written is opened.
+
+        SQLite needs two files beside it, which it makes and removes as needed. Where they are there, somebody has the
+        ledger open: read along. Where they are not, nobody has, and the file is all there is. A log that a killed
+        process left without its index can only be read in a copy.
+        """
+        address = f"file:{quote(str(file.absolute()))}?mode=ro"
+        log = file.with_name(file.name + "-wal")
+        if log.exists() and log.stat().st_size and not file.with_name(file.name + "-shm").exists():
+            self._copy = tempfile.TemporaryDirectory(prefix="posttrain-ledger-")
+            for part in (file, log):
+                shutil.copyfile(part, Path(self._copy.name, part.name))
+            address = f"file:{quote(str(Path(self._copy.name, file.name)))}"
+        elif not log.exists():
+            address += "&immutable=1"
+        return lambda: sqlite3.connect(address, uri=True, check_same_thread=False)
 
     def _on_connect(self, connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # the driver must not begin transactions by itself: _on_begin does
@@ -92,12 +143,14 @@ class Database:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 
     def _prepare(self) -> None:
-        if self._sqlite:
+        if self._sqlite and not self.read_only:
             self._use_write_ahead_log()
         with self.read() as connection:
             version = _schema_version(connection)
         if version != SCHEMA_VERSION:
             _refuse_newer(version)
+            if version is None and not self._create:
+                raise WorkspaceError(f"ledger {self.place} holds nothing: it was cut off; restore it from a copy")
             with self.write() as connection:
                 self._migrate(connection)
 
@@ -161,6 +214,50 @@ class Database:
             sqlite3.SQLITE_CORRUPT: "it is damaged; restore it from a copy",
         }.get(code, f"{_line(error)}; check its address and its schema")
         return WorkspaceError(f"cannot use the ledger {self.place}: {reason}")
+
+
+def _refuse_cut_short(file: Path, create: bool) -> None:
+    """SQLite takes an empty file for a new database, and may notice only later that pages are missing.
+
+    Raises:
+        WorkspaceError: there is no ledger, or less of it than its header says.
+    """
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError as error:
+        if create:
+            _make_private(file)
+            return
+        raise WorkspaceError(f"there is no ledger at {file}; run `posttrain init` first") from error
+    except OSError as error:
+        raise unwritable(file, error) from error
+    if not size and create:
+        return  # made a moment ago, by another process or by one that died then
+    log = file.with_name(file.name + "-wal")
+    if log.exists() and log.stat().st_size:
+        return  # what is missing may stand in the log: SQLite sees to it
+    with file.open("rb") as opened:
+        header = opened.read(_HEADER)
+    if size >= _HEADER and not header.startswith(_MAGIC):
+        return  # no database at all, which SQLite says
+    page = int.from_bytes(header[16:18]) or 0
+    counted = header[24:28] == header[92:96]  # else the count is of an older version of SQLite
+    wanted = max(_HEADER, (65536 if page == 1 else page) * int.from_bytes(header[28:32]) if counted else 0)
+    if size < wanted:
+        raise WorkspaceError(f"ledger {file} is cut short ({size} of {wanted} bytes); restore it from a copy")
+
+
+def _writable(file: Path) -> bool:
+    places = (file, file.absolute().parent)  # SQLite makes two files beside it
+    return all(os.access(place, os.W_OK, effective_ids=True) for place in places)
+
+
+def _make_private(file: Path) -> None:
+    """SQLite gives the files beside a database the database's own permissions."""
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+    except OSError:
+        return  # whoever opens it says what is wrong
 
 
 def _url(location: str | Path) -> URL:

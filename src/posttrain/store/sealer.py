@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, Text, func, insert, select, type_coerce, update
+from sqlalchemy import Connection, Text, bindparam, func, insert, select, type_coerce, update
 
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_json
 from posttrain.domain.crashpoints import crashpoint
@@ -54,11 +54,14 @@ def _seal_batch(connection: Connection) -> int:
     sequence, previous = _head(connection, lock=True)
     started = sequence
     pending = select(events).where(events.c.sequence.is_(None)).order_by(events.c.id).limit(_BATCH)
+    placed: list[dict[str, Any]] = []
     for row in connection.execute(pending).all():
         sequence += 1
         place = {"sequence": sequence, "previous_hash": previous}
         previous = event_hash({**row._mapping, **place})
-        connection.execute(update(events).where(events.c.id == row.id).values(hash=previous, **place))
+        placed.append({"row": row.id, "hash": previous, **place})
+    if placed:
+        connection.execute(update(events).where(events.c.id == bindparam("row")), placed)
     if connection.execute(update(chain_head).values(sequence=sequence, hash=previous)).rowcount == 0:
         connection.execute(insert(chain_head).values(id=1, sequence=sequence, hash=previous))
     return sequence - started
@@ -76,14 +79,16 @@ def verify_chain(ledger: Ledger) -> ChainReport:
     Raises:
         IntegrityError: an event was changed, moved, removed or cut off; names the first bad sequence.
     """
-    query = select(*(c for c in events.c if c.name != "payload"), type_coerce(events.c.payload, Text).label("payload"))
-    query = query.where(events.c.sequence.is_not(None)).order_by(events.c.sequence)
+    columns = [events.c[name] for name in _SEALED_FIELDS if name != "payload"]
+    payload = type_coerce(events.c.payload, Text)
+    query = select(payload, events.c.hash, *columns).where(events.c.sequence.is_not(None)).order_by(events.c.sequence)
+    names = [column.name for column in columns]
     sequence, previous = 0, GENESIS
     with ledger.database.read() as connection:
-        for row in connection.execute(query.execution_options(yield_per=_BATCH)):
+        for text, written, *values in connection.execute(query.execution_options(yield_per=_BATCH)):
             sequence += 1
-            _check(row, sequence, previous)
-            previous = str(row.hash)
+            _check(dict(zip(names, values, strict=True)), text, written, sequence, previous)
+            previous = str(written)
         head, head_hash = _head(connection)
         unsealed = select(func.count()).select_from(events).where(events.c.sequence.is_(None))
         pending = int(connection.execute(unsealed).scalar_one())
@@ -92,16 +97,16 @@ def verify_chain(ledger: Ledger) -> ChainReport:
     return ChainReport(sealed=sequence, head=previous, pending=pending)
 
 
-def _check(row: Row[*tuple[Any, ...]], sequence: int, previous: str) -> None:
-    if row.sequence != sequence:
-        raise _broken(sequence, f"the next event there is has sequence {row.sequence}")
-    if row.previous_hash != previous:
+def _check(fields: Mapping[str, Any], payload: str, written: str, sequence: int, previous: str) -> None:
+    if fields["sequence"] != sequence:
+        raise _broken(sequence, f"the next event there is has sequence {fields['sequence']}")
+    if fields["previous_hash"] != previous:
         raise _broken(sequence, "it does not name the event before it")
     try:
-        found = event_hash({**row._mapping, "payload": json.loads(row.payload)})
-    except (ValueError, InputError) as error:
+        found = event_hash({**fields, "payload": json.loads(payload)})
+    except (ValueError, InputError, RecursionError) as error:
         raise _broken(sequence, "its payload cannot be read") from error
-    if found != row.hash:
+    if found != written:
         raise _broken(sequence, "its fields do not match its hash")
 
 

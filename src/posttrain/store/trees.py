@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, digest_byt
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import make_folder, sync_folder, unwritable
+from posttrain.store.scratch import scratch
 
 FORMAT = "posttrain.tree/1"
 _CHUNK = 1 << 20
@@ -124,18 +123,11 @@ def materialise(blobs: BlobStore, digest: str, cache_dir: Path) -> Path:
     listing = tree_listing(blobs, digest)
     if _matches(target, listing):
         return target
-    make_folder(target.parent)
-    try:
-        temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
-    except OSError as error:
-        raise unwritable(target.parent, error) from error
-    try:
+    with scratch(target.parent, ".new-") as temporary:
         made = temporary / "made"
         _fill(blobs, listing, made)
         _put_in_place(made, target, listing, temporary / "damaged")
         sync_folder(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
@@ -173,7 +165,7 @@ def _fill(blobs: BlobStore, listing: Mapping[str, TreeFile], folder: Path) -> No
         path = folder / name
         make_folder(path.parent)
         blobs.fetch(file.digest, path)
-        path.chmod(0o444)
+        path.chmod(0o400)
 
 
 def _matches(folder: Path, listing: Mapping[str, TreeFile]) -> bool:

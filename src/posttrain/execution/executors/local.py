@@ -123,7 +123,7 @@ def _start_supervisor(folder: Path, spec: JobSpec) -> int:
     write_json(folder / "spec.json", {**asdict(spec), "environment": dict(spec.environment)})
     command = [sys.executable, "-s", "-P", "-m", _SUPERVISOR, str(folder), str(folder / "spec.json")]
     try:
-        with (folder / "log.txt").open("ab") as log:
+        with open(folder / "log.txt", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             # a session of its own from the start: Ctrl-C at the terminal is not for the job
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

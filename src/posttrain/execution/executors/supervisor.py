@@ -70,7 +70,7 @@ def main(attempt_dir: str, spec_file: str) -> int:
 
 def _claim(folder: Path) -> int | None:
     """The lock's descriptor, with the claim written; None when this attempt has or had a supervisor."""
-    lock = os.open(folder / "supervisor.lock", os.O_CREAT | os.O_RDWR, 0o644)
+    lock = os.open(folder / "supervisor.lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -134,7 +134,7 @@ def _fork_job(folder: Path, spec: dict[str, Any]) -> tuple[int, int]:
 
 
 def _execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
-    log = os.open(folder / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    log = os.open(folder / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)

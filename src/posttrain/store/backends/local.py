@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from obstore.store import LocalStore
 
 from posttrain.domain.errors import WorkspaceError
-from posttrain.store.atomic import sync_folder, unwritable
+from posttrain.store.atomic import make_folder, sync_folder, unwritable
+
+_OTHERS = 0o077  # permissions of anybody but the owner
 
 
 class LocalFolder:
@@ -33,7 +36,7 @@ class LocalFolder:
             WorkspaceError: it cannot be made.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             return LocalStore(self.folder)
         except OSError as error:
             raise unwritable(self.folder, error) from error
@@ -41,9 +44,18 @@ class LocalFolder:
             raise WorkspaceError(f"cannot open the artifact store {self.folder}: {error}; check the folder") from error
 
     def settle(self, key: str) -> None:
-        """Make the blob at `key` survive a power cut."""
+        """Make the blob at `key` survive a power cut, and its owner's alone: obstore leaves that to the umask."""
         path = self.folder / key
         with path.open("rb") as file:
+            _close_to_others(file.fileno(), 0o600)
             os.fsync(file.fileno())
+        for folder in (path.parent, path.parent.parent):
+            _close_to_others(folder, 0o700)
         for folder in (path.parent, path.parent.parent, self.folder):  # the first blob made all three
             sync_folder(folder)
+
+
+def _close_to_others(place: int | Path, mode: int) -> None:
+    with suppress(PermissionError):  # another owner's, who lets us read it
+        if os.stat(place).st_mode & _OTHERS:
+            os.chmod(place, mode)

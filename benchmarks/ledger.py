@@ -1,0 +1,139 @@
+"""What a large ledger costs those who look at it: CPU seconds per command at so many runs and events.
+
+    python -m benchmarks.ledger [--json FILE] [--runs N] [--rounds N] [--keep DIR] [--tiny]
+
+Makes a workspace with N runs of 20 events each (10,000 runs: 200,000 events), all by the ledger's own transactions, and
+takes the CPU time of `ls`, `get`, `verify` and `doctor` as a person would type them, process start included: the median
+of three. The bound of `verify` is what cannot be left out: reading every event once and hashing its bytes once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from posttrain.app.workspace import init_workspace
+from posttrain.domain.canonical import canonical_json
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.runspec import Budget
+
+RUNS, ROUNDS, PER_TRANSACTION = 10_000, 3, 200
+STAGES = ("sft", "grpo", "evaluate", "baseline", "gate")
+EVENTS = 2 + 3 * len(STAGES) + 3  # of one run: itself twice, each stage three times, and three of its attempts
+
+
+@dataclass(frozen=True)
+class Row:
+    """One command; `bound` in seconds where there is one."""
+
+    command: str
+    seconds: float
+    fastest: float
+    slowest: float
+    bound: float | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="make the workspace here, or use the one that is here")
+    parser.add_argument("--tiny", action="store_true", help="two runs, one round: that it runs, no figures")
+    arguments = parser.parse_args()
+    runs, rounds = (2, 1) if arguments.tiny else (arguments.runs, arguments.rounds)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.keep or Path(scratch)
+        if not (folder / ".posttrain").exists():
+            fill(folder, runs)
+        rows = measure(folder, rounds)
+    print(f"{runs} runs, {runs * EVENTS} events")
+    print(f"{'command':8s} {'seconds':>8s} {'(min-max)':>14s} {'bound':>7s}  reached")
+    for row in rows:
+        span = f"({row.fastest:.2f}-{row.slowest:.2f})"
+        bound = f"{row.bound:7.2f}  {row.bound / row.seconds:6.0%}" if row.bound else ""
+        print(f"{row.command:8s} {row.seconds:8.2f} {span:>14s} {bound}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def fill(folder: Path, runs: int) -> None:
+    """A workspace in which so many runs have ended."""
+    folder.mkdir(parents=True, exist_ok=True)
+    workspace = init_workspace(folder)
+    manifest = Manifest(
+        name="bench", owner="bench", seed=1, stages=(), gates=(), budget=Budget(), release=None, code={}
+    )
+    digest = workspace.blobs.put(canonical_json(manifest.to_json()))
+    for start in range(0, runs, PER_TRANSACTION):
+        with workspace.ledger.transaction("user:bench") as transaction:
+            for number in range(start, min(runs, start + PER_TRANSACTION)):
+                run = RunRecord(f"bench-{number:08d}", "bench", digest, "pending", "bench", float(number))
+                stages = [StageRecord(run.id, name, i, "sft", "pending") for i, name in enumerate(STAGES)]
+                transaction.insert_run(run, stages)
+                for stage in stages:
+                    ready = transaction.update_stage(stage, state="ready", reason="Ready", message="inputs are there")
+                    transaction.update_stage(ready, state="skipped", reason="ChannelEmpty", finished_at=time.time())
+                run = transaction.update_run(run, state="running", reason="Running", message="stages are under way")
+                transaction.update_run(run, state="succeeded", reason="Succeeded", finished_at=time.time())
+                for attempt in range(EVENTS - 3 - 3 * len(STAGES)):
+                    told = {"name": f"{run.id}-sft-{attempt}", "executor": "local", "resume": None}
+                    transaction.append_event("attempt.planned", f"{run.id}/sft/{attempt}", told)
+    workspace.seal()
+    workspace.close()
+
+
+def measure(folder: Path, rounds: int) -> list[Row]:
+    """Every command in turn, round by round."""
+    newest = "bench-00000000"
+    commands = {"ls": ["ls"], "get": ["get", newest], "verify": ["verify", newest], "doctor": ["doctor"]}
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    bounds: list[float] = []
+    for _ in range(rounds):
+        for name, words in commands.items():
+            started = _children()
+            command = [sys.executable, "-m", "posttrain", *words]
+            subprocess.run(command, cwd=folder, check=name != "doctor", stdout=subprocess.DEVNULL)
+            times[name].append(_children() - started)
+        bounds.append(least(folder))
+    return [
+        Row(
+            name,
+            statistics.median(taken),
+            min(taken),
+            max(taken),
+            statistics.median(bounds) if name == "verify" else None,
+        )
+        for name, taken in times.items()
+    ]
+
+
+def least(folder: Path) -> float:
+    """Seconds to read every event and hash its bytes, by nothing but SQLite and SHA-256."""
+    started = time.process_time()
+    with closing(sqlite3.connect(folder / ".posttrain" / "ledger.db")) as connection:
+        for row in connection.execute("SELECT * FROM events ORDER BY sequence"):
+            hashlib.sha256(repr(row).encode()).digest()
+    return time.process_time() - started
+
+
+def _children() -> float:
+    """CPU seconds of every process that was waited for."""
+    spent = os.times()
+    return spent.children_user + spent.children_system
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Nothing that a file or a job says commands the terminal it is shown on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from cli_world import RUN, World, make_world
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.cli.console import console, harmless
+
+ESCAPE = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x1b[31mred\x9b1A\u202egnp\x7f"  # clipboard, wipe, colour, C1, right to left
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = make_world(tmp_path, monkeypatch)
+    made.prepare()
+    return made
+
+
+def quiet(text: str) -> str:
+    found = COMMANDS.search(text)
+    assert found is None, (found, text)
+    return text
+
+
+def test_what_a_job_and_a_file_say_is_shown_as_pictures(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    quoted = json.dumps(ESCAPE)
+    world.write("run.yaml", RUN.replace("owner: ada", f"owner: {quoted}"))
+    world.write("guide.txt", ESCAPE)
+    job = world._job
+
+    def loud(spec: object) -> int | None:
+        code = job(spec)  # type: ignore[arg-type]
+        for log in (world.root / ".posttrain" / "runs").rglob("log.txt"):
+            log.write_text(f"before {ESCAPE}\rover\r\nafter\n")
+        return code
+
+    world.executor._on_launch = loud
+    world.ok("asset", "add", "reward:loud", "reward.py", "--guideline", "guide.txt")
+    quiet(world.ok("run", "run.yaml"))
+    shown = quiet(world.ok("logs", "sort"))
+    assert "␛" in shown
+    assert "\nover\nafter\n" in shown, "lines stay lines"
+    for words in (("ls",), ("get", "sort"), ("why", "sort"), ("lineage", "sort"), ("lineage", "prod")):
+        quiet(world.ok(*words))
+    for words in (("get", "sort"), ("lineage", "sort"), ("asset", "get", "reward:loud"), ("logs", "sort")):
+        quiet(world.ok(*words))
+        text = quiet(world.ok(*words, "-o", "json"))
+        json.loads(text)
+    assert json.loads(world.ok("asset", "get", "reward:loud", "-o", "json"))["meta"]["guideline"] == ESCAPE
+
+
+def test_errors_and_usage_errors_too(world: World) -> None:
+    world.write("bad.yaml", RUN.replace("steps: 4", f"steps: {json.dumps(ESCAPE)}"))
+    for words in (("plan", "bad.yaml"), ("get", ESCAPE), (ESCAPE,), ("asset", "ls", ESCAPE), ("ls", f"--{ESCAPE}")):
+        result = world(*words)
+        assert result.exit_code == 2
+        quiet(result.stderr)
+
+
+@given(st.text())
+def test_any_text_is_harmless_and_keeps_its_lines(text: str) -> None:
+    shown = harmless(text)
+    assert COMMANDS.search(shown) is None
+    assert len(shown) == len(text)
+    assert harmless(shown) == shown
+    assert shown.count("\n") == text.count("\n")
+    shown.encode()
+
+
+def test_a_table_draws_nothing_that_its_cells_say(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("a")
+    table.add_row(Text(f"x{ESCAPE}y"))
+    screen = console()
+    screen.print(table, Text(ESCAPE), ESCAPE)
+    quiet(capsys.readouterr().out)
