@@ -32,7 +32,15 @@ README = ROOT / "README.md"
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 VERBS = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
 CI = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".ci").iterdir())
-SUITES = {"rollout", "training", "dispatch", "controller", "tracing", "gates"}  # test_benchmarks runs them small
+SUITES = {
+    "rollout",
+    "training",
+    "dispatch",
+    "controller",
+    "tracing",
+    "ledger",
+    "gates",
+}  # test_benchmarks runs them small
 
 
 def named(command: Command) -> str:
