@@ -6,9 +6,9 @@ import io
 import itertools
 import json
 import math
-import re
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
