@@ -75,6 +75,12 @@ def is_benchmark(words: list[str]) -> bool:
     return all(f'"{word}"' in source for word in words[3:] if word.startswith("--"))
 
 
+def is_mutants(words: list[str]) -> bool:
+    """`python -m mutants` with options that it has: tests/e2e/test_mutants.py runs it."""
+    source = (ROOT / "mutants" / "__main__.py").read_text(encoding="utf-8")
+    return words[:3] == ["python", "-m", "mutants"] and all(f'"{word}"' in source for word in words[3:])
+
+
 def is_demo(words: list[str]) -> bool:
     """A demo that CI plays: `make demo`, or `make demos` for each task."""
     played = re.search(r"^demos:.*\n\t.*in ([\d ]+);", MAKEFILE, re.MULTILINE)
@@ -83,7 +89,7 @@ def is_demo(words: list[str]) -> bool:
     return words[:2] == ["posttrain", "demo"] and task in ("01", *played.group(1).split())
 
 
-MATCHED: list[Callable[[list[str]], bool]] = [is_make, is_install, is_benchmark, is_demo]
+MATCHED: list[Callable[[list[str]], bool]] = [is_make, is_install, is_benchmark, is_mutants, is_demo]
 
 
 def run_here(command: Command) -> bool:
