@@ -399,3 +399,31 @@ def test_no_rule_is_an_error_and_names_are_unique() -> None:
     assert judged([ACCURACY]) is Outcome.PASS
     with pytest.raises(InputError, match="names must be unique, got 'accuracy' more than once"):
         judged([ACCURACY, ACCURACY])
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("possible", [RATE, SHARE])
+@pytest.mark.parametrize("lower", [False, True])
+def test_more_confidence_is_a_limit_further_away(paired: bool, possible: ItemRange, lower: bool) -> None:
+    """In every form of rule: the confidence that was written is the one that is computed with."""
+    ours, theirs = evidence([1.0] * 60 + [0.0] * 40, possible), evidence([1.0] * 50 + [0.0] * 50, possible)
+    form: dict[str, Any] = {"at_most" if lower else "at_least": 0.5}
+    if paired:
+        form = {"not_worse_than": "channel", "margin": 0.5, "direction": "lower" if lower else "higher"}
+    distances = []
+    for confidence in (0.8, 0.95, 0.99):
+        rule = GateRule(name="one", metric="heldout/accuracy", confidence=confidence, **form)
+        verdict = judge(rule, ours, theirs if paired else None, channel_empty=False, seed=1)
+        assert verdict.limit is not None
+        distances.append(abs(verdict.limit - (0.1 if paired else 0.6)))
+    assert distances == sorted(distances)
+    assert distances[0] > 0
+    assert distances[2] > 1.5 * distances[0]
+
+
+def test_two_gates_of_one_run_draw_numbers_of_their_own() -> None:
+    values = evidence(np.linspace(0.0, 1.0, 40), SHARE)
+    limits = {
+        absolute(values, GateRule(name=name, metric="heldout/accuracy", at_least=0.1)).limit for name in ("one", "two")
+    }
+    assert len(limits) == 2
