@@ -233,6 +233,7 @@ class TestContamination:
         assert (report.exact, report.similar) == ((), (1,))
         once = contamination(train, prompts("the quick brown bread and butter", "over the lazy dog"), ngram=3)
         assert once.similar == (2,), "one n-gram of four is not most of them, and the last of a row counts"
+        assert contamination(train, prompts("the lazy dog"), ngram=3).similar == (1,), "as long as one n-gram"
 
     def test_refused(self) -> None:
         with pytest.raises(InputError, match="needs evaluation rows"):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posttrain.domain.errors import IntegrityError
 from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.losses import corrected_kl_penalty
 from posttrain.engine.algorithms.objectives import KLTerm, LossParts, PolicyObjective, ValueObjective
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import OptimizerConfig
@@ -131,3 +132,13 @@ def test_the_ratio_divides_by_the_proximal_policy_where_there_is_one() -> None:
     proximal = batch.with_columns(proximal_logprobs=now)
     even = proximal.with_columns(advantages=torch.ones_like(now))
     assert float(PolicyObjective(Totals.of(batch), 0.2, 0.2)(even, now).loss) == pytest.approx(-1.0)
+
+
+def test_the_corrected_estimator_is_another_than_the_plain_one() -> None:
+    batch, now, mask = scored()
+    old, reference = batch.behaviour_logprobs, batch.reference_logprobs
+    assert old is not None
+    assert reference is not None
+    found = KLTerm(0.1, "k3-corrected").penalty(now, old, reference, mask)
+    assert torch.equal(found, corrected_kl_penalty(now, old, reference, mask))
+    assert not torch.allclose(found, KLTerm(0.1, "k3").penalty(now, old, reference, mask))

@@ -130,7 +130,7 @@ WAIT = re.compile(
 )
 SHORT_WAITS = {
     "app/status.py:_ALONE": "told a little early, nothing else: a driver may follow",
-    "engine/rewards/process.py:END_TIMEOUT": "then the keeper is killed, which ends its namespace all the same",
+    "engine/rewards/session.py:END_TIMEOUT": "then the keeper is killed, which ends its namespace all the same",
     "execution/executors/local.py:_POLL_SECONDS": "between two looks",
     "execution/processes.py:HEARTBEAT_SECONDS": "between two signs of life",
 }
