@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_engine_recipes import ppo, weights
+from test_engine_recipes import EvenTokens, ppo, weights
 from test_engine_training import DOCUMENTS, grpo, mean_loss, quiet, sft, tiny, worker
 
+from posttrain.domain.errors import BudgetExceededError
 from posttrain.engine.algorithms.objectives import KLTerm
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import (
@@ -19,9 +22,11 @@ from posttrain.engine.config import (
     PolicyGradientOptimizerConfig,
     PPOKLConfig,
 )
+from posttrain.engine.controller import Controller, Limits
 from posttrain.engine.models import token_logprobs
 from posttrain.engine.recipes import grpo as grpo_module
 from posttrain.engine.recipes import ppo as ppo_module
+from posttrain.engine.recipes.sampling import mini_batches
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -163,3 +168,47 @@ def test_a_critic_learns_at_its_own_rate() -> None:
     moved = {name: float((p - before[name]).abs().max()) for name, p in weights(recipe).items()}
     assert max(change for name, change in moved.items() if name.startswith("critic/")) < 1e-8
     assert max(change for name, change in moved.items() if name.startswith("policy/")) > 1e-4
+
+
+def test_ppo_counts_what_policy_and_critic_train_on() -> None:
+    recipe = ppo(epochs=3, mini_batches=1)
+    sampled: list[int] = []
+
+    class Counting(EvenTokens):
+        def __call__(self, prompts: Any, trajectories: Any) -> Any:
+            sampled.extend(len(t.tokens) for t in trajectories)
+            return super().__call__(prompts, trajectories)
+
+    recipe._scorer = Counting()
+    spent = recipe.step(2, quiet(2)).tokens
+    read, generated = 3 * 3, sum(sampled)
+    assert spent == read + generated + 2 * 3 * (2 * read + generated)
+
+
+def test_grpo_does_not_compute_who_has_no_score() -> None:
+    sampled: list[int] = []
+
+    def scorer(prompts: Any, trajectories: Any) -> list[float | None]:
+        sampled.extend(len(t.tokens) for t in trajectories)
+        return [None if i % 4 == 3 else float(i % 2) for i in range(len(trajectories))]
+
+    spent = grpo(scorer=scorer, kl=None, mini_batches=1).step(0, quiet(0)).tokens
+    scored = [length for i, length in enumerate(sampled) if i % 4 != 3]
+    assert spent == 3 * 3 + sum(sampled) + len(scored) * 3 + sum(scored)
+
+
+def test_mini_batches_are_shuffled_by_a_seed() -> None:
+    one, two = (mini_batches(30, 3, seed) for seed in (1, 2))
+    assert sorted(number for part in one for number in part) == list(range(30))
+    assert one != two
+    assert one != [list(range(part, 30, 3)) for part in range(3)]
+
+
+def test_the_last_step_is_not_begun_without_the_means_to_measure_it(tmp_path: Path) -> None:
+    recipe: Any = SimpleNamespace(
+        steps=2, price=lambda step: 10, probe_price=lambda step: 7 if step == 2 else 0, journal=None
+    )
+    controller = Controller(recipe, tmp_path, "sha256:x", 1, lambda fact: None, limits=Limits(tokens=16))
+    controller._step = controller._saved = 1
+    with pytest.raises(BudgetExceededError, match="at most 17 tokens"):
+        controller._afford()

@@ -130,6 +130,8 @@ WAIT = re.compile(
 )
 SHORT_WAITS = {
     "app/status.py:_ALONE": "told a little early, nothing else: a driver may follow",
+    "data/fitting.py:_MEAN_SECONDS": "a mean over rows, looked at after ten seconds; a rendering takes a thousandth",
+    "engine/recipes/answers.py:_SECONDS": "a hundred thousand times what it takes, so that a pattern cannot hang a run",
     "engine/rewards/session.py:END_TIMEOUT": "then the keeper is killed, which ends its namespace all the same",
     "execution/executors/local.py:_POLL_SECONDS": "between two looks",
     "execution/processes.py:HEARTBEAT_SECONDS": "between two signs of life",
