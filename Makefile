@@ -7,7 +7,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
+<<<<<<< HEAD
 .PHONY: demo demos test fast slow ray mutants bench levels lint types contracts format setup clean gpu
+=======
+.PHONY: demo demos test fast slow fuzz ray bench levels lint types contracts format setup clean gpu
+>>>>>>> cf5d463 (make fuzz: random signals to every process of whole runs)
 
 setup: $(VENV)/.dev
 
@@ -44,6 +48,9 @@ fast: $(VENV)/.dev ## unit and contract tests
 
 slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark
 	$(BIN)/python -m pytest -m "slow and not gpu and not ray" -n 2 --timeout 3000
+
+fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
+	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -rA
 
 ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 3000
