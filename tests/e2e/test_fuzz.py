@@ -30,7 +30,8 @@ from posttrain.store.attempts import AttemptFolder
 
 RUNS, SEED = int(os.environ.get("RUNS") or 0), int(os.environ.get("SEED") or 1)
 VICTIMS = tuple((os.environ.get("VICTIMS") or "command,supervisor,job,reward").split(","))
-MOST_STRIKES, MOST_COMMANDS, LONGEST_PAUSE = 6, 30, 4.0
+MOST_STRIKES, MOST_COMMANDS, LONGEST_PAUSE = 8, 30, 3.0
+MOST_COMMANDS_STRUCK = 2  # it is always there: the other strikes are for jobs, whenever there is one
 PLACES = (
     *("submit.before_commit", "submit.after_commit", "attempt.after_intent", "attempt.after_launch"),
     *("attempt.after_handle", "collect.before_publish", "collect.after_publish", "collect.after_commit"),
@@ -54,7 +55,7 @@ class Fuzz:
 
     def __init__(self, bench: Workbench, seed: int) -> None:
         self.bench, self.rng = bench, random.Random(seed)
-        self.strikes = self.rng.randint(2, MOST_STRIKES)
+        self.strikes = self.rng.randint(3, MOST_STRIKES)
         self.done: Counter[str] = Counter()  # "SIGKILL job in grpo" → how often
         self.ran: set[Path] = set()  # attempts whose job was seen
 
@@ -90,7 +91,12 @@ class Fuzz:
 
     def strike(self, process: subprocess.Popen[str]) -> int:
         """Send a signal to a random process; how many were sent."""
-        victim, number = self.rng.choice(VICTIMS), self.rng.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP))
+        struck = sum(count for what, count in self.done.items() if what.endswith(" command"))
+        spared = "command" if struck >= MOST_COMMANDS_STRUCK and len(VICTIMS) > 1 else ""
+        victim, number = (
+            self.rng.choice([v for v in VICTIMS if v != spared]),
+            self.rng.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)),
+        )
         where = ""
         if victim == "command":
             pids = [process.pid]
