@@ -186,6 +186,16 @@ def fill_the_disk(c):
     return made > 2**30
 
 
+def change_modes_of_devices(c):
+    for name in ("null", "full", "urandom"):
+        try:
+            os.chmod(f"/dev/{name}", os.stat(f"/dev/{name}").st_mode & 0o7777 ^ 0)
+            return True
+        except OSError:
+            continue
+    return False
+
+
 # --- the kernel's settings --------------------------------------------------------------------------------------------
 
 
@@ -298,6 +308,14 @@ def shared_memory_files(c):
 
 def system_v_memory(c):
     return _libc.shmget(c["sysv"], 0, 0) != -1
+
+
+def memory_that_no_process_holds(c):
+    try:
+        os.close(os.memfd_create("hoard"))
+        return True
+    except OSError:
+        return _libc.shmget(0, 4096, 0o1600) != -1
 
 
 # --- the network ------------------------------------------------------------------------------------------------------

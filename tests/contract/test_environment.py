@@ -154,3 +154,24 @@ class TestJob:
         )
         self.finish(tmp_path / "job", packages, "", tmp_path)
         assert (tmp_path / "job" / "ran").read_text() == f"PYTHONPATH {tmp_path / 'home' / 'posttrain' / 'compiled'}"
+
+
+class TestOddPlaces:
+    @pytest.mark.parametrize("name", ["sitecustomize.pyc", "python311.zip", "pyvenv.cfg", "numbers_/test/__init__.py"])
+    def test_other_ways_in(self, packages: Path, name: str) -> None:
+        before = read(packages)
+        (packages / name).parent.mkdir(exist_ok=True)
+        (packages / name).write_bytes(b"x")
+        assert f"{name.rpartition('/')[2]} is new" in read(packages).differs(before)
+
+    def test_what_is_no_file_is_no_end(self, packages: Path) -> None:
+        os.mkfifo(packages / "pipe.py")
+        (packages / "loop.py").symlink_to(packages / "loop.py")
+        (packages / "loops").symlink_to(packages / "loops")
+        assert read(packages).digest == read(packages).digest
+
+    def test_a_damaged_memory_is_no_memory(self, packages: Path, tmp_path: Path) -> None:
+        before = read(packages)
+        [memory] = (tmp_path / "home" / "posttrain").glob("digests-*.json")
+        memory.write_text(json.dumps(dict.fromkeys(json.loads(memory.read_text()), 7)))
+        assert read(packages) == before

@@ -101,6 +101,15 @@ same = [other.pid for other in others if keeper < other.pid <= last]
 reward.close()
 print(json.dumps({"same": same, "died": [other.pid for other in others if other.poll() is not None]}))
 """
+# A job that has a reward open until it is killed. Argument: source.
+OPENS = """
+import sys, time
+from pathlib import Path
+from posttrain.engine.rewards.process import open_reward
+reward = open_reward(Path(sys.argv[1]), timeout=60)
+print("open", flush=True)
+time.sleep(600)
+"""
 FORBIDDEN = 77  # exit code of FORBID where it cannot take namespaces away
 FORBID = """
 for kind in user pid net mnt; do echo 0 > /proc/sys/user/max_${kind}_namespaces || exit 77; done
@@ -285,8 +294,17 @@ class TestKilled:
                 return random.random()
         """
         quiet = opened(source).score(call("a", "b"))
+        scores = opened(source).score(call("a", "kill", "b"), allowed=1)
+        assert [s.status for s in scores] == ["ok", "error", "ok"], (
+            "again and again at the same completion is its own doing"
+        )
+        assert "signal 9" in scores[1].message
         with pytest.raises(InfrastructureError, match=r"signal 9\) instead of answering, 4 times in a row"):
-            opened(source).score(call("a", "kill", "b"))
+            opened(
+                source.replace("score(completion)", "score(completions, **kw)").replace(
+                    'completion == "kill" and not os.path.exists("/reward/none")', "True"
+                )
+            ).score(call("a", "b"))
         assert opened(source).score(call("a", "b")) == quiet
 
     def test_a_crash_of_its_own_is_its_own_fault(self, opened: Opener) -> None:
@@ -306,6 +324,35 @@ class TestKilled:
             opened("import os\ndef score(completion):\n    os._exit(7)\n").score(call("12"))
         with pytest.raises(RewardError, match="SystemExit: 3"):
             opened("import sys\ndef score(completion):\n    sys.exit(3)\n").score(call("12"))
+
+
+class TestLeft:
+    def test_the_cell_of_a_job_that_died_is_swept(self, write: Callable[[str], Path], tmp_path: Path) -> None:
+        source = write("def score(completion):\n    return 1\n")
+        (tmp_path / "scratch").mkdir()
+        environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+        program = [sys.executable, "-c", OPENS, str(source)]
+        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as job:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "open\n"
+            assert list((tmp_path / "scratch").iterdir())
+            os.kill(job.pid, signal.SIGKILL)
+        assert eventually(lambda: not list((tmp_path / "scratch").iterdir()))
+
+    def test_closing_while_it_is_started_again(self, opened: Opener) -> None:
+        reward = opened("import time\ndef score(completion):\n    time.sleep(600)\n")
+        asked = threading.Thread(target=_ask, args=(reward,), daemon=True)
+        asked.start()
+        assert eventually(lambda: len(descendants()) >= 3)
+        reward.close()
+        asked.join(PATIENCE)
+        assert not asked.is_alive()
+        assert eventually(lambda: not [pid for pid in descendants() if b"rewards.worker" in command(pid)])
+
+
+def _ask(reward: ProcessReward) -> None:
+    with contextlib.suppress(Exception):
+        reward.score(call("12"))
 
 
 class TestGiven:
@@ -348,6 +395,8 @@ class TestGiven:
 
     def test_random_numbers_are_those_of_the_call(self, opened: Opener) -> None:
         source = "import random\ndef score(completion):\n    return random.random()\n"
+        late = opened("def score(completion):\n    import numpy\n    return float(numpy.random.random())\n")
+        assert late.score(call("a", "b")) == late.score(call("a", "b")), "numpy's too, imported in the middle"
         first, second = opened(source), opened(source)
         first.score(call("warm", "up"))
         assert first.score(call("a", "b")) == second.score(call("a", "b"))

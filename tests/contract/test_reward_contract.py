@@ -225,9 +225,37 @@ class TestStatuses:
         reward = ParallelReward([opened(self.RAISES), opened(self.RAISES)])
         wide = RewardCall(list("PQRS"), ["a", "x", "c", "xx"], [{"answer": a} for a in "1234"])
         assert [s.status for s in reward.score(wide, allowed=2)] == ["ok", "error", "ok", "error"]
-        with pytest.raises(RewardError, match="2 of 4 completions failed, at most 1 may"):
+        with pytest.raises(RewardError, match="completions failed, at most 1 may"):
             reward.score(wide, allowed=1)
         reward.close()
+
+    @pytest.mark.parametrize("processes", [1, 2, 4])
+    def test_what_passes_does_not_depend_on_how_many_there_are(
+        self, opened: Callable[..., ProcessReward], processes: int
+    ) -> None:
+        wide = RewardCall(list("PQRS"), ["a", "x", "c", "d"], [{"answer": a} for a in "1234"])
+        raises = ParallelReward([opened(self.RAISES) for _ in range(processes)])
+        scores = raises.score(wide, allowed=3)
+        assert [s.status for s in scores] == ["ok", "error", "ok", "ok"]
+        assert "completion 1 'x'" in scores[1].message
+        raises.close()
+
+    def test_odd_answers_are_the_completion_s_own_fault(self, opened: Callable[..., ProcessReward]) -> None:
+        source = """
+            class Odd:
+                def item(self): raise RuntimeError("no item")
+                shape = ()
+            WIDE = {str(i): 1 for i in range(99999)}
+            ANSWERS = {"mapping": WIDE, "mixed": {1: 1, "a": 2}, "huge": 10**400, "odd": Odd()}
+            def score(completion):
+                if completion == "interrupt":
+                    raise KeyboardInterrupt
+                return ANSWERS.get(completion, 1.0)
+        """
+        names = ["a", "mapping", "mixed", "huge", "odd", "interrupt", "b"]
+        scores = opened(source).score(call(*names), allowed=6)
+        assert [s.status for s in scores] == ["ok", *["error"] * 5, "ok"]
+        assert all(len(s.message) <= 1100 for s in scores)
 
 
 class TestProtocol:

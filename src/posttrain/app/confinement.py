@@ -68,10 +68,11 @@ def _judged(stages: Collection[str], found: Confinement, *, trusted: bool) -> It
 
 
 def _machine() -> str:
-    """Boot, user and what runs."""
+    """Boot, container, user and what runs."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     booted = boot.read_text().strip() if boot.exists() else ""
-    return digest_json([booted, os.getuid(), sys.executable, sys.prefix]).removeprefix("sha256:")
+    spaces = [os.readlink(place) for kind in ("user", "pid", "mnt") if os.path.exists(place := f"/proc/self/ns/{kind}")]
+    return digest_json([booted, *spaces, os.getuid(), sys.executable, sys.prefix]).removeprefix("sha256:")
 
 
 def _ask() -> dict[str, Any]:

@@ -22,6 +22,7 @@ def differs(wiring: Wiring, run_id: str) -> str:
         write_json(_record(wiring, run_id), {"digest": present.digest})
         return ""
     if present.digest == known["digest"]:
+        pin(present, wiring.root / "cache")  # the cache may be emptied at any time
         return ""
     before = pinned(str(known["digest"]), wiring.root / "cache")
     what = present.differs(before) if before else "another one"

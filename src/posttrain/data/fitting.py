@@ -8,6 +8,7 @@ same rules; a test holds both to the same token ids. A tokenizer without `tokeni
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ _SHOWN = 60  # characters of a wrong value in an error
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
 _RENDER_SECONDS = 10.0  # that one rendering may take: a hundred thousand times what one takes
 _MEAN_SECONDS = 0.1
+_MOST_RENDERED = 10**7  # characters of one row
 _SIMPLER = "simplify its loops"
 _MOST_REPEATED, _MOST_BITS = 10**6, 10**5  # characters or items, and bits of a number, that a template may make at once
 _BROKEN = (
@@ -117,12 +119,12 @@ class PlanTokenizer:
             )
         if not messages:
             raise InputError("a chat row needs at least one message before the answer, got none")
-        if self._compiled is None:
-            self._compiled = _environment().from_string(self._source)
         given = [_message(message) for message in messages]
         begun = time.monotonic()
         try:
             with time_limit(_RENDER_SECONDS):
+                if self._compiled is None:
+                    self._compiled = _environment().from_string(self._source)
                 text = self._compiled.render(messages=given, add_generation_prompt=generate, **_ABSENT, **self._special)
         except (TimeLimitError, MemoryError):
             raise InputError(f"the chat template must render a row within {_RENDER_SECONDS:g} s; {_SIMPLER}") from None
@@ -130,6 +132,10 @@ class PlanTokenizer:
         if self._spent > _RENDER_SECONDS + _MEAN_SECONDS * self._renders:
             mean = f"{self._spent / self._renders:.2g} s for each of {self._renders} renderings"
             raise InputError(f"the chat template must take less than {_MEAN_SECONDS:g} s a row, got {mean}; {_SIMPLER}")
+        if len(text) > _MOST_RENDERED:
+            raise InputError(
+                f"the chat template must render at most {_MOST_RENDERED} characters a row, got {len(text)}"
+            )
         return self._encode(text, special=False)
 
     def _open_text(self, text: str) -> list[int]:
@@ -282,6 +288,7 @@ def _row_errors(name: str, number: int) -> Iterator[None]:
 
 # --- what transformers reads and gives to a chat template -------------------------------------------------------------
 
+_SYNTAX = (SyntaxError, RecursionError)  # of what jinja compiles a template to
 _ABSENT: dict[str, None] = {"tools": None, "documents": None}
 
 
@@ -316,6 +323,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _huge(operator: str, left: Any, right: Any) -> bool:
     """Whether a product or power is larger than anything that a prompt could need."""
     bits = [number.bit_length() for number in (left, right) if isinstance(number, int)]
+    if operator == "%":
+        return isinstance(left, str) and re.search(r"%[^a-zA-Z%]*[0-9*]{4}", left) is not None
     if operator == "**":
         return len(bits) == 2 and bits[0] * max(right, 0) > _MOST_BITS
     if len(bits) == 2:
@@ -340,7 +349,7 @@ def _environment() -> Any:
     class Bounded(sandbox.ImmutableSandboxedEnvironment):
         """No operation that takes minutes in one step of C."""
 
-        intercepted_binops = frozenset(["*", "**"])
+        intercepted_binops = frozenset(["*", "**", "%"])
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if _huge(operator, left, right):

@@ -86,6 +86,10 @@ class ReleaseSpec(Frozen):
     model: Name
 
 
+_MOST_HOSTS = 64
+_ADDRESS = re.compile(r"^[0-9.]+:")
+
+
 class RewardUse(Frozen):
     """A reward and what its code gets besides its own source; a ref alone is enough where that is nothing."""
 
@@ -102,6 +106,13 @@ class RewardUse(Frozen):
         high = next((word for word in self.network if not 0 < int(word.rpartition(":")[2]) < 65536), None)
         if high is not None:
             raise ValueError(f"network: ports must be from 1 to 65535, got {high!r}")
+        if len(set(self.network)) < len(self.network) or len(self.network) > _MOST_HOSTS:
+            raise ValueError(
+                f"network: must be at most {_MOST_HOSTS} different hosts and ports, got {len(self.network)}"
+            )
+        number = next((word for word in self.network if _ADDRESS.match(word)), None)
+        if number is not None:
+            raise ValueError(f"network: must name hosts, which the reward connects to by name, got {number!r}")
         return self
 
 

@@ -7,6 +7,7 @@ is not interrupted, and who runs such text must forbid the long ones.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -20,25 +21,38 @@ class TimeLimitError(Exception):
 
 
 class _Watcher:
-    """One thread that looks at all deadlines; started when the first one is set."""
+    """One thread that looks at all deadlines; started when the first one is set, and again in a forked process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._due: dict[int, float] = {}  # thread → moment
-        self._running = False
+        self._process = 0
 
     def arm(self, seconds: float) -> None:
+        """Begin to count.
+
+        Raises:
+            RuntimeError: this thread counts already.
+        """
+        if self._process != os.getpid():
+            self._lock, self._due, self._process = threading.Lock(), {}, os.getpid()
+            threading.Thread(target=self._watch, name="time-limit", daemon=True).start()
         with self._lock:
+            if threading.get_ident() in self._due:
+                raise RuntimeError("time limits must not nest")
             self._due[threading.get_ident()] = time.monotonic() + seconds
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._watch, name="time-limit", daemon=True).start()
 
     def disarm(self) -> None:
         """After this no exception comes any more."""
-        with self._lock:
-            if self._due.pop(threading.get_ident(), None) is None:  # one may be on its way
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), None)
+        thread = threading.get_ident()
+        while True:
+            try:
+                with self._lock:
+                    self._due.pop(thread, None)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)  # one may be on its way
+                return
+            except TimeLimitError:
+                continue
 
     def _watch(self) -> None:
         while True:
@@ -46,7 +60,7 @@ class _Watcher:
             with self._lock:
                 now = time.monotonic()
                 for thread in [thread for thread, moment in self._due.items() if moment <= now]:
-                    del self._due[thread]
+                    # at every look until it ends: code that catches everything may swallow one
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeLimitError))
 
 

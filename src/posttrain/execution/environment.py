@@ -21,11 +21,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.domain.errors import InfrastructureError
 from posttrain.store.atomic import write_atomic
 
 PACKAGES = Path(__file__).resolve().parents[2]  # the folder that holds posttrain
-_IMPORTABLE = (".py", ".pth", ".so", ".pyd", ".dylib")
-_PASSED_OVER = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "idlelib", "turtledemo"})
+_IMPORTABLE = (".py", ".pyc", ".pth", ".so", ".pyd", ".dylib", ".zip", ".egg", ".cfg")
+_NOT_THE_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "idlelib", "turtledemo"}
+)  # directly below a root
+_TRIES = 3  # walks over folders in which somebody else adds and removes names
 _SHOWN = 3
 
 
@@ -61,14 +65,26 @@ def read_environment(roots: Sequence[str] | None = None) -> Environment:
         roots: folders; by default this interpreter's standard library, its site-packages and this package.
     """
     places = _own_roots() if roots is None else tuple(roots)
+    for attempt in range(_TRIES):
+        try:
+            return _read(places)
+        except FileNotFoundError:
+            if attempt == _TRIES - 1:
+                raise InfrastructureError(
+                    "the environment changes while it is read: is something being installed?"
+                ) from None
+    raise AssertionError("the loop returns or raises")
+
+
+def _read(places: tuple[str, ...]) -> Environment:
     memory = _memory()
     known = _remembered(memory)
     files: dict[str, str] = {}
     seen: dict[str, list[object]] = {}
-    for path, stat in _importable(places):
-        mark = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    for path, found in _importable(places):
+        mark = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
         entry = known.get(path)
-        digest = entry[4] if entry and entry[:4] == mark else _digest(path)
+        digest = entry[4] if isinstance(entry, list) and len(entry) == 5 and entry[:4] == mark else _digest(path)
         files[path], seen[path] = str(digest), [*mark, digest]
     if any(known.get(path) != entry for path, entry in seen.items()):
         _remember(memory, {**known, **seen})
@@ -98,34 +114,41 @@ def _listing(folder: Path, digest: str) -> Path:
 
 
 def _own_roots() -> tuple[str, ...]:
+    """The standard library, site-packages, this package; and the zip file that Python would prefer to all of them."""
     places = [sysconfig.get_path("stdlib"), *site.getsitepackages(), str(PACKAGES / "posttrain")]
-    return tuple(sorted({os.path.realpath(place) for place in places if os.path.isdir(place)}))
+    zipped = [place for place in sys.path if place.endswith(".zip")]
+    return tuple(sorted({os.path.realpath(place) for place in places if os.path.isdir(place)} | set(zipped)))
 
 
 def _importable(roots: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Every file that an import may read, once; links are followed."""
+    """Every regular file that an import may read, once; links are followed."""
     visited: set[str] = set()
     for root in roots:
-        waiting = [root]
+        if os.path.isfile(root):
+            yield root, os.stat(root)
+        waiting = [root] if os.path.isdir(root) else []
         while waiting:
             folder = waiting.pop()
             real = os.path.realpath(folder)
             if real in visited:
                 continue
             visited.add(real)
+            passed = {"__pycache__", *(_NOT_THE_LIBRARY if folder == root else ())}
             with contextlib.suppress(PermissionError), os.scandir(folder) as entries:
                 for entry in entries:
-                    if entry.is_dir():
-                        if entry.name not in _PASSED_OVER:
-                            waiting.append(entry.path)
-                    elif entry.name.endswith(_IMPORTABLE) or ".so." in entry.name:
-                        with contextlib.suppress(FileNotFoundError):
+                    with contextlib.suppress(OSError):  # a link to nowhere, or to itself
+                        if entry.is_dir():
+                            waiting += [entry.path] if entry.name not in passed else []
+                        elif entry.is_file() and (entry.name.endswith(_IMPORTABLE) or ".so." in entry.name):
                             yield entry.path, entry.stat()
 
 
 def _digest(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except PermissionError:
+        return "unreadable"  # for an import too
 
 
 def _memory() -> Path:

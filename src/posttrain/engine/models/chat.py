@@ -226,7 +226,7 @@ def _row_errors(name: str, number: int) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{name} row {number}: {error}") from error
-    except (ValueError, TypeError, KeyError, TemplateError) as error:
+    except (ValueError, TypeError, KeyError, TemplateError, SyntaxError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{name} row {number} cannot be rendered by the chat template: {reason}") from error
 

@@ -46,7 +46,7 @@ class Extractor:
     def __init__(self, extract: str) -> None:
         try:
             self._pattern = regex.compile(extract)
-        except regex.error as error:
+        except (regex.error, RecursionError) as error:
             raise InputError(f"extract must be a regular expression, got {extract!r}: {error}; mend it") from error
 
     def __call__(self, response: str) -> str | None:

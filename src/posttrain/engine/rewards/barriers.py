@@ -42,6 +42,8 @@ _DENIED = {
     "kexec_file_load": (320, 294),
     "kexec_load": (246, 104),
     "keyctl": (250, 219),
+    "memfd_create": (319, 279),  # memory that belongs to no process escapes whoever watches processes
+    "memfd_secret": (447, 447),
     "mount": (165, 40),
     "mount_setattr": (442, 442),
     "move_mount": (429, 429),
@@ -58,6 +60,7 @@ _DENIED = {
     "reboot": (169, 142),
     "request_key": (249, 218),
     "setns": (308, 268),
+    "shmget": (29, 194),
     "swapoff": (168, 225),
     "swapon": (167, 224),
     "syslog": (103, 116),
@@ -66,7 +69,7 @@ _DENIED = {
     "userfaultfd": (323, 282),
 }
 # what an IPC namespace separates where there is one
-_SHARED = {"mq_open": (240, 180), "msgget": (68, 186), "semget": (64, 190), "shmget": (29, 194)}
+_SHARED = {"mq_open": (240, 180), "msgget": (68, 186), "semget": (64, 190)}
 _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} and NEWTIME
 _FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink: those that a network namespace holds; vsock, for one, is not

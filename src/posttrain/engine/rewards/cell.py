@@ -25,6 +25,7 @@ import ctypes
 import errno
 import os
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -96,7 +97,8 @@ def enter(parent: int, plan: CellPlan) -> Confinement:
     if os.getppid() != parent:
         os._exit(1)  # it died before prctl took effect
     watch = None if group else Watch(os.getpid(), plan.memory, plan.processes)
-    _fork(libc, lambda child: _keep(child, apart, group, watch))
+    left = Path(plan.base).parent
+    _fork(libc, lambda child: _keep(child, apart, group, watch, lambda: _sweep(parent, left)))
     if group:
         with contextlib.suppress(OSError):
             group.join()
@@ -132,6 +134,7 @@ def _confine(libc: Any, plan: CellPlan, apart: bool, rooted: bool, limits: Mappi
     if not rooted:
         notes = fence_files(libc, (*SYSTEM, *SETTINGS, *_NAMES, *plan.readable, plan.source), [plan.scratch])
         notes.append("the reward can fill the disk: its scratch has no bound without a root of its own")
+        notes.append("the reward can change modes, times and limits of what its user owns")
     notes += filter_calls(libc, apart=apart, sockets=apart or bool(plan.ports))
     if plan.ports and not apart:
         notes.append("the reward can reach the network, not only the hosts that it declares")
@@ -192,7 +195,7 @@ def _fork(libc: Any, stay: Callable[[int], NoReturn]) -> None:
         os._exit(1)
 
 
-def _keep(child: int, apart: bool, group: Group | None, watch: Watch | None) -> NoReturn:
+def _keep(child: int, apart: bool, group: Group | None, watch: Watch | None, last: Callable[[], None]) -> NoReturn:
     """Wait for an order, a bound passed or the child's end, then leave nothing behind.
 
     Where the child is pid 1 of its own namespace, it is the only one to kill: the numbers of others are theirs.
@@ -209,7 +212,14 @@ def _keep(child: int, apart: bool, group: Group | None, watch: Watch | None) -> 
     if group:
         code = group.passed() or code
         group.remove()
+    last()
     os._exit(code)
+
+
+def _sweep(job: int, folder: Path) -> None:
+    """Remove what a job that died could not."""
+    if os.getppid() != job:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reap(child: int) -> NoReturn:

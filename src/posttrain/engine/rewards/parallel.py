@@ -30,7 +30,7 @@ class ParallelReward:
         """What a person should know; said once."""
         return self._functions[0].notes
 
-    def score(self, call: RewardCall, allowed: int = 0) -> list[Score]:
+    def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
         """Score one batch, of which at most `allowed` completions may fail; the first process's error is raised.
 
         Raises:
@@ -40,14 +40,14 @@ class ParallelReward:
         shards = balance([sum(len(call.completions[i]) + 1 for i in g) for g in groups], len(self._functions)).shards
         chosen = [[i for group in shard for i in groups[group]] for shard in shards]
         asked = [
-            (mine, self._threads.submit(function.score, part_of(call, mine), allowed))
+            (mine, self._threads.submit(function.score, part_of(call, mine), allowed, _placed(mine, places)))
             for function, mine in zip(self._functions, chosen, strict=True)
             if mine
         ]
         scores: dict[int, Score] = {}
         for mine, answer in asked:
             scores |= zip(mine, answer.result(), strict=True)
-        refuse_failures(scores.values(), len(call), allowed)
+        refuse_failures(scores.values(), len(call) if places is None else None, allowed)
         return [scores[i] for i in range(len(call))]
 
     def close(self) -> None:
@@ -55,3 +55,7 @@ class ParallelReward:
         for function in self._functions:
             function.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _placed(mine: Sequence[int], places: Sequence[int] | None) -> Sequence[int]:
+    return mine if places is None else [places[i] for i in mine]

@@ -84,19 +84,24 @@ class RewardFunction(Protocol):
     def notes(self) -> tuple[str, ...]:
         """What a person should know about how it runs, e.g. that the network could not be cut off."""
 
-    def score(self, call: RewardCall, allowed: int = 0) -> list[Score]:
-        """Score one batch, of which at most `allowed` completions may fail."""
+    def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
+        """Score one batch, of which at most `allowed` completions may fail.
+
+        Args:
+            places: where its completions stand in the step of which it is a part; then whoever asks judges whether all
+                failed. None: it is the whole step.
+        """
 
     def close(self) -> None:
         """Release what it holds; kills a worker."""
 
 
-def refuse_failures(scores: Iterable[Score], total: int, allowed: int) -> None:
+def refuse_failures(scores: Iterable[Score], total: int | None, allowed: int) -> None:
     """End what cannot go on: too many completions failed, or all of them.
 
     Args:
         scores: those known so far.
-        total: completions of the step.
+        total: completions of the step; None where only a part of it is known.
         allowed: how many may fail.
 
     Raises:
@@ -104,8 +109,9 @@ def refuse_failures(scores: Iterable[Score], total: int, allowed: int) -> None:
     """
     failed = [score for score in scores if score.failed]
     if failed and (len(failed) > allowed or len(failed) == total):
-        more = f"; {len(failed)} of {total} completions failed, at most {allowed} may (reward_errors_max)"
-        raise RewardError(failed[0].message + (more if total > 1 else ""))
+        of = "a part of the" if total is None else total
+        more = f"; {len(failed)} of {of} completions failed, at most {allowed} may (reward_errors_max)"
+        raise RewardError(failed[0].message + (more if total != 1 else ""))
 
 
 def part_of(call: RewardCall, chosen: Sequence[int]) -> RewardCall:

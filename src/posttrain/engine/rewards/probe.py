@@ -1,6 +1,7 @@
 """`python -m posttrain.engine.rewards.probe`: whether this machine confines rewards, as one JSON object.
 
-`{"whole": true, "notes": []}`: a worker is started and confined as every reward's is, and runs nobody's code.
+`{"whole": true, "notes": []}`: a worker is started and confined as every reward's is, and runs nobody's code. Exit code
+1 where it did not come so far, which says nothing of the machine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from posttrain.engine.rewards.layout import Provision, lay_out
-from posttrain.engine.rewards.session import EndedError, LateError, Session
+from posttrain.engine.rewards.session import NotConfinedError, Session
 
 
 def main() -> int:
@@ -23,11 +24,9 @@ def main() -> int:
         place.mkdir()
         try:
             session = Session(lay_out(place, source, source.name, whole=False, hidden=(), provision=Provision({})))
-        except (EndedError, LateError) as error:
-            print(
-                json.dumps({"whole": False, "notes": [f"its worker {error}" if str(error) else "its worker is late"]})
-            )
-            return 0
+        except NotConfinedError as error:
+            print(error, file=sys.stderr)
+            return 1
         session.close()
         print(json.dumps({"whole": session.confined, "notes": session.notes}))
     return 0

@@ -24,7 +24,7 @@ from posttrain.engine.rewards.port import (
     shortened,
 )
 from posttrain.engine.rewards.protocol import Answers, End, Fault, MalformedError, Opened
-from posttrain.engine.rewards.session import EndedError, LateError, Session
+from posttrain.engine.rewards.session import EndedError, LateError, Log, NotConfinedError, Session
 
 TRUST = "let the kernel give namespaces, or say that the workspace trusts its rewards: posttrain init --rewards trusted"
 LOAD_TIMEOUT = 30.0  # seconds that importing the reward's source may take, on a busy machine
@@ -54,6 +54,9 @@ class ProcessReward:
         self._name = name or f"reward {source or found.name}"
         self._scratch = Path(tempfile.mkdtemp(prefix="posttrain-reward-"))
         self._closed, self._killed = False, 0
+        self._killed_at: list[int] = []
+        self._places: list[int] = []
+        self._log = Log()
         self._session: Session | None = None
         try:
             given = provision or Provision({})
@@ -75,8 +78,8 @@ class ProcessReward:
         """Whether it has namespaces and a root of its own."""
         return self._confined
 
-    def score(self, call: RewardCall, allowed: int = 0) -> list[Score]:
-        """Score one batch, within the time-out for what is asked at once.
+    def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
+        """Score one batch, within the time-out for what is asked at once; see `RewardFunction.score`.
 
         Raises:
             RewardError: more than `allowed` completions failed, or all; an answer that belongs to none.
@@ -87,6 +90,7 @@ class ProcessReward:
         if self._closed:
             raise InputError(f"{self._name} is closed; open it again to score")
         found: dict[int, Score] = {}
+        self._places = list(range(len(call)) if places is None else places)
         parts = deque([list(range(len(call)))])
         while parts:
             part = parts.popleft()
@@ -94,7 +98,7 @@ class ProcessReward:
             if fault:
                 left = [i for i in part if i not in found]
                 parts.extendleft(reversed(self._again(call, left, fault, found)))
-            refuse_failures(found.values(), len(call), allowed)
+            refuse_failures(found.values(), len(call) if places is None else None, allowed)
         return [found[i] for i in range(len(call))]
 
     def close(self) -> None:
@@ -123,22 +127,25 @@ class ProcessReward:
             given = part_of(call, chosen)
             columns = {field.name: getattr(given, field.name) for field in fields(given)}
             session = self._opened()
+            waiting = {self._places[i]: i for i in chosen}  # by the numbers that worker and errors use
+            at = list(waiting)
             try:
-                waiting = set(chosen)
-                for message in session.ask({"op": "score", "at": chosen, **columns}, self._timeout):
+                for message in session.ask({"op": "score", "at": at, **columns}, self._timeout):
                     self._take(message, waiting, found)
-                self._killed = 0
+                self._killed, self._killed_at = 0, []
                 return None
             except _PartFailedError as fault:
-                return _Fault(fault.score, session.at, chosen[0])
+                return _Fault(fault.score, session.at, at[0])
             except LateError:
                 self._session = None
                 late = f"{self._name} took longer than its time-out of {self._timeout:g} s"
-                return _Fault(Score.failure("timeout", late), session.at, chosen[0])
+                return _Fault(Score.failure("timeout", late), session.at, at[0])
             except EndedError as error:
                 self._session = None
-                if not error.killed:
-                    return _Fault(Score.failure("error", f"{self._name} {error}"), session.at, chosen[0])
+                self._killed_at.append(session.at)
+                own = self._killed_at[-3:] == [session.at] * 3 and session.at in at  # thrice at one completion
+                if not error.killed or (own and self.dialect not in BATCHED):
+                    return _Fault(Score.failure("error", f"{self._name} {error}"), session.at, at[0])
                 for i in chosen:  # asked all over again, so that it draws the same random numbers
                     found.pop(i, None)
                 self._count_kill(error)
@@ -149,14 +156,13 @@ class ProcessReward:
                 self.close()
                 raise RewardError(f"{self._name} was given what is not JSON: {error}; mend the data set") from None
 
-    def _take(self, message: Any, waiting: set[int], found: dict[int, Score]) -> None:
+    def _take(self, message: Any, waiting: dict[int, int], found: dict[int, Score]) -> None:
         if isinstance(message, Answers):
             for answer in message.answers:
                 if answer.at not in waiting:
                     raise MalformedError("a completion that was not asked for, or twice")
-                waiting.remove(answer.at)
                 failed = answer.error is not None
-                found[answer.at] = (
+                found[waiting.pop(answer.at)] = (
                     Score.failure("error", f"{self._name}: {answer.error}")
                     if failed
                     else Score(answer.score, answer.components)
@@ -180,9 +186,9 @@ class ProcessReward:
         of a part is asked alone, with all the time there is.
         """
         if self.dialect not in BATCHED:
-            culprit = fault.at if fault.at in left else left[0]
+            culprit = next((i for i in left if self._places[i] == fault.at), left[0])
             rest = [i for i in left if i != culprit]
-            if fault.score.status == "timeout" and culprit != fault.first:
+            if fault.score.status == "timeout" and self._places[culprit] != fault.first:
                 return [[culprit], rest] if rest else [[culprit]]
             found[culprit] = self._located(fault.score, call, culprit)
             return [rest] if rest else []
@@ -193,11 +199,12 @@ class ProcessReward:
         return groups if len(groups) > 1 else [[i] for i in left]
 
     def _located(self, fault: Score, call: RewardCall, index: int) -> Score:
-        where = f"completion {index} {shortened(call.completions[index])}"
+        place = self._places[index]
+        where = f"completion {place} {shortened(call.completions[index])}"
         if fault.status == "timeout":
             more = f" to score {where} and was killed; make it faster or raise reward_timeout"
             return Score.failure("timeout", fault.message + more)
-        known = f"completion {index} " in fault.message
+        known = f"completion {place} " in fault.message
         return Score.failure("error", fault.message if known else f"{fault.message} on {where}")
 
     # --- the worker ---------------------------------------------------------------------------------------------------
@@ -205,8 +212,10 @@ class ProcessReward:
     def _opened(self) -> Session:
         """The worker with the reward loaded, started where there is none."""
         while self._session is None:
+            if self._closed:
+                raise InputError(f"{self._name} is closed; open it again to score")
             try:
-                session = Session(self._plan, self._network)
+                session = Session(self._plan, self._network, self._log)
                 if self._must_be_confined and not session.confined:
                     session.close()
                     raise InputError(f"{self._name} must be confined: {'; '.join(session.notes)}; {TRUST}")
@@ -216,6 +225,8 @@ class ProcessReward:
                     raise RewardError(f"{self._name} {error} while it was imported") from None
                 self._count_kill(error)
                 continue
+            except NotConfinedError as error:
+                raise InfrastructureError(f"{self._name}: {error}; try again") from None
             except LateError:
                 raise RewardError(
                     f"{self._name} took longer than its time-out of {max(self._timeout, LOAD_TIMEOUT):g} s to load and "
@@ -223,6 +234,9 @@ class ProcessReward:
                 ) from None
             except MalformedError as error:
                 raise RewardError(f"{self._name} answered {error}; it must not write to its worker's socket") from None
+            if self._closed:  # by another thread, meanwhile
+                session.close()
+                raise InputError(f"{self._name} is closed; open it again to score")
             self._session, self._confined, self._notes = session, session.confined, session.notes
             self.dialect, self.where = message.dialect, message.where
         return self._session

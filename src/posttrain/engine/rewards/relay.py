@@ -28,15 +28,19 @@ class Relay:
     def __init__(self, listeners: Sequence[socket.socket], destinations: Sequence[str]) -> None:
         self._listeners = tuple(listeners)
         self._places = threading.BoundedSemaphore(_MOST)
+        self._open: set[socket.socket] = set()
         for listener, destination in zip(listeners, destinations, strict=True):
             threading.Thread(target=self._accept, args=(listener, destination), daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more; connections end with the cell."""
+        """End every connection, and accept no more."""
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             listener.close()
+        for one in list(self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # wakes the threads that read
 
     def _accept(self, listener: socket.socket, destination: str) -> None:
         host, _, port = destination.rpartition(":")
@@ -54,10 +58,12 @@ class Relay:
         try:
             with inside, socket.create_connection(destination, _CONNECT_SECONDS) as outside:
                 outside.settimeout(None)
+                self._open |= {inside, outside}
                 back = threading.Thread(target=_pump, args=(outside, inside), daemon=True)
                 back.start()
                 _pump(inside, outside)
                 back.join()
+                self._open -= {inside, outside}
         except OSError:
             return  # refused or unknown: the reward sees its connection closed
         finally:

@@ -134,6 +134,8 @@ def _devices(libc: Any, root: Path) -> None:
     for name in _DEVICES:
         (folder / name).touch()
         _mount(libc, f"/dev/{name}", str(folder / name), None, _BIND)
+        # writing to a device needs no writable mount, changing its mode does: root would change the machine's
+        _mount(libc, None, str(folder / name), None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_EXEC)
     for name, target in (("fd", "self/fd"), ("stdin", "self/fd/0"), ("stdout", "self/fd/1"), ("stderr", "self/fd/2")):
         (folder / name).symlink_to(f"/proc/{target}")
     options = f"size={_SHARED_MEMORY},nr_inodes=4096,mode=700"

@@ -22,13 +22,13 @@ class ScriptedReward:
         self._closed = False
         self.calls: list[RewardCall] = []
 
-    def score(self, call: RewardCall, allowed: int = 0) -> list[Score]:
+    def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
         """See `RewardFunction.score`."""
         if self._closed:
             raise InputError("reward scripted is closed; open it again to score")
         self.calls.append(call)
         scores = self._scored(call, list(range(len(call))))
-        refuse_failures(scores, len(call), allowed)
+        refuse_failures(scores, len(call) if places is None else None, allowed)
         return scores
 
     def _scored(self, call: RewardCall, chosen: list[int]) -> list[Score]:

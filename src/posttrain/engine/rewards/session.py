@@ -31,6 +31,7 @@ _LIMITS = {
     OVER_MEMORY: f"more than {MEMORY / 2**30:g} GiB of memory, or half of the machine's",
     OVER_PROCESSES: f"more than {PROCESSES} processes and threads",
 }
+_NOWHERE = b"\xff" * 8  # the marker before the first completion
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # sent by people and by machines that run low
 
 
@@ -46,20 +47,44 @@ class LateError(Exception):
     """The deadline passed; the worker is killed."""
 
 
+class NotConfinedError(Exception):
+    """The worker did not come to say how it is confined: the machine is too busy, or something is broken."""
+
+
+class Log:
+    """How much a reward may still print into the job's log, over all workers that it has had."""
+
+    def __init__(self) -> None:
+        self.left, self.dropped = PRINTED, 0
+
+    def write(self, chunk: bytes) -> None:
+        """Copy what there is room for."""
+        os.write(2, chunk[: self.left])
+        self.dropped += max(len(chunk) - self.left, 0)
+        self.left -= min(len(chunk), self.left)
+
+    def end(self) -> None:
+        """Say what was left out."""
+        if self.dropped:
+            os.write(2, f"\n[{self.dropped} more bytes that the reward printed are not kept]\n".encode())
+        self.dropped = 0
+
+
 class Session:
     """A started and confined worker.
 
     Args:
         plan: of its cell.
         network: declared hosts, one per port of the plan.
+        log: where its output goes.
 
     Raises:
-        LateError, EndedError: it did not come to be confined.
+        NotConfinedError: it did not come to be confined.
     """
 
-    def __init__(self, plan: CellPlan, network: Sequence[str] = ()) -> None:
+    def __init__(self, plan: CellPlan, network: Sequence[str] = (), log: Log | None = None) -> None:
         self._process, self._channel, self._output, self._marker = _start(plan)
-        self._printed = threading.Thread(target=_copy, args=(self._output,), daemon=True)
+        self._printed = threading.Thread(target=_copy, args=(self._output, log or Log()), daemon=True)
         self._printed.start()
         self._relay: Relay | None = None
         self._last = 0
@@ -67,13 +92,14 @@ class Session:
             deadline = time.monotonic() + START_TIMEOUT
             ready = self._receive(deadline)
             if not isinstance(ready, protocol.Ready):
-                raise EndedError("its worker did not say that it is confined", killed=False)
+                raise NotConfinedError("its worker did not say that it is confined")
             self.confined, self.notes = ready.whole, ready.notes
             if plan.ports and ready.whole:
                 self._relay = Relay(self._listeners(len(plan.ports), deadline), network)
-        except protocol.MalformedError as error:
+        except (protocol.MalformedError, EndedError, LateError) as error:
             self.close()
-            raise EndedError(f"its worker answered {error}", killed=False) from None
+            why = str(error) or f"was not confined within {START_TIMEOUT:g} s"
+            raise NotConfinedError(f"its worker {why}") from None
         except BaseException:
             self.close()
             raise
@@ -86,6 +112,7 @@ class Session:
             protocol.MalformedError: an answer that is none. ValueError, TypeError: the request is not JSON.
         """
         self._last += 1
+        self._marker[:] = _NOWHERE
         deadline = _Deadline(self._channel, time.monotonic() + seconds)
         with self._faults():
             protocol.send(deadline, {**request, "id": self._last})
@@ -132,7 +159,7 @@ class Session:
         except TimeoutError:
             self.close()
             raise LateError from None
-        except (EOFError, ConnectionError, BrokenPipeError):
+        except (EOFError, OSError):  # also a socket that another thread closed
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_TIMEOUT)  # let it finish exiting, to tell its own exit code from our kill
             self.close()
@@ -211,14 +238,10 @@ def _start(plan: CellPlan) -> tuple[subprocess.Popen[bytes], socket.socket, int,
     return process, ours, output, marker
 
 
-def _copy(output: int) -> None:
+def _copy(output: int, log: Log) -> None:
     """Copy what the reward prints to stderr up to a limit; read on, so that it never waits for its log."""
-    left, dropped = PRINTED, 0
     with contextlib.suppress(OSError):
         while chunk := os.read(output, 1 << 16):
-            os.write(2, chunk[:left])
-            dropped += max(len(chunk) - left, 0)
-            left -= min(len(chunk), left)
-        if dropped:
-            os.write(2, f"\n[{dropped} more bytes that the reward printed are not kept]\n".encode())
+            log.write(chunk)
+        log.end()
     os.close(output)

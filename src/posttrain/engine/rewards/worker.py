@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
@@ -24,6 +25,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,6 +37,9 @@ from posttrain.engine.rewards.dialects import BATCHED, SINGLE, Binder, DialectEr
 from posttrain.engine.rewards.protocol import MAX_COMPONENTS, receive_request, send, send_answers
 
 PACKAGES = Path(__file__).resolve().parents[3]  # the folder that holds posttrain
+
+
+MAX_LINE = 900  # characters of an error
 
 
 class ReportedError(Exception):
@@ -141,7 +146,7 @@ class Scorer:
         Raises:
             ReportedError: a batched function raised or returned no list of this length; a parameter that nobody offers.
         """
-        seed_from(json.dumps([call[name] for name in ("prompts", "completions", "at")]))
+        SEEDS.sow(json.dumps([call[name] for name in ("prompts", "completions", "at")]))
         if self.dialect in BATCHED:
             yield from self._score_together(call)
             return
@@ -149,11 +154,11 @@ class Scorer:
             self.marker[:] = number.to_bytes(8, "big")
             subject = f"completion {number} {text[:60]!r}"
             try:
-                answer = self.plain(self.run(SINGLE[self.dialect](call, i), subject), subject)
+                answer = self.checked(self.run(SINGLE[self.dialect](call, i), subject), subject)
             except ReportedError as fault:
                 if fault.kind == "load":
                     raise
-                answer = {"error": str(fault)}
+                answer = {"error": str(fault)[:MAX_LINE]}
             yield {"at": number, **answer}
 
     def _score_together(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -168,9 +173,9 @@ class Scorer:
             )
         for i, number in enumerate(call["at"]):
             try:
-                answer = self.plain(scores[i], f"completion {number} {call['completions'][i][:60]!r}")
+                answer = self.checked(scores[i], f"completion {number} {call['completions'][i][:60]!r}")
             except ReportedError as fault:
-                answer = {"error": str(fault)}
+                answer = {"error": str(fault)[:MAX_LINE]}
             yield {"at": number, **answer}
 
     def run(self, offered: dict[str, Any], subject: str) -> Any:
@@ -182,7 +187,7 @@ class Scorer:
         try:
             answer = self.function(**arguments)
             return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # whatever it is: this loop goes on with the next completion
             traceback.print_exc()
             raise ReportedError("raised", f"{place(error, self.path)} raised {one_line(error)} on {subject}") from error
 
@@ -196,6 +201,17 @@ class Scorer:
             raise ReportedError("answer", f"{self.where} must return a list of scores, got {type(answer).__name__}")
         return list(answer)
 
+    def checked(self, answer: Any, subject: str) -> dict[str, Any]:
+        """`plain`, whatever the answer is: its own methods are the reward's code too."""
+        try:
+            return self.plain(answer, subject)
+        except ReportedError:
+            raise
+        except Exception as error:
+            raise ReportedError(
+                "answer", f"{self.where} must return a score for {subject}: {one_line(error)}"
+            ) from error
+
     def plain(self, answer: Any, subject: str) -> dict[str, Any]:
         """Score and components out of a number, None, or a mapping with `score`.
 
@@ -205,7 +221,8 @@ class Scorer:
         if isinstance(answer, Mapping):
             if "score" not in answer:
                 raise ReportedError(
-                    "answer", f"{self.where} must return `score` in its mapping for {subject}, got {sorted(answer)}"
+                    "answer",
+                    f"{self.where} must return `score` in its mapping for {subject}, got {list(map(str, answer))[:9]}",
                 )
             others = {str(name)[:200]: value for name, value in answer.items() if name != "score"}
             numbers = {name: _number(value) for name, value in others.items()}
@@ -243,13 +260,37 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def seed_from(scored: str) -> None:
-    """Seed the global generators from what is scored, so that a resumed run draws what the undisturbed run drew."""
-    seed = int.from_bytes(hashlib.sha256(scored.encode(errors="surrogatepass")).digest()[:4], "big")
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed)
+class Seeds(importlib.abc.MetaPathFinder):
+    """The global generators' seed, for numpy's as well when it is imported in the middle of a call."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def sow(self, scored: str) -> None:
+        """Seed from what is scored, so that a resumed run draws what the undisturbed run drew."""
+        self.now = int.from_bytes(hashlib.sha256(scored.encode(errors="surrogatepass")).digest()[:4], "big")
+        random.seed(self.now)
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            numpy.seed(self.now)
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Notice the import of numpy's generators."""
+        if name != "numpy.random":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec and spec.loader:
+            execute = spec.loader.exec_module
+
+            def seeded(module: ModuleType) -> None:
+                execute(module)
+                module.seed(self.now)
+
+            spec.loader.exec_module = seeded  # type: ignore[method-assign]
+        return spec
+
+
+SEEDS = Seeds()
 
 
 def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
@@ -282,7 +323,7 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
                 send(channel, {"id": request["id"], "end": True})
         except ReportedError as fault:
             _leave_forks(own)
-            send(channel, {"id": request["id"], "fault": fault.kind, "message": str(fault)[:900]})
+            send(channel, {"id": request["id"], "fault": fault.kind, "message": str(fault)[:MAX_LINE]})
         except MemoryError:
             _leave_forks(own)
             message = "the reward ran out of the memory it may use (MemoryError)"
@@ -316,6 +357,7 @@ def main() -> None:
     os.dup2(2, 1)
     descriptor, shared, cell, parent = sys.argv[1:]
     marker = mmap.mmap(int(shared), 8)
+    sys.meta_path.insert(0, SEEDS)
     os.close(int(shared))
     found = confine(int(parent), cell)
     channel = socket.socket(fileno=int(descriptor))
