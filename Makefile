@@ -7,11 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-<<<<<<< HEAD
-.PHONY: demo demos test fast slow ray mutants bench levels lint types contracts format setup clean gpu
-=======
-.PHONY: demo demos test fast slow fuzz ray bench levels lint types contracts format setup clean gpu
->>>>>>> cf5d463 (make fuzz: random signals to every process of whole runs)
+.PHONY: demo demos test fast slow fuzz ray mutants bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
