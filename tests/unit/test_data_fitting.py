@@ -311,6 +311,13 @@ def test_context_length(tmp_path: Path, config: dict[str, Any], length: int | No
 LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
+def _swallow_everything() -> None:
+    while True:
+        with contextlib.suppress(Exception):
+            while True:
+                sum(range(100))
+
+
 class TestForeignTemplates:
     """A template is a program by somebody else."""
 
@@ -352,6 +359,17 @@ class TestForeignTemplates:
         planned, _ = self.tokenizers("{{ " + huge + " }}", tmp_path)
         with pytest.raises(InputError, match=r"train row 1 cannot be rendered .*: makes something too large with \*"):
             check_prompts([{"prompt": [QUESTION]}], planned, name="train", context=None, reserve=0)
+
+    def test_blocks_that_nest_too_deep_for_python(self, tmp_path: Path) -> None:
+        planned, real = self.tokenizers("{% for i in [1] %}" * 25 + "x" + "{% endfor %}" * 25, tmp_path)
+        with pytest.raises(InputError, match="train row 1 cannot be rendered by the chat template"):
+            check_prompts([{"prompt": [QUESTION]}], planned, name="train", context=None, reserve=0)
+        with pytest.raises(InputError, match="train row 1 cannot be rendered by the chat template"):
+            encode_prompts(real, [{"prompt": [QUESTION]}], name="train", limit=100)
+
+    def test_a_limit_that_code_swallows_comes_again(self) -> None:
+        with pytest.raises(TimeLimitError), time_limit(0.2):
+            _swallow_everything()
 
     def test_modest_ones_are_not(self, tmp_path: Path) -> None:
         planned, real = self.tokenizers("{{ 2 ** 3 * 4 }}{{ '1' * 3 }}{{ 2 * '1' }}", tmp_path)

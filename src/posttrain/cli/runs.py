@@ -126,9 +126,8 @@ def _get_channel(workspace: Workspace, name: str, output: Output) -> None:
         rows = [{**asdict(entry), "state": states[entry.model_digest]} for entry in history]
         emit_json({"channel": name, "live": history[-1].model_digest, "history": rows})
         return
-    console().print(
-        history_table(history, states), f"next:   posttrain rollback {name}, posttrain lineage {name}", sep="\n"
-    )
+    back = f"posttrain rollback {name}, " if len({entry.model_digest for entry in history}) > 1 else ""
+    console().print(history_table(history, states), f"next:   {back}posttrain lineage {name}", sep="\n")
 
 
 def logs(

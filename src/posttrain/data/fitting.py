@@ -279,16 +279,15 @@ def _row_errors(name: str, number: int) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{name} row {number}: {error}") from error
-    except (
-        *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, TemplateError),
-    ) as error:
+    except (*_OF_TEMPLATES, TemplateError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{name} row {number} cannot be rendered by the chat template: {reason}") from error
 
 
 # --- what transformers reads and gives to a chat template -------------------------------------------------------------
 
-_SYNTAX = (SyntaxError, RecursionError)  # of what jinja compiles a template to
+# what a template raises, and SyntaxError of what jinja compiles it to: Python nests blocks only so deep
+_OF_TEMPLATES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, SyntaxError)
 _ABSENT: dict[str, None] = {"tools": None, "documents": None}
 
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 _LOOK = 0.05  # seconds between looks at who is late
 
 
-class TimeLimitError(Exception):
-    """It took longer than it may."""
+class TimeLimitError(BaseException):
+    """It took longer than it may. No `Exception`, so that code which catches all of those does not swallow it."""
 
 
 class _Watcher:
