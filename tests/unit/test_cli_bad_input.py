@@ -82,7 +82,7 @@ def changed(old: str, new: str) -> str:
         pytest.param(changed("seed: 17", "seed: true"), "seed must be a number, got true", id="true seed"),
         pytest.param(changed("seed: 17", "seed: 1.0e+30"), "seed", id="huge seed"),
         pytest.param(changed("at_least: 0.9", "at_least: yes"), "at_least must be a number, got true", id="yes"),
-        pytest.param(changed("margin: 0.03", "margin: .nan"), "margin", id="NaN margin"),
+        pytest.param(changed("margin: 0.04", "margin: .nan"), "margin", id="NaN margin"),
         pytest.param(RUN + "budget: {tokens: 1e400}\n", "budget.tokens", id="infinite budget"),
         pytest.param(RUN + "budget: {tokens: 1e30}\n", "budget.tokens", id="absurd budget"),
         pytest.param(RUN + "budget: {tokens: true}\n", "tokens must be a number", id="true budget"),

@@ -193,7 +193,7 @@ def test_a_damaged_folder_whose_blobs_are_gone_is_not_given_out(tmp_path: Path) 
 def test_files_of_a_shared_folder_are_read_only(blobs: BlobStore, tmp_path: Path) -> None:
     folder = materialise(blobs, put_tree(blobs, write(tmp_path / "f", {"a": b"x", "d/b": b""})), tmp_path / "cache")
     assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o400}
-    assert folder.stat().st_mode & 0o755 == 0o755
+    assert folder.stat().st_mode & 0o700 == 0o700
 
 
 def test_processes_that_ask_at_once_get_one_folder(tmp_path: Path) -> None:
