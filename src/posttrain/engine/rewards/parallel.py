@@ -36,6 +36,8 @@ class ParallelReward:
         Raises:
             RewardError, InputError: see `RewardFunction`.
         """
+        if len(self._functions) == 1:
+            return self._functions[0].score(call, allowed, places)
         groups = groups_of(call, range(len(call)))
         shards = balance([sum(len(call.completions[i]) + 1 for i in g) for g in groups], len(self._functions)).shards
         chosen = [[i for group in shard for i in groups[group]] for shard in shards]

@@ -109,8 +109,8 @@ def refuse_failures(scores: Iterable[Score], total: int | None, allowed: int) ->
     """
     failed = [score for score in scores if score.failed]
     if failed and (len(failed) > allowed or len(failed) == total):
-        of = "a part of the" if total is None else total
-        more = f"; {len(failed)} of {of} completions failed, at most {allowed} may (reward_errors_max)"
+        of = "" if total is None else f" of {total}"
+        more = f"; {len(failed)}{of} completions failed, at most {allowed} may (reward_errors_max)"
         raise RewardError(failed[0].message + (more if total != 1 else ""))
 
 
