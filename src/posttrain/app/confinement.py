@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
 from posttrain.store.atomic import make_folder, read_json, write_json
 
 _PROBE = "posttrain.engine.rewards.probe"
@@ -41,8 +42,9 @@ def confinement(cache: Path | None = None) -> Confinement:
     if known is None:
         known = _ask()
         if memory:
-            make_folder(memory.parent)
-            write_json(memory, known)
+            with contextlib.suppress(WorkspaceError):  # read-only: it is asked again next time
+                make_folder(memory.parent)
+                write_json(memory, known)
     return Confinement(bool(known["whole"]), tuple(known["notes"]))
 
 

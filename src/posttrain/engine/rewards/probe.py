@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from posttrain.engine.rewards.layout import Provision, lay_out
-from posttrain.engine.rewards.session import NotConfinedError, Session
+from posttrain.engine.rewards.session import EndedError, NotConfinedError, Session
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
         place.mkdir()
         try:
             session = Session(lay_out(place, source, source.name, whole=False, hidden=(), provision=Provision({})))
-        except NotConfinedError as error:
+        except (NotConfinedError, EndedError) as error:
             print(error, file=sys.stderr)
             return 1
         session.close()

@@ -79,7 +79,7 @@ class Session:
         log: where its output goes.
 
     Raises:
-        NotConfinedError: it did not come to be confined.
+        NotConfinedError: it did not come to be confined. EndedError: it was killed before.
     """
 
     def __init__(self, plan: CellPlan, network: Sequence[str] = (), log: Log | None = None) -> None:
@@ -98,6 +98,8 @@ class Session:
                 self._relay = Relay(self._listeners(len(plan.ports), deadline), network)
         except (protocol.MalformedError, EndedError, LateError) as error:
             self.close()
+            if isinstance(error, EndedError) and error.killed:
+                raise
             why = str(error) or f"was not confined within {START_TIMEOUT:g} s"
             raise NotConfinedError(f"its worker {why}") from None
         except BaseException:
