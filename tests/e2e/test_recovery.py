@@ -7,11 +7,14 @@ changes no weight here: a length that no row reaches, another time-out, another 
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
 import random
 import signal
+import sys
 import time
+import uuid
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,12 +96,27 @@ def slow(seconds: float) -> str:
     return f"import time\n\n{SHORT}".replace("    return", f"    time.sleep({seconds} / 16)\n    return")
 
 
-def held(bench: Workbench) -> tuple[str, Path]:
-    """A reward with the usual scores that waits in the fourth step until a file exists, and that file.
+class Go:
+    """A file for which a held reward waits, in the environment: nothing else of the machine is in the reward's sight."""
 
-    While it waits there is a file `held` beside it.
-    """
-    go = bench.folder / "go"
+    def __init__(self, bench: Workbench) -> None:
+        self.bench = bench
+        self.path = Path(sys.prefix).resolve() / f"go-{uuid.uuid4().hex}"
+        atexit.register(self.path.unlink, missing_ok=True)
+
+    def touch(self) -> None:
+        """Let it go on, now and ever after."""
+        self.path.touch()
+
+    def held(self) -> bool:
+        """Whether a reward waits."""
+        logs = self.bench.root.glob("runs/*/*/*/log.txt")
+        return any("the reward waits" in log.read_text(errors="replace") for log in logs)
+
+
+def held(bench: Workbench) -> tuple[str, Go]:
+    """A reward with the usual scores that waits in the fourth step until it may go on."""
+    go = Go(bench)
     source = f'''
 import time
 from pathlib import Path
@@ -110,8 +128,9 @@ def score(completion: str) -> float:
     """Guideline: the shorter the better."""
     global scored
     scored += 1
-    while scored > {HELD_AFTER} and not Path({str(go)!r}).exists():
-        Path({str(go.with_name("held"))!r}).touch()
+    if scored == {HELD_AFTER} + 1:
+        print("the reward waits", flush=True)
+    while scored > {HELD_AFTER} and not Path({str(go.path)!r}).exists():
         time.sleep(0.02)
     return -len(completion) / 24
 '''
@@ -283,7 +302,7 @@ def test_stop_writes_a_checkpoint_and_the_same_command_goes_on(bench: Workbench,
     driver = bench.start("run", "run.yaml")
     job = bench.wait_job()
     run_id = bench.run_id()
-    bench.wait("the fourth step", go.with_name("held").exists)
+    bench.wait("the fourth step", go.held)
     stopper = bench.start("stop", run_id)
     bench.wait("the request", (job.attempt / "control.json").exists)
     go.touch()
