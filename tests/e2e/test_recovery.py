@@ -97,7 +97,7 @@ def slow(seconds: float) -> str:
 
 
 class Go:
-    """A file for which a held reward waits, in the environment: nothing else of the machine is in the reward's sight."""
+    """A file for which a held reward waits; in the environment, since nothing else is in a reward's sight."""
 
     def __init__(self, bench: Workbench) -> None:
         self.bench = bench
