@@ -205,6 +205,37 @@ def test_without_ray_the_extra_is_named(tmp_path: Path) -> None:
     assert 'pip install \\"posttrain[ray]\\"' in said
 
 
+def test_a_cluster_that_never_comes_up_is_ended_with_a_line(tmp_path: Path) -> None:
+    """`ray.init` itself waits for ever where no worker can start, and no thread of Python runs meanwhile."""
+    folder = tmp_path / "cluster"
+    logs = folder / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text("ModuleNotFoundError: No module named 'ray'\n\n")
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    node = subprocess.Popen(sleeper, env={**os.environ, VARIABLE: str(folder)})
+    pipe = subprocess.PIPE
+    reaper = subprocess.Popen(
+        [sys.executable, "-m", "posttrain.engine.groups.reaper", str(folder), "0"],
+        stdin=pipe,
+        stderr=pipe,
+        text=True,
+    )
+    try:
+        assert node.wait(100) == -signal.SIGKILL  # and standard input was open all the time
+        assert reaper.wait(100) == 0
+        assert reaper.stderr is not None
+        said = reaper.stderr.read()
+        assert (
+            said
+            == "a local Ray cluster must come up within 0 seconds, got ModuleNotFoundError: No module named 'ray'\n"
+        )
+        assert not folder.exists()
+    finally:
+        for process in (node, reaper):
+            process.kill()
+            process.communicate()
+
+
 def test_the_reaper_ends_what_carries_the_mark_and_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "cluster"
     folder.mkdir()
@@ -212,7 +243,7 @@ def test_the_reaper_ends_what_carries_the_mark_and_nothing_else(tmp_path: Path) 
     ours = subprocess.Popen(sleeper, env={**os.environ, VARIABLE: str(folder)})
     other = subprocess.Popen(sleeper, env={**os.environ, VARIABLE: str(tmp_path / "another")})
     reaper = subprocess.Popen(
-        [sys.executable, "-m", "posttrain.engine.groups.reaper", str(folder)], stdin=subprocess.PIPE
+        [sys.executable, "-m", "posttrain.engine.groups.reaper", str(folder), "600"], stdin=subprocess.PIPE
     )
     try:
         reaper.communicate(timeout=100)

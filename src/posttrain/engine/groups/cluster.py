@@ -38,6 +38,7 @@ _TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
 _LONGEST = 40  # characters of a temporary folder; Ray's sockets below it must stay within a path of 107
 _GIB = 1024**3
 _LEAVING = 40.0  # seconds for the reaper to finish
+_COMING_UP = 300.0  # seconds for a local cluster to start; usually 3
 
 
 @final
@@ -146,7 +147,7 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
         )
     folder = _folder()
     reaper = subprocess.Popen(
-        [sys.executable, "-P", "-m", "posttrain.engine.groups.reaper", folder],
+        [sys.executable, "-P", "-m", "posttrain.engine.groups.reaper", folder, f"{_COMING_UP:g}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # it has to outlive what ends this process and its group
@@ -163,6 +164,9 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
                 object_store_memory=store_bytes or int(min(psutil.virtual_memory().total / 10, 8 * _GIB)),
                 _temp_dir=folder,
             )
+        assert reaper.stdin is not None
+        reaper.stdin.write(b"up")
+        reaper.stdin.flush()
         try:
             yield Cluster(_confined(ray), local=True)
         finally:

@@ -1,15 +1,15 @@
 """The first lines of a local job: `python -s -S -P bootstrap.py MODULE ATTEMPT_DIR`.
 
-With `-S` nothing of site-packages has run yet, no `.pth` file either. The environment is compared with the one that the
-order names; only then site-packages are put on the module path and the job's module runs. An environment that differs
-is the job's answer: one line in `result.json`, and nothing of it was imported.
+With `-S` nothing of site-packages has run yet, no `.pth` file either. The environment is compared with the one that
+the order names; only then the process becomes the job: the same interpreter anew, without `-S`, which Ray would hand
+down to its workers. An environment that differs is the job's answer: one line in `result.json`, and nothing of it was
+imported.
 """
 
 from __future__ import annotations
 
 import json
-import runpy
-import site
+import os
 import sys
 from pathlib import Path
 
@@ -28,10 +28,8 @@ def main(module: str, folder: str) -> None:
         create_json(Path(folder) / "result.json", result)
         print(trouble, file=sys.stderr)
         return
-    sys.path.pop()
-    site.main()
-    sys.argv = [module, folder]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    compiled = ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
+    os.execv(sys.executable, [sys.executable, "-s", "-P", *compiled, "-m", module, folder])
 
 
 def _trouble(folder: Path) -> str:
