@@ -9,12 +9,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tiny_run import RUN
 from torch import Tensor
+from workbench import Workbench
 
+from posttrain.domain.canonical import digest_json
 from posttrain.domain.facts import Metric, Span
+from posttrain.domain.identity import job_identity
+from posttrain.domain.placement import Placement, Resources
 from posttrain.engine.batch import Document
 from posttrain.engine.config import InitModelConfig, OptimizerConfig, RuntimeConfig, SFTConfig
 from posttrain.engine.controller import Controller, Order
@@ -27,6 +34,7 @@ from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.policy import PolicyWorker
 from posttrain.engine.weights.view import PolicyVersion
 from posttrain.store.attempts import AttemptFolder
+from posttrain.store.trees import materialise
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
 
@@ -66,7 +74,7 @@ def train(
     controller = Controller(
         SFT(CONFIG, roles, DOCUMENTS, 1),
         folder,
-        "sha256:x",
+        belongs_to(len(pool.processes)),
         100,
         lambda fact: None,
         orders=lambda: next(asked, Order.STOP),
@@ -75,6 +83,12 @@ def train(
         controller.resume(resume)
     controller.run()
     return dict(roles.policy.each(PolicyWorker.publish, PolicyVersion())[0].tensors)
+
+
+def belongs_to(ranks: int) -> str:
+    """What a user's run of this stage has there: its placement is written in its parameters and decides nothing."""
+    placed = CONFIG.model_copy(update={"placement": Placement(collocated=Resources(ranks=ranks))})
+    return digest_json(job_identity("sft", placed.model_dump(mode="json"), 1, {}))
 
 
 def close(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
@@ -131,3 +145,44 @@ def test_ppo_with_every_role_in_a_process_of_its_own_learns_the_task(tmp_path: P
     calls = [f for f in facts if isinstance(f, Span) and f.attributes.get("kind") == "call"]
     assert {call.attributes["pool"] for call in calls} == {"policy", "rollout", "critic", "reference", "reward_model"}
     assert all(call.attributes["bytes_out"] > 0 for call in calls)
+
+
+def one_stage(bench: Workbench, placement: dict[str, Any] | None, tokens: int | None) -> None:
+    """Supervised fine-tuning alone, placed somewhere, with a budget or without."""
+    stage = {**RUN["stages"]["sft"], **({"placement": placement} if placement else {})}
+    raw = {key: value for key, value in RUN.items() if key not in ("gates", "release", "budget", "rewards")}
+    budget = {"budget": {"tokens": tokens}} if tokens else {}
+    bench.write("run.yaml", {**raw, "stages": {"sft": stage}, **budget})
+
+
+def weights(bench: Workbench, run_id: str) -> dict[str, Tensor]:
+    with bench.open() as workspace:
+        folder = materialise(workspace.blobs, bench.outputs(run_id)["sft"], bench.folder / "looked-at")
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("first", [2, 1])
+def test_a_budget_that_ended_a_run_is_raised_on_another_number_of_ranks(
+    template: Workbench, tmp_path: Path, first: int
+) -> None:
+    """What a user does: run.yaml with another placement and a larger budget, and the same command again."""
+    two = {"collocated": {"ranks": 2}}
+    undisturbed = template.copy(tmp_path / "undisturbed")
+    one_stage(undisturbed, None, None)
+    undisturbed.run("run", "run.yaml")
+    whole = undisturbed.run_id()
+    (attempt,) = undisturbed.attempts(whole)
+    bench = template.copy(tmp_path / "bench")
+    one_stage(bench, two if first == 2 else None, round(0.6 * attempt.tokens))
+    bench.run("run", "run.yaml", code=7)
+    (stopped,) = bench.attempts(bench.run_id())
+    done = bench.steps(stopped)[-1]
+    assert 0 < done < RUN["stages"]["sft"]["steps"]
+    shards = list((bench.root / stopped.folder / "checkpoints" / f"step-{done:08d}").glob("policy-model-*"))
+    assert len(shards) == first
+    one_stage(bench, None if first == 2 else two, 2 * attempt.tokens)
+    bench.run("run", "run.yaml")
+    (resumed,) = bench.attempts(bench.run_id())
+    assert bench.resumed_at(resumed) == done
+    assert bench.steps(resumed)[0] == done + 1
+    close(weights(undisturbed, whole), weights(bench, bench.run_id()))
