@@ -36,7 +36,7 @@ from posttrain.engine.weights.view import PolicyVersion
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import materialise
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(3000)]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "03-reward-model"
 DOCUMENTS = [Document((1, 5, 8 + i), tuple(7 + (i * j) % 9 for j in range(1, 3 + i % 4))) for i in range(17)]
@@ -122,7 +122,7 @@ def test_ppo_with_every_role_in_a_process_of_its_own_learns_the_task(tmp_path: P
     def call(*words: str) -> str:
         pipe = subprocess.PIPE
         done = subprocess.run(
-            words, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, timeout=400, check=False
+            words, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, timeout=2500, check=False
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout

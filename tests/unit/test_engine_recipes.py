@@ -47,7 +47,7 @@ from posttrain.engine.recipes.opening import open_preference, open_roles
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
 from posttrain.engine.recipes.reward_model import RewardModel
-from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.recipes.sampling import Prompt, Scorer
 from posttrain.engine.recipes.scoring import ModelScorer
 from posttrain.engine.rewards.parallel import ParallelReward
 from posttrain.engine.rewards.port import RewardCall, Score
@@ -77,6 +77,13 @@ class EvenTokens:
         return " ".join(map(str, trajectory.tokens))
 
 
+class NoScores(EvenTokens):
+    """Has no opinion of any response."""
+
+    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
+        return [Score(None, status="none") for _ in trajectories]
+
+
 def inline(recorder: Recorder | None = None) -> Callable[[str], ResourcePool]:
     pool = ResourcePool(InlineBackend(), recorder)
     return lambda role: pool
@@ -86,7 +93,9 @@ def scalar(seed: int = 1) -> ScalarModel:
     return adopt_classifier(put_scalar_head(initial_model(TINY, TOKENIZER, seed)))
 
 
-def ppo(recorder: Recorder | None = None, judge: ScalarModel | None = None, **changes: Any) -> PPO:
+def ppo(
+    recorder: Recorder | None = None, judge: ScalarModel | None = None, scorer: Scorer | None = None, **changes: Any
+) -> PPO:
     options: dict[str, Any] = {
         "data": "d", "steps": 4, "prompts_per_step": 3, "group_size": 2, "max_new_tokens": 4, "mini_batches": 2,
         "epochs": 2, "critic": CriticConfig(optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2), warmup=1),
@@ -96,8 +105,9 @@ def ppo(recorder: Recorder | None = None, judge: ScalarModel | None = None, **ch
     config = PPOConfig(**options)
     model = adopt_module(initial_model(TINY, TOKENIZER, 0))
     roles = open_roles(config, model, 11, inline(recorder), critic=scalar(), reward_model=judge)
-    scorer = ModelScorer(roles.reward_model, TOKENIZER) if roles.reward_model else EvenTokens()
-    return PPO(config, roles, PROMPTS, scorer, 11)
+    if roles.reward_model:
+        scorer = ModelScorer(roles.reward_model, TOKENIZER)
+    return PPO(config, roles, PROMPTS, scorer or EvenTokens(), 11)
 
 
 def reward_model(**changes: Any) -> RewardModel:
@@ -216,6 +226,13 @@ class TestPPO:
         for sample in samples:
             assert sample.fate.startswith("update 0, mini-batch")
             assert len(sample.values) == len(sample.returns) == len(sample.advantages) == len(sample.tokens)
+
+    def test_samples_that_no_update_used_say_why(self) -> None:
+        for scorer, fate in ((EvenTokens(), "dropped: critic warm-up"), (NoScores(), "dropped: no score")):
+            facts: list[Fact] = []
+            recipe = ppo(scorer=scorer, trace=TraceConfig(groups="all"), critic=CriticConfig(warmup=2))
+            recipe.step(0, Trace(facts.append, 0))
+            assert [fact.fate for fact in facts if isinstance(fact, Sample)] == [fate] * 6
 
     def test_while_the_critic_warms_up_the_policy_stays(self) -> None:
         recipe = ppo(critic=CriticConfig(warmup=2))

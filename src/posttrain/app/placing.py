@@ -116,17 +116,23 @@ def fallback_warnings(
     source: Path,
     model: str | None,
 ) -> list[str]:
-    """Slower ways that the engine will take with the stage's model, as far as its configuration tells.
+    """Slower ways that the engine will take with the stage's models, as far as its configuration tells.
 
     Args:
         roles: of the stage; `rollout` is among them where it answers prompts.
         source, model: as in `refuse_infeasible`.
     """
-    found = origin(manifest, stage, "model")
-    if "model" not in stage.inputs or isinstance(found, StageManifest):  # what `init_model` makes goes the fast ways
-        return []
-    config, _ = _stored_config(found, workspace, source, model)
-    return [f"falls back to {name}: {why}" for name, why in expected({**config, **_text(config)}, roles).items()]
+    scalar = {"reward_model"} if "reward_model" in stage.inputs else set()
+    found = []
+    for slot, readers in (("model", set(roles) - scalar), ("reward_model", scalar)):
+        began = origin(manifest, stage, slot)
+        if slot not in stage.inputs or isinstance(began, StageManifest):  # what `init_model` makes goes the fast ways
+            continue
+        config, _ = _stored_config(began, workspace, source, model)
+        whose = "" if slot == "model" else f"{slot}: "
+        known = {**config, **_text(config)}
+        found += [f"{whose}falls back to {name}: {why}" for name, why in expected(known, readers).items()]
+    return found
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -80,7 +80,7 @@ class Sample:
     truncated: bool
     versions: Sequence[str]  # policy versions that sampled it, "<incarnation>.<step>"
     reward: float | None
-    fate: str  # "update 12, mini-batch 0" | "dropped: group without signal" | "dropped: no score"
+    fate: str  # "update 12, mini-batch 0" | "dropped: no score" | "dropped: group without signal", or another reason
     components: Mapping[str, float] = field(default_factory=dict)
     status: str = "ok"  # the reward's: ok | timeout | error | none
     advantages: Sequence[float] = ()

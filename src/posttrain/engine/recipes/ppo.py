@@ -102,14 +102,15 @@ class PPO:
             sampled = score_groups(sampled, self._scorer)
         signal = torch.ones(len(sampled.prompts), dtype=torch.bool)
         batch = self._scored(sampled, step)
+        c = self._config
+        witness = Witness(sampled, step, c.trace.followed(len(sampled.prompts)), unused="critic warm-up")
         if batch is None:
+            witness.report(trace, self._scorer, clip_low=c.clip_low, clip_high=c.clip_high)
             return StepReport(sampled.tokens, rollout_metrics(sampled, ~signal))
         batch, penalty = self._estimated(batch, sampled, trace)
         self.roles.rest()
-        witness = Witness(sampled, step, self._config.trace.followed(len(sampled.prompts)))
         with trace.span("update"):
             learned, trained = self._update(batch, step, witness)
-        c = self._config
         witness.report(trace, self._scorer, clip_low=c.clip_low, clip_high=c.clip_high)
         return StepReport(sampled.tokens + trained, {**rollout_metrics(sampled, signal), **learned, **penalty})
 

@@ -44,8 +44,16 @@ class Roles:
             self.reward_model.each(RewardModelWorker.sleep)
 
     def fallbacks(self) -> dict[str, str]:
-        """Slower ways that the stage's models must go, each with the reason."""
-        return self.policy.one(PolicyWorker.fallbacks) | self.rollout.one(RolloutWorker.fallbacks)
+        """Slower ways that the stage's models must go, each with the reason.
+
+        Those of a scalar model are called by its role too: `reward_model/padding`. The reference is the policy's model.
+        """
+        found = self.policy.one(PolicyWorker.fallbacks) | self.rollout.one(RolloutWorker.fallbacks)
+        if self.critic:
+            found |= _of_role("critic", self.critic.one(CriticWorker.fallbacks))
+        if self.reward_model:
+            found |= _of_role("reward_model", self.reward_model.one(RewardModelWorker.fallbacks))
+        return found
 
     def publish(self, version: PolicyVersion) -> None:
         """From now on the rollout samples with the policy as it is; proven by digest where weights are copied.
@@ -74,6 +82,10 @@ class Roles:
         self.policy.each(PolicyWorker.restore, path)
         if self.critic:
             self.critic.each(CriticWorker.restore, path)
+
+
+def _of_role(role: str, found: Mapping[str, str]) -> dict[str, str]:
+    return {f"{role}/{name}": f"{role}: {reason}" for name, reason in found.items()}
 
 
 def need_reference(roles: Roles, penalty: object) -> None:

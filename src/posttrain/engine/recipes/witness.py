@@ -26,11 +26,13 @@ class Witness:
         sampled: the step's scored groups.
         step: 0-based.
         groups: how many to follow.
+        unused: why a sample with a score may be in no update.
     """
 
     sampled: Sampled
     step: int
     groups: int
+    unused: str = "group without signal"
     _followed: dict[str, Trajectory] = field(default_factory=dict)
     _consumed: dict[str, tuple[str, TokenBatch]] = field(default_factory=dict)
 
@@ -72,7 +74,7 @@ class Witness:
                 reward=score.score,
                 fate=f"dropped: no score{score.message and ': ' + score.message}"
                 if score.score is None
-                else "dropped: group without signal",
+                else f"dropped: {self.unused}",
                 components=score.components,
                 status=score.status,
             )

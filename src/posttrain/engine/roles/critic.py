@@ -68,6 +68,10 @@ class CriticWorker:
         filler = TokenBatch.filler(self.model.device)
         return Update(self.learner.step(micros, filler, forward, step=step, part=part))
 
+    def fallbacks(self) -> dict[str, str]:
+        """See `Backbone.fallbacks`."""
+        return self.model.fallbacks()
+
     def save(self, path: Path) -> dict[str, str]:
         """Write this rank's part of a checkpoint; returns file name → digest."""
         return self.learner.save(path, "critic")

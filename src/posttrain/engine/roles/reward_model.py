@@ -61,6 +61,10 @@ class RewardModelWorker:
         ]
         return DocumentScores.gather(parts, shards)
 
+    def fallbacks(self) -> dict[str, str]:
+        """See `Backbone.fallbacks`."""
+        return self._model.awake().fallbacks()
+
     def sleep(self) -> int:
         """Give the device's memory back until the next call; returns the bytes that stay resident."""
         return self._model.sleep()
