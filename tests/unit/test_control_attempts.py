@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ from typing import Any
 import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, train, vanish
 
-from posttrain.control import actions
+from posttrain.control import actions, resuming
 from posttrain.control.attempts import BACKOFF_SECONDS
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import FailureClass, StaleWriteError
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import CheckpointCommit, Failure, JobResult, JobSpec, JobState, Observation, Output
+from posttrain.domain.ports import BlobStore
 from posttrain.store.attempts import AttemptFolder, EventWriter
-from posttrain.store.trees import file_digest, tree_digest
+from posttrain.store.trees import file_digest, put_tree, tree_digest
 
 
 def leave_checkpoint(folder: AttemptFolder, step: int, tokens: int) -> Path:
@@ -84,6 +86,23 @@ def test_each_attempt_resumes_from_the_newest_checkpoint_there_is(bench: Bench) 
     assert [order.resume for order in orders] == [None, second, third, third]
     assert [order.resume for order in orders] == [attempt.resume for attempt in attempts]
     assert [order.tokens_inherited for order in orders] == [0, 250, 350, 350]
+
+
+def test_a_checkpoint_that_is_dropped_while_it_is_published_is_passed_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever overtook this process started the job again, which prunes."""
+
+    def overtaken(blobs: BlobStore, folder: Path) -> str:
+        if folder.name == "step-00000002":
+            (folder / "policy.safetensors").unlink(missing_ok=True)
+        return put_tree(blobs, folder)
+
+    monkeypatch.setattr(resuming, "put_tree", overtaken)
+    bench.scripts["sft"] = [dies_after({1: 100, 2: 250}, tokens=300), train()]
+    run = bench.drive(bench.submit(**TRAIN_ONLY))
+    first, second = bench.ledger.attempts(run.id)
+    assert second.resume == tree_digest(bench.wiring.folder(first).checkpoints / "step-00000001")
 
 
 def test_tokens_are_billed_once_however_often_they_are_inherited(bench: Bench) -> None:
@@ -169,9 +188,26 @@ def test_the_order_of_a_job_that_runs_is_left_alone(bench: Bench) -> None:
     with bench.ledger.database.write() as connection:  # as if who launched it had died before it could say so
         connection.exec_driver_sql("UPDATE attempts SET state = 'planned', launched_at = NULL")
     bench.clock.sleep(100)
-    bench.reconciler.tick(run_id)
+    Reconciler(replace(bench.wiring, trust_rewards=True), "here").tick(run_id)
     assert bench.ledger.attempts(run_id)[0].state == "launched"
     assert folder.read_order() == before
+
+
+def test_an_order_that_no_job_has_read_says_what_holds_now(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who wrote it died before the launch; meanwhile a person took back the trust in rewards."""
+
+    def dies(spec: JobSpec) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.executor, "launch", dies)
+    run_id = bench.submit(**TRAIN_ONLY)
+    with pytest.raises(KeyboardInterrupt):
+        Reconciler(replace(bench.wiring, trust_rewards=True), "here").drive(run_id)
+    monkeypatch.undo()
+    attempt = bench.ledger.attempts(run_id)[0]
+    assert (attempt.state, bench.wiring.folder(attempt).read_order().trust_rewards) == ("planned", True)
+    assert bench.drive(run_id).state == "succeeded"
+    assert not bench.wiring.folder(attempt).read_order().trust_rewards
 
 
 def test_what_a_job_measured_is_kept(bench: Bench) -> None:
@@ -266,6 +302,19 @@ def test_the_first_start_of_a_stage_is_kept(bench: Bench) -> None:
     started = bench.stage(run.id, "sft").started_at
     assert started == first.created_at
     assert started < second.created_at
+
+
+def test_the_moment_of_a_launch_is_told(bench: Bench) -> None:
+    """What `posttrain status` counts a running job's time from; the intent may be older."""
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit(**TRAIN_ONLY)
+    bench.reconciler.tick(run_id)
+    planned = bench.ledger.attempts(run_id)[0]
+    assert (planned.state, planned.launched_at) == ("planned", None)
+    bench.clock.sleep(5)
+    bench.reconciler.tick(run_id)
+    launched = bench.ledger.attempts(run_id)[0]
+    assert (launched.state, launched.launched_at) == ("launched", bench.clock.now())
 
 
 def test_a_lease_is_renewed_before_it_runs_out(bench: Bench) -> None:

@@ -85,6 +85,21 @@ def test_a_channel_that_moved_since_the_gate_looked_is_left_alone(
     assert live.model_digest == rival
 
 
+def test_nothing_new_starts_in_a_run_that_is_going_to_fail(bench: Bench) -> None:
+    stages = {name: {"kind": "sft", "data": "train", "steps": steps} for steps, name in enumerate("abc", 1)}
+    bench.scripts |= {"a": [fail(FailureClass.BUG)], "b": [None], "c": [train()]}
+    run_id = bench.submit(stages=stages, gates=[], release=None)
+    for _ in range(5):  # two slots: c waits for the one that a leaves
+        bench.reconciler.tick(run_id)
+    assert [bench.stage(run_id, name).state for name in "abc"] == ["failed", "running", "ready"]
+    attempt = bench.ledger.attempts(run_id, "b")[0]
+    train()(bench.wiring.folder(attempt))
+    bench.executor.finish(attempt.name)
+    assert bench.drive(run_id).state == "failed"
+    assert bench.launched == ["a", "b"]
+    assert bench.stage(run_id, "c").reason == "NotReached"
+
+
 def test_lost_jobs_are_retried_with_back_off(bench: Bench) -> None:
     bench.scripts["sft"] = [vanish(), vanish(), train()]
     run = bench.drive(bench.submit())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,6 +158,32 @@ def test_only_the_newest_two_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]
 
 
+def test_one_that_is_half_dropped_does_not_look_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = AttemptFolder(tmp_path)
+    for step in (2, 4):
+        save_checkpoint(folder.checkpoints, checkpoint(step))
+
+    def killed(path: Path, **options: object) -> None:
+        if path.exists():
+            (path / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(folder.checkpoints, checkpoint(6))
+    assert (folder.checkpoints / "step-00000002").is_dir()
+    assert folder.checkpoint_steps() == [4, 6]
+
+
+def test_what_more_ranks_left_when_they_died_is_no_part_of_the_next(tmp_path: Path) -> None:
+    path = begin_checkpoint(tmp_path, 3)
+    assert path is not None
+    stale = checkpoint(seed=1)
+    rows = {name: (0, len(tensor)) for name, tensor in stale.parameters.items()}
+    write_role(path, "policy", 0, 2, stale.parameters, stale.moments, rows)
+    assert same(load_checkpoint(save_checkpoint(tmp_path, checkpoint())), checkpoint())
+
+
 def test_a_committed_one_is_never_rewritten(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, checkpoint(seed=0))
     assert same(load_checkpoint(save_checkpoint(tmp_path, checkpoint(seed=1))), checkpoint(seed=0))
@@ -185,6 +212,13 @@ def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, checkpoint())
     (path / "policy-optimizer-00001-of-00001.safetensors").unlink()
     with pytest.raises(IntegrityError, match="got nothing"):
+        load_checkpoint(path)
+
+
+def test_a_shard_that_commit_does_not_list_is_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, checkpoint())
+    write_role(path, "policy", 1, 2, checkpoint(seed=1).parameters, {}, {})
+    with pytest.raises(IntegrityError, match=r"00002-of-00002\.safetensors must be in COMMIT"):
         load_checkpoint(path)
 
 

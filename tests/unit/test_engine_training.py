@@ -209,6 +209,18 @@ def test_going_back_to_an_older_checkpoint_redoes_the_steps(tmp_path: Path) -> N
     assert [f.step for f in again.facts if isinstance(f, Progress)] == [3, 4]
 
 
+def test_each_resume_is_an_incarnation_of_its_own(tmp_path: Path) -> None:
+    """Samples name the version that made them; one that was rolled back is not taken for its successor."""
+    named = []
+    for _ in range(3):
+        desk = Desk(tmp_path, grpo(), orders=stop_after(1))
+        if named:
+            desk.controller.resume(desk.latest())
+        desk.run()
+        named.append({version for fact in desk.facts if isinstance(fact, Sample) for version in fact.versions})
+    assert named == [{"0.0"}, {"1.1"}, {"2.2"}]
+
+
 def test_a_checkpoint_covers_no_step_that_nobody_heard_of(tmp_path: Path) -> None:
     durable: list[int] = []  # the newest step whose progress was flushed, at each commit
 

@@ -24,7 +24,9 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     ledger = Ledger(Database(tmp_path / "ledger.db"))
     stage = StageRecord("run1", "sft", 0, "sft", "pending")
     with ledger.transaction("ann") as transaction:
-        transaction.insert_asset(Asset("dataset", "train", 0, OTHER, "file", 1.5, "ann", {"rows": 3}))
+        transaction.insert_asset(
+            Asset("dataset", "train", 0, OTHER, "file", 1.5, "ann", {"rows": 3}, ("dataset:raw@1",))
+        )
         transaction.insert_run(RunRecord("run1", "run", MANIFEST, "pending", "ann", 1.5), [stage])
         for state in ("ready", "running", "failed", "pending", "ready", "running"):
             inputs = {"inputs": {"data": {"digest": OTHER, "meta": {"share": 1.0}}}} if state == "ready" else {}
@@ -67,6 +69,7 @@ def test_what_happened_is_what_the_rows_say(ledger: Ledger) -> None:
         ("UPDATE stages SET cached_from = 'run0/sft'", "stage run1/sft: cached_from must be None"),
         (f"UPDATE runs SET manifest_digest = '{MODEL}'", "run run1: manifest must be"),
         (f"UPDATE assets SET digest = '{MODEL}'", "asset dataset:train@1: digest must be"),
+        ("UPDATE assets SET parents = '[]'", "asset dataset:train@1: parents must be ['dataset:raw@1']"),
     ],
 )
 def test_an_edited_row_is_named_though_the_chain_holds(

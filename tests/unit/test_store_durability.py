@@ -43,6 +43,7 @@ def test_a_file_written_at_once_is_safe(disk: Disk, tmp_path: Path) -> None:
 def test_the_first_of_two_writers_wins_and_is_safe(disk: Disk, tmp_path: Path) -> None:
     path = tmp_path / "claim.json"
     assert create_json(path, {"who": "first"})
+    assert disk.left(path, tmp_path) == b'{"who": "first"}\n', "before anybody else comes"
     assert not create_json(path, {"who": "second"})
     assert read_json(path) == {"who": "first"}
     assert disk.left(path, tmp_path) == path.read_bytes()

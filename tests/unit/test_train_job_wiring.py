@@ -18,7 +18,7 @@ from posttrain.domain.jobs import InputBlob, JobResult
 from posttrain.engine import controller
 from posttrain.engine.controller import Order
 from posttrain.engine.models import source
-from posttrain.engine.recipes import probe
+from posttrain.engine.recipes import probe, sft
 from posttrain.engine.rewards import process
 from posttrain.jobs import entry, init_model, train
 from posttrain.store.attempts import AttemptFolder
@@ -175,6 +175,25 @@ class TestLimits:
             result = run(shop.attempt(f"pairs-{limit}", "reward_model", params, ["model", "data"]))
             assert result.status == ends, result.failure
         refused(result, FailureClass.BAD_INPUT, "must fit 6 tokens, got 7")
+
+
+class TestMeter:
+    def test_it_is_told_what_each_step_may_cost_and_what_all_did(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What a killed job is billed."""
+        attempt, read = shop.sft("metered"), list[int | None]()
+        step = sft.SFT.step
+
+        def during(self: sft.SFT, number: int, trace: Any) -> Any:
+            read.append(attempt.metered())
+            return step(self, number, trace)
+
+        monkeypatch.setattr(sft.SFT, "step", during)
+        result = run(attempt)
+        assert attempt.metered() == result.tokens > 0
+        spent = [0, *(fact.tokens for fact in attempt.facts()[0] if isinstance(fact, Progress))]
+        assert all(billed is not None and billed >= after for billed, after in zip(read, spent[1:], strict=True))
 
 
 class TestInputs:

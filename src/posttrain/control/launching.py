@@ -55,7 +55,7 @@ def launch_attempt(
         Why it could not be started; None when it was.
     """
     folder = wiring.folder(attempt)
-    # limits count from the launch, and whoever wrote an order before may have died a day ago; no job reads it yet
+    # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
     if not folder.has_order() or _unknown(wiring, attempt, trainer):
         folder.write_order(_order(wiring, manifest, stage, attempt))
     spec = attempt_spec(wiring, attempt, trainer)

@@ -125,6 +125,9 @@ def read_state(path: Path) -> TrainState:
         IntegrityError: no COMMIT, an unknown format, or a shard that is missing, unlisted or altered.
     """
     shards = _read_commit(path)
+    unlisted = sorted({file.name for file in path.glob("*.safetensors")} - shards.keys())
+    if unlisted:
+        raise IntegrityError(f"checkpoint shard {path / unlisted[0]} must be in COMMIT, got a list without; remove it")
     for name, expected in shards.items():
         found = digest_file(path / name) if (path / name).is_file() else "nothing"
         if found != expected:
