@@ -103,7 +103,8 @@ def test_held_back(played: dict[str, Any], attack: str) -> None:
 
 def test_says_how_far_it_goes(played: dict[str, Any]) -> None:
     assert played["confined"] == (played["mode"] in CONFINED)
-    assert bool(played["notes"]) == (not played["confined"])
+    notes = [note for note in played["notes"] if "/proc empty" not in note]  # so in many containers
+    assert bool(notes) == (not played["confined"])
 
 
 def test_left_nothing_behind(played: dict[str, Any], canaries: dict[str, Any]) -> None:

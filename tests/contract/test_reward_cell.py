@@ -159,7 +159,7 @@ def test_nothing_outlives_it(write: Callable[[str], Path], cell: str, ending: st
         if ending == "job killed":
             assert eventually(lambda: len(living(mark)) >= 3 or job.poll() is not None)
             assert len(living(mark)) >= 3 or job.poll() == FORBIDDEN
-            os.kill(job.pid, signal.SIGKILL)
+            job.kill()
         out, err = job.communicate(timeout=PATIENCE)
     if job.returncode == FORBIDDEN or (cell == "none" and not shutil.which("unshare")):
         pytest.skip("this machine makes no user namespaces, so the kernel that gives none cannot be played")

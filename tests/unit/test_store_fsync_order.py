@@ -70,9 +70,11 @@ def order(folder: Path, store: str) -> JobOrder:
 
 
 def test_an_order_a_result_and_a_segment(tmp_path: Path, disk: Disk) -> None:
-    attempt = AttemptFolder(tmp_path / "a")
+    attempt = AttemptFolder(tmp_path / "run" / "stage" / "001")
     attempt.write_order(order(tmp_path, "memory://x"))
     disk.whole(attempt.path / "job.json")
+    for parent in (tmp_path, tmp_path / "run", tmp_path / "run" / "stage"):  # they name the folders made on the way
+        disk.at("sync", parent)
     with EventWriter(attempt) as sink:
         sink(Note("hello", 0.0))
     disk.whole(attempt.events / "000001.jsonl")

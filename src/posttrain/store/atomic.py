@@ -84,7 +84,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Create `folder` and its parents, for their owner alone, whatever the umask.
+    """Create `folder` and its parents, durably and for their owner alone, whatever the umask.
 
     Raises:
         WorkspaceError: it cannot be created.
@@ -97,6 +97,7 @@ def make_folder(folder: Path) -> None:
             missing.append(place)
         for place in reversed(missing):
             place.mkdir(mode=0o700, exist_ok=True)
+            sync_folder(place.parent)
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:

@@ -72,7 +72,8 @@ _DENIED = {
 _SHARED = {"mq_open": (240, 180), "msgget": (68, 186), "semget": (64, 190)}
 _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} and NEWTIME
-_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink: those that a network namespace holds; vsock, for one, is not
+_INTERNET = (2, 10)  # inet, inet6
+_FAMILIES = (1, *_INTERNET, 16)  # and unix, netlink: those that a network namespace holds; vsock, for one, is not
 _X32 = 0x40000000
 _LOAD, _EQUAL, _ATLEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -93,7 +94,8 @@ def filter_calls(libc: Any, *, apart: bool, sockets: bool) -> list[str]:
 
     Args:
         apart: whether this process has namespaces of its own; without them System V IPC is refused too.
-        sockets: whether to allow the families of `_FAMILIES`.
+        sockets: whether to allow the families of `_FAMILIES`; without namespaces those of `_INTERNET`, as unix sockets
+            are this machine's then.
 
     Returns:
         What is missing, in words.
@@ -123,7 +125,7 @@ def _program(arch: int, column: int, apart: bool, sockets: bool) -> list[bytes]:
     rules += _when(_EQUAL, _CLONE3[column], _ERRNO | errno.ENOSYS)  # its flags lie in memory; the C library takes clone
     rules += [_step(_EQUAL, _CLONE[column], 0, 3), _step(_LOAD, _FIRST_ARGUMENT_AT)]
     rules += [*_when(_ANY_BIT, _NEW_NAMESPACES, refuse), _step(_LOAD, _NUMBER_AT)]
-    families = _FAMILIES if sockets else ()
+    families = (_FAMILIES if apart else _INTERNET) if sockets else ()
     rules += [_step(_EQUAL, _SOCKET[column], 0, 2 + 2 * len(families)), _step(_LOAD, _FIRST_ARGUMENT_AT)]
     for family in families:
         rules += _when(_EQUAL, family, _ALLOW)
@@ -149,14 +151,15 @@ _EXECUTE, _WRITE, _READ, _LIST = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _TRUNCATE, _DEVICE_CONTROL = 1 << 14, 1 << 15
 _OF_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _DEVICE_CONTROL
 _NETWORK, _SCOPES = 0b11, 0b11  # bind and connect of TCP; abstract unix sockets and signals
+_CONNECT, _PATH_RULE, _PORT_RULE = 0b10, 1, 2
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
-def fence_files(libc: Any, readable: Sequence[str], writable: Sequence[str]) -> list[str]:
+def fence_files(libc: Any, readable: Sequence[str], writable: Sequence[str], ports: Sequence[int] = ()) -> list[str]:
     """Landlock: reach only these paths from now on; what that does not hold back, in words.
 
-    Needs `give_up_privileges` first. Where the kernel knows them, TCP, abstract unix sockets and signals to processes
-    outside are fenced as well.
+    Needs `give_up_privileges` first. Where the kernel knows them, TCP (but to `ports`, of whatever host), abstract unix
+    sockets and signals to processes outside are fenced as well.
     """
     abi = libc.syscall(_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
@@ -171,11 +174,17 @@ def fence_files(libc: Any, readable: Sequence[str], writable: Sequence[str]) -> 
             _allow(libc, rules, path, (_EXECUTE | _READ | _LIST | (_WRITE if path in _DEVICES else 0)) & handled)
         for path in writable:
             _allow(libc, rules, path, handled)
+        for port in ports if abi >= 4 else ():
+            libc.syscall(_ADD, rules, _PORT_RULE, struct.pack("=QQ", _CONNECT, port), 0)
         if libc.syscall(_RESTRICT, rules, 0):
             return [f"the reward can read and write what its user can: Landlock {os.strerror(ctypes.get_errno())}"]
     finally:
         os.close(rules)
-    return [] if abi >= 6 else ["the reward can signal processes of its user: Landlock is older than its version 6"]
+    notes = [] if abi >= 6 else ["the reward can signal processes of its user: Landlock is older than its version 6"]
+    if ports:
+        where = "any host at the ports that it declares, and any by UDP" if abi >= 4 else "any host"
+        notes.append(f"the reward can reach {where}, not only the hosts that it declares")
+    return notes
 
 
 def _allow(libc: Any, rules: int, path: str, access: int) -> None:
@@ -184,6 +193,6 @@ def _allow(libc: Any, rules: int, path: str, access: int) -> None:
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         access &= -1 if Path(path).is_dir() else _OF_FILES
-        libc.syscall(_ADD, rules, 1, struct.pack("=Qi", access, place), 0)
+        libc.syscall(_ADD, rules, _PATH_RULE, struct.pack("=Qi", access, place), 0)
     finally:
         os.close(place)

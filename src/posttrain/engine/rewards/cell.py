@@ -45,6 +45,7 @@ _NAMESPACES = _UTS | _IPC | _PID | _NET | _CGROUP
 _PDEATHSIG, _DUMPABLE, _SUBREAPER = 1, 4, 36  # PR_SET_…
 _INTERFACE_FLAGS, _SET_INTERFACE_FLAGS, _UP = 0x8913, 0x8914, 1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
 _NAMES = ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf")
+_RESOLVER = ("/etc/resolv.conf", "/etc/gai.conf", "/etc/host.conf")
 _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 
 
@@ -132,12 +133,14 @@ def _confine(libc: Any, plan: CellPlan, apart: bool, rooted: bool, limits: Mappi
     libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # its own /proc/self
     notes = []
     if not rooted:
-        notes = fence_files(libc, (*SYSTEM, *SETTINGS, *_NAMES, *plan.readable, plan.source), [plan.scratch])
+        ports = () if apart else tuple(port for _, port in plan.ports)
+        readable = (*SYSTEM, *SETTINGS, *_NAMES, *(_RESOLVER if ports else ()), *plan.readable, plan.source)
+        notes = fence_files(libc, readable, [plan.scratch], ports)
+        if plan.ports and apart:
+            notes.append("the reward cannot reach the hosts that it declares: they need a root of its own")
         notes.append("the reward can fill the disk: its scratch has no bound without a root of its own")
         notes.append("the reward can change modes, times and limits of what its user owns")
     notes += filter_calls(libc, apart=apart, sockets=apart or bool(plan.ports))
-    if plan.ports and not apart:
-        notes.append("the reward can reach the network, not only the hosts that it declares")
     return notes + _limit(limits)
 
 
