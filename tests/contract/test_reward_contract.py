@@ -218,6 +218,39 @@ class TestStatuses:
         scores = opened(source, timeout=5.0).score(call(*"abcd"))
         assert [s.status for s in scores] == ["ok"] * 4
 
+    def test_a_hang_of_what_a_function_remembers_is_not_put_down_to_a_completion(
+        self, opened: Callable[..., ProcessReward]
+    ) -> None:
+        source = """
+            import time
+            calls = 0
+            def score(completion):
+                global calls
+                calls += 1
+                if calls == 4:
+                    time.sleep(600)
+                return 1.0
+        """
+        reward = opened(source, timeout=5.0)
+        assert [s.status for s in reward.score(call(*"abc"))] == ["ok"] * 3
+        with pytest.raises(RewardError) as caught:
+            reward.score(call(*"de"))
+        assert "to score completion 0 'd' and was killed; it had scored 3 others before" in str(caught.value)
+        assert "keep nothing, make it faster or raise reward_timeout" in str(caught.value)
+
+    def test_a_hang_at_no_completion_is_looked_for(self, opened: Callable[..., ProcessReward]) -> None:
+        """Where the worker says that it is at none, or at one that it was not asked for, each is asked alone."""
+        source = """
+            import sys, time
+            def score(completion):
+                if completion == "hang":
+                    sys._getframe(2).f_locals["self"].marker[:] = bytes([255]) * 8
+                    time.sleep(600)
+                return 1.0
+        """
+        reward = opened(source, timeout=5.0)
+        assert [s.status for s in reward.score(call("a", "b", "hang", "c"), allowed=1)] == ["ok", "ok", "timeout", "ok"]
+
     def test_none_is_no_failure(self, open_any: Opener) -> None:
         assert [s.status for s in open_any("none").score(call("?", "12"))] == ["none", "ok"]
 
@@ -377,7 +410,7 @@ class TestUserErrors:
         [
             ("def score(completion:\n", None, InputError, r"reward\.py:1 is not valid Python"),
             ("def score(completion):\n    return 1\n", "scoer", InputError, "no function 'scoer'; it defines score"),
-            ("def a(x): ...\ndef b(x): ...\n", None, InputError, "must define a function `score`, or one public"),
+            ("def a(x): ...\ndef b(x): ...\n", None, InputError, "it defines a, b; name the one with --entry a"),
             ("def score(x, y):\n    return 1\n", None, InputError, "of no known dialect"),
             ("import nowhere_to_be_found\n", None, RewardError, r"reward\.py:1 raised ModuleNotFoundError"),
         ],

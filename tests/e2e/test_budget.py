@@ -34,6 +34,8 @@ def test_a_raised_budget_goes_on_at_the_step_it_stopped_at(empty: Workbench, ref
     limited(empty, budget={"tokens": spent["sft"] + round(0.8 * spent["grpo"])})
     stopped = empty.run("run", "run.yaml", code=7)
     assert "raise budget.tokens" in stopped.error
+    declared = spent["sft"] + round(0.8 * spent["grpo"])
+    assert f"left for it (budget.tokens: {declared})" in stopped.error
     first = empty.run_id()
     (attempt,) = empty.attempts(first, "grpo")
     done = empty.steps(attempt)[-1]

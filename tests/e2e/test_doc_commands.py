@@ -204,6 +204,27 @@ def test_every_command_of_the_command_line_does_what_a_reader_expects(tmp_path: 
         bench.clean()
 
 
+@pytest.mark.slow
+def test_the_run_that_the_readme_pastes_into_an_empty_folder_is_shipped(tmp_path: Path) -> None:
+    (block,) = fences(README, "bash")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("POSTTRAIN_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    bench = Workbench(tmp_path / "last-digit")
+    try:
+        done = subprocess.run(
+            ["bash", "-ec", block], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900,
+            env={**environment, "PATH": path, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not done.stderr
+        assert "warning" not in done.stdout
+        assert "accuracy         PASS" in done.stdout
+        assert "prod now points at" in done.stdout
+        assert bench.run("verify", "prod").out.endswith("everything matches\n")
+    finally:
+        bench.clean()
+
+
 def _python(block: str, folder: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("POSTTRAIN_")}
     done = subprocess.run(

@@ -67,14 +67,29 @@ def changed(old: str, new: str) -> str:
         pytest.param(RUN + "a: &a [*a]\n", "contain itself", id="alias of itself"),
         pytest.param(RUN + BOMB, "aliases written out", id="aliases of aliases"),
         pytest.param(RUN + "a: !!python/object:os.system x\n", "not YAML", id="tag"),
-        pytest.param(RUN + "1: 2\n", "Keys should be strings", id="number as key"),
+        pytest.param(RUN + "1: 2\n", "must have words as keys", id="number as key"),
         pytest.param(RUN + "~: 2\n", "", id="null as key"),
-        pytest.param(changed("steps: 4", "steps: 1e30"), "stages.sft", id="1e30 as text"),
-        pytest.param(changed("steps: 4", "steps: 1.0e+30"), "stages.sft", id="1e30 as number"),
-        pytest.param(changed("steps: 4", "steps: " + "9" * 31), "stages.sft", id="31 digits"),
+        pytest.param(
+            changed("steps: 4", "steps: 1e30"), "steps: must be a whole number in digits, got '1e30'", id="1e30 as text"
+        ),
+        pytest.param(
+            changed("steps: 4", "steps: 1.0e+30"),
+            "steps: must be a whole number in digits, got 1e+30",
+            id="1e30 as number",
+        ),
+        pytest.param(changed("steps: 4", "steps: " + "9" * 31), "must be at most 1000000000, got", id="31 digits"),
+        pytest.param(changed("batch_size: 8", "batch_size: 10000000"), "must be at most 1000000", id="huge batch"),
+        pytest.param(changed("max_new_tokens: 8", "max_new_tokens: 999999999"), "at most 100000000", id="huge answer"),
+        pytest.param(changed("max_new_tokens: 8", "group_size: 10000000"), "must be at most 1000000", id="huge group"),
+        pytest.param(
+            changed("max_new_tokens: 8", "reward_timeout: 1e30"), "must be at most 604800", id="huge time-out"
+        ),
+        pytest.param(changed("batch_size: 8", "runtime: {threads: 1000000}"), "at most 100000", id="huge threads"),
         pytest.param(changed("steps: 4", "steps: " + "9" * 5000), "not YAML", id="5000 digits"),
         pytest.param(changed("steps: 4", "steps: -4"), "stages.sft", id="negative"),
-        pytest.param(changed("steps: 4", "steps: 4.5"), "stages.sft", id="half a step"),
+        pytest.param(
+            changed("steps: 4", "steps: 4.5"), "steps: must be a whole number in digits, got 4.5", id="half a step"
+        ),
         pytest.param(changed("steps: 4", "steps: true"), "steps must be a number, got true", id="true steps"),
         pytest.param(changed("steps: 4", "steps: .nan"), "stages.sft", id="NaN steps"),
         pytest.param(changed("steps: 4", "steps: .inf"), "stages.sft", id="infinite steps"),
@@ -89,6 +104,8 @@ def changed(old: str, new: str) -> str:
         pytest.param(RUN + "budget: {wall_clock: -5}\n", "budget.wall_clock", id="negative time"),
         pytest.param(RUN + "budget: {wall_clock: .nan}\n", "budget.wall_clock", id="NaN time"),
         pytest.param(RUN + f"budget: {{wall_clock: {'9' * 400}h}}\n", "budget.wall_clock", id="endless time"),
+        pytest.param(RUN + "budget: {wall_clock: 365000000d}\n", "must be at most 3650d, got 365000000d", id="aeons"),
+        pytest.param(RUN + "budget: {wall_clock: 1.0e+15}\n", "must be at most 315360000, got", id="aeons in seconds"),
         pytest.param(RUN + "budget: {attempts: 1e30}\n", "budget.attempts", id="absurd attempts"),
         pytest.param(changed("batch_size: 8", "optimizer: {betas: [true, 0.9]}"), "betas", id="true beta"),
         pytest.param(changed("batch_size: 8", "optimizer: {learning_rate: .nan}"), "learning_rate", id="NaN rate"),
@@ -322,3 +339,13 @@ def test_usage_errors_too(world: World, words: tuple[str, ...]) -> None:
     result = world(*words)
     assert result.exit_code == 2
     assert "Traceback" not in result.stderr
+
+
+def test_a_model_that_this_machine_cannot_hold_is_refused_before_anything_is_allocated(world: World) -> None:
+    world.write("model.yaml", "hidden_size: 1000000\n")
+    line = refused(world, "asset", "create", "model:huge", "model.yaml")
+    assert "model.yaml: stages.init: a model of hidden_size 1000000, layers 2" in line
+    assert "has 6e+12 parameters, 22 TiB in float32, this machine has " in line
+    assert line.endswith("; make it smaller")
+    world.write("model.yaml", "hidden_size: 100000000\n")
+    refused(world, "asset", "create", "model:huge", "model.yaml", naming="must be at most 10000000, got 100000000")

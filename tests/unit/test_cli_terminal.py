@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -10,8 +11,14 @@ import pytest
 from cli_world import RUN, World, make_world
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from posttrain.app.status import read_status
+from posttrain.app.workspace import Workspace
 from posttrain.cli.console import console, harmless
+from posttrain.cli.releases import _tree
+from posttrain.cli.screens import run_tree
+from posttrain.control.lineage import run_lineage
 
 ESCAPE = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x1b[31mred\x9b1A\u202egnp\x7f"  # clipboard, wipe, colour, C1, right to left
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -84,3 +91,33 @@ def test_a_table_draws_nothing_that_its_cells_say(capsys: pytest.CaptureFixture[
     screen = console()
     screen.print(table, Text(ESCAPE), ESCAPE)
     quiet(capsys.readouterr().out)
+
+
+def test_trees_are_whole_in_a_pipe_and_end_with_an_ellipsis_on_a_terminal(world: World) -> None:
+    guideline = "Words that a person wrote. " * 20
+    world.write("long.py", f'"""{guideline.strip()}"""\n\n\ndef score(completion, answer):\n    return 1.0\n')
+    world.ok("asset", "add", "reward:sort", "long.py")
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    assert guideline.strip() in world.ok("lineage", "prod")
+    assert guideline.strip() in world.ok("lineage", run)
+    world.broken["sft"] = [1] * 9
+    message = "the job ended without a result (exit code 1); the same failure twice in a row"
+    world("run", "run.yaml", "--seed", "18")
+    failed = world.newest()
+    for verb in ("get", "why"):
+        shown = world(verb, failed).stdout
+        (line,) = [line for line in shown.splitlines() if " sft  failed" in line]
+        assert line.endswith(f"{message}  next: posttrain logs {failed} sft; then posttrain retry {failed}")
+    assert "…" not in world.ok("plan", "run.yaml", "--seed", "19")
+
+    workspace = Workspace(world.root / ".posttrain")
+    screen = Console(file=io.StringIO(), width=70, force_terminal=False)
+    screen.print(run_tree(read_status(workspace, failed)))
+    screen.print(_tree(run_lineage(workspace.wiring, run)))
+    workspace.close()
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(len(line) for line in lines) == 70
+    assert all(line.endswith("…") for line in lines if len(line) == 70)
+    assert any(" sft  failed" in line and line.endswith("…") for line in lines)
+    assert any("reward:sort@2" in line and line.endswith("…") for line in lines)

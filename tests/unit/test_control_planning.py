@@ -149,7 +149,7 @@ BAD = [
     (changed("stages.sft.stepz", 3), "run.yaml: stages.sft: sft: stepz: unknown key (did you mean 'steps'?)"),
     (changed("stages.sft.optimizer", {"learning_rat": 1}),
      "optimizer.learning_rat: unknown key (did you mean 'learning_rate'?)"),
-    (changed("stages.sft.steps", 0), "steps: Input should be greater than or equal to 1, got 0"),
+    (changed("stages.sft.steps", 0), "steps: must be at least 1, got 0"),
     (changed("stages.sft.kind", "sftt"), "unknown stage kind 'sftt' (did you mean 'sft'?)"),
     (changed("stages.sft.trainer", "verl"), "stages.sft.trainer: unknown trainer 'verl' (known: native)"),
     (changed("stages.sft.data", "trian"), "stages.sft.data: 'trian' is not in `data` (did you mean 'train'?)"),

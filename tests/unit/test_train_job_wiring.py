@@ -164,7 +164,14 @@ def notes(attempt: AttemptFolder) -> list[str]:
 
 class TestLimits:
     def test_a_deadline_that_is_past_ends_a_job(self, shop: Shop) -> None:
-        refused(run(shop.sft("late", seconds_allowance=0.0)), FailureClass.BUDGET, "deadline passed at step 0 of 4")
+        late = shop.sft("late", seconds_allowance=0.0, seconds_declared=60.0)
+        words = "deadline passed (0 s were left of budget.wall_clock: 60 s) at step 0 of 4; raise budget.wall_clock"
+        refused(run(late), FailureClass.BUDGET, words)
+
+    def test_what_was_left_is_said_beside_what_was_declared(self, shop: Shop) -> None:
+        poor = shop.sft("poor", token_allowance=3, tokens_declared=5000)
+        words = "spent 0 of 3 left for it (budget.tokens: 5000) at step 0 of 4; raise budget.tokens"
+        refused(run(poor), FailureClass.BUDGET, words)
 
     def test_a_pair_that_is_longer_than_the_stage_allows_is_refused(self, shop: Shop) -> None:
         rows = [{"prompt": "Q:1", "chosen": "A:1", "rejected": "A:2"}]

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from posttrain.app.fitting import located
-from posttrain.app.placing import refuse_infeasible
+from posttrain.app.placing import refuse_infeasible, refuse_oversized
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned, manifest_from_json
 from posttrain.domain.canonical import canonical_json
@@ -96,4 +96,5 @@ def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> None:
                 f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "
                 "register it with posttrain asset add"
             )
+    refuse_oversized(manifest, path)
     refuse_infeasible(manifest, loads, workspace, path)

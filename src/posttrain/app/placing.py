@@ -51,6 +51,23 @@ def refuse_infeasible(
             raise InputError(f"{source}: stages.{name}: {found[0]}{more}")
 
 
+def refuse_oversized(manifest: Manifest, source: Path) -> None:
+    """Refuse to make a model from nothing that this machine could not hold.
+
+    Raises:
+        InputError: naming its parameters, its bytes and this machine's memory.
+    """
+    for stage in manifest.stages:
+        shape = _made_from_nothing(stage.params) if stage.kind == "init_model" else None
+        memory = this_machine().memory if shape else None
+        if shape and memory is not None and 4 * shape.parameters > memory:
+            raise InputError(
+                f"{source}: stages.{stage.name}: a model of hidden_size {shape.hidden}, layers {shape.layers} and "
+                f"intermediate_size {shape.intermediate} has {shape.parameters:.3g} parameters, "
+                f"{gib(4 * shape.parameters)} in float32, this machine has {gib(memory)}; make it smaller"
+            )
+
+
 def stage_residency(
     load: Load, shapes: Mapping[str, Shape], machine: Machine, prompt_tokens: float | None = None
 ) -> Residency:

@@ -61,7 +61,8 @@ def write_report(workspace: Workspace, run_id: str) -> Written:
     curves = _curves(workspace, watcher, status, manifest, run_id)
     picture = None
     if curves.series:
-        learning_curve(folder / "curves.png", curves.series, boundaries=curves.boundaries, title=run_id)
+        title = "\n".join([run_id, *(f"{s.record.name}: {s.begun}" for s in status.stages if s.begun)])
+        learning_curve(folder / "curves.png", curves.series, boundaries=curves.boundaries, title=title)
         picture = (folder / "curves.png").read_bytes()
     report = _report(workspace, status, manifest, picture)
     run_report(folder / "report.html", report)
@@ -182,7 +183,7 @@ def _report(workspace: Workspace, status: RunStatus, manifest: Manifest, picture
         gates=gates.verdicts if gates else (),
         lineage=tuple(tree_lines(run_lineage(workspace.wiring, run.id))),
         budgets=tuple(_budget_rows(workspace, status, manifest)),
-        warnings=tuple(_warnings(changes, other)),
+        warnings=(*_warnings(changes, other), *_begun(status)),
         compared_with=other,
         changes=tuple(ChangeRow(c.path, c.before, c.after, c.notes) for c in changes),
         curve=picture,
@@ -226,6 +227,13 @@ def _changes(
     if theirs is None:
         return "", []
     return other, compare(workspace.wiring, theirs, manifest)
+
+
+def _begun(status: RunStatus) -> Iterator[str]:
+    """One line for every stage whose curve does not begin at its beginning."""
+    for stage in status.stages:
+        if stage.begun:
+            yield f"{stage.record.name}: {stage.begun}; curve and trace begin behind them"
 
 
 def _warnings(changes: Sequence[Difference], other: str) -> Iterator[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 from posttrain.app.confinement import check_confinement
 from posttrain.app.fitting import check_fit
 from posttrain.app.locks import is_lock, read_lock, refuse_lock
-from posttrain.app.placing import refuse_infeasible
+from posttrain.app.outlook import look_ahead, refuse_hopeless
+from posttrain.app.placing import refuse_infeasible, refuse_oversized
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.control import actions, compare, explain
 from posttrain.control.lineage import Node, VerifyReport, release_lineage, verify
@@ -22,6 +24,8 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import ReleaseEntry, RunRecord
 from posttrain.domain.runspec import RunSpec, load_run_spec
 
+JUDGING = ("pyarrow.dataset", "scipy.optimize", "scipy.special", "scipy.stats")  # what gates import when they judge
+REPORTING = ("posttrain.app.reporting",)
 MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader
 
 
@@ -32,6 +36,7 @@ class Run:
     workspace: Workspace
     id: str
     attached: bool = False  # submitted before: this submit started nothing
+    warnings: tuple[str, ...] = ()  # of the plan that this submit made
 
     @property
     def record(self) -> RunRecord:
@@ -68,6 +73,8 @@ class Run:
             DeadlineError: `timeout` passed; the run is not stopped by that.
             PosttrainError: with `check`, the error of the run's outcome.
         """
+        if any(stage.kind == "gate" for stage in self.workspace.ledger.stages(self.id)):
+            load_ahead(JUDGING)
         reconciler = self.workspace.reconciler
         try:
             record = reconciler.drive(self.id, timeout=timeout, watch=watch)
@@ -158,7 +165,22 @@ def plan(path: str | Path, workspace: Workspace | None = None, *, seed: int | No
 
 
 def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | None = None) -> Planned:
-    """Resolve an already read run file; relative paths in it start at its folder.
+    """Resolve an already read run file, and refuse what can never succeed unless its run exists already.
+
+    Raises:
+        InputError: as `resolve_spec`; also for a budget or a gate that no run of it could meet.
+    """
+    planned = resolve_spec(spec, workspace, source, seed=seed)
+    manifest = planned.manifest
+    if workspace.ledger.runs(manifest_digest=manifest.digest):
+        return planned
+    ahead = look_ahead(planned, spec, workspace, source, verified=False)
+    refuse_hopeless(manifest, ahead, source)
+    return replace(planned, warnings=(*ahead.warnings, *planned.warnings), changes=ahead.changes)
+
+
+def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | None = None) -> Planned:
+    """The manifest of an already read run file; relative paths in it start at its folder.
 
     Raises:
         InputError: as `plan`; also for rows that do not fit the model or the stage that reads them, and for a placement
@@ -171,6 +193,7 @@ def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | 
     resolve = workspace.catalog.resolver(source.parent)
     planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, workspace.ledger.channels())
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
+    refuse_oversized(planned.manifest, source)
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
     found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
     return replace(planned, warnings=(*planned.warnings, *found))
@@ -199,7 +222,13 @@ def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = Fals
     submitted = submit_manifest(workspace.wiring, planned.manifest, again=again)
     if submitted.run.state == RunState.STOPPED:
         actions.retry(workspace.wiring, submitted.run.id)
-    return Run(workspace, submitted.run.id, submitted.attached)
+    return Run(workspace, submitted.run.id, submitted.attached, () if submitted.attached else planned.warnings)
+
+
+def load_ahead(modules: Iterable[str]) -> None:
+    """Import what a driver will need at the end: sources and libraries may be replaced under one of days."""
+    for module in modules:
+        import_module(module)
 
 
 def run(prefix: str, workspace: Workspace | None = None) -> Run:

@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain.app.workspace import Workspace, process_alive
 from posttrain.control.budgets import spending
+from posttrain.control.resuming import trained_elsewhere
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
 from posttrain.domain.lifecycle import RunState, StageState, is_final
@@ -32,6 +33,8 @@ class StageStatus:
     seconds: float  # its jobs ran, over all attempts
     reason: str  # one sentence; never empty for a stage that is not running
     next_action: str
+    changed_at: float | None = None  # when the ledger was last told something of it
+    begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", where it went on from another stage's checkpoint
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -44,6 +47,7 @@ class StageStatus:
             "message": self.reason,
             "next_action": self.next_action,
             "cached_from": row.cached_from,
+            "begun": self.begun,
             "attempts": [_attempt_json(attempt) for attempt in self.attempts],
             "seconds": round(self.seconds, 3),
             "tokens": row.tokens,
@@ -106,6 +110,8 @@ class RunWatcher:
         self._watchers: dict[str, StageWatcher] = {}
         self._manifest: Manifest | None = None
         self._trouble = ""
+        self._changed: dict[str, tuple[int, float | None]] = {}  # stage → generation of its row, and when it came
+        self._begun: dict[str, str] = {}
 
     def read(self) -> RunStatus:
         """The run as it is now.
@@ -118,6 +124,9 @@ class RunWatcher:
             run = ledger.run(self._run_id)
             rows = ledger.stages(run.id)
             attempts = [self._attempts(ledger, row) for row in rows]
+            for row in rows:
+                if self._changed.get(row.name, (-1, None))[0] != row.generation:
+                    self._changed[row.name] = row.generation, ledger.last_said(f"{row.run_id}/{row.name}")
         if self._manifest is None and not self._trouble:
             self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
         waiting = _waiting_for(self._manifest, rows) if self._manifest else {}
@@ -146,7 +155,10 @@ class RunWatcher:
         running = sum(max(0.0, now - launched) for launched in live)
         seconds = spending((), own, running=running).seconds  # what the budget is billed, or will be
         reason, action = _stage_words(run, row, waiting.get(row.name, ""))
-        return StageStatus(row, own, progress, seconds, reason, action)
+        if attempts and not self._begun.get(row.name):
+            self._begun[row.name] = trained_elsewhere(self._workspace.wiring, attempts)
+        changed, begun = self._changed[row.name][1], self._begun.get(row.name, "")
+        return StageStatus(row, own, progress, seconds, reason, action, changed, begun)
 
 
 class Vigil:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain.app.workspace import Workspace
+from posttrain.control.resuming import trained_elsewhere
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
 from posttrain.domain.facts import Sample, Span
 from posttrain.domain.records import AttemptRecord
@@ -31,6 +32,7 @@ class WrittenTrace:
     stages: tuple[StageTimeline, ...]
     samples: int
     notes: tuple[str, ...]  # segments that could not be read and were left out
+    begun: tuple[str, ...] = ()  # stages that went on from another's checkpoint
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -41,6 +43,7 @@ class WrittenTrace:
             "stages": [stage.to_json() for stage in self.stages],
             "samples": self.samples,
             "notes": list(self.notes),
+            "begun": list(self.begun),
         }
 
 
@@ -79,8 +82,9 @@ def write_trace(workspace: Workspace, run_id: str, stage: str | None, out: Path)
     trace, page = out / f"{run_id}-trace.json", out / f"{run_id}-trace.html"
     write_atomic(trace, json.dumps(chrome_trace(attempts), separators=(",", ":")).encode())
     samples = [one.sample for one in recorded]
-    trace_page(page, TracePage(run_id, run.name, run.state, attempts, samples, notes))
-    return WrittenTrace(run_id, trace, page, tuple(summarise(attempts)), len(samples), tuple(notes))
+    begun = tuple(_begun(workspace, run_id, stage))
+    trace_page(page, TracePage(run_id, run.name, run.state, attempts, samples, notes, begun))
+    return WrittenTrace(run_id, trace, page, tuple(summarise(attempts)), len(samples), tuple(notes), begun)
 
 
 def recorded_samples(
@@ -136,6 +140,15 @@ def _attempts(workspace: Workspace, run_id: str, stage: str | None) -> list[tupl
             for attempt in workspace.ledger.attempts(origin, name):
                 found.append((row.name, attempt, workspace.wiring.folder(attempt)))
     return found
+
+
+def _begun(workspace: Workspace, run_id: str, stage: str | None) -> Iterator[str]:
+    """One line for every stage that went on from another stage's checkpoint: its trace begins there."""
+    firsts = [(name, attempt) for name, attempt, _ in _attempts(workspace, run_id, stage) if attempt.number == 1]
+    for name, attempt in firsts:
+        words = trained_elsewhere(workspace.wiring, [attempt])
+        if words:
+            yield f"{name}: {words}"
 
 
 def _spans(stage: str, attempt: AttemptRecord, folder: AttemptFolder, notes: list[str]) -> AttemptSpans:

@@ -15,6 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 _C0 = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}  # ␛ for ESC, and so on
 _DIRECTIONS = (*range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C)
@@ -25,7 +26,7 @@ _UNSHOWN = (
 )  # C1 controls, writing directions, lone surrogates
 _PICTURES = {**_C0, 0x7F: 0x2421, **dict.fromkeys(_UNSHOWN, 0xFFFD)}
 _COMMANDS = re.compile("[" + "".join(map(chr, (0x7F, *_UNSHOWN))) + "]")  # what JSON does not escape by itself
-PIPE_WIDTH = 160  # columns where there is no terminal to ask
+PIPE_WIDTH = 1_000_000  # columns where there is no terminal: whoever reads a pipe cuts for himself
 
 
 class Output(StrEnum):
@@ -70,7 +71,7 @@ _PLAIN_GLYPHS = {"✔": "+", "●": "*", "◌": "-", "■": "-", "✘": "x", "�
 def console() -> Console:
     """A console on stdout that draws by itself and lets no text of others do so.
 
-    Colours only on a terminal and without NO_COLOR; wide lines into a pipe.
+    Colours only on a terminal and without NO_COLOR; whole lines into a pipe.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -84,6 +85,12 @@ def console() -> Console:
 
     interactive = sys.stdout.isatty()
     return Harmless(highlight=False, soft_wrap=not interactive, width=None if interactive else PIPE_WIDTH)
+
+
+def branch(label: Text) -> Text:
+    """A line of a tree: whole in a pipe, cut to a terminal's width with an ellipsis."""
+    label.no_wrap, label.overflow = True, "ellipsis"
+    return label
 
 
 def harmless(text: str) -> str:

@@ -91,11 +91,13 @@ def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: st
         PosttrainError: the run's outcome, or the deadline.
         typer.Exit: Ctrl-C detached.
     """
+    from posttrain.app.runs import REPORTING, load_ahead
     from posttrain.app.status import read_status
     from posttrain.cli.live import open_display
     from posttrain.cli.screens import run_footer
     from posttrain.control.explain import outcome_error
 
+    load_ahead(REPORTING)
     try:
         with open_display(workspace, handle.id) as display:
             record = handle.wait(timeout, watch=display)
@@ -122,6 +124,7 @@ def _greet(workspace: Workspace, handle: Run) -> None:
     record = handle.record
     if not handle.attached:
         say(f"run {handle.id}  manifest {digest(record.manifest_digest)}")
+        say(*(f"warning: {warning}" for warning in handle.warnings))
     elif is_final("run", record.state):
         say(f"attached to run {handle.id}: {record.state} {ago(record.finished_at)} (--again starts another)")
     else:

@@ -17,8 +17,9 @@ from rich.text import Text
 
 from posttrain.app.status import RunStatus, RunWatcher, StageStatus
 from posttrain.cli.console import console, count, duration, glyph, number, say, style
+from posttrain.domain.facts import Note
 from posttrain.domain.lifecycle import StageState, is_final
-from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.records import RunRecord
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -88,7 +89,8 @@ class LineDisplay:
         self._watcher = watcher
         self._told: dict[str, tuple[str, str, str]] = {}  # stage → state, reason and message last told
         self._line_at: dict[str, float] = {}
-        self._noted: dict[str, tuple[str, ...]] = {}
+        self._said_at: dict[str, float | None] = {}  # of the progress last told
+        self._noted: dict[str, tuple[Note, ...]] = {}
         self._looked = 0.0
 
     def __call__(self, run: RunRecord) -> None:
@@ -105,18 +107,20 @@ class LineDisplay:
         row = stage.record
         for note in stage.progress.notes:
             if note not in self._noted.get(row.name, ()):
-                _line(row.name, f"note: {note}", _ended(row))
+                _line(row.name, f"note: {note.message}", note.at)
         self._noted[row.name] = stage.progress.notes
-        told = (row.state, row.reason, row.message)
+        told, progress = (row.state, row.reason, row.message), stage.progress
         if row.state == StageState.PENDING:
             return
         if told != self._told.get(row.name):
             self._told[row.name] = told
             self._line_at[row.name] = now
-            _line(row.name, _changed(stage), _ended(row))
-        elif row.state == StageState.RUNNING and stage.progress.total and now - self._line_at[row.name] >= _LINE_EVERY:
-            self._line_at[row.name] = now
-            _line(row.name, progress_words(stage))
+            _line(row.name, _changed(stage), stage.changed_at)
+            return
+        new = progress.total and not progress.stale and progress.at != self._said_at.get(row.name)
+        if row.state == StageState.RUNNING and new and now - self._line_at[row.name] >= _LINE_EVERY:
+            self._line_at[row.name], self._said_at[row.name] = now, progress.at
+            _line(row.name, progress_words(stage), progress.at)
 
     def __enter__(self) -> LineDisplay:
         return self
@@ -154,14 +158,14 @@ def run_table(status: RunStatus, width: int) -> RenderableType:
         f"  {status.run.state}  {duration(status.seconds)}  {count(status.tokens)} tokens",
         ("  Ctrl-C leaves it running", "dim"),
     )
-    notes = [(stage.record.name, note) for stage in status.stages for note in stage.progress.notes][-3:]
+    notes = [(stage.record.name, note.message) for stage in status.stages for note in stage.progress.notes][-3:]
     return Group(head, table, *(Text(f"  {name}: {note}", style="dim", overflow="ellipsis") for name, note in notes))
 
 
 def _row(stage: StageStatus, titles: list[str]) -> list[RenderableType]:
     row, progress = stage.record, stage.progress
     mark = Text(glyph(row.state), style=style(row.state))
-    if row.state != StageState.RUNNING or not progress.total:
+    if row.state != StageState.RUNNING or not progress.total or progress.stale:
         words = f"reused from {row.cached_from}" if row.cached_from else stage.reason
         shown: RenderableType = Text(
             words if row.state != StageState.RUNNING else "starting", style="dim", overflow="ellipsis"
@@ -197,13 +201,8 @@ def _changed(stage: StageStatus) -> str:
     return "; ".join(word for word in words if word)
 
 
-def _ended(row: StageRecord) -> float | None:
-    """When a stage ended: what is told of it happened no later, however late somebody attaches."""
-    return row.finished_at if is_final("stage", row.state) else None
-
-
 def _line(stage: str, words: str, at: float | None = None) -> None:
-    """One line with the time of what it tells, now by default; with its date unless that is today."""
+    """One line with the time of what it tells, however late it is told; with its date unless that is today."""
     now = time.time()
     day, today = (time.strftime("%Y-%m-%d", time.localtime(moment)) for moment in (now if at is None else at, now))
     stamp = time.strftime("%H:%M:%S", time.localtime(now if at is None else at))

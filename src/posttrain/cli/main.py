@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,10 +22,11 @@ from typer.core import TyperGroup
 from posttrain._version import __version__
 from posttrain.cli import assets, demo, driving, plans, releases, runs, trace, workspace
 from posttrain.cli.console import aside, harmless
-from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.domain.errors import ConflictError, InputError, PosttrainError
 from posttrain.store.atomic import unwritable
 
 _BUG = 1
+_STARTED = time.time() - 0.02  # a file system counts in ticks of a few milliseconds
 _LONGEST = 900  # characters of an error
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
@@ -66,8 +68,9 @@ class Commands(TyperGroup):
                 if isinstance(getattr(error, "message", None), str):
                     error.message = harmless(error.message)  # type: ignore[attr-defined]  # it quotes what was typed
                 raise  # a usage error: typer prints it
-            aside(f"error: {_bug(error)}")
-            raise SystemExit(_BUG) from error
+            changed = _changed(error)
+            aside(f"error: {_replaced(changed, error) if changed else _bug(error)}")
+            raise SystemExit(ConflictError.exit_code if changed else _BUG) from error
 
 
 def _exit_codes() -> Iterator[tuple[int, str]]:
@@ -151,6 +154,28 @@ def _unreadable(error: RecursionError | UnicodeError) -> str:
     if isinstance(error, RecursionError):
         return "what was given is nested deeper than can be read; flatten it"
     return f"what was given must be text in UTF-8: {_one_line(error)[:200]}; write it again"
+
+
+def _changed(error: Exception) -> str:
+    """A source of this package that was replaced or removed since the command started; empty: none."""
+    root = Path(__file__).parents[1]
+    missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+    places = [root.parent.joinpath(*missing.split(".")).parent] if missing.startswith("posttrain.") else []
+    loaded = [Path(str(m.__file__)) for name, m in sys.modules.items() if name.startswith("posttrain.") and m.__file__]
+    for path in (*places, *loaded, *root.rglob("*.py")):
+        try:
+            if path.stat().st_ctime > _STARTED:
+                return missing or path.name
+        except FileNotFoundError:
+            return missing or path.name
+    return ""
+
+
+def _replaced(source: str, error: Exception) -> str:
+    return (
+        f"posttrain itself was changed while this command ran ({source}), so it cannot go on "
+        f"({type(error).__name__}: {_one_line(error)}); nothing is lost: type the same command again"
+    )
 
 
 def _bug(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,8 @@ def plan(file: FileArgument, seed: SeedOption = None, output: OutputOption = Out
     for line in plan_lines(view):
         screen.print(line)
     if not view.existing:
-        say(f"next:     posttrain run {file}" + (f" --seed {seed}" if seed is not None else ""))
+        command = f"posttrain run {file}" + (f" --seed {seed}" if seed is not None else "")
+        say(f"next:     {_first(view.changes, command)}")
 
 
 def lock(
@@ -54,11 +56,19 @@ def lock(
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
-    manifest = runs.plan(file, workspace, seed=seed).manifest
+    planned = runs.plan(file, workspace, seed=seed)
+    manifest = planned.manifest
     workspace.close()
     path = out or lock_path(file)
     write_lock(manifest, path)
     if output is Output.JSON:
         emit_json({"digest": manifest.digest, "path": str(path)})
     else:
-        say(f"{manifest.digest}  {path}", f"next: posttrain run {path}")
+        say(f"{manifest.digest}  {path}", *(f"warning: {warning}" for warning in planned.warnings))
+        again = [f"{change} and lock again" for change in planned.changes[-1:]]
+        say(f"next: {_first((*planned.changes[:-1], *again), f'posttrain run {path}')}")
+
+
+def _first(changes: Sequence[str], command: str) -> str:
+    """What to do next: the command, after what should be changed before it."""
+    return f"{'; '.join(changes)}; then {command}" if changes else command

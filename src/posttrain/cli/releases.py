@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, console, digest, emit_json, say
+from posttrain.cli.console import Output, OutputOption, branch, console, digest, emit_json, say
 from posttrain.cli.driving import RunArgument
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from posttrain.control.lineage import Node
 
 _KIND_STYLES = {"release": "bold green", "run": "bold", "model": "bold cyan", "reward": "magenta", "dataset": "blue"}
-_CUT = 72  # characters of a detail (a guideline, say) on the tree
+_CUT = 72  # characters of a detail (a guideline, say) on a terminal's tree
 
 
 def register(app: typer.Typer) -> None:
@@ -142,8 +143,9 @@ def _label(node: Node) -> Any:
         label.append(f"  {digest(node.digest)}", style="dim")
     for key, value in node.details:
         flat = digest(value) if value.startswith("sha256:") else " ".join(value.split())
-        label.append(f"  {key}: {flat if len(flat) <= _CUT else flat[: _CUT - 1] + '…'}", style="dim")
-    return label
+        whole = len(flat) <= _CUT or not sys.stdout.isatty()
+        label.append(f"  {key}: {flat if whole else flat[: _CUT - 1] + '…'}", style="dim")
+    return branch(label)
 
 
 def _as_json(node: Node) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.tree import Tree
 
 from posttrain.app.planning import PlanView, StagePlan
 from posttrain.app.status import RunStatus, StageStatus
-from posttrain.cli.console import count, digest, duration, glyph, moment, style
+from posttrain.cli.console import branch, count, digest, duration, glyph, moment, style
 from posttrain.control.compare import Difference
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.lifecycle import AttemptState, StageState
@@ -30,12 +30,14 @@ def run_tree(status: RunStatus) -> Tree:
         f"  {run.state}",
         (f"  {duration(status.seconds)}, {count(status.tokens)} tokens, owner {run.owner}", "dim"),
     )
-    root = Tree(head, guide_style="dim")
+    root = Tree(branch(head), guide_style="dim")
     for stage in status.stages:
-        branch = root.add(_stage_line(stage))
+        below = root.add(branch(_stage_line(stage)))
+        if stage.begun:
+            below.add(branch(Text(stage.begun, style="dim")))
         for attempt in stage.attempts:
             if len(stage.attempts) > 1 or attempt.state in (AttemptState.LOST, AttemptState.FAILED):
-                branch.add(attempt_line(attempt))
+                below.add(branch(attempt_line(attempt)))
     return root
 
 
@@ -59,7 +61,8 @@ def _stage_line(stage: StageStatus) -> Text:
     if row.cached_from:
         line.append(f"  reused from {row.cached_from}", style="dim")
     elif row.state == StageState.RUNNING:
-        line.append(f"  step {progress.step}/{progress.total}" if progress.total else "  starting")
+        under_way = progress.total and not progress.stale
+        line.append(f"  step {progress.step}/{progress.total}" if under_way else "  starting")
         if progress.eta is not None:
             line.append(f"  eta {duration(progress.eta)}", style="dim")
     elif row.state == StageState.SUCCEEDED and stage.attempts:
@@ -138,15 +141,16 @@ def difference_lines(differences: Iterable[Difference]) -> Iterator[Text]:
 def plan_tree(view: PlanView) -> Tree:
     """The stage graph with inputs, cache and cost."""
     manifest = view.manifest
-    root = Tree(Text(f"{manifest.name}  {manifest.digest}", style="bold"), guide_style="dim")
+    root = Tree(branch(Text(f"{manifest.name}  {manifest.digest}", style="bold")), guide_style="dim")
     for stage in view.stages:
         state = f"cached: {stage.cached_from}" if stage.cached_from else _cost(stage)
         tint = "green" if stage.cached_from else "default"
-        branch = root.add(Text.assemble((stage.name, "bold"), (f"  {stage.kind}", "cyan"), (f"  {state}", tint)))
+        head = Text.assemble((stage.name, "bold"), (f"  {stage.kind}", "cyan"), (f"  {state}", tint))
+        below = root.add(branch(head))
         for slot, name, full in stage.inputs if stage.kind not in _CONTROL else ():
-            branch.add(Text(f"{slot}: {name}" + (f"  {digest(full)}" if full else ""), style="dim"))
+            below.add(branch(Text(f"{slot}: {name}" + (f"  {digest(full)}" if full else ""), style="dim")))
         for shown in _placement(stage):
-            branch.add(shown)
+            below.add(branch(shown) if isinstance(shown, Text) else shown)
     return root
 
 

@@ -79,6 +79,8 @@ def _show_written(written: WrittenTrace, output: Output) -> None:
         for line in _step_lines(stage):
             say(line)
         say("")
+    for line in written.begun:
+        say(f"note:   {line}")
     for note in written.notes:
         say(f"left out: {note}")
     say(f"page:   {written.page}", f"trace:  {written.trace} (open it in ui.perfetto.dev or chrome://tracing)")

@@ -20,6 +20,8 @@ from posttrain.store.trees import put_tree
 
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 STOP_GRACE_SECONDS = 30.0
+_SMALLER_BATCHES = "lower runtime.micro_batch_tokens"
+_SMALLER = {"init_model": "make the model smaller", "evaluate": "lower the suites' max_new_tokens"}
 PREEMPTIONS_PER_ATTEMPT = 4  # a preempted job did nothing wrong, but a place that always preempts is no place
 
 
@@ -36,7 +38,7 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
             if result.state not in (JobState.STARTING, JobState.RUNNING):
                 _lost(wiring, manifest, stage, attempt, result)
             return
-        result = _why_stopped(run, attempt, result)
+        result = _why_stopped(run, manifest, attempt, result)
         if result.status == "failed" and result.failure and result.failure.kind.retried:
             _retry(wiring, manifest, stage, attempt, result.failure, AttemptState.FAILED, result)
             return
@@ -84,13 +86,14 @@ def _begin(
         _retry(wiring, manifest, stage, attempt, failure, AttemptState.LOST)
 
 
-def _why_stopped(run: RunRecord, attempt: AttemptRecord, result: JobResult) -> JobResult:
+def _why_stopped(run: RunRecord, manifest: Manifest, attempt: AttemptRecord, result: JobResult) -> JobResult:
     """A job that stopped though no person asked: it was told to end for the budget, or from outside."""
     if result.status != "stopped" or run.desired == "stopped":
         return result
     asked = attempt.stop_requested_at is not None  # and a run that nobody stopped asks for the budget's sake only
     preempted = Failure(FailureClass.PREEMPTED, "the job was told to end from outside (SIGTERM)", "")
-    over = Failure(FailureClass.BUDGET, "the budget is spent; raise it in run.yaml and submit again", "budget")
+    spent = f"the budget ({budgets.declared(manifest)}) is spent; raise it in run.yaml and submit again"
+    over = Failure(FailureClass.BUDGET, spent, "budget")
     return replace(result, status="failed", failure=over if asked else preempted)
 
 
@@ -196,7 +199,7 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
     return {
         FailureClass.BUDGET: "raise the budget in run.yaml and submit again",
         FailureClass.BAD_INPUT: f"mend what the message names and submit again, or posttrain retry {stage.run_id}",
-        FailureClass.OUT_OF_MEMORY: "lower runtime.micro_batch_tokens and submit again",
+        FailureClass.OUT_OF_MEMORY: f"{_SMALLER.get(stage.kind, _SMALLER_BATCHES)} and submit again",
         FailureClass.DIVERGED: "lower the learning rate and submit again",
     }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; mend the cause and submit again")
 

@@ -54,6 +54,13 @@ def seconds_allowance(manifest: Manifest, spent: Spending) -> float | None:
     return manifest.budget.wall_clock - spent.seconds
 
 
+def declared(manifest: Manifest) -> str:
+    """`tokens: 5000000, wall_clock: 1800 s`: the limits as the run file has them."""
+    budget = manifest.budget
+    tokens = [f"tokens: {budget.tokens}"] if budget.tokens is not None else []
+    return ", ".join([*tokens, *([f"wall_clock: {budget.wall_clock:g} s"] if budget.wall_clock is not None else [])])
+
+
 def exhausted(manifest: Manifest, spent: Spending) -> str | None:
     """One sentence when a limit is reached, else None."""
     budget = manifest.budget

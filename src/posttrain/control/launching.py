@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.control import budgets, environments
-from posttrain.control.resuming import Found, find_checkpoint, tokens_in, tokens_taken_over
+from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens_in, tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InfrastructureError
@@ -95,6 +95,7 @@ def attempt_spec(wiring: Wiring, attempt: AttemptRecord, trainer: Trainer) -> Jo
 def _order(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> JobOrder:
     attempts = wiring.ledger.attempts(stage.run_id)
     inherited = tokens_in(wiring, attempt.resume)
+    origin, step = origin_of(wiring, stage, attempt)
     taken_over = tokens_taken_over(wiring, attempts) if budgets.one_at_a_time(manifest) else 0
     spent = budgets.spending(wiring.ledger.stages(stage.run_id), attempts, taken_over=taken_over)
     plan = manifest.stage(stage.name)
@@ -107,9 +108,13 @@ def _order(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: Atte
         store_url=wiring.blobs.url,
         cache_dir=str(wiring.root / "cache"),
         resume=attempt.resume,
+        resumed_from=origin,
+        resumed_step=step,
         tokens_inherited=inherited,
         token_allowance=budgets.token_allowance(manifest, spent, inherited),
         seconds_allowance=budgets.seconds_allowance(manifest, spent),
+        tokens_declared=manifest.budget.tokens,
+        seconds_declared=manifest.budget.wall_clock,
         environment=environments.ordered(wiring, stage.run_id),
         trust_rewards=wiring.trust_rewards,
     )

@@ -25,7 +25,8 @@ class Planned:
 
     manifest: Manifest
     contracts: Mapping[str, StageContract]
-    warnings: tuple[str, ...] = ()  # what could not be checked before the run
+    warnings: tuple[str, ...] = ()  # what could not be checked before the run, or will probably not do
+    changes: tuple[str, ...] = ()  # what to change before the run is started
 
 
 def plan_run(

@@ -6,8 +6,9 @@ elsewhere, goes on from where the one before it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import InputError, IntegrityError
@@ -47,11 +48,38 @@ def find_checkpoint(wiring: Wiring, stage: StageRecord, key: str, own: Sequence[
 
 def tokens_in(wiring: Wiring, checkpoint: str | None) -> int:
     """Tokens that the lineage of a checkpoint had spent when it was written; 0 for none."""
-    if checkpoint is None:
-        return 0
+    return int(_state(wiring, checkpoint).get("tokens", 0)) if checkpoint is not None else 0
+
+
+def origin_of(wiring: Wiring, stage: StageRecord, attempt: AttemptRecord) -> tuple[str, int]:
+    """(run/stage, step) of the checkpoint that an attempt resumes from; ("", 0) for none."""
+    if attempt.resume is None:
+        return "", 0
+    step = int(_state(wiring, attempt.resume).get("step", 0))
+    own = [a for a in wiring.ledger.attempts(stage.run_id, stage.name) if a.number < attempt.number]
+    found = (a for s, a in _candidates(wiring, stage, stage.cache_key or "", own) if s == step)
+    return next((f"{a.run_id}/{a.stage}" for a in found), "an earlier run"), step
+
+
+def trained_elsewhere(wiring: Wiring, attempts: Sequence[AttemptRecord]) -> str:
+    """`steps 1-40 were trained in RUN/STAGE`, of a stage that went on from another's checkpoint; else empty.
+
+    Args:
+        attempts: of one stage, oldest first.
+    """
+    if not attempts or attempts[0].resume is None:
+        return ""
+    try:
+        order = wiring.folder(attempts[0]).read_order()
+    except (InputError, IntegrityError):  # not launched yet, or damaged
+        return ""
+    return f"steps 1-{order.resumed_step} were trained in {order.resumed_from}" if order.resumed_from else ""
+
+
+def _state(wiring: Wiring, checkpoint: str) -> Mapping[str, Any]:
     state = tree_listing(wiring.blobs, checkpoint).get(_STATE)
-    value = read_json(wiring.blobs, state.digest) if state else {}
-    return int(value.get("tokens", 0))
+    value: Mapping[str, Any] = read_json(wiring.blobs, state.digest) if state else {}
+    return value
 
 
 def tokens_taken_over(wiring: Wiring, attempts: Sequence[AttemptRecord]) -> int:

@@ -67,7 +67,12 @@ def _skip(wiring: Wiring, stage: StageRecord, channel: str) -> StageRecord:
     message = f"channel {channel} has no release yet, so there is no baseline to evaluate"
     with wiring.ledger.transaction(wiring.actor) as transaction:
         return transaction.update_stage(
-            stage, state=StageState.SKIPPED, reason="ChannelEmpty", message=message, next_action="none needed"
+            stage,
+            state=StageState.SKIPPED,
+            reason="ChannelEmpty",
+            message=message,
+            next_action="none needed",
+            finished_at=wiring.clock.now(),
         )
 
 

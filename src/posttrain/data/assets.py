@@ -87,7 +87,7 @@ def inspect_reward(
     source = _reward_source(path, file)
     data = source.read_bytes()
     module = _parsed(data, source.name)
-    name, node = _entry_node(module, function, source.name)
+    name, node = _entry_node(module, function, source.name, "; name another with --entry")
     text = _guideline_text(guideline) if guideline else (node and ast.get_docstring(node)) or ast.get_docstring(module)
     try:
         (text or "").encode()
@@ -138,13 +138,13 @@ def _reward_source(path: Path, file: str) -> Path:
     return path / source_name({p.name for p in path.glob("*.py")}, file, path.name)
 
 
-def _entry_node(module: ast.Module, entry: str, source: str) -> tuple[str, _Function | None]:
+def _entry_node(module: ast.Module, entry: str, source: str, remedy: str = "") -> tuple[str, _Function | None]:
     """The entry's name and definition; None for a name that is imported or assigned."""
     functions = {node.name: node for node in module.body if isinstance(node, _Function)}
     entry = entry or entry_name(functions, source)
     if entry not in functions and entry not in _bound_names(module):
         public = [name for name in functions if not name.startswith("_")]
-        raise NotFoundError(f"{source} has no function {entry!r}{nearest(entry, public)}")
+        raise NotFoundError(f"{source} has no function {entry!r}{nearest(entry, public)}{remedy}")
     return entry, functions.get(entry)
 
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
 
 from posttrain.decision.gates import MEAN_LIMIT, NOT_TESTED, PAIRED_LIMIT, RATE_LIMIT
-from posttrain.decision.statistics import difference_chance, rate_lower
+from posttrain.decision.statistics import difference_chance, paired_lower, rate_lower
 from posttrain.domain.gates import GateRule
 from posttrain.domain.measures import ItemRange
 
 ENOUGH = 0.8  # the customary power; below it a good model is turned away more than one time in five
+_EVEN = 0.5  # below it a good model is turned away more often than not
 _NORMAL = NormalDist()
 _SEARCHED = 200_000  # items; a gate that needs more is told so by the normal approximation
 _UNLIKELY = 1e-12  # results with less chance than that in all are left out of an enumeration
+_MOST_ITEMS = 2**24  # of a suite that is advised to be made larger
+_DRAWN = 0.02  # a mean's limit is drawn, not computed: so far off what would be refused it may lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class PowerNote:
     needed: int | None  # items for a power of 80 %; None: no number of items is enough, or not known
     assumption: str  # what the two numbers rest on
     warning: str | None = None  # one sentence when a good model would probably be turned away
+    change: str | None = None  # what to change first, where that is more likely than not
+    refusal: str | None = None  # one sentence when not even the best evidence there could be would pass
 
 
 def gate_power(
@@ -64,6 +69,63 @@ def gate_power(
         expectation: what to assume; `Expectation()` when left out.
     """
     hoped = expectation or Expectation()
+    note = _note(rule, items, possible, channel_empty, hoped)
+    untested = rule.needs_baseline and channel_empty and items >= rule.min_items
+    if untested or can_pass(rule, items, possible):
+        return note
+    return replace(note, refusal=_refusal(rule, items, possible))
+
+
+def can_pass(rule: GateRule, items: int, possible: ItemRange) -> bool:
+    """Whether the best evidence there could be would pass: every item at its best, a baseline's at its worst."""
+    if items < rule.min_items:
+        return False
+    sign = 1 if rule.higher_is_better else -1
+    wanted = sign * rule.threshold
+    if possible.binary and rule.needs_baseline:
+        limit = paired_lower(items, 0, items, rule.confidence)
+    elif possible.binary:
+        limit = rate_lower(items, items, rule.confidence) - (0.0 if rule.higher_is_better else 1.0)
+    else:
+        worst, best = _ends(rule, possible)
+        limit = worst + (best - worst) * ((1 - rule.confidence) ** (1 / items) + _DRAWN)
+    return limit > wanted if rule.strict else limit >= wanted
+
+
+def _refusal(rule: GateRule, items: int, possible: ItemRange) -> str:
+    if items < rule.min_items:
+        return f"needs min_items: {rule.min_items} to be judged, its suite has {items}; add items or lower min_items"
+    key = next(key for key in ("at_least", "at_most", "margin", "by") if getattr(rule, key) is not None)
+    enough = _enough(lambda n: can_pass(rule, n, possible), items)
+    more = f"give its suite {enough} items or " if enough else ""
+    perfect = "a perfect model, against one that gets nothing right," if rule.needs_baseline else "a perfect model"
+    return (
+        f"{key}: {getattr(rule, key):g} cannot be proven by {items} items at confidence {rule.confidence:g}, not even "
+        f"of {perfect}; {more}change {key}"
+    )
+
+
+def _enough(passes: Callable[[int], bool], low: int) -> int | None:
+    """The least number of items that passes, above one that does not; None: no number that anybody has."""
+    high = 2 * low
+    while not passes(high):
+        low, high = high, 2 * high
+        if low > _MOST_ITEMS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if passes(middle) else (middle, high)
+    return high
+
+
+def _ends(rule: GateRule, possible: ItemRange) -> tuple[float, float]:
+    """The worst and the best that one item can be, the larger the better."""
+    if rule.needs_baseline:
+        return -possible.span, possible.span
+    return (possible.low, possible.high) if rule.higher_is_better else (-possible.high, -possible.low)
+
+
+def _note(rule: GateRule, items: int, possible: ItemRange, channel_empty: bool, hoped: Expectation) -> PowerNote:
     if rule.needs_baseline and channel_empty:
         return _empty_channel(rule, items)
     if not possible.binary:
@@ -75,14 +137,15 @@ def gate_power(
     needed = _needed(power_at, about, rule.min_items) if about is not None else None
     test = PAIRED_LIMIT if rule.needs_baseline else RATE_LIMIT
     warning = _warning(rule, items, power, needed, assumption)
-    return PowerNote(rule.name, items, test, power, needed, assumption, warning)
+    change = f"give the suite of gate {rule.name} {needed} items" if needed else f"change gate {rule.name}"
+    return PowerNote(rule.name, items, test, power, needed, assumption, warning, change if power < _EVEN else None)
 
 
 def _warning(rule: GateRule, items: int, power: float, needed: int | None, assumption: str) -> str | None:
-    if power >= ENOUGH:
+    if power >= ENOUGH or (needed is not None and items >= max(needed, rule.min_items)):  # a tooth of the saw below
         return None
     if items < rule.min_items:
-        return f"gate {rule.name} cannot pass: the suite has {items} items, the rule wants min_items: {rule.min_items}"
+        return _too_few(rule, items)
     remedy = f"{needed} items give {ENOUGH:.0%}" if needed is not None else "no number of items is enough"
     return (
         f"gate {rule.name} passes a good model only {power:.0%} of the time on {items} items ({assumption}); {remedy}"
@@ -189,15 +252,22 @@ def _wanted(items: int, losses: np.ndarray, threshold: float, level: float) -> n
 
 def _empty_channel(rule: GateRule, items: int) -> PowerNote:
     assumption = "assumed that the channel is still empty when the gate looks"
+    if items < rule.min_items:
+        return PowerNote(rule.name, items, NOT_TESTED, 0.0, rule.min_items, assumption, _too_few(rule, items))
     if rule.if_channel_empty == "pass":
         return PowerNote(rule.name, items, NOT_TESTED, 1.0, rule.min_items, assumption)
     warning = f"gate {rule.name} cannot pass: the channel is empty and the rule says if_channel_empty: fail"
-    return PowerNote(rule.name, items, NOT_TESTED, 0.0, None, assumption, warning)
+    change = f"set if_channel_empty: pass in gate {rule.name}"
+    return PowerNote(rule.name, items, NOT_TESTED, 0.0, None, assumption, warning, change)
+
+
+def _too_few(rule: GateRule, items: int) -> str:
+    return f"gate {rule.name} cannot pass: the suite has {items} items, the rule wants min_items: {rule.min_items}"
 
 
 def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNote:
     """Of a mean the range alone says something: how far off the threshold even a metric that never varies must lie."""
-    worst = -possible.span if rule.needs_baseline else (possible.low if rule.higher_is_better else -possible.high)
+    worst, _ = _ends(rule, possible)
     threshold = rule.threshold if rule.higher_is_better else -rule.threshold
     least = (threshold - worst) * ((1 - rule.confidence) ** (-1 / max(items, 1)) - 1)
     spreads = (_NORMAL.inv_cdf(rule.confidence) + _NORMAL.inv_cdf(ENOUGH)) / math.sqrt(max(items, 1))
@@ -206,9 +276,5 @@ def _unknown_spread(rule: GateRule, items: int, possible: ItemRange) -> PowerNot
         f"spread of {of} not known yet: its range alone asks for {least:.2g} beyond the threshold,"
         f" and for {ENOUGH:.0%} about {spreads:.2g} standard deviations more"
     )
-    warning = None
-    if items < rule.min_items:
-        warning = (
-            f"gate {rule.name} cannot pass: the suite has {items} items, the rule wants min_items: {rule.min_items}"
-        )
+    warning = _too_few(rule, items) if items < rule.min_items else None
     return PowerNote(rule.name, items, MEAN_LIMIT, 0.0 if warning else None, None, assumption, warning)

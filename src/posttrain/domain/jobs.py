@@ -38,9 +38,13 @@ class JobOrder:
     store_url: str
     cache_dir: str  # where trees are materialised by digest; shared, safe to delete
     resume: str | None = None  # digest of the checkpoint tree to resume from
+    resumed_from: str = ""  # run/stage that wrote it
+    resumed_step: int = 0  # steps done in it
     tokens_inherited: int = 0  # already counted in that checkpoint
     token_allowance: int | None = None  # tokens this attempt's lineage may spend in all
     seconds_allowance: float | None = None  # how long it may run; time in a queue does not count
+    tokens_declared: int | None = None  # budget.tokens, of which the allowance is what was left
+    seconds_declared: float | None = None  # budget.wall_clock
     environment: str = ""  # digest of what the run's first job could import; empty: nobody compares
     trust_rewards: bool = False  # the workspace says that its rewards may run where the kernel cannot confine them
     schema: int = ORDER_SCHEMA
@@ -63,6 +67,26 @@ class JobOrder:
         inputs = {slot: InputBlob(**blob) for slot, blob in value["inputs"].items()}
         known = {key: item for key, item in value.items() if key != "deadline"}  # of orders before 0.2
         return cls(**{**known, "inputs": inputs})
+
+
+def tokens_short(coming: str, worst: int, spent: int, allowed: int, declared: int | None) -> str:
+    """One sentence: what comes next may exceed the token budget.
+
+    Args:
+        coming: "the next step".
+        worst: tokens that it may take.
+        spent: by the lineage so far.
+        allowed: the lineage in all; less than what was declared where other stages spent of it.
+        declared: `budget.tokens`; None: not known.
+    """
+    of = "" if declared is None else f" (budget.tokens: {declared})"
+    return f"token budget must cover {coming} (at most {worst} tokens): spent {spent} of {allowed} left for it{of}"
+
+
+def seconds_short(allowed: float | None, declared: float | None) -> str:
+    """One sentence's beginning: the time that a job was given is over."""
+    of = "" if declared is None else f" of budget.wall_clock: {declared:g} s"
+    return "deadline passed" + ("" if allowed is None else f" ({max(allowed, 0.0):.0f} s were left{of})")
 
 
 @dataclass(frozen=True, slots=True)

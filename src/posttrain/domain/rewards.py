@@ -28,7 +28,10 @@ def source_name(files: Collection[str], wanted: str, folder: str) -> str:
     chosen = wanted or (CONVENTIONAL_FILE if CONVENTIONAL_FILE in files else only)
     if chosen not in files:
         missing = repr(wanted) if wanted else f"`{CONVENTIONAL_FILE}` or a single Python file"
-        raise InputError(f"reward folder {folder} must hold {missing}, got {', '.join(sorted(files)) or 'none'}")
+        remedy = f"; name one with --entry {min(files)}:FUNCTION" if files else ""
+        raise InputError(
+            f"reward folder {folder} must hold {missing}, got {', '.join(sorted(files)) or 'none'}{remedy}"
+        )
     return chosen
 
 
@@ -46,5 +49,8 @@ def entry_name(functions: Iterable[str], source: str) -> str:
     entry = next((name for name in CONVENTIONAL_ENTRIES if name in public), public[0] if len(public) == 1 else "")
     if not entry:
         defined = ", ".join(public) or "none"
-        raise InputError(f"{source} must define a function `score`, or one public function; it defines {defined}")
+        remedy = f"; name the one with --entry {public[0]}" if public else ""
+        raise InputError(
+            f"{source} must define a function `score`, or one public function; it defines {defined}{remedy}"
+        )
     return entry

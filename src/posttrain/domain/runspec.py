@@ -35,6 +35,7 @@ _DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
 RESERVED_STAGES = frozenset({"base", "gate", "release"})
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h|d)?$")
+LONGEST = 3650 * 86400.0  # seconds that may be declared; more is a slip
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -44,7 +45,10 @@ def parse_duration(value: Any) -> Any:
         match = _DURATION.match(value.strip())
         if not match:
             raise ValueError(f"must be a duration such as 90s, 10m or 2h, got {value!r}")
-        return float(match[1]) * _UNITS[match[2] or "s"]
+        seconds = float(match[1]) * _UNITS[match[2] or "s"]
+        if seconds > LONGEST:
+            raise ValueError(f"must be at most {LONGEST / _UNITS['d']:.0f}d, got {value:.40}")
+        return seconds
     return value
 
 
@@ -75,7 +79,7 @@ class Budget(Frozen):
     tokens: Annotated[int, BeforeValidator(parse_count), Field(ge=1, lt=2**53)] | None = (
         None  # read, generated and trained on: see facts.Progress
     )
-    wall_clock: Annotated[float, BeforeValidator(parse_duration), Field(gt=0)] | None = None  # seconds of running
+    wall_clock: Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=LONGEST)] | None = None  # seconds
     attempts: Annotated[int, Field(ge=1, le=20)] = 5  # per stage, for infrastructure failures
 
 

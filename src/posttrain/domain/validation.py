@@ -7,12 +7,14 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from posttrain.domain.errors import InputError
+
+_SHOWN = 120  # characters of a value
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -39,10 +41,49 @@ def explain(error: ValidationError, source: str, model: type[BaseModel]) -> Inpu
         return InputError(f"{where}unknown key{nearest(str(location[-1]), known)}; remove or rename it")
     if first["type"] == "missing":
         return InputError(f"{where}is required; add it")
-    message = first["msg"].removeprefix("Value error, ")
+    message = _words(first["type"], first.get("ctx", {})) or first["msg"].removeprefix("Value error, ")
     given = first.get("input")
-    shown = "" if isinstance(given, dict | list) or "got" in message else f", got {given!r}"
+    shown = "" if isinstance(given, dict | list) or " got " in message else f", got {_shortened(given)}"
     return InputError(f"{where}{message}{shown}")
+
+
+_PLAIN = {
+    **dict.fromkeys(
+        ("int_parsing", "int_type", "int_from_float", "int_parsing_size"), "must be a whole number in digits"
+    ),
+    **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "mapping_type"), "must be a map"),
+    **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    "invalid_key": "must have words as keys",
+}
+
+
+def _words(kind: str, about: Mapping[str, Any]) -> str | None:
+    """What pydantic complains of, in the words of these errors; None: its own."""
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    sides = {"greater_than_equal": ("at least", "ge"), "less_than_equal": ("at most", "le")}
+    sides |= {"greater_than": ("more than", "gt"), "less_than": ("less than", "lt")}
+    if kind in sides:
+        side, key = sides[kind]
+        return f"must be {side} {_plainly(about[key])}"
+    if kind == "literal_error":
+        return f"must be one of {str(about['expected']).replace(' or ', ', ')}"
+    return None
+
+
+def _plainly(bound: float) -> str:
+    """`1000000`, `0.5`, `1e12`."""
+    whole = float(bound).is_integer()
+    return f"{int(bound)}" if whole and abs(bound) < 1e10 else f"{bound:.17g}" if whole else f"{bound:g}"
+
+
+def _shortened(given: Any) -> str:
+    shown = repr(given)
+    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN // 2]}…"
 
 
 def refuse_truth_values(model: type[BaseModel], value: Any) -> Any:

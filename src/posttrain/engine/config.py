@@ -14,9 +14,19 @@ from posttrain.domain.measures import RATE, SHARE, ItemRange
 from posttrain.domain.placement import Placement
 from posttrain.domain.runspec import Frozen
 
-MOST = 10**12  # of anything that is counted: more is a slip, and products of counts stay exact
-Positive = Annotated[int, Field(ge=1, le=MOST)]
-NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+# Of anything that is counted or measured there is a most: more is a slip that would be found late, in a job's memory
+MOST_STEPS = 10**9
+MOST_ROWS = 10**6  # documents, prompts or samples of one step
+MOST_TOKENS = 10**8  # of one document
+MOST_SECONDS = 7 * 86400.0  # for one batch of completions
+Positive = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Width = Annotated[int, Field(ge=1, le=10**7)]  # of a layer
+Few = Annotated[int, Field(ge=1, le=10**5)]  # layers, heads, threads, ranks
+Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+Temperature = Annotated[float, Field(gt=0, le=1000)]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$")]
 
 
@@ -42,11 +52,11 @@ class OptimizerConfig(_Frozen):
 
     learning_rate: float = Field(default=1e-5, gt=0, le=1)
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(default=0.0, ge=0)  # of matrices; norms and biases have none
+    weight_decay: float = Field(default=0.0, ge=0, le=1000)  # of matrices; norms and biases have none
     warmup_steps: NonNegative = 10  # a fresh Adam needs it
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     final_ratio: float = Field(default=0.1, ge=0, le=1)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, le=1e12)
 
 
 class PolicyGradientOptimizerConfig(OptimizerConfig):
@@ -62,7 +72,7 @@ class InferenceRuntimeConfig(_Frozen):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bf16 on CUDA, fp32 on CPU
-    threads: Positive = 1  # one thread is fastest for models under ~10 M parameters (measured)
+    threads: Few = 1  # one thread is fastest for models under ~10 M parameters (measured)
 
 
 class RuntimeConfig(InferenceRuntimeConfig):
@@ -72,7 +82,7 @@ class RuntimeConfig(InferenceRuntimeConfig):
     checkpoint_every: Positive = 50  # steps
     save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the model that is left; auto: what it computed in
     activation_checkpointing: bool = False  # recompute the layers in backward: memory for time
-    sequence_parallel: Positive = 1  # ranks that share the tokens of one batch (Ulysses); divides the pool's ranks
+    sequence_parallel: Few = 1  # ranks that share the tokens of one batch (Ulysses); divides the pool's ranks
     ray_address: Word | None = None  # of a Ray cluster that runs already; None: one on this machine, where needed
 
 
@@ -83,8 +93,8 @@ class SFTConfig(_Frozen):
     model: Word = "base"
     data: Word
     steps: Positive
-    batch_size: Positive = 64  # documents per optimiser step
-    max_length: Positive | None = None  # tokens; None: the model's context. A longer row is refused, never cut
+    batch_size: Rows = 64  # documents per optimiser step
+    max_length: Tokens | None = None  # tokens; None: the model's context. A longer row is refused, never cut
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     placement: Placement = Placement()
@@ -116,7 +126,7 @@ class TraceConfig(_Frozen):
 class KLConfig(_Frozen):
     """KL penalty against the frozen starting policy, in the loss. k1 as a loss has no expected gradient."""
 
-    coefficient: float = Field(gt=0)
+    coefficient: float = Field(gt=0, le=1e6)
     # k3 (TRL's and verl's default): its value is KL(policy ‖ reference), its gradient that of KL(reference ‖ policy).
     # k3-corrected (k3 times the ratio): value and gradient of KL(policy ‖ reference). k2: that gradient, on-policy
     estimator: Literal["k2", "k3", "k3-corrected"] = "k3"
@@ -128,12 +138,12 @@ class _OnPolicyConfig(_Frozen):
     model: Word = "base"
     data: Word
     steps: Positive
-    prompts_per_step: Positive = 32
-    max_new_tokens: Positive = 64
-    temperature: float = Field(default=1.0, gt=0)
-    mini_batches: Positive = 1  # optimiser steps per rollout batch (and epoch)
+    prompts_per_step: Rows = 32
+    max_new_tokens: Tokens = 64
+    temperature: Temperature = 1.0
+    mini_batches: Rows = 1  # optimiser steps per rollout batch (and epoch)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    reward_timeout: float = Field(default=10.0, gt=0)  # seconds for one batch of completions
+    reward_timeout: Seconds = 10.0  # seconds for one batch of completions
     reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions that may fail
     probe: ProbeConfig | None = None
     trace: TraceConfig = TraceConfig()
@@ -154,8 +164,8 @@ class GRPOConfig(_OnPolicyConfig):
 
     kind: ClassVar[str] = "grpo"
     reward: Word
-    group_size: Annotated[int, Field(ge=2, le=MOST)] = 8  # samples per prompt; a group of one has no baseline
-    clip_high: float = Field(default=0.28, gt=0)
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
+    clip_high: float = Field(default=0.28, gt=0, le=1e6)
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     # what the loss is divided by: all that a step sampled (GRPO's paper, TRL), or only the groups with a signal, whose
@@ -171,7 +181,7 @@ class GRPOConfig(_OnPolicyConfig):
 class PPOKLConfig(_Frozen):
     """KL penalty against the frozen starting policy: in the reward of every token (PPO's own place) or in the loss."""
 
-    coefficient: float = Field(default=0.01, gt=0)
+    coefficient: float = Field(default=0.01, gt=0, le=1e6)
     estimator: Literal["k1", "k2", "k3", "k3-corrected"] = (
         "k1"  # in the reward k1 is unbiased; in the loss see KLConfig
     )
@@ -200,7 +210,7 @@ class CriticConfig(_Frozen):
     """The value model: the starting policy's backbone under a head that begins at zero."""
 
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
-    clip: float | None = Field(default=0.2, gt=0)  # how far a value may move in one rollout batch; None: freely
+    clip: float | None = Field(default=0.2, gt=0, le=1e6)  # how far a value may move in one rollout batch; None: freely
     warmup: NonNegative = 0  # first steps in which only the critic learns; the policy's schedule begins after them
 
 
@@ -210,9 +220,9 @@ class PPOConfig(_OnPolicyConfig):
     kind: ClassVar[str] = "ppo"
     reward: Word | None = None
     reward_model: Word | None = None
-    group_size: Positive = 4  # samples per prompt; no baseline comes from them, so one is enough
-    epochs: Positive = 1  # passes over a rollout batch
-    clip_high: float = Field(default=0.2, gt=0)
+    group_size: Rows = 4  # samples per prompt; no baseline comes from them, so one is enough
+    epochs: Few = 1  # passes over a rollout batch
+    clip_high: float = Field(default=0.2, gt=0, le=1e6)
     gae: AdvantageConfig = AdvantageConfig()
     kl: PPOKLConfig | None = PPOKLConfig()
     critic: CriticConfig = CriticConfig()
@@ -243,13 +253,15 @@ class DataflowConfig(_Frozen):
     data: Word
     reward: Word | None = None
     steps: Positive
-    prompts_per_step: Positive = 32
-    group_size: Positive = 8  # samples per prompt
-    max_new_tokens: Positive = 64
-    temperature: float = Field(default=1.0, gt=0)
+    prompts_per_step: Rows = 32
+    group_size: Rows = 8  # samples per prompt
+    max_new_tokens: Tokens = 64
+    temperature: Temperature = 1.0
     settings: dict[str, Any] = Field(default_factory=dict)  # for the function; nothing else reads them
-    tokens_per_step: Positive | None = None  # what a step may spend; None: each response trained on once, at the most
-    reward_timeout: float = Field(default=10.0, gt=0)  # seconds for one batch of completions
+    tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
+        None  # what a step may spend; None: each response trained on once, at the most
+    )
+    reward_timeout: Seconds = 10.0  # seconds for one batch of completions
     reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions that may fail
     probe: ProbeConfig | None = None
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
@@ -273,8 +285,8 @@ class RewardModelConfig(_Frozen):
     model: Word = "base"
     data: Word  # rows of prompt, chosen and rejected
     steps: Positive
-    batch_size: Positive = 64  # pairs per optimiser step
-    max_length: Positive | None = None  # tokens of prompt and response; None: the model's context. Never cut
+    batch_size: Rows = 64  # pairs per optimiser step
+    max_length: Tokens | None = None  # tokens of prompt and response; None: the model's context. Never cut
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     placement: Placement = Placement()
@@ -289,10 +301,10 @@ class SuiteConfig(_Frozen):
 
     data: Word
     extract: Extract = r"(?s)(.*)"
-    samples: NonNegative = 0  # sampled responses per item beside the greedy one
-    temperature: float = Field(default=1.0, gt=0)  # of the sampled responses
+    samples: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0  # sampled responses per item beside the greedy one
+    temperature: Temperature = 1.0  # of the sampled responses
     pass_at: tuple[Positive, ...] = ()  # k values, each <= samples
-    max_new_tokens: Positive = 64
+    max_new_tokens: Tokens = 64
 
     @model_validator(mode="after")
     def _sampling_is_consumed(self) -> SuiteConfig:
@@ -333,12 +345,12 @@ class InitModelConfig(_Frozen):
     characters: str = (
         "0123456789+-*/=();:,.<>? \nabcdefghijklmnopqrstuvwxyzQAS"  # the vocabulary besides special tokens
     )
-    hidden_size: Positive = 64
-    intermediate_size: Positive = 192
-    layers: Positive = 2
-    heads: Positive = 2
-    kv_heads: Positive = 1
-    context_length: Positive = 512
+    hidden_size: Width = 64
+    intermediate_size: Width = 192
+    layers: Few = 2
+    heads: Few = 2
+    kv_heads: Few = 1
+    context_length: Tokens = 512
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> InitModelConfig:

@@ -27,6 +27,7 @@ from pathlib import Path
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import BudgetExceededError, IntegrityError
 from posttrain.domain.facts import FactSink, Metric, Note, Progress
+from posttrain.domain.jobs import seconds_short, tokens_short
 from posttrain.engine.groups.recording import Recorder
 from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
 from posttrain.engine.weights.checkpoint import TrainState, begin_checkpoint, commit_checkpoint, read_state
@@ -49,6 +50,9 @@ class Limits:
 
     tokens: int | None = None
     deadline: float | None = None  # seconds since the epoch
+    seconds: float | None = None  # that it was given; with what follows for messages only
+    tokens_declared: int | None = None  # by the run, of which `tokens` is what was left
+    seconds_declared: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +180,12 @@ class Controller:
             worst += self.recipe.probe_price(self.recipe.steps)  # the last step is not worth much unmeasured
         if limit is not None and self.tokens + worst > limit:
             self._save()
-            raise BudgetExceededError(
-                f"token budget must cover the next step (at most {worst} tokens): spent {self.tokens} of {limit} "
-                f"at step {step} of {self.recipe.steps}; raise budget.tokens"
-            )
+            short = tokens_short("the next step", worst, self.tokens, limit, self.limits.tokens_declared)
+            raise BudgetExceededError(f"{short} at step {step} of {self.recipe.steps}; raise budget.tokens")
         if self.limits.deadline is not None and step < self.recipe.steps and time.time() >= self.limits.deadline:
             self._save()
-            raise BudgetExceededError(
-                f"deadline passed at step {step} of {self.recipe.steps}; raise the budget's wall-clock limit"
-            )
+            late = seconds_short(self.limits.seconds, self.limits.seconds_declared)
+            raise BudgetExceededError(f"{late} at step {step} of {self.recipe.steps}; raise budget.wall_clock")
         self.meter(self.tokens, worst)
 
     def _save(self) -> None:

@@ -221,7 +221,7 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in _DISK:
         return f"cannot write {error.filename or 'to the attempt folder'}: {error.strerror}; free space and retry"
     if isinstance(error, MemoryError):
-        return "out of memory; lower runtime.micro_batch_tokens"
+        return "out of memory"
     return (" ".join(str(error).split()) or type(error).__name__)[:500]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.data.rows import distinct_items, prompt_text, read_rows, repeated_rows
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Metric, Note, Progress
-from posttrain.domain.jobs import JobResult, Output
+from posttrain.domain.jobs import JobResult, Output, seconds_short
 from posttrain.engine.config import EvaluateConfig, InferenceRuntimeConfig
 from posttrain.jobs.entry import Job, failed, main
 from posttrain.jobs.pools import settled_device
@@ -46,7 +46,9 @@ def body(job: Job) -> JobResult:
             job.sink(Note(repeated_rows(label, len(written), len(rows)), time.time(), "warning"))
         texts = [prompt_text(row) for row in rows]
         suites[name] = suite_items(rows, texts, tokenizer, suite, name=label, context=model.context_length)
-    meter = Meter(job.order.token_allowance, job.deadline, job.meter)
+    order = job.order
+    late = seconds_short(order.seconds_allowance, order.seconds_declared)
+    meter = Meter(order.token_allowance, job.deadline, job.meter, order.tokens_declared, late)
     try:
         results = _answer(job, config, suites, open_rollout(model), tokenizer, meter)
     except Exception as error:

@@ -312,7 +312,13 @@ def _controller(job: Job, recipe: Recipe, runtime: RuntimeConfig, recorder: Reco
         sink=job.sink,
         flush=job.flush,
         orders=_orders(job),
-        limits=Limits(job.order.token_allowance, job.deadline),
+        limits=Limits(
+            job.order.token_allowance,
+            job.deadline,
+            job.order.seconds_allowance,
+            job.order.tokens_declared,
+            job.order.seconds_declared,
+        ),
         recorder=recorder,
         meter=job.meter,
     )

@@ -112,7 +112,9 @@ def too_large(peaks: Collection[Peak], *, device: int | None, machine: int | Non
 
 
 def gib(size: int) -> str:
-    """`1.5 GiB`, `12 MiB`."""
+    """`1.5 GiB`, `12 MiB`, `29 TiB`."""
+    if size >= 2**43:
+        return f"{size / 2**40:.0f} TiB"
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{max(size, 2**20 if size else 0) / 2**20:.0f} MiB"
 
 

@@ -147,6 +147,10 @@ class Snapshot:
         query = select(events).where(events.c.sequence > after).order_by(events.c.sequence).limit(limit)
         return self._all(Event, query.where(*_below(subject_prefix)))
 
+    def last_said(self, subject: str) -> float | None:
+        """When the newest event of exactly this subject was; None without one."""
+        return self._connection.execute(select(func.max(events.c.at)).where(events.c.subject == subject)).scalar()
+
     def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
         """Committed events that the sealer has not passed yet, in id order; they have no `sequence`."""
         query = select(events).where(events.c.sequence.is_(None)).order_by(events.c.id).limit(limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,9 @@ class StageProgress:
     tokens_per_second: float | None = None
     eta: float | None = None  # seconds
     latest: dict[str, float] = field(default_factory=dict)  # metric → newest value
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+    at: float | None = None  # when the job said how far it is
+    stale: bool = False  # an earlier attempt said so, and the newest one nothing yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +44,62 @@ class StageWatcher:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._seen: dict[str, int] = {}
-        self._recent: deque[Progress] = deque(maxlen=_RATE_WINDOW)
+        self._last: Progress | None = None
+        self._recent: deque[Progress] = deque(maxlen=_RATE_WINDOW)  # of the newest attempt
+        self._by = ""  # folder of the attempt that said them
         self._latest: dict[str, float] = {}
-        self._notes: deque[str] = deque(maxlen=5)
+        self._notes: deque[Note] = deque(maxlen=5)
         self.curves: dict[str, dict[int, float]] = {}  # metric → step → value; a redone step overwrites
 
     def read(self, attempts: Sequence[AttemptRecord]) -> StageProgress:
         """Take in what is new and sum up. A segment that cannot be read becomes a note: watching harms no run."""
         for attempt in attempts:
-            facts, self._seen[attempt.folder] = AttemptFolder(self._root / attempt.folder).facts(
-                self._seen.get(attempt.folder, 0), lambda error: self._notes.append(str(error))
-            )
+            folder = AttemptFolder(self._root / attempt.folder)
+            facts, self._seen[attempt.folder] = folder.facts(self._seen.get(attempt.folder, 0), self._unreadable)
             for fact in facts:
-                self._take(fact)
-        if not self._recent:
+                self._take(fact, attempt.folder)
+        last = self._last
+        if last is None:
             return StageProgress(latest=dict(self._latest), notes=tuple(self._notes))
+        rate, eta = self._pace() if self._by == attempts[-1].folder else (None, None)
+        return StageProgress(
+            last.step,
+            last.total,
+            last.tokens,
+            rate,
+            eta,
+            dict(self._latest),
+            tuple(self._notes),
+            last.at,
+            stale=self._by != attempts[-1].folder,
+        )
+
+    def _pace(self) -> tuple[float | None, float | None]:
+        """Tokens per second, and seconds to the end; None where the newest attempt has not said enough."""
         first, last = self._recent[0], self._recent[-1]
         seconds = last.at - first.at
-        rate = (last.tokens - first.tokens) / seconds if seconds > 0 else None
-        pace = (last.step - first.step) / seconds if seconds > 0 else 0.0
-        eta = (last.total - last.step) / pace if pace > 0 else None
-        return StageProgress(last.step, last.total, last.tokens, rate, eta, dict(self._latest), tuple(self._notes))
+        if seconds <= 0:
+            return None, None
+        pace = (last.step - first.step) / seconds
+        return (last.tokens - first.tokens) / seconds, (last.total - last.step) / pace if pace > 0 else None
+
+    def _unreadable(self, error: Exception) -> None:
+        self._notes.append(Note(str(error), time.time(), "warning"))
 
     def curve(self, metric: str) -> list[Point]:
         """A metric by step, without the steps that were lost and redone."""
         return [Point(step, value) for step, value in sorted(self.curves.get(metric, {}).items())]
 
-    def _take(self, fact: object) -> None:
+    def _take(self, fact: object, folder: str) -> None:
         if isinstance(fact, Progress):
-            if self._recent and fact.step < self._recent[-1].step:
-                self._recent.clear()  # a resumed attempt: the old pace says nothing
+            if folder != self._by:
+                self._by = folder
+                self._recent.clear()  # what was done in another attempt's time says nothing of this one's pace
+            self._last = fact
             self._recent.append(fact)
         elif isinstance(fact, Metric):
             for name, value in fact.values.items():
                 self._latest[name] = value
                 self.curves.setdefault(name, {})[fact.step] = value
         elif isinstance(fact, Note):
-            self._notes.append(fact.message)
+            self._notes.append(fact)

@@ -7,11 +7,12 @@ else. Everything that comes from a run is escaped by the template engine.
 from __future__ import annotations
 
 import base64
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.gates import Verdict
@@ -96,6 +97,13 @@ def run_report(path: Path, report: RunReport) -> None:
 
 def render_run_report(report: RunReport) -> str:
     """The page as HTML; the same report gives the same text."""
+    curve = base64.b64encode(report.curve).decode("ascii") if report.curve else None
+    scales = [scale(verdict) for verdict in report.gates]
+    return _page().render(report=report, curve=curve, scales=scales)
+
+
+@functools.cache
+def _page() -> Template:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -104,9 +112,7 @@ def render_run_report(report: RunReport) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(number=number, duration=duration, tone=tone)
-    curve = base64.b64encode(report.curve).decode("ascii") if report.curve else None
-    scales = [scale(verdict) for verdict in report.gates]
-    return environment.get_template("run.html").render(report=report, curve=curve, scales=scales)
+    return environment.get_template("run.html")
 
 
 def number(value: float | None, signed: bool = False) -> str:
@@ -153,3 +159,6 @@ def scale(verdict: Verdict) -> Scale | None:
     width = (high - low) or 1.0
     at = [round(8 + 84 * (mark - low) / width, 2) for mark in marks]
     return Scale(*at)
+
+
+_page()  # now: who drives a run for days reports at its end, whatever became of the file

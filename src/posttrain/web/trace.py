@@ -61,6 +61,7 @@ class TracePage:
     attempts: Sequence[AttemptSpans]
     samples: Sequence[Sample] = ()
     notes: Sequence[str] = ()  # what could not be read
+    begun: Sequence[str] = ()  # stages whose first steps another run trained
 
 
 @dataclass(frozen=True, slots=True)

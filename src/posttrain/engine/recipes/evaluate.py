@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import BudgetExceededError, InputError
+from posttrain.domain.jobs import tokens_short
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.batch import Trajectory
@@ -62,11 +63,15 @@ class Meter:
         limit: tokens; None for no limit.
         deadline: seconds since the epoch; None for none.
         say: told what was spent, and before each call what that may cost at the most.
+        declared: tokens, by the run, of which `limit` is what was left.
+        late: what is said when the deadline is past.
     """
 
     limit: int | None = None
     deadline: float | None = None
     say: Callable[[int, int], None] = lambda spent, reserved: None
+    declared: int | None = None
+    late: str = "deadline passed"
     tokens: int = 0
 
     def admit(self, worst: int) -> None:
@@ -76,12 +81,10 @@ class Meter:
             BudgetExceededError: `worst` more tokens would exceed the limit, or the deadline is past.
         """
         if self.limit is not None and self.tokens + worst > self.limit:
-            raise BudgetExceededError(
-                f"token budget must cover the next answers (at most {worst} tokens): spent {self.tokens} of "
-                f"{self.limit}; raise budget.tokens"
-            )
+            short = tokens_short("the next answers", worst, self.tokens, self.limit, self.declared)
+            raise BudgetExceededError(f"{short}; raise budget.tokens")
         if self.deadline is not None and time.time() >= self.deadline:
-            raise BudgetExceededError("deadline passed during evaluation; raise budget.wall_clock")
+            raise BudgetExceededError(f"{self.late} during evaluation; raise budget.wall_clock")
         self.say(self.tokens, worst)
 
     def add(self, tokens: int) -> None:

@@ -58,6 +58,7 @@ class ProcessReward:
         self._places: list[int] = []
         self._log = Log()
         self._session: Session | None = None
+        self._scored = 0  # completions that the present worker has answered
         try:
             given = provision or Provision({})
             self._network = given.network
@@ -127,6 +128,7 @@ class ProcessReward:
             given = part_of(call, chosen)
             columns = {field.name: getattr(given, field.name) for field in fields(given)}
             session = self._opened()
+            before = self._scored
             waiting = {self._places[i]: i for i in chosen}  # by the numbers that worker and errors use
             at = list(waiting)
             try:
@@ -139,7 +141,7 @@ class ProcessReward:
             except LateError:
                 self._session = None
                 late = f"{self._name} took longer than its time-out of {self._timeout:g} s"
-                return _Fault(Score.failure("timeout", late), session.at, at[0])
+                return _Fault(Score.failure("timeout", late), session.at, at[0], before)
             except EndedError as error:
                 self._session = None
                 self._killed_at.append(session.at)
@@ -162,6 +164,7 @@ class ProcessReward:
                 if answer.at not in waiting:
                     raise MalformedError("a completion that was not asked for, or twice")
                 failed = answer.error is not None
+                self._scored += 1
                 found[waiting.pop(answer.at)] = (
                     Score.failure("error", f"{self._name}: {answer.error}")
                     if failed
@@ -186,26 +189,30 @@ class ProcessReward:
         of a part is asked alone, with all the time there is.
         """
         if self.dialect not in BATCHED:
-            culprit = next((i for i in left if self._places[i] == fault.at), left[0])
+            culprit = next((i for i in left if self._places[i] == fault.at), None)
+            if culprit is None and len(left) > 1 and fault.score.status == "timeout":  # it was at none of them
+                return [[i] for i in left]
+            culprit = left[0] if culprit is None else culprit
             rest = [i for i in left if i != culprit]
             if fault.score.status == "timeout" and self._places[culprit] != fault.first:
                 return [[culprit], rest] if rest else [[culprit]]
-            found[culprit] = self._located(fault.score, call, culprit)
+            found[culprit] = self._located(fault, call, culprit)
             return [rest] if rest else []
         if len(left) == 1:
-            found[left[0]] = self._located(fault.score, call, left[0])
+            found[left[0]] = self._located(fault, call, left[0])
             return []
         groups = groups_of(call, left)
         return groups if len(groups) > 1 else [[i] for i in left]
 
-    def _located(self, fault: Score, call: RewardCall, index: int) -> Score:
-        place = self._places[index]
+    def _located(self, fault: _Fault, call: RewardCall, index: int) -> Score:
+        place, message = self._places[index], fault.score.message
         where = f"completion {place} {shortened(call.completions[index])}"
-        if fault.status == "timeout":
-            more = f" to score {where} and was killed; make it faster or raise reward_timeout"
-            return Score.failure("timeout", fault.message + more)
-        known = f"completion {place} " in fault.message
-        return Score.failure("error", fault.message if known else f"{fault.message} on {where}")
+        if fault.score.status == "timeout":
+            kept = f"it had scored {fault.before} others before, so what it kept of them may be why"
+            more = f" to score {where} and was killed; " + (f"{kept}: keep nothing, " if fault.before else "")
+            return Score.failure("timeout", f"{message}{more}make it faster or raise reward_timeout")
+        known = f"completion {place} " in message
+        return Score.failure("error", message if known else f"{message} on {where}")
 
     # --- the worker ---------------------------------------------------------------------------------------------------
 
@@ -238,6 +245,7 @@ class ProcessReward:
                 session.close()
                 raise InputError(f"{self._name} is closed; open it again to score")
             self._session, self._confined, self._notes = session, session.confined, session.notes
+            self._scored = 0
             self.dialect, self.where = message.dialect, message.where
         return self._session
 
@@ -271,6 +279,7 @@ class _Fault:
     score: Score
     at: int  # the completion that the worker says it was at
     first: int  # the first one of the part
+    before: int = 0  # completions that the same worker had scored before this part
 
 
 class _PartFailedError(Exception):

@@ -244,19 +244,32 @@ def _described(config: TrainingConfig) -> str:
 
 
 def _work(config: StageConfig) -> dict[str, float]:
-    """What the planner multiplies: documents read or answered, and what is trained on besides, at the most."""
+    """What the planner multiplies: documents read or answered, and what is trained on besides, at the most.
+
+    `least` is what the stage spends in any case, at one token for every document; before its last step there must be
+    room for that step's price (`recipes`), or the job does not begin it.
+    """
     if isinstance(config, SFTConfig):
-        return {"steps": config.steps, "documents": config.steps * config.batch_size}
+        documents = config.steps * config.batch_size
+        return {"steps": config.steps, "documents": documents, "least": documents}
     if isinstance(config, RewardModelConfig):
-        return {"steps": config.steps, "documents": 2 * config.steps * config.batch_size}
+        documents = 2 * config.steps * config.batch_size
+        return {"steps": config.steps, "documents": documents, "least": documents}
     if isinstance(config, GRPOConfig | PPOConfig | DataflowConfig):
-        samples = config.steps * config.prompts_per_step * config.group_size
+        samples = config.prompts_per_step * config.group_size
+        passes = 2 * config.epochs if isinstance(config, PPOConfig) else 1
+        prompts, generated = config.prompts_per_step, samples * config.max_new_tokens
+        last = prompts + generated + passes * (samples + generated)
+        before = (config.steps - 1) * (prompts + samples)
+        if isinstance(config, DataflowConfig):  # what its function does is its own affair
+            last, before = config.tokens_per_step or last, 0
         return {
             "steps": config.steps,
-            "documents": samples,
-            "prompts": config.steps * config.prompts_per_step,
-            "trained": samples * (2 * config.epochs if isinstance(config, PPOConfig) else 1),
+            "documents": config.steps * samples,
+            "prompts": config.steps * prompts,
+            "trained": config.steps * samples * passes,
             "max_new_tokens": config.max_new_tokens,
+            "least": before + last,
         }
     if isinstance(config, EvaluateConfig):
         most = max(suite.max_new_tokens for suite in config.suites.values())
