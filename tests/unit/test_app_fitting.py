@@ -236,8 +236,8 @@ def test_a_cache_that_cannot_be_written_does_not_matter(bench: Bench) -> None:
 
 
 def test_rows_that_repeat_an_item_are_told_and_counted_once(bench: Bench) -> None:
-    def gated(raw: dict[str, Any]) -> None:
-        raw["gates"] = [{"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.9}]
+    def gated(raw: dict[str, Any], at_least: float = 0.8) -> None:
+        raw["gates"] = [{"name": "accuracy", "metric": "heldout/accuracy", "at_least": at_least}]
         raw["release"] = {"channel": "prod", "model": "grpo"}
 
     rows = [{**ROW, "prompt": [{"role": "user", "content": f"Q: {number}"}]} for number in range(20)]
@@ -247,6 +247,8 @@ def test_rows_that_repeat_an_item_are_told_and_counted_once(bench: Bench) -> Non
     told = "dataset:heldout@2: 180 of 200 rows repeat another; they count once, so the suite has 20 items"
     assert told in view.warnings
     assert told in view_plan(bench.file(gated), bench.workspace).warnings, "also when the fit is remembered"
+    with pytest.raises(InputError, match=r"proven by 20 items at .* \(180 of 200 rows repeat another\)"):
+        view_plan(bench.file(lambda raw: gated(raw, 0.9)), bench.workspace)
 
 
 def test_a_prompt_with_two_answers_is_no_item_but_may_be_a_probe(bench: Bench) -> None:

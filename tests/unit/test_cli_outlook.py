@@ -151,3 +151,15 @@ def test_what_was_submitted_before_is_attached_to_and_cached_stages_cost_nothing
         submit(world.root / "run.yaml", workspace=workspace, seed=18)
     assert submit(world.root / "run.yaml", workspace=workspace).attached
     workspace.close()
+
+
+def test_what_another_run_computes_now_is_not_counted(world: World) -> None:
+    """It will be reused."""
+    world.write("run.yaml", RUN + f"budget: {{tokens: {LEAST - 1}}}\n")
+    refused(world, "plan", "run.yaml")
+    world.hold.add("sft")
+    world.write("other.yaml", RUN)
+    world("run", "other.yaml", "--timeout", "60")
+    assert world("plan", "run.yaml").exit_code == 0
+    world.write("run.yaml", RUN + f"budget: {{tokens: {LEAST - 33}}}\n")
+    assert world("plan", "run.yaml").exit_code == 2

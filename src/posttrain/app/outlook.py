@@ -7,7 +7,7 @@ writes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.app.fitting import located, read_dataset
@@ -80,11 +80,15 @@ def look_ahead(
     """
     manifest = planned.manifest
     datasets = _datasets(planned, spec, workspace, source)
-    cached = _cached(manifest, workspace, verified)
+    cached, coming = _cached(manifest, workspace, verified)
     empty = manifest.release is not None and workspace.ledger.channel(manifest.release.channel) is None
     history = list(_history(workspace, manifest))
     estimates = {s.name: _estimate(planned, s, cached[s.name], datasets, history, empty) for s in manifest.stages}
-    least = {s.name: _least(planned, s, datasets) for s in manifest.stages if estimates[s.name].tokens != 0}
+    least = {
+        s.name: _least(planned, s, datasets)
+        for s in manifest.stages
+        if estimates[s.name].tokens != 0 and s.name not in coming
+    }
     budget = manifest.budget
     concerns = (
         token_concern(budget.tokens, estimates, least),
@@ -117,15 +121,22 @@ def _least(planned: Planned, stage: StageManifest, datasets: Mapping[str, Datase
 # --- what is cached ---------------------------------------------------------------------------------------------------
 
 
-def _cached(manifest: Manifest, workspace: Workspace, verified: bool) -> dict[str, StageRecord | None]:
-    """Stage → the earlier stage whose result will be reused, as far as inputs are known now."""
+def _cached(
+    manifest: Manifest, workspace: Workspace, verified: bool
+) -> tuple[dict[str, StageRecord | None], frozenset[str]]:
+    """Stage → the earlier stage whose result will be reused, as far as inputs are known now; and those stages that
+    another run computes at this moment.
+    """
     found: dict[str, StageRecord | None] = {}
+    coming: set[str] = set()
     for stage in manifest.stages:
         inputs = None if stage.trainer == CONTROL else _bound(stage, found, workspace)
         key = cache_key(manifest, stage, inputs) if inputs is not None else None
         record = workspace.ledger.cached_stage(key) if key else None
         found[stage.name] = record if record and (not verified or usable(record, workspace.blobs)) else None
-    return found
+        if key and any(other.state == StageState.RUNNING for other in workspace.ledger.stages_by_key(key)):
+            coming.add(stage.name)
+    return found, frozenset(coming)
 
 
 def _bound(
@@ -262,6 +273,11 @@ def _power(planned: Planned, datasets: Mapping[str, Dataset], empty: bool) -> It
             if possible is None or stage.inputs["model"].source == "channel":
                 continue
             suite = stage.inputs[f"suites.{rule.metric.rpartition('/')[0]}"]
-            items = datasets[str(suite.digest)].items
-            if items is not None:
-                yield gate_power(rule, items, possible, channel_empty=empty)
+            data = datasets[str(suite.digest)]
+            if data.items is None:
+                continue
+            note = gate_power(rule, data.items, possible, channel_empty=empty)
+            repeated = (data.rows or 0) - data.items
+            if note.refusal and repeated > 0:
+                note = replace(note, refusal=f"{note.refusal} ({repeated} of {data.rows} rows repeat another)")
+            yield note

@@ -18,14 +18,14 @@ from posttrain.domain.runspec import Frozen
 MOST_STEPS = 10**9
 MOST_ROWS = 10**6  # documents, prompts or samples of one step
 MOST_TOKENS = 10**8  # of one document
-MOST_SECONDS = 7 * 86400.0  # for one batch of completions
+MOST_TIMEOUT = 604800.0  # seconds, of one batch of completions: a week
 Positive = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Width = Annotated[int, Field(ge=1, le=10**7)]  # of a layer
 Few = Annotated[int, Field(ge=1, le=10**5)]  # layers, heads, threads, ranks
-Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+Seconds = Annotated[float, Field(gt=0, le=MOST_TIMEOUT)]
 Temperature = Annotated[float, Field(gt=0, le=1000)]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$")]
 
