@@ -46,7 +46,7 @@ slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny r
 	$(BIN)/python -m pytest -m "slow and not gpu and not ray" -n 2 --timeout 3000
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
-	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -rA
+	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v
 
 ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 3000

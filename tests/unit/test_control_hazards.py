@@ -224,6 +224,27 @@ def test_a_job_that_was_told_to_end_from_outside_is_preempted_however_late_it_is
     assert [a.reason for a in bench.ledger.attempts(run_id)] == ["Preempted", "Succeeded"]
 
 
+@pytest.mark.parametrize("asked", ["from outside", "by a person"])
+def test_no_attempt_starts_while_the_job_before_it_is_on_its_way_out(bench: Bench, asked: str) -> None:
+    def stopped(folder: AttemptFolder) -> None:
+        folder.write_result(JobResult("stopped"))  # and goes on running: leaving Python takes its time
+
+    def alone(folder: AttemptFolder) -> int:
+        assert bench.executor.cancelled == [bench.executor.launched[0].name]
+        return train()(folder)
+
+    bench.scripts["sft"] = [stopped, alone]
+    run_id = bench.submit(**TRAIN_ONLY)
+    if asked == "by a person":
+        for _ in range(3):
+            bench.reconciler.tick(run_id)
+        actions.stop(bench.wiring, run_id)
+        assert bench.drive(run_id).state == "stopped"
+        actions.retry(bench.wiring, run_id)
+    assert bench.drive(run_id).state == "succeeded"
+    assert len(bench.launched) == 2
+
+
 def test_a_rollback_goes_where_it_is_told_or_nowhere(bench: Bench) -> None:
     first = bench.drive(bench.submit())
     live = bench.ledger.channel("prod")

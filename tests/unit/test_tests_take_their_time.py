@@ -59,8 +59,11 @@ ALLOWED = {
         "contract/test_reward_contract.py",
         'reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", attack), timeout=1.0)',
     ): NEVER,
-    ("e2e/test_fuzz.py", "time.sleep(0.02)"): POLL,
-    ("e2e/test_fuzz.py", "time.sleep(self.rng.uniform(0.1, 2.0))"): "how long a process is stopped: any time will do",
+    ("e2e/fuzzing.py", "time.sleep(0.02)"): POLL,
+    (
+        "e2e/fuzzing.py",
+        "time.sleep(self.rng.uniform(0.1, _LONGEST_STOP))",
+    ): "how long a process is stopped: any time will do",
     ("e2e/test_bad_input.py", 'patience = {"reward_timeout": 0.5} if source == HANGS else {}'): NEVER,
     (
         "e2e/test_recovery.py",
