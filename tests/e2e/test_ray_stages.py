@@ -115,36 +115,53 @@ def test_two_ranks_equal_one_process_and_resume_each_others_checkpoints(
     close(whole, train(two_ranks, source, tmp_path / "ended by two", resume=step))
 
 
-def test_ppo_with_every_role_in_a_process_of_its_own_learns_the_task(tmp_path: Path) -> None:
-    """A reward model from preferences, then PPO against it: held-out accuracy rises by 0.3 and more."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("POSTTRAIN")}
+class Played:
+    """Example 03 in a workspace of its own, by one of its run files."""
 
-    def call(*words: str) -> str:
-        pipe = subprocess.PIPE
+    def __init__(self, folder: Path, file: str) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.call(sys.executable, str(EXAMPLE / "make_data.py"), "--seed", "71", "--out", "data")
+        self.posttrain("init")
+        model = EXAMPLE.parent / "01-sort" / "model.yaml"
+        self.posttrain("asset", "create", "model:tiny-sort", str(model), "--seed", "71")
+        for name in ("train", "pairs", "heldout"):
+            self.posttrain("asset", "add", f"dataset:sort-{name}", f"data/{name}.jsonl")
+        shutil.copy(EXAMPLE / file, folder / "run.yaml")
+        self.posttrain("run", "run.yaml")
+        self.run = json.loads(self.posttrain("ls", "--limit", "1", "-o", "json"))["runs"][0]["id"]
+
+    def posttrain(self, *words: str) -> str:
+        return self.call(sys.executable, "-m", "posttrain", *words)
+
+    def call(self, *words: str) -> str:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("POSTTRAIN")}
         done = subprocess.run(
-            words, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, timeout=2500, check=False
+            words, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=2500, check=False
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 
-    def posttrain(*words: str) -> str:
-        return call(sys.executable, "-m", "posttrain", *words)
+    def outputs(self) -> dict[str, str]:
+        """Stage → digest of what it made."""
+        stages = json.loads(self.posttrain("get", self.run, "-o", "json"))["stages"]
+        return {stage["name"]: stage["outputs"]["model"]["digest"] for stage in stages if "model" in stage["outputs"]}
 
-    call(sys.executable, str(EXAMPLE / "make_data.py"), "--seed", "71", "--out", "data")
-    posttrain("init")
-    posttrain("asset", "create", "model:tiny-sort", str(EXAMPLE.parent / "01-sort" / "model.yaml"), "--seed", "71")
-    for name in ("train", "pairs", "heldout"):
-        posttrain("asset", "add", f"dataset:sort-{name}", f"data/{name}.jsonl")
-    shutil.copy(EXAMPLE / "run-ray.yaml", tmp_path / "run.yaml")
-    posttrain("run", "run.yaml")
-    run = json.loads(posttrain("ls", "--limit", "1", "-o", "json"))["runs"][0]["id"]
-    (folder,) = (tmp_path / ".posttrain" / "runs" / run / "ppo").glob("*")
+
+def test_ppo_with_every_role_in_a_process_of_its_own_learns_the_task(tmp_path: Path) -> None:
+    """A reward model from preferences, then PPO against it: held-out accuracy rises by 0.3 and more. In one process it
+    ends with the same weights, bit for bit.
+    """
+    apart = Played(tmp_path / "apart", "run-ray.yaml")
+    (folder,) = (apart.folder / ".posttrain" / "runs" / apart.run / "ppo").glob("*")
     facts, _ = AttemptFolder(folder).facts()
     probes = [f.values["probe/accuracy"] for f in facts if isinstance(f, Metric) and "probe/accuracy" in f.values]
     assert probes[-1] >= probes[0] + 0.3
     calls = [f for f in facts if isinstance(f, Span) and f.attributes.get("kind") == "call"]
     assert {call.attributes["pool"] for call in calls} == {"policy", "rollout", "critic", "reference", "reward_model"}
     assert all(call.attributes["bytes_out"] > 0 for call in calls)
+    together = Played(tmp_path / "together", "run.yaml")
+    assert together.outputs() == apart.outputs()
 
 
 def one_stage(bench: Workbench, placement: dict[str, Any] | None, tokens: int | None) -> None:
