@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import uuid
@@ -19,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reward_bench import PATIENCE, Opener, call
 
 from posttrain.domain.errors import InfrastructureError
+from posttrain.engine.rewards import cell
 from posttrain.engine.rewards.layout import Provision
-from posttrain.engine.rewards.port import RewardCall, RewardError
+from posttrain.engine.rewards.port import RewardError
 from posttrain.engine.rewards.process import ProcessReward, open_reward
 from posttrain.engine.rewards.watch import OVER_MEMORY, Group, below
 
@@ -115,36 +116,6 @@ FORBID = """
 for kind in user pid net mnt; do echo 0 > /proc/sys/user/max_${kind}_namespaces || exit 77; done
 exec "$@"
 """
-PATIENCE = 300.0  # seconds for what must happen, on a machine as busy as it likes
-Opener = Callable[..., ProcessReward]
-
-
-def call(*completions: str, answer: str = "12", **columns: object) -> RewardCall:
-    rows = [{"prompt": "Q", "answer": answer, **columns} for _ in completions]
-    return RewardCall(["Q"] * len(completions), list(completions), rows)
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], Path]:
-    def _write(source: str) -> Path:
-        path = tmp_path / "reward.py"
-        path.write_text(textwrap.dedent(source))
-        return path
-
-    return _write
-
-
-@pytest.fixture
-def opened(write: Callable[[str], Path]) -> Iterator[Opener]:
-    held: list[ProcessReward] = []
-
-    def _open(source: str, entry: str | None = None, timeout: float = PATIENCE, dialect: str = "auto") -> ProcessReward:
-        held.append(open_reward(write(source), entry, timeout=timeout, dialect=dialect, name="reward:mine@1"))
-        return held[-1]
-
-    yield _open
-    for reward in held:
-        reward.close()
 
 
 @pytest.mark.parametrize("cell", ["namespaces", "none"])
@@ -338,6 +309,20 @@ class TestLeft:
             assert list((tmp_path / "scratch").iterdir())
             os.kill(job.pid, signal.SIGKILL)
         assert eventually(lambda: not list((tmp_path / "scratch").iterdir()))
+
+    @pytest.mark.parametrize(
+        ("job", "flags", "left"), [("lives", 0x400000, True), ("ends", 0x400104, False), ("gone", 0, False)]
+    )
+    def test_its_folder_goes_when_its_job_ends_and_not_before(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, flags: int, left: bool
+    ) -> None:
+        """A worker that is started again finds its scratch; a job's pipes close before its children are orphans."""
+        folder = tmp_path / "scratch"
+        folder.mkdir()
+        stat = cell._stat(Path("/proc", str(os.getppid())))
+        monkeypatch.setattr(cell, "_stat", lambda process: [*stat[:6], str(flags), *stat[7:]])
+        cell._sweep(os.getpid() if job == "gone" else os.getppid(), folder)
+        assert folder.exists() == left
 
     def test_closing_while_it_is_started_again(self, opened: Opener) -> None:
         reward = opened("import time\ndef score(completion):\n    time.sleep(600)\n")

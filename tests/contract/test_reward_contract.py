@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from reward_bench import PATIENCE, call
+from reward_bench import Opener as ProcessOpener
 
 from posttrain.domain.errors import InputError, JobFailedError
 from posttrain.engine.rewards.parallel import ParallelReward
 from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, probe_call
-from posttrain.engine.rewards.process import ProcessReward, open_reward
+from posttrain.engine.rewards.process import open_reward
 from posttrain.engine.rewards.scripted import ScriptedReward
 
 SOURCES = {
@@ -72,40 +74,11 @@ FOREIGN = {
             return float(completion[-1]['content'] == '12')
     """,
 }
-PATIENCE = 300.0  # seconds for what must happen, on a machine as busy as it likes
 Opener = Callable[[str], RewardFunction]
 
 
-def call(*completions: str, answer: str = "12", **columns: object) -> RewardCall:
-    rows = [{"prompt": "Q", "answer": answer, **columns} for _ in completions]
-    return RewardCall(["Q"] * len(completions), list(completions), rows)
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], Path]:
-    def _write(source: str) -> Path:
-        path = tmp_path / "reward.py"
-        path.write_text(textwrap.dedent(source))
-        return path
-
-    return _write
-
-
-@pytest.fixture
-def opened(write: Callable[[str], Path]) -> Iterator[Callable[..., ProcessReward]]:
-    held: list[ProcessReward] = []
-
-    def _open(source: str, entry: str | None = None, timeout: float = PATIENCE, dialect: str = "auto") -> ProcessReward:
-        held.append(open_reward(write(source), entry, timeout=timeout, dialect=dialect, name="reward:mine@1"))
-        return held[-1]
-
-    yield _open
-    for reward in held:
-        reward.close()
-
-
 @pytest.fixture(params=["process", "scripted"])
-def open_any(request: pytest.FixtureRequest, opened: Callable[..., ProcessReward]) -> Opener:
+def open_any(request: pytest.FixtureRequest, opened: ProcessOpener) -> Opener:
     if request.param == "process":
         return lambda name: opened(SOURCES[name])
     return lambda name: ScriptedReward(SCRIPTS[name])
@@ -169,7 +142,7 @@ class TestStatuses:
     WORD = "def score(completions, **kw):\n    return ['good' if c == 'n' else 1 for c in completions]\n"
 
     @pytest.fixture(params=["process", "scripted"])
-    def raising(self, request: pytest.FixtureRequest, opened: Callable[..., ProcessReward]) -> RewardFunction:
+    def raising(self, request: pytest.FixtureRequest, opened: ProcessOpener) -> RewardFunction:
         scripted = ScriptedReward(lambda c: [1 / len(t.strip("x")) for t in c.completions])
         return scripted if request.param == "scripted" else opened(self.RAISES)
 
@@ -199,12 +172,12 @@ class TestStatuses:
             (WORD, "n", "error"),
         ],
     )
-    def test_wherever_it_stands(self, opened: Callable[..., ProcessReward], source: str, bad: str, status: str) -> None:
+    def test_wherever_it_stands(self, opened: ProcessOpener, source: str, bad: str, status: str) -> None:
         reward = opened(source, timeout=3.0 if status == "timeout" else PATIENCE)
         groups = RewardCall(["P", "P", "Q", "Q"], ["a", bad, "c", "d"], [{"answer": "1"}] * 2 + [{"answer": "2"}] * 2)
         assert [s.status for s in reward.score(groups, allowed=1)] == ["ok", status, "ok", "ok"]
 
-    def test_a_slow_batch_is_no_hanging_completion(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_a_slow_batch_is_no_hanging_completion(self, opened: ProcessOpener) -> None:
         source = """
             import time
             calls = 0
@@ -218,9 +191,7 @@ class TestStatuses:
         scores = opened(source, timeout=5.0).score(call(*"abcd"))
         assert [s.status for s in scores] == ["ok"] * 4
 
-    def test_a_hang_of_what_a_function_remembers_is_not_put_down_to_a_completion(
-        self, opened: Callable[..., ProcessReward]
-    ) -> None:
+    def test_a_hang_of_what_a_function_remembers_is_not_put_down_to_a_completion(self, opened: ProcessOpener) -> None:
         source = """
             import time
             calls = 0
@@ -238,7 +209,7 @@ class TestStatuses:
         assert "to score completion 0 'd' and was killed; it had scored 3 others before" in str(caught.value)
         assert "keep nothing, make it faster or raise reward_timeout" in str(caught.value)
 
-    def test_a_hang_at_no_completion_is_looked_for(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_a_hang_at_no_completion_is_looked_for(self, opened: ProcessOpener) -> None:
         """Where the worker says that it is at none, or at one that it was not asked for, each is asked alone."""
         source = """
             import sys, time
@@ -254,7 +225,7 @@ class TestStatuses:
     def test_none_is_no_failure(self, open_any: Opener) -> None:
         assert [s.status for s in open_any("none").score(call("?", "12"))] == ["none", "ok"]
 
-    def test_side_by_side(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_side_by_side(self, opened: ProcessOpener) -> None:
         reward = ParallelReward([opened(self.RAISES), opened(self.RAISES)])
         wide = RewardCall(list("PQRS"), ["a", "x", "c", "xx"], [{"answer": a} for a in "1234"])
         assert [s.status for s in reward.score(wide, allowed=2)] == ["ok", "error", "ok", "error"]
@@ -263,9 +234,7 @@ class TestStatuses:
         reward.close()
 
     @pytest.mark.parametrize("processes", [1, 2, 4])
-    def test_what_passes_does_not_depend_on_how_many_there_are(
-        self, opened: Callable[..., ProcessReward], processes: int
-    ) -> None:
+    def test_what_passes_does_not_depend_on_how_many_there_are(self, opened: ProcessOpener, processes: int) -> None:
         wide = RewardCall(list("PQRS"), ["a", "x", "c", "d"], [{"answer": a} for a in "1234"])
         raises = ParallelReward([opened(self.RAISES) for _ in range(processes)])
         scores = raises.score(wide, allowed=3)
@@ -273,7 +242,7 @@ class TestStatuses:
         assert "completion 1 'x'" in scores[1].message
         raises.close()
 
-    def test_odd_answers_are_the_completion_s_own_fault(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_odd_answers_are_the_completion_s_own_fault(self, opened: ProcessOpener) -> None:
         source = """
             class Odd:
                 def item(self): raise RuntimeError("no item")
@@ -307,7 +276,7 @@ class TestProtocol:
             return 0.25
     """
 
-    def test_a_fork_does_not_answer_for_it(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_a_fork_does_not_answer_for_it(self, opened: ProcessOpener) -> None:
         source = "import os\ndef score(completion):\n    os.fork()\n    return float(completion)\n"
         reward = opened(source)
         for first in range(5):
@@ -367,7 +336,7 @@ class TestProtocol:
             ("channel().sendall(struct.pack('>Q', 2**63))", "is longer than"),
         ],
     )
-    def test_malformed(self, opened: Callable[..., ProcessReward], attack: str, complaint: str) -> None:
+    def test_malformed(self, opened: ProcessOpener, attack: str, complaint: str) -> None:
         reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", attack))
         with pytest.raises(RewardError, match=rf"answered .*{complaint}.*; it must not write") as caught:
             reward.score(call("12", "13"))
@@ -375,33 +344,33 @@ class TestProtocol:
         with pytest.raises(InputError, match="closed"):
             reward.score(call("12"))
 
-    def test_half_a_message_meets_the_deadline(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_half_a_message_meets_the_deadline(self, opened: ProcessOpener) -> None:
         attack = "channel().sendall(b'\\0\\0'); import time; time.sleep(600)"
         reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", attack), timeout=1.0)
         with pytest.raises(RewardError, match="time-out of 1 s"):
             reward.score(call("12"))
 
-    def test_a_closed_socket_is_an_end(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_a_closed_socket_is_an_end(self, opened: ProcessOpener) -> None:
         reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", "channel().shutdown(2)"))
         with pytest.raises(RewardError, match="ended its process"):
             reward.score(call("12"))
 
 
 class TestUserErrors:
-    def test_names_file_line_and_completion(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_names_file_line_and_completion(self, opened: ProcessOpener) -> None:
         reward = opened("def helper(t):\n    return t['a']\n\ndef score(completion):\n    return helper(completion)\n")
         with pytest.raises(RewardError, match=r"reward:mine@1: reward\.py:2 raised TypeError: .* completion 0 '12'"):
             reward.score(call("12"))
 
-    def test_wrong_type(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_wrong_type(self, opened: ProcessOpener) -> None:
         with pytest.raises(RewardError, match=r"reward\.py:1 \(score\) must return a number or None .* got str"):
             opened("def score(completion):\n    return 'good'\n").score(call("12"))
 
-    def test_batched_function_that_returns_no_list(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_batched_function_that_returns_no_list(self, opened: ProcessOpener) -> None:
         with pytest.raises(RewardError, match="list of scores, got float"):
             opened("def score(completions, **kwargs):\n    return 1.0\n").score(call("12"))
 
-    def test_unknown_column(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_unknown_column(self, opened: ProcessOpener) -> None:
         with pytest.raises(InputError, match=r"parameter 'truth' is neither a column.*known: answer, completion"):
             opened("def score(completion, truth):\n    return 1.0\n").score(call("12"))
 
@@ -416,7 +385,7 @@ class TestUserErrors:
         ],
     )
     def test_what_cannot_be_loaded(
-        self, opened: Callable[..., ProcessReward], source: str, entry: str | None, error: type[Exception], match: str
+        self, opened: ProcessOpener, source: str, entry: str | None, error: type[Exception], match: str
     ) -> None:
         with pytest.raises(error, match=match):
             opened(source, entry)
@@ -429,7 +398,7 @@ class TestUserErrors:
         with pytest.raises(InputError, match=r"must hold `reward\.py` or a single Python file, got a\.py, b\.py"):
             open_reward(tmp_path, timeout=PATIENCE)
 
-    def test_probe_finds_a_broken_reward_before_step_one(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_probe_finds_a_broken_reward_before_step_one(self, opened: ProcessOpener) -> None:
         probe = probe_call(["Q"] * 9, [{"prompt": "Q", "answer": "1"}] * 9)
         assert probe.completions == ["1"] * 4
         with pytest.raises(RewardError, match="KeyError"):
@@ -447,7 +416,7 @@ class TestDialects:
         ("dialect", "expected"),
         [(name, {"trl async": 1.5, "areal": 3.0}.get(name, 1.0)) for name in FOREIGN if "chat" not in name],
     )
-    def test_called_as_it_expects(self, opened: Callable[..., ProcessReward], dialect: str, expected: float) -> None:
+    def test_called_as_it_expects(self, opened: ProcessOpener, dialect: str, expected: float) -> None:
         reward = opened(FOREIGN[dialect])
         assert reward.dialect == dialect.split()[0]
         row = {"prompt": "Q", "answer": "12", "level": 3, "data_source": "s", "extra_info": {"b": 2}}
@@ -456,18 +425,18 @@ class TestDialects:
         assert score.score == expected
         assert score.components == ({"bonus": 2.0} if dialect == "verl" else {})
 
-    def test_trl_and_verifiers_get_messages_for_chat_rows(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_trl_and_verifiers_get_messages_for_chat_rows(self, opened: ProcessOpener) -> None:
         chat = call("12", prompt=list(self.CHAT))
         for name in ("trl chat", "verifiers chat"):
             assert opened(FOREIGN[name]).score(chat)[0].score == 1.0
 
-    def test_explicit_dialect_overrides(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_explicit_dialect_overrides(self, opened: ProcessOpener) -> None:
         source = "def f(completions, **kw):\n    return float(completions == '12')"
         assert opened(source, dialect="areal").score(call("12"))[0].score == 1.0
         with pytest.raises(InputError, match="dialect must be one of"):
             opened(source, dialect="klingon")
 
-    def test_numpy_scores_and_ground_truth_of_verl_rows(self, opened: Callable[..., ProcessReward]) -> None:
+    def test_numpy_scores_and_ground_truth_of_verl_rows(self, opened: ProcessOpener) -> None:
         source = (
             "import numpy\ndef f(solution_str, ground_truth):\n    return numpy.float32(solution_str == ground_truth)"
         )

@@ -53,7 +53,7 @@ def test_a_stale_list_is_refused(tmp_path: Path, changes: dict[str, object], tol
 def test_the_list_fits_the_sources() -> None:
     code, said = mutants("--check")
     assert code == 0, said
-    assert int(said.split()[0]) >= 120
+    assert int(said.split()[0]) >= 470
 
 
 @pytest.mark.slow
@@ -72,9 +72,11 @@ def test_tests_that_fail_anyway_notice_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_dozen_drawn_by_a_seed_are_noticed() -> None:
-    """95 % is asked of the whole list (`make mutants`); of a dozen, ten: one in eight is no share to judge by."""
+    """The share that is asked of the whole list (`make mutants`), rounded down: of a dozen, eleven."""
+    from mutants.__main__ import REQUIRED
+
     code, said = mutants("--sample", "12", "--seed", "7")
     total = next(line.split() for line in said.splitlines() if line.startswith("all "))
     assert total[1] == "12", said
-    assert int(total[2]) >= 10, said
+    assert int(total[2]) >= int(12 * REQUIRED), said
     assert code in (0, 1), said

@@ -92,12 +92,40 @@ def test_a_budget_is_not_handed_to_two_stages_at_once(bench: Bench) -> None:
     assert sorted(allowances, reverse=True) == [1000, 400, 390]
 
 
+def test_what_is_left_of_the_wall_clock_is_not_handed_to_two_stages_at_once(bench: Bench) -> None:
+    bench.drive(bench.submit())
+    bench.scripts |= {"sft": [None], "baseline-evaluate": [None]}
+    run_id = bench.submit(seed=2, budget={"wall_clock": 600})
+    for _ in range(4):
+        bench.reconciler.tick(run_id)
+    assert sorted(bench.stage(run_id, name).state for name in ("sft", "baseline-evaluate")) == ["ready", "running"]
+
+
 def test_other_code_than_the_manifest_names_computes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     run_id = bench.submit()
     monkeypatch.setattr(NativeTrainer, "code_digest", lambda self: "sha256:" + "2" * 64)
     run = bench.drive(run_id)
     assert (run.state, run.reason) == ("failed", "CodeChanged")
     assert bench.launched == []
+
+
+def test_other_code_is_not_answered_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upgrade of the engine computes the same file anew."""
+    bench.drive(bench.submit(**TRAIN_ONLY))
+    monkeypatch.setattr(NativeTrainer, "code_digest", lambda self: "sha256:" + "2" * 64)
+    assert bench.drive(bench.submit(**TRAIN_ONLY)).state == "succeeded"
+    assert bench.launched == ["sft", "sft"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "corrupt"])
+def test_a_cached_file_that_is_gone_or_corrupt_is_computed_again(bench: Bench, damage: str) -> None:
+    both = {"gates": [], "release": None}
+    bench.drive(bench.submit(**both))
+    [path] = [p for p in (bench.root / "blobs").rglob("*") if p.is_file() and p.read_bytes() == b"items"]
+    path.unlink() if damage == "missing" else path.write_bytes(b"itemz")
+    second = bench.drive(bench.submit(again=True, **both))
+    assert (second.state, bench.launched) == ("succeeded", ["sft", "evaluate", "evaluate"])
+    assert bench.wiring.blobs.get(digest_bytes(b"items")) == b"items"
 
 
 @pytest.mark.parametrize("damage", ["missing", "corrupt"])

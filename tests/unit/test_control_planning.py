@@ -183,6 +183,8 @@ BAD = [
     (changed("seed", None), "run.yaml: seed: is required"),
     (changed("stages", {}), "stages"),
     (changed("stages.gate", {"kind": "sft", "data": "train", "steps": 1}), "stages.gate: this name is reserved"),
+    (changed("stages.again", RUN["stages"]["evaluate"]),
+     "'heldout/accuracy' is already made by 'evaluate'; rename a suite"),
     (changed("stages.evaluate.suites.heldout.pass_at", [4]), "pass_at must be <= samples (2), got 4"),
 ]
 # fmt: on

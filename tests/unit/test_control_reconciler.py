@@ -171,6 +171,7 @@ def test_a_spent_budget_launches_nothing_more(bench: Bench) -> None:
     bench.scripts["sft"] = [train(tokens=1000)]
     run = bench.drive(bench.submit(budget={"tokens": 1000}))
     assert (run.state, run.reason) == ("failed", "BudgetExceeded")
+    assert isinstance(bench.error(run.id), BudgetExceededError)
     assert bench.launched == ["sft"]
     assert "1000 of 1000 tokens" in run.message
 
@@ -228,6 +229,33 @@ def test_stop_and_go_on(bench: Bench) -> None:
         actions.retry(bench.wiring, run_id)
 
 
+def test_a_stop_starts_nothing_in_the_places_that_become_free(bench: Bench) -> None:
+    stages = {name: {"kind": "sft", "data": "train", "steps": steps} for steps, name in enumerate("abc", 1)}
+    bench.scripts |= {"a": [None, train("a")], "b": [None, train("b")], "c": [train("c")]}
+    run_id = bench.submit(stages=stages, gates=[], release=None)
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    actions.stop(bench.wiring, run_id)
+    assert bench.drive(run_id).state == "stopped"
+    assert [bench.stage(run_id, name).state for name in "abc"] == ["stopped"] * 3
+    assert (bench.launched, bench.ledger.attempts(run_id, "c")) == (["a", "b"], [])
+    actions.retry(bench.wiring, run_id)
+    assert bench.drive(run_id).state == "succeeded"
+
+
+def test_a_run_that_nobody_drives_is_not_waited_for(bench: Bench) -> None:
+    bench.scripts["sft"] = [None, train()]
+    for _ in range(3):
+        bench.reconciler.tick(bench.submit(**TRAIN_ONLY))
+    second = bench.submit(again=True, **TRAIN_ONLY)
+    for _ in range(3):
+        bench.reconciler.tick(second)
+    assert bench.stage(second, "sft").reason == "WaitingForIdenticalStage"
+    bench.clock.sleep(LEASE_SECONDS + 1)
+    assert bench.drive(second).state == "succeeded"
+    assert bench.launched == ["sft", "sft"]
+
+
 def test_only_the_lease_holder_acts_and_a_dead_one_is_succeeded(bench: Bench) -> None:
     bench.scripts["sft"] = [None]
     run_id = bench.submit()
@@ -247,8 +275,13 @@ def test_only_the_lease_holder_acts_and_a_dead_one_is_succeeded(bench: Bench) ->
 
 def test_a_wait_has_a_deadline(bench: Bench) -> None:
     bench.scripts["sft"] = [None]
+    until = bench.clock.now() + 60
+
+    def watch(_: object) -> None:
+        assert bench.clock.now() < until, "long past its deadline"
+
     with pytest.raises(DeadlineError, match="still running after 5 s"):
-        bench.reconciler.drive(bench.submit(), timeout=5)
+        bench.reconciler.drive(bench.submit(), timeout=5, watch=watch)
 
 
 def test_rollback_returns_to_the_model_before(bench: Bench) -> None:

@@ -93,6 +93,17 @@ def test_a_missing_ledger_is_made_only_when_asked(tmp_path: Path) -> None:
         Database(tmp_path / "missing" / "l.db")
 
 
+def test_a_database_that_holds_no_ledger_is_filled_only_when_asked(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "l.db")
+    connection.execute("VACUUM")  # a header and an empty first page
+    connection.close()
+    assert (tmp_path / "l.db").stat().st_size
+    with pytest.raises(WorkspaceError, match="holds nothing: it was cut off; restore it from a copy"):
+        Database(tmp_path / "l.db", create=False)
+    Database(tmp_path / "l.db").close()
+    Database(tmp_path / "l.db", create=False).close()
+
+
 @pytest.mark.parametrize("address", ["nonsense://x", "sqlite:///:memory:", "://"])
 def test_an_address_that_is_no_ledger_is_refused(address: str) -> None:
     with pytest.raises(WorkspaceError):

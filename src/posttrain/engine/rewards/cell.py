@@ -43,6 +43,7 @@ _UTS, _IPC, _USER, _PID, _NET = 0x04000000, 0x08000000, 0x10000000, 0x20000000, 
 _CGROUP = 0x02000000
 _NAMESPACES = _UTS | _IPC | _PID | _NET | _CGROUP
 _PDEATHSIG, _DUMPABLE, _SUBREAPER = 1, 4, 36  # PR_SET_…
+_EXITING = 4  # PF_EXITING, among the flags of /proc/PID/stat
 _INTERFACE_FLAGS, _SET_INTERFACE_FLAGS, _UP = 0x8913, 0x8914, 1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
 _NAMES = ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf")
 _RESOLVER = ("/etc/resolv.conf", "/etc/gai.conf", "/etc/host.conf")
@@ -220,8 +221,9 @@ def _keep(child: int, apart: bool, group: Group | None, watch: Watch | None, las
 
 
 def _sweep(job: int, folder: Path) -> None:
-    """Remove what a job that died could not."""
-    if os.getppid() != job:
+    """Remove what a job that died, or is about to, cannot: its pipes close a while before it has another parent."""
+    said = _stat(Path("/proc", str(job)))
+    if os.getppid() != job or (said and int(said[6]) & _EXITING):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,0 +1,173 @@
+"""What evaluations leave, as the gate reads it; what a report, a release and a proof say of it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from control_bench import RUN, TRAIN_ONLY, Bench, Script, evaluate, train
+
+from posttrain.control import actions
+from posttrain.control.explain import explain_run
+from posttrain.control.lineage import release_lineage, verify
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import GateInconclusiveError, GateRejectedError, InputError
+from posttrain.domain.jobs import JobResult, Output
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.sealer import seal
+
+Range = tuple[bool, float | None, float | None]
+METRIC = "heldout/accuracy"
+
+
+def leaves(values: Sequence[float | None], ranges: Sequence[Range] = ((True, 0.0, 1.0),)) -> Script:
+    """An evaluation that leaves these values, the last range for all items that name none."""
+    declared = [*ranges, *[ranges[-1]] * len(values)][: len(values)]
+    columns = {
+        "metric": pa.array([METRIC] * len(values)),
+        "item_id": pa.array([f"i{i}" for i in range(len(values))]),
+        "value": pa.array(values, pa.float64()),
+        "binary": pa.array([binary for binary, _, _ in declared]),
+        "low": pa.array([low for _, low, _ in declared], pa.float64()),
+        "high": pa.array([high for _, _, high in declared], pa.float64()),
+    }
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns), sink)
+    return leaves_bytes(sink.getvalue())
+
+
+def leaves_bytes(data: bytes) -> Script:
+    def job(folder: AttemptFolder) -> int:
+        folder.outputs.mkdir()
+        for name, content in (("metrics", data), ("items", b"items")):
+            (folder.outputs / f"{name}.parquet").write_bytes(content)
+        outputs = {name: Output(f"outputs/{name}.parquet", "file") for name in ("metrics", "items")}
+        folder.write_result(JobResult("succeeded", outputs, {}, 10))
+        return 0
+
+    return job
+
+
+def mostly_right() -> list[float | None]:
+    return [1.0] * 190 + [0.0] * 10
+
+
+def judged(bench: Bench, job: Script, **changes: Any) -> Any:
+    bench.scripts["evaluate"] = [job]
+    return bench.drive(bench.submit(**changes))
+
+
+def test_an_item_without_a_value_is_not_a_wrong_answer(bench: Bench) -> None:
+    run = judged(bench, leaves([*mostly_right()[:-1], None]))
+    assert (run.state, run.reason) == ("rejected", "GateError")
+    assert "i199" in run.message
+
+
+def test_items_that_declare_several_ranges_are_refused(bench: Bench) -> None:
+    run = judged(bench, leaves(mostly_right(), [(True, 0.0, 1.0), (False, 0.0, 2.0)]))
+    assert (run.state, run.reason) == ("failed", "Corrupt")
+    assert f"{METRIC} must declare one range on all its items, got 2" in run.message
+
+
+def test_a_metric_without_a_range_cannot_be_judged(bench: Bench) -> None:
+    run = judged(bench, leaves(mostly_right(), [(False, None, None)]))
+    assert (run.state, run.reason) == ("rejected", "GateError")
+
+
+def test_an_evaluation_that_cannot_be_read_fails_its_run_in_one_line(bench: Bench) -> None:
+    run = judged(bench, leaves_bytes(b"no parquet"))
+    assert (run.state, run.reason) == ("failed", "Corrupt")
+    assert "evaluation results cannot be read" in run.message
+    assert "\n" not in run.message
+
+
+def test_too_few_items_are_no_verdict(bench: Bench) -> None:
+    run = judged(bench, leaves([1.0] * 4 + [0.0]))
+    assert (run.state, run.reason) == ("rejected", "GateInconclusive")
+    assert isinstance(bench.error(run.id), GateInconclusiveError)
+    assert bench.ledger.channel("prod") is None
+
+
+def test_a_report_names_what_measured(bench: Bench) -> None:
+    """Two reports may be compared when their evaluators are the same: code, parameters and data, but no seed."""
+
+    def evaluator(**changes: Any) -> Any:
+        report = explain_run(bench.wiring, bench.drive(bench.submit(**changes)).id).report
+        assert report is not None
+        return report.evaluator
+
+    suites = {"heldout": {"data": "heldout", "max_new_tokens": 77}}
+    longer = {**RUN["stages"], "evaluate": {**RUN["stages"]["evaluate"], "suites": suites}}
+    absolute = [RUN["gates"][0]]
+    first = evaluator(gates=absolute)
+    assert evaluator(gates=absolute, seed=2) == first
+    assert evaluator(gates=absolute, stages=longer) != first
+
+
+def shipped_twice(bench: Bench) -> tuple[Any, Any]:
+    first = bench.drive(bench.submit())
+    bench.scripts |= {"sft": [train("better")], "evaluate": [evaluate(199)]}
+    return first, bench.drive(bench.submit(seed=2))
+
+
+def test_a_rollback_keeps_the_report_of_what_it_returns_to(bench: Bench) -> None:
+    first, second = shipped_twice(bench)
+    reports = [bench.stage(run.id, "gate").outputs["report"]["digest"] for run in (first, second)]
+    assert actions.rollback(bench.wiring, "prod").report_digest == reports[0]
+    again = actions.promote(bench.wiring, second.id, "prod")
+    assert (again.run_id, again.report_digest) == (second.id, reports[1]), "the channel is where its gate saw it"
+    assert actions.promote(bench.wiring, second.id, "prod") == again
+
+
+def test_a_word_that_names_several_models_rolls_back_to_none(bench: Bench) -> None:
+    shipped_twice(bench)
+    with pytest.raises(InputError, match="'r-' names 2 models; name one by its release number"):
+        actions.rollback(bench.wiring, "prod", to="r-")
+    assert len(bench.ledger.history("prod")) == 2
+
+
+def test_a_promotion_needs_a_report_and_one_that_passed(bench: Bench) -> None:
+    run = judged(bench, leaves([0.0] * 200))
+    with pytest.raises(GateRejectedError):
+        actions.promote(bench.wiring, run.id, "prod")
+    trained = bench.drive(bench.submit(**TRAIN_ONLY))
+    with pytest.raises(InputError, match="promote needs a gate report"):
+        actions.promote(bench.wiring, trained.id, "prod")
+
+
+def test_two_who_submit_at_once_share_a_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = bench.ledger.runs
+
+    def nothing_yet(**asked: Any) -> Any:
+        """The other one commits after this look and before this one's own commit."""
+        return [] if "manifest_digest" in asked else looked(**asked)
+
+    first = bench.submit(**TRAIN_ONLY)
+    monkeypatch.setattr(bench.ledger, "runs", nothing_yet)
+    assert bench.submit(**TRAIN_ONLY) == first
+    monkeypatch.undo()
+    assert [run.id for run in bench.ledger.runs()] == [first]
+
+
+@pytest.mark.parametrize("what", ["model", "report", "chain"])
+def test_a_proof_finds_what_was_altered(bench: Bench, what: str) -> None:
+    bench.drive(bench.submit())
+    seal(bench.ledger)
+    tree = release_lineage(bench.wiring, "prod")
+    sound = verify(bench.wiring, tree)  # the bench's datasets are digests without bytes
+    assert (sound.events > 10, sound.pending) == (True, 0)
+    with bench.ledger.database.write() as connection:
+        connection.exec_driver_sql("UPDATE events SET actor = actor || 'x' WHERE id = 2 AND ? = 'chain'", (what,))
+    report = bench.stage(bench.ledger.runs()[0].id, "gate").outputs["report"]["digest"]
+    spoilt = {"model": digest_bytes(b"weights"), "report": report}.get(what, "sha256:")
+    for path in (bench.root / "blobs" / "sha256").rglob("*"):
+        if path.is_file() and spoilt == "sha256:" + path.parent.name + path.name:
+            path.write_bytes(path.read_bytes()[::-1])
+    added = set(verify(bench.wiring, tree).problems) - set(sound.problems)
+    assert len(added) == 1, added
+    with bench.ledger.database.write() as connection:
+        connection.exec_driver_sql("UPDATE events SET actor = rtrim(actor, 'x') WHERE id = 2")
