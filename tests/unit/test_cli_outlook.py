@@ -138,7 +138,9 @@ def test_an_empty_channel_that_fails_the_gate_is_said_first(world: World) -> Non
     world.write("run.yaml", RUN.replace("if_channel_empty: pass", "if_channel_empty: fail"))
     shown = world.ok("plan", "run.yaml")
     assert "cannot pass: the channel is empty" in shown
-    assert shown.splitlines()[-1].startswith("next:     set if_channel_empty: pass in gate no-regression; then ")
+    assert shown.splitlines()[-1].startswith(
+        "next:     release a model to the channel, or set if_channel_empty: pass in gate no-regression; then "
+    )
 
 
 def test_what_was_submitted_before_is_attached_to_and_cached_stages_cost_nothing(world: World) -> None:

@@ -257,7 +257,7 @@ def _empty_channel(rule: GateRule, items: int) -> PowerNote:
     if rule.if_channel_empty == "pass":
         return PowerNote(rule.name, items, NOT_TESTED, 1.0, rule.min_items, assumption)
     warning = f"gate {rule.name} cannot pass: the channel is empty and the rule says if_channel_empty: fail"
-    change = f"set if_channel_empty: pass in gate {rule.name}"
+    change = f"release a model to the channel, or set if_channel_empty: pass in gate {rule.name}"
     return PowerNote(rule.name, items, NOT_TESTED, 0.0, None, assumption, warning, change)
 
 
