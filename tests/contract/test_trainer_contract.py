@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import posttrain
 from posttrain.domain.canonical import digest_json, is_digest
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult
@@ -133,6 +136,22 @@ def digested(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
     yield fresh
     monkeypatch.undo()
     native._sources.cache_clear()
+
+
+def test_what_decides_results_is_in_the_code_digest_and_other_sources_are_not(
+    digested: Callable[[], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here, copy = Path(posttrain.__path__[0]), tmp_path / "posttrain"
+    shutil.copytree(here, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    before = digested()
+    monkeypatch.setattr(native, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(copy)]))
+    assert digested() == before
+    with (copy / "cli" / "__init__.py").open("a") as file:
+        file.write("# a word\n")
+    assert digested() == before
+    with (copy / "engine" / "algorithms" / "losses.py").open("a") as file:
+        file.write("# a word\n")
+    assert digested() != before
 
 
 @pytest.mark.parametrize("library", ["torch", "transformers", "jinja2", "pyarrow", "tokenizers"])

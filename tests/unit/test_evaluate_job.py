@@ -376,11 +376,40 @@ def test_same_bytes_again_and_as_a_process(bench: Bench, answered: Answered) -> 
         assert (attempt.path / output.path).read_bytes() == (first.path / output.path).read_bytes()
 
 
-def test_an_item_is_answered_the_same_in_any_suite_order(bench: Bench, answered: Answered) -> None:
-    def sampled(attempt: AttemptFolder) -> dict[tuple[str, int], str]:
-        table = pq.read_table(attempt.path / "outputs" / "items.parquet").to_pylist()
-        return {(r["item_id"], r["sample_index"]): r["response"] for r in table if r["kind"] == "sample"}
+def sampled(attempt: AttemptFolder, suite: str = "heldout") -> dict[tuple[str, int], str]:
+    """What was sampled for a suite, by item and sample."""
+    table = pq.read_table(attempt.path / "outputs" / "items.parquet").to_pylist()
+    rows = [row for row in table if row["kind"] == "sample" and row["suite"] == suite]
+    return {(row["item_id"], row["sample_index"]): row["response"] for row in rows}
 
+
+@pytest.mark.parametrize(("suite", "order"), [({}, {"seed": 12}), ({"temperature": 0.05}, {})])
+def test_seed_and_temperature_decide_what_is_sampled(
+    bench: Bench, answered: Answered, suite: dict[str, Any], order: dict[str, Any]
+) -> None:
+    usual, _ = answered(bench.order(), f"usual-{len(suite)}")
+    other, _ = answered(replace(bench.order(**suite), **order), f"other-{len(suite)}")
+    assert sampled(usual).keys() == sampled(other).keys()
+    assert sampled(usual) != sampled(other)
+
+
+def test_each_suite_draws_its_own_samples(bench: Bench, answered: Answered) -> None:
+    one = bench.order()
+    suites = {**one.params["suites"], "again": {**one.params["suites"]["heldout"], "data": "suites.again"}}
+    inputs = {**one.inputs, "suites.again": one.inputs["suites.heldout"]}
+    both, _ = answered(replace(one, params={**one.params, "suites": suites}, inputs=inputs))
+    assert sampled(both).keys() == sampled(both, "again").keys()
+    assert sampled(both) != sampled(both, "again")
+
+
+def test_a_deadline_that_is_past_ends_an_evaluation(bench: Bench, answered: Answered) -> None:
+    _, result = answered(replace(bench.order(), seconds_allowance=0.0))
+    assert result.failure is not None
+    assert result.failure.kind is FailureClass.BUDGET
+    assert result.tokens == 0
+
+
+def test_an_item_is_answered_the_same_in_any_suite_order(bench: Bench, answered: Answered) -> None:
     forward, _ = answered(bench.order(), "forward")
     backward, _ = answered(bench.order(rows=bench.rows[::-1]), "backward")
     assert sampled(forward) == sampled(backward)

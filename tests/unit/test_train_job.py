@@ -263,7 +263,7 @@ class TestJobs:
         (BudgetExceededError("spent"), FailureClass.BUDGET, "spent"),
         (DivergedError("nan"), FailureClass.DIVERGED, "nan"),
         (torch.OutOfMemoryError("CUDA"), FailureClass.OUT_OF_MEMORY, "CUDA"),
-        (MemoryError(), FailureClass.OUT_OF_MEMORY, "micro_batch_tokens"),
+        (MemoryError(), FailureClass.OUT_OF_MEMORY, "out of memory"),
         (OSError(28, "No space left on device", "f"), FailureClass.INFRASTRUCTURE, "cannot write f: No space left"),
         (RuntimeError("shard: No space left on device"), FailureClass.INFRASTRUCTURE, "No space left"),
         (KeyError("k"), FailureClass.BUG, "KeyError at"),

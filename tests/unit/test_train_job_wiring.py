@@ -77,6 +77,13 @@ class TestReward:
         run(shop.grpo("patient", params={"steps": 1, "reward_timeout": 77.5}))
         assert [named["timeout"] for _, named in calls] == [77.5]
 
+    def test_attempts_cache_and_store_are_hidden_from_it(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = watched(monkeypatch, process, "open_reward")
+        attempt = shop.grpo("hidden", params={"steps": 1})
+        run(attempt)
+        [(_, named)] = calls
+        assert {attempt.path, shop.root / "cache", shop.root / "blobs"} <= {*named["hidden"]}
+
     def test_one_that_is_broken_costs_no_token(self, shop: Shop) -> None:
         shop.put("reward", "def score(completion):\n    return 1 / 0\n", entry="score")
         result = run(shop.grpo("broken"))
