@@ -324,6 +324,25 @@ class TestLeft:
         cell._sweep(os.getpid() if job == "gone" else os.getppid(), folder)
         assert folder.exists() == left
 
+    def test_the_cell_of_a_job_that_died_before_it_had_a_keeper_is_swept_by_the_next(
+        self, write: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source = write("def score(completion):\n    return 1\n")
+        (tmp_path / "scratch").mkdir()
+        dies = (
+            "import os, posttrain.engine.rewards.process as p; p.Session = lambda *_: os.kill(os.getpid(), 9)\n" + OPENS
+        )
+        environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+        ended = subprocess.run([sys.executable, "-c", dies, str(source)], env=environment, check=False)
+        assert ended.returncode == -signal.SIGKILL
+        [left] = (tmp_path / "scratch").iterdir()
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+        with open_reward(source, timeout=PATIENCE) as first, open_reward(source, timeout=PATIENCE) as second:
+            assert not left.exists()
+            assert len(list((tmp_path / "scratch").iterdir())) == 2, "what somebody holds stays"
+            assert first.score(call("12"))[0].score == second.score(call("12"))[0].score == 1.0
+        assert not list((tmp_path / "scratch").iterdir())
+
     def test_closing_while_it_is_started_again(self, opened: Opener) -> None:
         reward = opened("import time\ndef score(completion):\n    time.sleep(600)\n")
         asked = threading.Thread(target=_ask, args=(reward,), daemon=True)

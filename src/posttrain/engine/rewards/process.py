@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ from posttrain.engine.rewards.port import (
     shortened,
 )
 from posttrain.engine.rewards.protocol import Answers, End, Fault, MalformedError, Opened
+from posttrain.engine.rewards.scratch import Scratch
 from posttrain.engine.rewards.session import EndedError, LateError, Log, NotConfinedError, Session
 
 TRUST = "let the kernel give namespaces, or say that the workspace trusts its rewards: posttrain init --rewards trusted"
@@ -52,7 +51,7 @@ class ProcessReward:
         self._timeout, self._entry, self._wanted = timeout, function or None, None if dialect == "auto" else dialect
         self._file = found.name if found.suffix == ".py" else Path(source or "reward.py").name
         self._name = name or f"reward {source or found.name}"
-        self._scratch = Path(tempfile.mkdtemp(prefix="posttrain-reward-"))
+        self._scratch = Scratch()
         self._closed, self._killed = False, 0
         self._killed_at: list[int] = []
         self._places: list[int] = []
@@ -62,7 +61,9 @@ class ProcessReward:
         try:
             given = provision or Provision({})
             self._network = given.network
-            self._plan = lay_out(self._scratch, found, self._file, whole=path.is_dir(), hidden=hidden, provision=given)
+            self._plan = lay_out(
+                self._scratch.path, found, self._file, whole=path.is_dir(), hidden=hidden, provision=given
+            )
             self._must_be_confined = confined
             self._opened()
         except BaseException:
@@ -108,7 +109,7 @@ class ProcessReward:
         if self._session:
             self._session.close()
             self._session = None
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.close()
 
     def __enter__(self) -> Self:
         return self
