@@ -198,10 +198,15 @@ class Fuzz:
     def _moment(self, strike: Strike) -> tuple[float, bool]:
         """How long after its victim was first seen; and whether to wait for the job's first word before."""
         if strike.phase in PLACES:
-            return self.rng.uniform(0.0, 1.5 if strike.phase == "submit" else 0.01), False
+            return self.rng.uniform(0.0, 0.8 if strike.phase == "submit" else 0.01), False
         if strike.victim in ("command", "supervisor", "job") and self.rng.random() < 0.5:
-            return self.rng.uniform(0.0, 0.9 * self.seconds[strike.phase]), False
-        return self.rng.uniform(0.0, _SHORTLY), self.rng.random() < 0.7
+            return self.rng.uniform(
+                0.0, (0.5 if strike.victim == "command" else 0.9) * self.seconds[strike.phase]
+            ), False
+        shortly = _SHORTLY / (
+            3 if strike.victim in ("keeper", "init", "worker") else 1
+        )  # they leave before the job does
+        return self.rng.uniform(0.0, shortly), self.rng.random() < 0.7
 
     def environment(self) -> dict[str, str]:
         """Of the next command: where its temporary files go, and at which marked place it dies."""
@@ -229,7 +234,8 @@ class Fuzz:
                 wait, for_work = self._moments[strike]
                 if process.at_work or not for_work:
                     self._due.setdefault(strike, now + wait)
-                if now >= self._due.get(strike, float("inf")):
+                worked = process.at_work and strike.victim != "command"  # the machine is faster than it was: at once
+                if now >= (0.0 if worked and not for_work else self._due.get(strike, float("inf"))):
                     self._hit(process.pid, strike)
                     break
             if not any(phase in PLACES for _, phase in seen):
