@@ -74,10 +74,14 @@ _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} and NEWTIME
 _INTERNET = (2, 10)  # inet, inet6
 _FAMILIES = (1, *_INTERNET, 16)  # and unix, netlink: those that a network namespace holds; vsock, for one, is not
+# what Landlock does not see of TCP: a first segment sent without connecting, and listening without binding
+_SENDS = {"sendto": (3, (44, 206)), "sendmsg": (2, (46, 211)), "sendmmsg": (3, (307, 269))}  # argument of the flags
+_FAST_OPEN, _LISTEN = 0x20000000, (50, 201)
+_PROTOCOLS = (0, 6, 17)  # the family's own, TCP, UDP; multipath TCP, for one, is none that Landlock knows
 _X32 = 0x40000000
 _LOAD, _EQUAL, _ATLEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
 
 
 def give_up_privileges(libc: Any) -> None:
@@ -123,13 +127,33 @@ def _program(arch: int, column: int, apart: bool, sockets: bool) -> list[bytes]:
     for numbers in (*_DENIED.values(), *(() if apart else _SHARED.values())):
         rules += _when(_EQUAL, numbers[column], refuse)
     rules += _when(_EQUAL, _CLONE3[column], _ERRNO | errno.ENOSYS)  # its flags lie in memory; the C library takes clone
-    rules += [_step(_EQUAL, _CLONE[column], 0, 3), _step(_LOAD, _FIRST_ARGUMENT_AT)]
-    rules += [*_when(_ANY_BIT, _NEW_NAMESPACES, refuse), _step(_LOAD, _NUMBER_AT)]
-    families = (_FAMILIES if apart else _INTERNET) if sockets else ()
-    rules += [_step(_EQUAL, _SOCKET[column], 0, 2 + 2 * len(families)), _step(_LOAD, _FIRST_ARGUMENT_AT)]
-    for family in families:
-        rules += _when(_EQUAL, family, _ALLOW)
-    return [*rules, _step(_RETURN, refuse), _step(_RETURN, _ALLOW)]
+    rules += _of(_CLONE[column], [_argument(0), *_when(_ANY_BIT, _NEW_NAMESPACES, refuse)])
+    if sockets and not apart:
+        rules += _when(_EQUAL, _LISTEN[column], refuse)
+        for place, numbers in _SENDS.values():
+            rules += _of(numbers[column], [_argument(place), *_when(_ANY_BIT, _FAST_OPEN, refuse)])
+    return [*rules, *_of(_SOCKET[column], _sockets(apart, refuse) if sockets else [_step(_RETURN, refuse)]), _ALLOWED]
+
+
+def _sockets(apart: bool, refuse: int) -> list[bytes]:
+    """Which sockets may be made: those of some families, without a network namespace of some protocols too."""
+    rules = [_argument(0)]
+    for family in _FAMILIES if apart else _INTERNET:
+        rules += _when(_EQUAL, family, _ALLOW) if apart else [_step(_EQUAL, family, 0, 2 * len(_PROTOCOLS) + 2)]
+        if not apart:
+            rules += [_argument(2), *(step for one in _PROTOCOLS for step in _when(_EQUAL, one, _ALLOW))]
+            rules += [_step(_RETURN, refuse)]
+    return [*rules, _step(_RETURN, refuse)]
+
+
+def _of(number: int, rules: list[bytes]) -> list[bytes]:
+    """Rules for one system call, the number of which is loaded, before and after."""
+    return [_step(_EQUAL, number, 0, len(rules) + 1), *rules, _step(_LOAD, _NUMBER_AT)]
+
+
+def _argument(place: int) -> bytes:
+    """Load the lower half of an argument."""
+    return _step(_LOAD, _ARGUMENTS_AT + 8 * place)
 
 
 def _when(test: int, value: int, then: int | None, otherwise: int | None = None) -> list[bytes]:
@@ -142,6 +166,9 @@ def _when(test: int, value: int, then: int | None, otherwise: int | None = None)
 
 def _step(code: int, value: int, true: int = 0, false: int = 0) -> bytes:
     return struct.pack("HBBI", code, true, false, value)
+
+
+_ALLOWED = _step(_RETURN, _ALLOW)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
