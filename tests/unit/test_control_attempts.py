@@ -15,10 +15,12 @@ from control_bench import RUN, TRAIN_ONLY, Bench, train, vanish
 from posttrain.control import actions, resuming
 from posttrain.control.attempts import BACKOFF_SECONDS
 from posttrain.control.reconciler import Reconciler
+from posttrain.control.resuming import trained_elsewhere
 from posttrain.domain.errors import FailureClass, StaleWriteError
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import CheckpointCommit, Failure, JobResult, JobSpec, JobState, Observation, Output
 from posttrain.domain.ports import BlobStore
+from posttrain.execution.processes import LEAVING_SECONDS
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.trees import file_digest, put_tree, tree_digest
 
@@ -175,11 +177,68 @@ def test_a_job_that_says_no_last_word_is_billed_what_it_had_said(bench: Bench, w
     assert (run.state, bench.stage(run_id, "sft").tokens) == (ended, 300)
 
 
-def test_a_job_that_ended_by_itself_is_looked_for_before_it_is_observed(bench: Bench) -> None:
-    run_id, folder, _ = under_way(bench)
-    train()(folder)  # its result is there, and its supervisor has not said that it is gone
+def test_a_result_counts_once_its_job_is_gone(bench: Bench) -> None:
+    """Until then it holds memory that the next stage needs."""
+    run_id, folder, name = under_way(bench)
+    train()(folder)
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    assert bench.stage(run_id, "sft").state == "running"
+    bench.executor.finish(name, -9)  # however it went
     bench.reconciler.tick(run_id)
     assert bench.stage(run_id, "sft").state == "succeeded"
+    assert bench.executor.cancelled == []
+
+
+def test_a_job_that_does_not_go_by_itself_is_ended(bench: Bench) -> None:
+    def stays(folder: AttemptFolder) -> None:
+        train()(folder)
+
+    bench.scripts["sft"] = [stays]
+    run_id = bench.submit()
+    began = bench.clock.now()
+    assert bench.drive(run_id).state == "succeeded"
+    assert bench.executor.cancelled == [bench.executor.launched[0].name]
+    assert 2 * LEAVING_SECONDS <= bench.clock.now() - began < 3 * LEAVING_SECONDS
+
+
+def test_a_checkpoint_that_its_job_would_refuse_is_passed_over(bench: Bench) -> None:
+    def dies(folder: AttemptFolder) -> int:
+        leave_checkpoint(folder, 1, 100)
+        (leave_checkpoint(folder, 2, 250) / "stray.safetensors").write_bytes(b"x")
+        return -9
+
+    bench.scripts["sft"] = [dies, train()]
+    run_id = bench.submit(**TRAIN_ONLY)
+    assert bench.drive(run_id).state == "succeeded"
+    assert bench.wiring.folder(bench.ledger.attempts(run_id)[1]).read_order().resumed_step == 1
+
+
+def test_an_attempt_that_goes_on_from_another_run_counts_what_it_took(bench: Bench) -> None:
+    """The second as the first: what the checkpoint cost is of this run's budget, and who paid for it is said."""
+
+    def spends(step: int, tokens: int) -> Callable[[AttemptFolder], int]:
+        def job(folder: AttemptFolder) -> int:
+            leave_checkpoint(folder, step, tokens)
+            over = Failure(FailureClass.BUDGET, "spent", "budget")
+            folder.write_result(JobResult("failed", tokens=tokens, failure=over))
+            return 0
+
+        return job
+
+    bench.scripts["sft"] = [spends(1, 300), spends(2, 900), train(tokens=1000)]
+    first = bench.submit(budget={"tokens": 1000}, **TRAIN_ONLY)
+    assert bench.drive(first).state == "failed"
+    second = bench.submit(budget={"tokens": 1100}, **TRAIN_ONLY)
+    assert bench.drive(second).state == "failed"
+    actions.retry(bench.wiring, first)
+    bench.drive(first)
+    attempts = bench.ledger.attempts(first, "sft")
+    order = bench.wiring.folder(attempts[-1]).read_order()
+    assert (order.resumed_from, order.tokens_inherited) == (f"{second}/sft", 900)
+    assert order.token_allowance is not None
+    assert order.token_allowance <= 1000
+    assert trained_elsewhere(bench.wiring, attempts) == f"steps 1-2 were trained in {second}/sft"
 
 
 def test_the_order_of_a_job_that_runs_is_left_alone(bench: Bench) -> None:

@@ -122,7 +122,8 @@ def test_a_bug_is_told_with_its_traceback_and_not_hidden_for_long(
 ) -> None:
     bench.scripts |= {"one": [None], "two": [train()]}
     observe, run_id = bench.executor.observe, bench.submit(**TWO)
-    monkeypatch.setattr(bench.executor, "observe", faulty(10**9, KeyError("wires"), observe))
+    broken = faulty(10**9, KeyError("wires"), observe, hit=lambda spec: spec.name.endswith("-one-1"))
+    monkeypatch.setattr(bench.executor, "observe", broken)
     with pytest.raises(KeyError, match="wires"):
         bench.drive(run_id)
     stage = bench.stage(run_id, "one")

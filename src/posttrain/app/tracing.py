@@ -144,9 +144,11 @@ def _attempts(workspace: Workspace, run_id: str, stage: str | None) -> list[tupl
 
 def _begun(workspace: Workspace, run_id: str, stage: str | None) -> Iterator[str]:
     """One line for every stage that went on from another stage's checkpoint: its trace begins there."""
-    firsts = [(name, attempt) for name, attempt, _ in _attempts(workspace, run_id, stage) if attempt.number == 1]
-    for name, attempt in firsts:
-        words = trained_elsewhere(workspace.wiring, [attempt])
+    found: dict[str, list[AttemptRecord]] = {}
+    for name, attempt, _ in _attempts(workspace, run_id, stage):
+        found.setdefault(name, []).append(attempt)
+    for name, attempts in found.items():
+        words = trained_elsewhere(workspace.wiring, attempts)
         if words:
             yield f"{name}: {words}"
 

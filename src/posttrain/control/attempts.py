@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from posttrain.control import budgets
-from posttrain.control.launching import attempt_spec, launch_attempt, record_launch
+from posttrain.control.launching import attempt_spec, bare_spec, launch_attempt, record_launch
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, StaleWriteError
@@ -16,6 +16,7 @@ from posttrain.domain.lifecycle import AttemptState, RunState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.execution.ports import Trainer
+from posttrain.execution.processes import LEAVING_SECONDS
 from posttrain.store.trees import put_tree
 
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
@@ -38,6 +39,8 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
             if result.state not in (JobState.STARTING, JobState.RUNNING):
                 _lost(wiring, manifest, stage, attempt, result)
             return
+        if _leaves(wiring, attempt, result):
+            return
         result = _why_stopped(run, manifest, attempt, result)
         if result.status == "failed" and result.failure and result.failure.kind.retried:
             _retry(wiring, manifest, stage, attempt, result.failure, AttemptState.FAILED, result)
@@ -51,6 +54,21 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
     crashpoint("collect.after_publish")
     _end(wiring, stage, attempt, result, outputs)
     crashpoint("collect.after_commit")
+
+
+def _leaves(wiring: Wiring, attempt: AttemptRecord, result: JobResult) -> bool:
+    """Whether the job of a result still holds memory on its way out: nothing that would need it starts before.
+
+    An executor lets it go for `LEAVING_SECONDS`; one that does not see to that is asked to, a while later.
+    """
+    spec = bare_spec(wiring, attempt)
+    if wiring.executor.observe(spec).state not in (JobState.STARTING, JobState.RUNNING):
+        return False
+    now = wiring.clock.now()
+    if now - (attempt.launched_at or now) - result.seconds < 2 * LEAVING_SECONDS:
+        return True
+    wiring.executor.cancel(spec, 0.0)
+    return False
 
 
 def _read_together(wiring: Wiring, stage: StageRecord) -> tuple[StageRecord, AttemptRecord]:

@@ -17,8 +17,6 @@ from posttrain.execution.ports import Trainer
 def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
     """Commit the intent: an attempt with a deterministic external name. Launching it is the next tick's work."""
     earlier = wiring.ledger.attempts(stage.run_id, stage.name)
-    if earlier:
-        _end(wiring, earlier[-1])
     number = len(earlier) + 1
     found = find_checkpoint(wiring, stage, key, earlier)
     directory = wiring.attempt_dir(stage.run_id, stage.name, number)
@@ -46,17 +44,6 @@ def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
             cache_key=key,
             started_at=stage.started_at or now,
         )
-
-
-def _end(wiring: Wiring, attempt: AttemptRecord) -> None:
-    """See to it that nothing of an attempt runs: a job that has said its last word still holds memory on its way out.
-
-    Raises:
-        DeadlineError: it cannot be killed.
-    """
-    spec = JobSpec(attempt.name, "", str(wiring.folder(attempt).path))
-    if wiring.executor.observe(spec).state in (JobState.STARTING, JobState.RUNNING):
-        wiring.executor.cancel(spec, 0.0)
 
 
 def launch_attempt(
@@ -97,6 +84,11 @@ def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str) -> None:
             handle=handle,
             launched_at=wiring.clock.now(),
         )
+
+
+def bare_spec(wiring: Wiring, attempt: AttemptRecord) -> JobSpec:
+    """What an executor needs to find an attempt's job, whatever its order says."""
+    return JobSpec(attempt.name, "", str(wiring.folder(attempt).path))
 
 
 def attempt_spec(wiring: Wiring, attempt: AttemptRecord, trainer: Trainer) -> JobSpec:

@@ -67,13 +67,8 @@ def trained_elsewhere(wiring: Wiring, attempts: Sequence[AttemptRecord]) -> str:
     Args:
         attempts: of one stage, oldest first.
     """
-    if not attempts or attempts[0].resume is None:
-        return ""
-    try:
-        order = wiring.folder(attempts[0]).read_order()
-    except (InputError, IntegrityError):  # not launched yet, or damaged
-        return ""
-    return f"steps 1-{order.resumed_step} were trained in {order.resumed_from}" if order.resumed_from else ""
+    found = [taken for attempt in attempts if (taken := _foreign(wiring, attempt))]
+    return f"steps 1-{found[-1][1]} were trained in {found[-1][0]}" if found else ""
 
 
 def _state(wiring: Wiring, checkpoint: str) -> Mapping[str, Any]:
@@ -83,8 +78,31 @@ def _state(wiring: Wiring, checkpoint: str) -> Mapping[str, Any]:
 
 
 def tokens_taken_over(wiring: Wiring, attempts: Sequence[AttemptRecord]) -> int:
-    """Tokens that a run's stages got with checkpoints of other runs: its first attempts have none of their own."""
-    return sum(tokens_in(wiring, attempt.resume) for attempt in attempts if attempt.number == 1)
+    """Tokens that a run's stages got with checkpoints of other runs; of several a stage took, those in the largest.
+
+    Args:
+        attempts: of a run.
+    """
+    most: dict[str, int] = {}
+    for attempt in attempts:
+        if _foreign(wiring, attempt):
+            most[attempt.stage] = max(most.get(attempt.stage, 0), tokens_in(wiring, attempt.resume))
+    return sum(most.values())
+
+
+def _foreign(wiring: Wiring, attempt: AttemptRecord) -> tuple[str, int] | None:
+    """(run/stage, step) of the checkpoint that an attempt took from another stage; None when it took none such."""
+    if attempt.resume is None:
+        return None
+    try:
+        order = wiring.folder(attempt).read_order()
+        origin, step = order.resumed_from, order.resumed_step
+    except (InputError, IntegrityError):  # not launched yet, or damaged
+        origin, step = "", 0
+    if not origin:
+        stage = next(s for s in wiring.ledger.stages(attempt.run_id) if s.name == attempt.stage)
+        origin, step = origin_of(wiring, stage, attempt)
+    return None if origin == f"{attempt.run_id}/{attempt.stage}" else (origin, step)
 
 
 def _candidates(
@@ -103,4 +121,7 @@ def _whole(wiring: Wiring, digest: str) -> bool:
     if _COMMIT not in listing:
         return False
     commit = CheckpointCommit.from_json(read_json(wiring.blobs, listing[_COMMIT].digest))
-    return all(name in listing and listing[name].digest == shard for name, shard in commit.shards.items())
+    unlisted = {name for name in listing if name.endswith(".safetensors")} - commit.shards.keys()
+    return not unlisted and all(
+        name in listing and listing[name].digest == shard for name, shard in commit.shards.items()
+    )

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 HEARTBEAT_SECONDS = 0.25  # between two signs of life of a supervisor
+LEAVING_SECONDS = 60.0  # that a job may take to go once its result is there: freeing a GPU, leaving a cluster
 _PROC = Path("/proc")
 _DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
 

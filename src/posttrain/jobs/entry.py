@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.crashpoints import crashpoint
@@ -149,12 +150,15 @@ def run(attempt_dir: str, body: Body) -> int:
     return 0
 
 
-def main(body: Body) -> None:
-    """`python -m posttrain.jobs.… ATTEMPT_DIR`."""
+def main(body: Body) -> NoReturn:
+    """`python -m posttrain.jobs.… ATTEMPT_DIR`. Nothing is left to do after the result, so Python is not taken down."""
     if len(sys.argv) != 2:
         print(f"usage: {Path(sys.argv[0]).stem} ATTEMPT_DIR, got {len(sys.argv) - 1} arguments", file=sys.stderr)
         raise SystemExit(2)
-    raise SystemExit(run(sys.argv[1], body))
+    code = run(sys.argv[1], body)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def settle_environment(threads: int) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -97,7 +98,8 @@ def make_folder(folder: Path) -> None:
             missing.append(place)
         for place in reversed(missing):
             place.mkdir(mode=0o700, exist_ok=True)
-            sync_folder(place.parent)
+            with suppress(PermissionError):  # a folder that may be written and not read cannot be synced
+                sync_folder(place.parent)
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:

@@ -164,9 +164,7 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
                 object_store_memory=store_bytes or int(min(psutil.virtual_memory().total / 10, 8 * _GIB)),
                 _temp_dir=folder,
             )
-        assert reaper.stdin is not None
-        reaper.stdin.write(b"up")
-        reaper.stdin.flush()
+        _tell(reaper)
         try:
             yield Cluster(_confined(ray), local=True)
         finally:
@@ -175,6 +173,20 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
         assert reaper.stdin is not None
         reaper.stdin.close()
         reaper.wait(_LEAVING)
+
+
+def _tell(reaper: subprocess.Popen[bytes]) -> None:
+    """That the cluster is up.
+
+    Raises:
+        InfrastructureError: the reaper has given it up this moment.
+    """
+    assert reaper.stdin is not None
+    try:
+        reaper.stdin.write(b"up")
+        reaper.stdin.flush()
+    except OSError as error:
+        raise InfrastructureError(f"a local Ray cluster must come up within {_COMING_UP:g} seconds") from error
 
 
 def _local_settings(folder: str) -> dict[str, str]:

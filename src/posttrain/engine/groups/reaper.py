@@ -6,8 +6,8 @@ It waits for the end of its standard input, the other end of which only the owne
 that carries `POSTTRAIN_RAY_CLUSTER=FOLDER` in its environment, until there is none, and removes the folder. Ray's own
 processes mostly die with their parent by themselves; its agents take a minute, and nobody removes the folder.
 
-A cluster whose owner does not write within SECONDS that it is up is ended in the same way, and the owner with it:
-`ray.init` waits for its workers for ever, in native code that no signal and no thread of Python interrupts.
+A cluster whose owner does not write within SECONDS that it is up is ended in the same way: `ray.init` waits for its
+workers for ever, in native code that no thread of Python interrupts. Ray ends the owner when its node is gone.
 """
 
 from __future__ import annotations

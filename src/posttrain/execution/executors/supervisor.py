@@ -25,6 +25,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import json
+import math
 import os
 import select
 import signal
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.execution.processes import HEARTBEAT_SECONDS, identity
+from posttrain.execution.processes import HEARTBEAT_SECONDS, LEAVING_SECONDS, identity
 from posttrain.store.atomic import create_json, write_json
 
 ALREADY_CLAIMED = 75
@@ -99,7 +100,7 @@ def _supervise(folder: Path, spec: dict[str, Any]) -> None:
         signal.signal(number, lambda n, _frame: os.kill(job, n))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     crashpoint("supervisor.after_spawn")
-    code = _wait(job, lambda: _beat(folder, started, begun))
+    code = _wait(job, folder / "result.json", lambda: _beat(folder, started, begun))
     seconds = time.monotonic() - begun
     crashpoint("supervisor.before_exit_record")
     write_json(folder / "exit.json", {"exit_code": code, "at": time.time(), "seconds": seconds})
@@ -154,11 +155,17 @@ def _compiled() -> str:
     return os.path.join(base, "posttrain", "compiled")
 
 
-def _wait(job: int, beat: Callable[[], None]) -> int:
-    """The job's exit code, negative for a signal. What it started dies with it."""
-    ended = os.pidfd_open(job)
+def _wait(job: int, result: Path, beat: Callable[[], None]) -> int:
+    """The job's exit code, negative for a signal. What it started dies with it.
+
+    A job that has left its result may take `LEAVING_SECONDS` to go: nothing else of its run starts before it has.
+    """
+    ended, since = os.pidfd_open(job), math.inf
     while not select.select([ended], [], [], HEARTBEAT_SECONDS)[0]:
         beat()
+        since = min(since, time.monotonic()) if result.exists() else math.inf
+        if time.monotonic() - since > LEAVING_SECONDS:
+            os.killpg(job, signal.SIGKILL)
     os.close(ended)
     os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)  # leaves a zombie, so that the group's number stays ours
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
