@@ -34,17 +34,43 @@ from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder
 
 RUNS, SEED = int(os.environ.get("RUNS") or 0), int(os.environ.get("SEED") or 1)
-SEEDS = tuple(range(SEED, SEED + RUNS)) if RUNS else (4, 7)
+SEEDS = tuple(range(SEED, SEED + RUNS)) if RUNS else (3, 4)  # one of them with a baseline
 MOST_COMMANDS = 20
 ALL = 30  # runs after which nothing may be left that was never struck
 UNSEEN = 3.0  # seconds that a job ran and need not be billed: no heart beats while its supervisor is stopped
 CLOCKS = 1.05  # a clock that is being set and one that is not may differ so far
 slow = pytest.mark.slow
 STRUCK: list[Strike] = []
+SLOWLY = """
+import time
+
+def score(completion: str) -> float:
+    time.sleep(0.02)
+    return -len(completion) / 24
+"""
 
 
 @pytest.fixture(scope="session")
-def released(shared: Path, template: Workbench) -> Workbench:
+def origin(shared: Path, template: Workbench) -> Workbench:
+    """A workspace whose reward takes its time, as judges do: it can be met at work."""
+
+    def make(bench: Workbench) -> dict[str, Any]:
+        bench.write("reward.py", SLOWLY)
+        bench.run("asset", "add", "reward:length", "reward.py")
+        return {}
+
+    return once(shared / "slowly-rewarded", make, origin=template)[0]
+
+
+@pytest.fixture(scope="session")
+def alone(shared: Path, origin: Workbench) -> Reference:
+    """The run that nobody disturbed, without a baseline."""
+    bench, known = once(shared / "alone", undisturbed, origin=origin)
+    return Reference(bench, **known)
+
+
+@pytest.fixture(scope="session")
+def released(shared: Path, origin: Workbench) -> Workbench:
     """A workspace whose channel has a release: of another model, evaluated in another way."""
 
     def make(bench: Workbench) -> dict[str, Any]:
@@ -59,19 +85,19 @@ def released(shared: Path, template: Workbench) -> Workbench:
         bench.run("run", "first.yaml")
         return {}
 
-    return once(shared / "released", make, origin=template)[0]
+    return once(shared / "released", make, origin=origin)[0]
 
 
 @pytest.fixture(scope="session")
 def compared(shared: Path, released: Workbench) -> Reference:
     """The run that nobody disturbed, with a baseline."""
-
-    def make(bench: Workbench) -> dict[str, Any]:
-        bench.run("run", "run.yaml")
-        return {"run_id": bench.run_id(), "outputs": bench.outputs(bench.run_id())}
-
-    bench, known = once(shared / "compared", make, origin=released)
+    bench, known = once(shared / "compared", undisturbed, origin=released)
     return Reference(bench, **known)
+
+
+def undisturbed(bench: Workbench) -> dict[str, Any]:
+    bench.run("run", "run.yaml")
+    return {"run_id": bench.run_id(), "outputs": bench.outputs(bench.run_id())}
 
 
 def test_thirty_runs_in_a_row_are_dealt_every_strike() -> None:
@@ -86,11 +112,11 @@ def test_thirty_runs_in_a_row_are_dealt_every_strike() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_disturbed_run_is_healed_by_the_same_command(
-    seed: int, template: Workbench, tmp_path: Path, request: pytest.FixtureRequest
+    seed: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     baseline = has_baseline(seed)
-    origin = request.getfixturevalue("released") if baseline else template
-    reference: Reference = request.getfixturevalue("compared" if baseline else "reference")
+    origin: Workbench = request.getfixturevalue("released" if baseline else "origin")
+    reference: Reference = request.getfixturevalue("compared" if baseline else "alone")
     bench = origin.copy(tmp_path / "bench")
     try:
         fuzz = Fuzz(bench, seed, seconds_of(reference))

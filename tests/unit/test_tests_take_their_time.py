@@ -26,6 +26,7 @@ NEVER = "what it waits for never comes, so the shorter the better"
 SAID = "a number that is said or stored; nobody waits so long"
 PAST = "a moment long ago"
 ALLOWED = {
+    ("e2e/test_fuzz.py", "time.sleep(0.02)"): "a reward's own work",
     ("contract/executor_job.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
     ("contract/executor_late_supervisor.py", "time.sleep(0.01)"): POLL,
     ("contract/group_workers.py", "self.sleep(seconds)"): NEVER,
