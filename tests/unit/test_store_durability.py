@@ -12,6 +12,7 @@ from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.facts import Note
 from posttrain.domain.jobs import JobOrder, JobResult
+from posttrain.store import atomic
 from posttrain.store.atomic import create_json, read_json, sync_tree, write_atomic, write_json
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.blobs import open_blobs
@@ -100,3 +101,16 @@ def test_a_listing_that_lies_about_a_size_does_not_verify(tmp_path: Path) -> Non
     listing = {"format": FORMAT, "files": {"weights": {"digest": blobs.put(b"weights"), "size": 8}}}
     with pytest.raises(IntegrityError, match="weights has 8 bytes, got 7"):
         verify_tree(blobs, blobs.put(canonical_json(listing)))
+
+
+def test_a_folder_is_made_in_one_that_may_be_written_and_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be synced there; everything else can be done."""
+
+    def refused(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(atomic, "sync_folder", refused)
+    atomic.make_folder(tmp_path / "drop" / "mine")
+    assert (tmp_path / "drop" / "mine").is_dir()
