@@ -150,3 +150,20 @@ def test_a_retry_of_its_own_run_says_nothing_of_others(world: World) -> None:
     Trainee(world, afterwards="finishes")
     world.ok("run", "run.yaml")
     assert "were trained in" not in world.ok("get", "sort")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_history_of_a_resumed_stage_is_what_its_result_took(world: World, elsewhere: bool) -> None:
+    """What its checkpoint brought along too; how long that took is not known where another run trained it."""
+    Trainee(world, ends="budget" if elsewhere else "killed", afterwards="finishes")
+    if elsewhere:
+        world.write("run.yaml", RUN + "budget: {tokens: 7000}\n")
+        assert world("run", "run.yaml").exit_code == 7
+        world.write("run.yaml", RUN + "budget: {tokens: 8000}\n")
+    world.ok("run", "run.yaml")
+    attempts = [one for one in world.json("get", "sort")["stages"] if one["name"] == "grpo"]
+    assert attempts[0]["state"] == "succeeded"
+    world.write("run.yaml", RUN.replace("seed: 17", "seed: 5"))
+    grpo = {one["name"]: one["estimate"] for one in world.json("plan", "run.yaml")["stages"]}["grpo"]
+    assert (grpo["history"], grpo["tokens"]) == (1, 600)
+    assert (grpo["seconds"] is None) == elsewhere

@@ -37,12 +37,26 @@ def test_another_kind_says_nothing() -> None:
 
 
 def test_the_median_of_earlier_stages_is_taken() -> None:
-    earlier = [Experience(Workload("grpo", {"documents": 40}), tokens, seconds) for tokens, seconds in
+    half = {name: value / 2 if name != "max_new_tokens" else value for name, value in WORK.items()}
+    earlier = [Experience(Workload("grpo", half), tokens, seconds) for tokens, seconds in
                ((400, 1.0), (800, 2.0), (99999, 900.0))]  # fmt: skip
     found = estimate(GRPO, earlier)
     assert found.tokens == 1600
     assert found.seconds == pytest.approx(4.0)
     assert found.history == 3
+    assert found.most == estimate(GRPO, []).tokens
+
+
+@pytest.mark.parametrize("change", [{"max_new_tokens": 8}, {"trained": 160}, {"prompts": 80}])
+def test_what_cost_otherwise_for_every_unit_says_nothing(change: dict[str, int]) -> None:
+    assert estimate(GRPO, [Experience(Workload("grpo", {**WORK, **change}), 1000, 5.0)]).history == 0
+    assert estimate(GRPO, [Experience(Workload("grpo", WORK), 1000, 5.0)]).history == 1
+
+
+def test_a_stage_whose_jobs_were_not_all_its_own_says_nothing_of_time() -> None:
+    found = estimate(GRPO, [Experience(GRPO, 1000, None)])
+    assert (found.tokens, found.seconds) == (1000, None)
+    assert estimate(GRPO, [Experience(GRPO, 1000, None), Experience(GRPO, 1000, 4.0)]).seconds == 4.0
 
 
 @given(units=st.integers(1, 10**6), factor=st.integers(1, 50), tokens=st.integers(0, 10**9), seconds=st.floats(0, 1e6))

@@ -103,18 +103,18 @@ def model_files(workspace: Workspace, ref: InputRef, word: str | None, folder: P
     return ModelFiles(sizes, lambda name: workspace.blobs.get(listing[name].digest) if name in listing else None)
 
 
-def read_dataset(workspace: Workspace, ref: InputRef, word: str, folder: Path) -> list[Row]:
+def read_dataset(workspace: Workspace, ref: InputRef, word: str | None, folder: Path) -> list[Row]:
     """The rows of a planned data set, which is in the store or, named by its path, on disk only.
 
     Args:
-        word: how the run file names it.
+        word: how the run file names it; None: in the store.
         folder: where its relative paths start.
 
     Raises:
         NotFoundError, IntegrityError: its bytes are missing or corrupt; names the data set.
     """
-    parsed = parse_ref(word, "dataset")
-    if parsed.source is not Source.REGISTRY:
+    parsed = parse_ref(word, "dataset") if word is not None else None
+    if parsed is not None and parsed.source is not Source.REGISTRY:
         return read_rows(local_path(parsed, folder), name=ref.name)
     with scratch(_scratch_place(workspace), "posttrain-plan-") as folder_of_rows:
         file = folder_of_rows / "rows"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from posttrain.app.fitting import located
+from posttrain.app.outlook import look_ahead, refuse_hopeless
 from posttrain.app.placing import refuse_infeasible, refuse_oversized
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned, manifest_from_json
@@ -15,7 +17,7 @@ from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.validation import explain
-from posttrain.planner.residency import Load
+from posttrain.execution.ports import StageContract
 
 LOCK_SUFFIX = ".lock.json"
 
@@ -60,7 +62,8 @@ def read_lock(path: Path, workspace: Workspace) -> Planned:
 
     Raises:
         InputError: not a manifest, or, unless its run exists already, locked with other engine sources, with parameters
-            that its trainers refuse, or with a placement that cannot be had here.
+            that its trainers refuse, with a placement that cannot be had here, or with a budget or a gate that no run
+            of it could meet.
         NotFoundError: an asset's bytes are not in this workspace.
     """
     try:
@@ -71,12 +74,19 @@ def read_lock(path: Path, workspace: Workspace) -> Planned:
         raise explain(error, str(path), Manifest) from error
     except (ValueError, AttributeError) as error:
         raise InputError(f"{path}: is not a locked manifest: {error}; write one with posttrain lock") from error
-    if not workspace.ledger.runs(manifest_digest=manifest.digest):
-        _check_lock(manifest, path, workspace)
-    return Planned(manifest, {})
+    if workspace.ledger.runs(manifest_digest=manifest.digest):
+        return Planned(manifest, {})
+    planned = Planned(manifest, _check_lock(manifest, path, workspace))
+    ahead = look_ahead(planned, None, workspace, path, verified=False)
+    try:
+        refuse_hopeless(manifest, ahead, path)
+    except InputError as error:
+        raise InputError(f"{error} in the run file, and lock it again") from error
+    return replace(planned, warnings=ahead.warnings)
 
 
-def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> None:
+def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> dict[str, StageContract]:
+    """What the trainers say of its stages."""
     for name, digest in manifest.code.items():
         trainer = workspace.wiring.trainers.get(name)
         if trainer is None or trainer.code_digest() != digest:
@@ -84,12 +94,11 @@ def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> None:
                 f"{path}: locked with other sources, libraries or platform of trainer {name!r} ({digest[:19]}…); "
                 "lock the run file again, or install what it was locked with"
             )
-    loads: dict[str, Load] = {}
+    contracts: dict[str, StageContract] = {}
     for each in manifest.stages:
         if each.trainer in workspace.wiring.trainers:
             with located(f"{path}: stages.{each.name}"):
-                load = workspace.wiring.trainers[each.trainer].check(each.kind, each.params).load
-            loads |= {each.name: load} if load else {}
+                contracts[each.name] = workspace.wiring.trainers[each.trainer].check(each.kind, each.params)
     for stage, slot, ref in manifest.assets():
         if not workspace.blobs.has(str(ref.digest)):
             raise NotFoundError(
@@ -97,4 +106,6 @@ def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> None:
                 "register it with posttrain asset add"
             )
     refuse_oversized(manifest, path)
+    loads = {name: contract.load for name, contract in contracts.items() if contract.load}
     refuse_infeasible(manifest, loads, workspace, path)
+    return contracts

@@ -15,18 +15,24 @@ from posttrain.app.workspace import Workspace
 from posttrain.control.cache import cache_key, usable
 from posttrain.control.planning import CONTROL, Planned
 from posttrain.data.rows import Row, prompt_text
-from posttrain.decision.power import PowerNote, gate_power
-from posttrain.domain.errors import InputError
+from posttrain.decision.power import PowerNote, gate_power, unknown_power
+from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.gates import GateRule
 from posttrain.domain.jobs import InputBlob
-from posttrain.domain.lifecycle import StageState
+from posttrain.domain.lifecycle import RunState, StageState
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.measures import ItemRange
 from posttrain.domain.records import StageRecord
 from posttrain.domain.runspec import RunSpec
-from posttrain.planner.estimate import Estimate, Experience, Workload, estimate
+from posttrain.planner.estimate import Estimate, Experience, Workload, comparable, estimate
 from posttrain.planner.prospects import Concern, certain_shortfall, time_concern, token_concern
 
 READ_AT_MOST = 200_000  # rows of one data set that a plan reads to compare prompts
 _RUNS_LOOKED_AT = 20
+_STAGES_LOOKED_AT = 5  # of those that are comparable
+_COMING = (StageState.READY, StageState.RUNNING)  # ready: in back-off, or about to start
+_GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
+_NOW = " makes it now"
 # stage kind → columns that a document has beside its prompt, and which share of the documents has them
 _LEARNT = {"sft": {"completion": 1.0}, "reward_model": {"chosen": 0.5, "rejected": 0.5}}
 
@@ -51,7 +57,7 @@ class Outlook:
     datasets: Mapping[str, Dataset]  # by digest
     cached: Mapping[str, StageRecord | None]  # stage → the earlier stage whose result will be reused
     estimates: Mapping[str, Estimate]
-    least: Mapping[str, int]  # stage that will compute → tokens it spends at the least
+    least: Mapping[str, int]  # stage that will certainly compute → tokens it spends at the least
     power: tuple[PowerNote, ...]
     concerns: tuple[Concern, ...]
 
@@ -63,15 +69,16 @@ class Outlook:
     @property
     def changes(self) -> tuple[str, ...]:
         """What to change before the run is started."""
-        return (*(n.change for n in self.power if n.change), *(concern.change for concern in self.concerns))
+        return (*(n.change for n in self.power if n.change), *(c.change for c in self.concerns if c.change))
 
 
 def look_ahead(
-    planned: Planned, spec: RunSpec, workspace: Workspace, source: Path, *, verified: bool = True
+    planned: Planned, spec: RunSpec | None, workspace: Workspace, source: Path, *, verified: bool = True
 ) -> Outlook:
     """Look at data, cache, earlier runs and gates.
 
     Args:
+        spec: what the run file says; None: it is a locked manifest, whose data is in the store.
         source: the run file.
         verified: whether to count on a cached result only after every byte of it was hashed again.
 
@@ -80,22 +87,21 @@ def look_ahead(
     """
     manifest = planned.manifest
     datasets = _datasets(planned, spec, workspace, source)
-    cached, coming = _cached(manifest, workspace, verified)
+    standings = _standings(manifest, workspace, verified)
     empty = manifest.release is not None and workspace.ledger.channel(manifest.release.channel) is None
     history = list(_history(workspace, manifest))
-    estimates = {s.name: _estimate(planned, s, cached[s.name], datasets, history, empty) for s in manifest.stages}
-    least = {
-        s.name: _least(planned, s, datasets)
-        for s in manifest.stages
-        if estimates[s.name].tokens != 0 and s.name not in coming
-    }
-    budget = manifest.budget
+    estimates = {s.name: _estimate(planned, s, standings[s.name], datasets, history, empty) for s in manifest.stages}
+    least = {s.name: _least(planned, s, datasets) for s in manifest.stages if estimates[s.name].tokens != 0}
+    sure = {name: tokens for name, tokens in least.items() if not standings[name].doubtful}
+    kinds = {stage.name: stage.kind for stage in manifest.stages}
+    budget, doubtful = manifest.budget, len(sure) < len(least)
     concerns = (
-        token_concern(budget.tokens, estimates, least),
-        time_concern(budget.wall_clock, [one.seconds for one in estimates.values()]),
+        token_concern(budget.tokens, estimates, least, kinds, doubtful=doubtful),
+        time_concern(budget.wall_clock, estimates, kinds, doubtful=doubtful),
     )
     power = tuple(_power(planned, datasets, empty))
-    return Outlook(datasets, cached, estimates, least, power, tuple(c for c in concerns if c is not None))
+    cached = {name: standing.record for name, standing in standings.items()}
+    return Outlook(datasets, cached, estimates, sure, power, tuple(c for c in concerns if c is not None))
 
 
 def refuse_hopeless(manifest: Manifest, outlook: Outlook, source: Path) -> None:
@@ -105,7 +111,8 @@ def refuse_hopeless(manifest: Manifest, outlook: Outlook, source: Path) -> None:
         InputError: its budget is less than it spends at the least, or not even the best evidence that its suites could
             give would pass a gate.
     """
-    short = certain_shortfall(manifest.budget.tokens, outlook.least)
+    kinds = {stage.name: stage.kind for stage in manifest.stages}
+    short = certain_shortfall(manifest.budget.tokens, outlook.least, kinds)
     if short is not None:
         raise InputError(f"{source}: {short}")
     for note in outlook.power:
@@ -121,37 +128,66 @@ def _least(planned: Planned, stage: StageManifest, datasets: Mapping[str, Datase
 # --- what is cached ---------------------------------------------------------------------------------------------------
 
 
-def _cached(
-    manifest: Manifest, workspace: Workspace, verified: bool
-) -> tuple[dict[str, StageRecord | None], frozenset[str]]:
-    """Stage → the earlier stage whose result will be reused, as far as inputs are known now; and those stages that
-    another run computes at this moment.
-    """
-    found: dict[str, StageRecord | None] = {}
-    coming: set[str] = set()
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """What a stage has of its result before its run starts."""
+
+    key: str | None = None  # equal for stages that come to one result; None: its inputs cannot be told yet
+    record: StageRecord | None = None  # the earlier stage whose result will be reused
+    free: str = ""  # why it costs nothing although its result is not there yet
+    doubtful: bool = False  # it may be reused: an input comes from elsewhere, so what it will be is not known
+
+
+def _standings(manifest: Manifest, workspace: Workspace, verified: bool) -> dict[str, _Standing]:
+    """By stage, as far as inputs are known now."""
+    found: dict[str, _Standing] = {}
+    first: dict[str, str] = {}  # key → the stage that has it first
     for stage in manifest.stages:
-        inputs = None if stage.trainer == CONTROL else _bound(stage, found, workspace)
-        key = cache_key(manifest, stage, inputs) if inputs is not None else None
-        record = workspace.ledger.cached_stage(key) if key else None
-        found[stage.name] = record if record and (not verified or usable(record, workspace.blobs)) else None
-        if key and any(other.state == StageState.RUNNING for other in workspace.ledger.stages_by_key(key)):
-            coming.add(stage.name)
-    return found, frozenset(coming)
+        if stage.trainer == CONTROL:
+            found[stage.name] = _Standing()
+            continue
+        above = [found[ref.name] for ref in stage.inputs.values() if ref.source == "stage"]
+        doubtful = any(one.doubtful or one.free.endswith(_NOW) for one in above)
+        inputs = _bound(stage, found, workspace)
+        if inputs is None:
+            found[stage.name] = _Standing(doubtful=doubtful)
+            continue
+        key = cache_key(manifest, stage, inputs)
+        twin = first.setdefault(key, stage.name)
+        if twin != stage.name and found[twin].record is None:
+            found[stage.name] = replace(found[twin], free=found[twin].free or f"the same as {twin}")
+        else:
+            found[stage.name] = _looked_up(key, doubtful, workspace, verified)
+    return found
 
 
-def _bound(
-    stage: StageManifest, cached: Mapping[str, StageRecord | None], workspace: Workspace
-) -> dict[str, InputBlob] | None:
-    """The inputs as the stage would get them now; None when one of them is not known yet."""
+def _looked_up(key: str, doubtful: bool, workspace: Workspace, verified: bool) -> _Standing:
+    record = workspace.ledger.cached_stage(key)
+    if record and (not verified or usable(record, workspace.blobs)):
+        return _Standing(key, record)
+    for other in workspace.ledger.stages_by_key(key):
+        if other.state in _COMING and workspace.ledger.run(other.run_id).state in _GOING_ON:
+            return _Standing(key, free=f"{other.run_id}/{other.name}{_NOW}")
+    return _Standing(key, doubtful=doubtful or record is not None)  # a damaged result is made again, and known then
+
+
+def _bound(stage: StageManifest, found: Mapping[str, _Standing], workspace: Workspace) -> dict[str, InputBlob] | None:
+    """The inputs as the stage would get them now; None when one of them is not known yet.
+
+    For an output that is still to be made stands what decides it: no digest of the workspace, but one to compare.
+    """
     inputs: dict[str, InputBlob] = {}
     for slot, ref in stage.inputs.items():
-        upstream = cached.get(ref.name) if ref.source == "stage" else None
+        upstream = found.get(ref.name, _Standing()) if ref.source == "stage" else _Standing()
+        made = upstream.record.outputs if upstream.record else {}
         live = workspace.ledger.channel(ref.name) if ref.source == "channel" else None
         if ref.digest is not None:
             inputs[slot] = InputBlob(ref.digest, ref.form, ref.name, ref.meta)
-        elif upstream and ref.output and ref.output in upstream.outputs:
-            output = upstream.outputs[ref.output]
+        elif ref.output in made:
+            output = made[str(ref.output)]
             inputs[slot] = InputBlob(output["digest"], output["form"], ref.name)
+        elif upstream.key:
+            inputs[slot] = InputBlob(f"{upstream.key}/{ref.output}", ref.form, ref.name)
         elif live:
             inputs[slot] = InputBlob(live.model_digest, "tree", ref.name)
         else:
@@ -165,21 +201,22 @@ def _bound(
 def _estimate(
     planned: Planned,
     stage: StageManifest,
-    cached: StageRecord | None,
+    standing: _Standing,
     datasets: Mapping[str, Dataset],
     history: list[tuple[str | None, Experience]],
     channel_empty: bool,
 ) -> Estimate:
     if stage.trainer == CONTROL:
         return Estimate(0, 0.0, "no process")
-    if cached:
-        return Estimate(0, 0.0, "cached")
+    if standing.record or standing.free:
+        return Estimate(0, 0.0, standing.free or "cached")
     if any(ref.source == "channel" for ref in stage.inputs.values()) and channel_empty:
         return Estimate(0, 0.0, "skipped: the channel is empty, so there is no baseline")
     work = workload(stage, planned.contracts[stage.name].work, datasets)
     base = _base_model(planned.manifest)
-    same = [experience for model, experience in history if model == base and experience.workload.kind == stage.kind]
-    return estimate(work, same[:5] or [experience for _, experience in history][:5])
+    fitting = [(model, experience) for model, experience in history if comparable(work, experience.workload)]
+    same = [experience for model, experience in fitting if model == base]
+    return estimate(work, (same or [experience for _, experience in fitting])[:_STAGES_LOOKED_AT])
 
 
 def workload(stage: StageManifest, work: Mapping[str, float], datasets: Mapping[str, Dataset]) -> Workload:
@@ -210,8 +247,8 @@ def _history(workspace: Workspace, manifest: Manifest) -> Iterator[tuple[str | N
         if earlier is None:
             continue
         for row in workspace.ledger.stages(run.id):
-            ran = row.state == StageState.SUCCEEDED and not row.cached_from and row.started_at and row.finished_at
-            if row.kind not in wanted or not ran:
+            cost = _cost(workspace, row) if row.kind in wanted else None
+            if cost is None:
                 continue
             stage = earlier.stage(row.name)
             try:
@@ -220,8 +257,22 @@ def _history(workspace: Workspace, manifest: Manifest) -> Iterator[tuple[str | N
                 continue
             refs = [ref for _, ref in dataset_slots(stage)]
             datasets = {str(ref.digest): Dataset(_registered_rows(workspace, ref), None) for ref in refs}
-            seconds = float(row.finished_at or 0.0) - float(row.started_at or 0.0)
-            yield _base_model(earlier), Experience(workload(stage, work, datasets), row.tokens, seconds)
+            yield _base_model(earlier), Experience(workload(stage, work, datasets), *cost)
+
+
+def _cost(workspace: Workspace, row: StageRecord) -> tuple[int, float | None] | None:
+    """Tokens and job seconds of a stage that really ran to its end; None: of any other."""
+    attempts = workspace.ledger.attempts(row.run_id, row.name)
+    if row.state != StageState.SUCCEEDED or row.cached_from or not attempts:
+        return None
+    last, inherited = attempts[-1], 0
+    if last.resume is not None:
+        try:
+            inherited = workspace.wiring.folder(last).read_order().tokens_inherited
+        except (InputError, IntegrityError):  # cleared away, or damaged
+            return None
+    seconds = sum(attempt.seconds for attempt in attempts) if attempts[0].resume is None else None
+    return inherited + last.tokens, seconds
 
 
 def _base_model(manifest: Manifest) -> str | None:
@@ -241,7 +292,7 @@ def _registered_rows(workspace: Workspace, ref: InputRef) -> int | None:
     return int(metas[0]["rows"]) if metas else None
 
 
-def _datasets(planned: Planned, spec: RunSpec, workspace: Workspace, source: Path) -> dict[str, Dataset]:
+def _datasets(planned: Planned, spec: RunSpec | None, workspace: Workspace, source: Path) -> dict[str, Dataset]:
     """Digest → data set, for everything that stages work through."""
     found: dict[str, Dataset] = {}
     for stage in planned.manifest.stages:
@@ -249,11 +300,11 @@ def _datasets(planned: Planned, spec: RunSpec, workspace: Workspace, source: Pat
             if str(ref.digest) not in found:
                 word = planned.contracts[stage.name].inputs[slot][1]
                 with located(f"{source}: stages.{stage.name}.{slot}"):
-                    found[str(ref.digest)] = _dataset(workspace, ref, spec.data[word], source.parent)
+                    found[str(ref.digest)] = _dataset(workspace, ref, spec.data[word] if spec else None, source.parent)
     return found
 
 
-def _dataset(workspace: Workspace, ref: InputRef, word: str, base: Path) -> Dataset:
+def _dataset(workspace: Workspace, ref: InputRef, word: str | None, base: Path) -> Dataset:
     rows = _registered_rows(workspace, ref)
     if rows is not None and rows > READ_AT_MOST:
         return Dataset(rows, None)
@@ -276,8 +327,16 @@ def _power(planned: Planned, datasets: Mapping[str, Dataset], empty: bool) -> It
             data = datasets[str(suite.digest)]
             if data.items is None:
                 continue
-            note = gate_power(rule, data.items, possible, channel_empty=empty)
+            note = _forecast(rule, data.items, possible, empty)
             repeated = (data.rows or 0) - data.items
             if note.refusal and repeated > 0:
                 note = replace(note, refusal=f"{note.refusal} ({repeated} of {data.rows} rows repeat another)")
             yield note
+
+
+def _forecast(rule: GateRule, items: int, possible: ItemRange, empty: bool) -> PowerNote:
+    """A number that cannot be computed ends no command: the gate itself will judge."""
+    try:
+        return gate_power(rule, items, possible, channel_empty=empty)
+    except (ArithmeticError, ValueError) as error:
+        return unknown_power(rule, items, f"{type(error).__name__}: {error}")

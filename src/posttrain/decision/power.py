@@ -33,7 +33,8 @@ class Expectation:
 
     rate: float | None = None  # true rate under an absolute rule: halfway between the threshold and perfect
     discordance: float = 0.1  # share of items that exactly one of candidate and baseline gets right
-    improvement: float | None = None  # true gain under `better_than`, metric's units: twice `by`, at least 0.05
+    improvement: float | None = None  # true gain under `better_than`, metric's units: twice `by`, at least 0.05, and at
+    # most halfway between `by` and 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,12 @@ def gate_power(
     if untested or can_pass(rule, items, possible):
         return note
     return replace(note, refusal=_refusal(rule, items, possible))
+
+
+def unknown_power(rule: GateRule, items: int, trouble: str) -> PowerNote:
+    """The note of a gate whose power could not be computed, with what stood in the way."""
+    warning = f"gate {rule.name}: power unknown: {trouble}; the gate judges all the same"
+    return PowerNote(rule.name, items, NOT_TESTED, None, None, "not computed", warning)
 
 
 def can_pass(rule: GateRule, items: int, possible: ItemRange) -> bool:
@@ -137,7 +144,8 @@ def _note(rule: GateRule, items: int, possible: ItemRange, channel_empty: bool, 
     needed = _needed(power_at, about, rule.min_items) if about is not None else None
     test = PAIRED_LIMIT if rule.needs_baseline else RATE_LIMIT
     warning = _warning(rule, items, power, needed, assumption)
-    change = f"give the suite of gate {rule.name} {needed} items" if needed else f"change gate {rule.name}"
+    reachable = needed is not None and needed <= _MOST_ITEMS
+    change = f"give the suite of gate {rule.name} {needed} items" if reachable else f"change gate {rule.name}"
     return PowerNote(rule.name, items, test, power, needed, assumption, warning, change if power < _EVEN else None)
 
 
@@ -147,6 +155,8 @@ def _warning(rule: GateRule, items: int, power: float, needed: int | None, assum
     if items < rule.min_items:
         return _too_few(rule, items)
     remedy = f"{needed} items give {ENOUGH:.0%}" if needed is not None else "no number of items is enough"
+    if needed is not None and needed > _MOST_ITEMS:
+        remedy = f"{ENOUGH:.0%} would take more than {_MOST_ITEMS} items"
     return (
         f"gate {rule.name} passes a good model only {power:.0%} of the time on {items} items ({assumption}); {remedy}"
     )
@@ -162,8 +172,8 @@ def _needed(power_at: _Power, about: float, least: int) -> int:
         about: by the normal approximation, where the search starts.
         least: items that the rule wants in any case.
     """
-    if about > _SEARCHED:
-        return math.ceil(about)
+    if max(about, least) > _SEARCHED:
+        return max(least, math.ceil(about))
     low, high = least - 1, max(least, math.ceil(about))
     while power_at(high) < ENOUGH:
         low, high = high, math.ceil(high * 1.1) + 1
@@ -208,13 +218,16 @@ def _paired(rule: GateRule, hoped: Expectation) -> tuple[_Power, float | None, s
         assumption = f"assumed equal to the channel's model with discordance {hoped.discordance:.4g}"
     else:
         threshold = rule.by or 0.0
-        gain = hoped.improvement if hoped.improvement is not None else max(2 * threshold, 0.05)
+        likely = max(0.05, min(2 * threshold, (threshold + 1) / 2))
+        gain = min(likely if hoped.improvement is None else hoped.improvement, 1.0)
         assumption = f"assumed true improvement {gain:.4g} with discordance {max(hoped.discordance, gain):.4g}"
     discordance = min(max(hoped.discordance, gain), 1.0)
     better, worse = (discordance + gain) / 2, (discordance - gain) / 2
     distance, variance = gain - threshold, discordance - gain * gain
     z = _NORMAL.inv_cdf(rule.confidence) + _NORMAL.inv_cdf(ENOUGH)
-    about = max(1.0, z * z * variance / distance**2) if distance > 0 else None
+    about = None
+    if distance > 0:  # without a loss the limit still stays below 1 by so much
+        about = max(1.0, z * z * variance / distance**2, -math.log(1 - rule.confidence) / (1 - threshold))
     return lambda n: paired_power(n, better, worse, threshold, rule.confidence), about, assumption
 
 

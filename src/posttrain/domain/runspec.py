@@ -35,6 +35,7 @@ _DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
 RESERVED_STAGES = frozenset({"base", "gate", "release"})
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h|d)?$")
+MOST_TOKENS = 2**53 - 1  # that a run may declare
 LONGEST = 3650 * 86400.0  # seconds that may be declared; more is a slip
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+_SHARED = ("prompts", "trained")  # of a stage's work, beside its documents
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -31,8 +33,8 @@ class Experience:
     """What an earlier stage did and cost."""
 
     workload: Workload
-    tokens: int
-    seconds: float
+    tokens: int  # that its result took, wherever its first steps were trained; without work that was lost
+    seconds: float | None  # of its jobs; None: its first steps were trained in another run
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +45,42 @@ class Estimate:
     seconds: float | None
     basis: str
     history: int = field(default=0)  # earlier stages it rests on
+    most: int | None = None  # tokens that the declared work may take, as without history; None: not known
+
+
+def comparable(one: Workload, other: Workload) -> bool:
+    """Whether a unit of both costs the same: it does not with longer answers or more passes."""
+    shares = [{name: w.work.get(name, 0.0) / w.units for name in _SHARED if w.units} for w in (one, other)]
+    longest = [w.work.get("max_new_tokens", 0.0) for w in (one, other)]
+    return one.kind == other.kind and longest[0] == longest[1] and shares[0] == shares[1]
 
 
 def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
     """The cost of a stage.
 
-    With history: the median cost per unit of earlier stages of the same kind, times the units. Without: tokens by the
-    rule of `facts.Progress` at one per character, the longest responses and every document trained on (a character
+    With history: the median cost per unit of earlier comparable stages, times the units. Without: tokens by the rule of
+    `facts.Progress` at one per character, the longest responses and every document trained on (a character
     tokenizer adds a few per chat turn, a larger vocabulary needs a quarter), and no seconds.
     """
-    rates = [e for e in earlier if e.workload.kind == workload.kind and e.workload.units > 0]
+    most = _most(workload)
+    rates = [e for e in earlier if e.workload.units > 0 and comparable(workload, e.workload)]
     if rates:
         tokens = median(e.tokens / e.workload.units for e in rates) * workload.units
-        seconds = median(e.seconds / e.workload.units for e in rates) * workload.units
+        timed = [e.seconds / e.workload.units for e in rates if e.seconds is not None]
+        seconds = median(timed) * workload.units if timed else None
         noun = "stage" if len(rates) == 1 else "stages"
-        return Estimate(round(tokens), seconds, f"from {len(rates)} earlier {workload.kind} {noun}", len(rates))
-    if workload.characters is None or "documents" not in workload.work:
+        return Estimate(round(tokens), seconds, f"from {len(rates)} earlier {workload.kind} {noun}", len(rates), most)
+    if most is None:
         return Estimate(None, None, "no history yet")
+    longest = workload.work.get("max_new_tokens", 0.0)
+    assumed = "one per character" + (f", responses of {longest:g}" if longest else "")
+    return Estimate(most, None, f"no history yet; {assumed}", most=most)
+
+
+def _most(workload: Workload) -> int | None:
+    if workload.characters is None or "documents" not in workload.work:
+        return None
     longest = workload.work.get("max_new_tokens", 0.0)
     read = workload.work.get("prompts", workload.units) * workload.characters
     trained = workload.work.get("trained", 0.0) * (workload.characters + longest)
-    tokens = round(read + workload.units * longest + trained)
-    assumed = "one per character" + (f", responses of {longest:g}" if longest else "")
-    return Estimate(tokens, None, f"no history yet; {assumed}")
+    return round(read + workload.units * longest + trained)

@@ -2,16 +2,27 @@
 
 Certain is what a stage spends at the least: one token for every document it reads or answers and, before its last step,
 the room that the step may need (a job ends before a step that could exceed its budget). Probable is what earlier stages
-of its kind took. What a stage spends at the most is neither: a run may end long before.
+of its kind took, and never less than that. What a stage spends at the most is neither: a run may end long before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from posttrain.domain.runspec import LONGEST, MOST_TOKENS
 from posttrain.planner.estimate import Estimate
+
+# stage kind → what makes a stage of it cheaper
+_LESS = {
+    "sft": "lower steps or batch_size of {}",
+    "reward_model": "lower steps or batch_size of {}",
+    "grpo": "lower steps, prompts_per_step or max_new_tokens of {}",
+    "ppo": "lower steps, prompts_per_step or max_new_tokens of {}",
+    "dataflow": "lower steps or tokens_per_step of {}",
+    "evaluate": "give {} fewer items or samples",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,81 +30,107 @@ class Concern:
     """A limit that the run will probably, or may, reach before its end."""
 
     warning: str  # one sentence
-    change: str  # what to change first
-    likely: bool  # by what earlier stages took; else only at the most
+    change: str | None = None  # what to change first, where that is probable
 
 
-def certain_shortfall(limit: int | None, least: Mapping[str, int]) -> str | None:
+def certain_shortfall(limit: int | None, least: Mapping[str, int], kinds: Mapping[str, str]) -> str | None:
     """Why the run cannot reach its end within so many tokens; None: it may.
 
     Args:
         limit: declared tokens; None: no limit.
-        least: stage → tokens it spends at the least; without stages whose results are reused.
+        least: stage → tokens it spends at the least; without stages that may turn out to be reused.
+        kinds: stage → its kind.
     """
     total = sum(least.values())
     if limit is None or total <= limit:
         return None
     dearest = max(least, key=least.__getitem__)
+    remedy = cheaper(dearest, kinds)
+    if total <= MOST_TOKENS:
+        remedy = f"raise it or {remedy}"
     return (
         f"budget.tokens must be at least {total}, which the stages spend if every document has one token "
-        f"({dearest} {least[dearest]}), got {limit}; raise it or lower the steps of {dearest}"
+        f"({dearest} {least[dearest]}), got {limit}; {remedy}"
     )
 
 
-def token_concern(limit: int | None, estimates: Mapping[str, Estimate], least: Mapping[str, int]) -> Concern | None:
+def token_concern(
+    limit: int | None,
+    estimates: Mapping[str, Estimate],
+    least: Mapping[str, int],
+    kinds: Mapping[str, str],
+    *,
+    doubtful: bool = False,
+) -> Concern | None:
     """Whether the run will probably need more tokens than were declared.
 
     Args:
         limit: declared tokens; None: no limit.
         estimates: by stage.
-        least: as in `certain_shortfall`; stands for a stage without history.
+        least: stage → tokens it spends at the least if it is computed.
+        kinds: stage → its kind.
+        doubtful: some of these stages may turn out to be reused.
     """
     if limit is None:
         return None
-    probable = sum(e.tokens or 0 if e.history else least.get(name, 0) for name, e in estimates.items())
-    most = sum(e.tokens or 0 for e in estimates.values())
+    known = {name: e.tokens or 0 if e.history else 0 for name, e in estimates.items()}
+    likely = {name: max(tokens, least.get(name, 0)) for name, tokens in known.items()}
+    most = {name: max(likely[name], e.most or 0) for name, e in estimates.items()}
+    probable, total = sum(likely.values()), sum(most.values())
     if probable > limit:
-        enough = _rounded_up(max(probable, most))
+        basis = "by earlier stages the run takes about" if any(known.values()) else "the run takes at least about"
+        unless = ", unless what another run makes now is reused" if doubtful else ""
         return Concern(
-            f"budget.tokens is {limit}, and by earlier stages the run takes about {_short(probable)}: it would stop at"
-            " its budget",
-            f"raise budget.tokens to {enough} or lower steps",
-            likely=True,
+            f"budget.tokens is {limit}, and {basis} {_short(probable)}: it would stop at its budget{unless}",
+            None if doubtful else _raise_tokens(total, cheaper(max(likely, key=likely.__getitem__), kinds)),
         )
-    if most > limit:
+    if total > limit:
         return Concern(
-            f"budget.tokens is {limit}, and the run may take up to about {_short(most)}: if it does, it stops at its "
-            "budget and goes on when that is raised",
-            f"raise budget.tokens to {_rounded_up(most)}, or leave it",
-            likely=False,
+            f"budget.tokens is {limit}, and the run may take up to about {_short(total)}: if it does, it stops at its "
+            "budget and goes on when that is raised"
         )
     return None
 
 
-def time_concern(limit: float | None, seconds: Sequence[float | None]) -> Concern | None:
+def time_concern(
+    limit: float | None, estimates: Mapping[str, Estimate], kinds: Mapping[str, str], *, doubtful: bool = False
+) -> Concern | None:
     """Whether the run will probably need more job time than was declared, by what earlier stages took.
 
     Args:
         limit: declared seconds; None: no limit.
-        seconds: of each stage; None: not known.
+        estimates: by stage.
+        kinds: stage → its kind.
+        doubtful: some of these stages may turn out to be reused.
     """
-    known = sum(one for one in seconds if one is not None)
-    if limit is None or known <= limit:
+    known = {name: one.seconds for name, one in estimates.items() if one.seconds is not None}
+    total = sum(known.values())
+    if limit is None or total <= limit:
         return None
-    more = " and more" if None in seconds else ""
-    minutes = math.ceil(1.2 * known / 60)
+    more = " and more" if len(known) < len(estimates) else ""
+    unless = ", unless what another run makes now is reused" if doubtful else ""
+    remedy = cheaper(max(known, key=known.__getitem__), kinds)
+    if total <= LONGEST:
+        remedy = f"raise budget.wall_clock to {min(math.ceil(1.2 * total / 60), round(LONGEST / 60))}m or {remedy}"
     return Concern(
-        f"budget.wall_clock is {limit:g} s, and by earlier stages the run takes about {known:.0f} s{more}: it would "
-        "stop at its budget",
-        f"raise budget.wall_clock to {minutes}m or lower steps",
-        likely=True,
+        f"budget.wall_clock is {limit:g} s, and by earlier stages the run takes about {total:.0f} s{more}: it would "
+        f"stop at its budget{unless}",
+        None if doubtful else remedy,
     )
 
 
-def _rounded_up(tokens: float) -> str:
-    """Two digits and never less: what is advised is enough."""
-    power = max(0, math.floor(math.log10(tokens)) - 1)
-    return _short(math.ceil(tokens / 10**power) * 10**power)
+def cheaper(stage: str, kinds: Mapping[str, str]) -> str:
+    """What may be changed of a stage so that it costs less."""
+    return _LESS.get(kinds[stage], "make {} smaller").format(stage)
+
+
+def _raise_tokens(enough: int, remedy: str) -> str:
+    """Two digits and never less: what is advised is enough, and may be declared."""
+    if enough > MOST_TOKENS:
+        return remedy
+    power = max(0, math.floor(math.log10(enough)) - 1)
+    rounded = math.ceil(enough / 10**power) * 10**power
+    return f"raise budget.tokens to {_short(rounded) if rounded <= MOST_TOKENS else MOST_TOKENS} or {remedy}"
 
 
 def _short(tokens: float) -> str:

@@ -1,0 +1,62 @@
+"""What a plan says that a stage spends at the least is never more than what its recipe asks for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from posttrain.engine.batch import Document
+from posttrain.engine.config import stage_config
+from posttrain.engine.journal import Journal
+from posttrain.engine.models.chat import PreferencePair
+from posttrain.engine.recipes.dataflow import CustomDataflow, Dataflow
+from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.ppo import PPO
+from posttrain.engine.recipes.recipe import Recipe
+from posttrain.engine.recipes.reward_model import RewardModel
+from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.recipes.sft import SFT
+from posttrain.execution.trainers.native import NativeTrainer
+
+SAMPLED = {"prompts_per_step": 3, "max_new_tokens": 5}
+JUDGED = {**SAMPLED, "reward": "r"}
+STAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {"batch_size": 4}),
+    "reward model": ("reward_model", {"batch_size": 4}),
+    "grpo": ("grpo", {**JUDGED, "group_size": 4}),
+    "ppo": ("ppo", {**JUDGED, "kl": None}),
+    "ppo of one sample in three epochs": ("ppo", {**JUDGED, "kl": None, "group_size": 1, "epochs": 3}),
+    "ppo that warms its critic up": ("ppo", {**JUDGED, "kl": None, "critic": {"warmup": 1}, "steps": 2}),
+    "dataflow": ("dataflow", {**SAMPLED, "recipe": "mine"}),
+    "dataflow that says what it spends": ("dataflow", {**SAMPLED, "recipe": "mine", "tokens_per_step": 7}),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_least_of_one_step_is_its_price_with_documents_of_one_token(name: str) -> None:
+    kind, params = STAGES[name]
+    params = {"data": "d", "steps": 1, **params}
+    prices = [recipe(kind, params, length).price(params["steps"] - 1) for length in (1, 2)]
+    least = NativeTrainer().check(kind, {**params, "steps": max(1, params["steps"])}).work["least"]
+    before = (params["steps"] - 1) * (3 + 3 * 4)  # prompts and samples of one token
+    assert least - before <= prices[0] <= prices[1]
+    if kind in ("grpo", "ppo", "dataflow"):  # of other kinds a document has at least two tokens
+        assert least - before == prices[0]
+
+
+def recipe(kind: str, params: dict[str, Any], length: int) -> Recipe:
+    """A recipe over rows of so many tokens, with roles that do nothing."""
+    config: Any = stage_config(kind, params)
+    roles: Any = SimpleNamespace(reference=None, critic=object(), reward_model=None, policy=None, rollout=None)
+    tokens = tuple(range(1, length + 1))
+    prompts, scorer = [Prompt(tokens) for _ in range(9)], object()
+    if kind == "sft":
+        return SFT(config, roles, [Document(tokens, tokens) for _ in range(9)], 1)
+    if kind == "reward_model":
+        return RewardModel(config, roles, [PreferencePair(i, tokens, tokens, tokens) for i in range(9)], 1)
+    if kind == "dataflow":
+        flow = Dataflow(roles, Journal(9, 1), prompts, {}, config, 1, None)
+        return CustomDataflow(lambda *_: None, flow)  # type: ignore[arg-type,return-value]
+    return (GRPO if kind == "grpo" else PPO)(config, roles, prompts, scorer, 1)  # type: ignore[arg-type]
