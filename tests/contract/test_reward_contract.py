@@ -199,11 +199,12 @@ class TestStatuses:
                 global calls
                 calls += 1
                 if calls == 4:
-                    time.sleep(600)
+                    time.sleep(6000)
                 return 1.0
         """
-        reward = opened(source, timeout=5.0)
+        reward = opened(source, timeout=PATIENCE)
         assert [s.status for s in reward.score(call(*"abc"))] == ["ok"] * 3
+        reward._timeout = 5.0
         with pytest.raises(RewardError) as caught:
             reward.score(call(*"de"))
         assert "to score completion 0 'd' and was killed; it had scored 3 others before" in str(caught.value)

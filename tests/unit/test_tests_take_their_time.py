@@ -55,6 +55,7 @@ ALLOWED = {
         'reward = opened(source, timeout=3.0 if status == "timeout" else PATIENCE)',
     ): NEVER,
     ("contract/test_reward_contract.py", "reward = opened(source, timeout=5.0)"): NEVER,
+    ("contract/test_reward_contract.py", "reward._timeout = 5.0"): NEVER,
     ("contract/test_reward_contract.py", 'scores = opened(source, timeout=5.0).score(call(*"abcd"))'): NEVER,
     (
         "contract/test_reward_contract.py",

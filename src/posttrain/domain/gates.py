@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
@@ -23,6 +23,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.measures import ItemRange
 from posttrain.domain.validation import refuse_truth_values
 
+MOST_ITEMS = 10**7  # that a rule may want of a suite
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _FORMS = ("at_least", "at_most", "not_worse_than", "better_than")
 _RELATIVE_KEYS = ("margin", "by", "direction", "if_channel_empty")
@@ -75,7 +76,9 @@ class GateRule(BaseModel):
     direction: Direction | None = None  # which way the metric improves; relative forms take `higher` when left out
     if_channel_empty: Literal["pass", "fail"] | None = None  # relative forms take `fail` when left out
     confidence: FiniteFloat = 0.95  # one-sided, so 0.95 is the lower end of a two-sided 90 % interval
-    min_items: int = 20  # fewer items are not judged: limits of a handful of items say little
+    min_items: Annotated[int, Field(le=MOST_ITEMS)] = (
+        20  # fewer items are not judged: limits of a handful of items say little
+    )
 
     @model_validator(mode="before")
     @classmethod
