@@ -113,6 +113,8 @@ def test_demonstrations(bench: Bench) -> None:
     )
     bench.rows("train", ROW, {**ROW, "completion": "A: " + "1" * 20})
     assert "row 2: prompt and completion of 39 tokens exceed the context of 32" in bench.refused()
+    bench.rows("train", ROW, {**ROW, "prompt": ""})
+    assert "train.jsonl row 2: a prompt must have a token at least, got none; write one" in bench.refused()
     bench.rows("train", {"prompt": "Q: sort 31", "answer": "13"})
     assert "train.jsonl row 1: a demonstration needs completion" in bench.refused()
 

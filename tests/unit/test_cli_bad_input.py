@@ -88,6 +88,11 @@ def changed(old: str, new: str) -> str:
         pytest.param(changed("steps: 4", "steps: " + "9" * 5000), "not YAML", id="5000 digits"),
         pytest.param(changed("steps: 4", "steps: -4"), "stages.sft", id="negative"),
         pytest.param(
+            changed("suites: {heldout:", "suites: {held out:").replace("heldout/acc", "held out/acc"),
+            "suites.held out",
+            id="a suite of two words",
+        ),
+        pytest.param(
             changed("steps: 4", "steps: 4.5"), "steps: must be a whole number in digits, got 4.5", id="half a step"
         ),
         pytest.param(changed("steps: 4", "steps: true"), "steps must be a number, got true", id="true steps"),

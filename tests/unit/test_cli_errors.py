@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -216,6 +217,19 @@ def test_output_into_a_pipe_has_no_escapes(world: World, monkeypatch: pytest.Mon
     monkeypatch.setenv("NO_COLOR", "1")
     for words in (("plan", "run.yaml"), ("asset", "ls"), ("ls",), ("doctor",)):
         assert "\x1b" not in world(*words).stdout
+
+
+@pytest.mark.parametrize("words", [("ls",), ("asset", "ls"), ("plan", "run.yaml"), ("ls", "-o", "json")])
+def test_a_reader_that_has_gone_is_no_bug(world: World, words: tuple[str, ...]) -> None:
+    """`posttrain ls | true`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "posttrain", *words]
+        done = subprocess.run(command, cwd=world.root, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_an_ascii_pipe_is_no_reason_to_fail(world: World) -> None:

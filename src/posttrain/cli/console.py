@@ -83,6 +83,10 @@ def console() -> Console:
             for segment in super().render(renderable, options):
                 yield segment if segment.control else Segment(harmless(segment.text), segment.style)
 
+        def on_broken_pipe(self) -> None:
+            """Rich would exit with 1, which stands for a bug here."""
+            raise BrokenPipeError
+
     interactive = sys.stdout.isatty()
     return Harmless(highlight=False, soft_wrap=not interactive, width=None if interactive else PIPE_WIDTH)
 

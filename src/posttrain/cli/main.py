@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ from posttrain.domain.errors import ConflictError, InputError, PosttrainError
 from posttrain.store.atomic import unwritable
 
 _BUG = 1
+_UNREAD = 128 + signal.SIGPIPE
 _STARTED = time.time() - 0.02  # a file system counts in ticks of a few milliseconds
 _LONGEST = 900  # characters of an error
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -57,8 +59,11 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise SystemExit(driving.DETACHED) from None
-        except (typer.Exit, typer.Abort, BrokenPipeError):
+        except (typer.Exit, typer.Abort):
             raise
+        except BrokenPipeError:  # `posttrain ls | head -1`: nobody reads on, which is no error of ours
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say at the end
+            raise SystemExit(_UNREAD) from None
         except OSError as error:
             known = unwritable(error.filename or "what was named", error) if error.errno in _OF_THE_DISK else None
             aside(f"error: {_one_line(known or InputError(_refused(error)))}")
@@ -83,6 +88,7 @@ def _exit_codes() -> Iterator[tuple[int, str]]:
             waiting.append(kind)
             if "exit_code" in vars(kind):
                 yield kind.exit_code, (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
+    yield _UNREAD, "whoever read the output ended (128 + SIGPIPE)"
     yield driving.DETACHED, "detached by Ctrl-C: the job goes on"
 
 

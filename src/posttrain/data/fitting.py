@@ -213,7 +213,7 @@ def check_prompts(
     """
     for number, row in enumerate(rows, start=1):
         with _row_errors(name, number):
-            length = len(tokenizer.prompt(row))
+            length = len(_begun(tokenizer.prompt(row)))
         if context is not None and length + reserve > context:
             raise InputError(
                 f"{name} row {number}: prompt of {length} tokens + max_new_tokens {reserve} exceeds the context of "
@@ -237,12 +237,19 @@ def check_demonstrations(
     limit, what = min(((n, word) for n, word in limits if n is not None), default=(None, ""))
     for number, row in enumerate(rows, start=1):
         with _row_errors(name, number):
-            length = max(len(prompt) + len(completion) for prompt, completion in tokenizer.examples(row))
+            length = max(len(_begun(prompt)) + len(completion) for prompt, completion in tokenizer.examples(row))
         if limit is not None and length > limit:
             raise InputError(
                 f"{name} row {number}: prompt and completion of {length} tokens exceed {what} of {limit}; "
                 f"shorten or drop the row{', or raise max_length' if what == 'max_length' else ''}"
             )
+
+
+def _begun(prompt: list[int]) -> list[int]:
+    """A prompt's tokens. The first token of a document is predicted from nothing, so one must be given."""
+    if not prompt:
+        raise InputError("a prompt must have a token at least, got none; write one, or drop the row")
+    return prompt
 
 
 def check_pairs(
@@ -262,7 +269,7 @@ def check_pairs(
     for number, row in enumerate(rows, start=1):
         with _row_errors(name, number):
             prompt, chosen, rejected = tokenizer.pair(row)
-        length = len(prompt) + max(len(chosen), len(rejected))
+            length = len(_begun(prompt)) + max(len(chosen), len(rejected))
         if limit is not None and length > limit:
             raise InputError(
                 f"{name} row {number}: prompt and response of {length} tokens exceed {what} of {limit}; "

@@ -27,6 +27,7 @@ Width = Annotated[int, Field(ge=1, le=10**7)]  # of a layer
 Few = Annotated[int, Field(ge=1, le=10**5)]  # layers, heads, threads, ranks
 Seconds = Annotated[float, Field(gt=0, le=MOST_TIMEOUT)]
 Temperature = Annotated[float, Field(gt=0, le=1000)]
+SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # a part of metrics' names
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$")]
 
 
@@ -329,7 +330,7 @@ class EvaluateConfig(_Frozen):
 
     kind: ClassVar[str] = "evaluate"
     model: Word
-    suites: dict[str, SuiteConfig] = Field(min_length=1)
+    suites: dict[SuiteName, SuiteConfig] = Field(min_length=1)
     runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()
 
     def inputs(self) -> dict[str, tuple[str, str]]:
