@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_world import RUN, World, make_world
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from posttrain.app.status import read_status
 from posttrain.app.workspace import Workspace
-from posttrain.cli.console import console, harmless
+from posttrain.cli.console import console, excerpt, harmless
 from posttrain.cli.releases import _tree
 from posttrain.cli.screens import run_tree
 from posttrain.control.lineage import run_lineage
@@ -121,3 +122,18 @@ def test_trees_are_whole_in_a_pipe_and_end_with_an_ellipsis_on_a_terminal(world:
     assert all(line.endswith("…") for line in lines if len(line) == 70)
     assert any(" sft  failed" in line and line.endswith("…") for line in lines)
     assert any("reward:sort@2" in line and line.endswith("…") for line in lines)
+
+
+def test_texts_are_whole_in_a_pipe_and_cut_on_a_terminal(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `diff` and `trace --samples` show them."""
+    guideline = ("Words that a person wrote. " * 20).strip()
+    world.ok("run", "run.yaml")
+    first = world.newest()
+    world.write("long.py", f'"""{guideline}"""\n\n\ndef score(completion, answer):\n    return 0.99\n')
+    world.ok("asset", "add", "reward:sort", "long.py")
+    world("run", "run.yaml")
+    assert guideline in world.ok("diff", first, world.newest())
+    assert excerpt("a  b\nc", 3) == "a b c"
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    assert excerpt("a  b\nc", 3) == "a …"
+    assert excerpt("a  b\nc", 5) == "a b c"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -88,3 +89,43 @@ def test_a_command_whose_source_was_replaced_says_so(
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: posttrain itself was changed while this command ran ({named}), so it cannot go on")
     assert line.endswith("; nothing is lost: type the same command again")
+    report = re.search(r"; ([^ ]+)\); nothing", line)
+    assert report
+    assert "Traceback" in Path(report[1]).read_text()
+
+
+BROKEN = """
+import os, sys
+from pathlib import Path
+from posttrain.cli import main, runs
+
+source = Path(main.__file__).parents[1] / "app" / "status.py"
+{change}
+
+def fails(*_, **__):
+    raise ZeroDivisionError("a bug")
+
+import posttrain.app.workspace
+posttrain.app.workspace.open_workspace = fails
+sys.argv = ["posttrain", "ls"]
+main.main()
+"""
+
+
+@pytest.mark.parametrize("change", ["source.chmod(0o640)", "os.link(source, source.with_suffix('.copy'))"])
+def test_a_bug_is_not_hidden_by_a_link_or_a_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """An installer of another environment links to the same files; the sources are what they were."""
+    make_world(tmp_path, monkeypatch).ok("init")
+    copy = tmp_path / "packages"
+    shutil.copytree(Path(posttrain.__file__).parent, copy / "posttrain", ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", BROKEN.format(change=change)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "unexpected ZeroDivisionError: a bug; this is a bug in Posttrain: please report it with" in done.stderr

@@ -97,6 +97,12 @@ def branch(label: Text) -> Text:
     return label
 
 
+def excerpt(text: str, most: int) -> str:
+    """A text on one line: whole in a pipe, on a terminal at most so many characters."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= most or not sys.stdout.isatty() else flat[: most - 1] + "…"
+
+
 def harmless(text: str) -> str:
     """Text in which nothing commands a terminal: a character that would is shown as a picture of itself.
 

@@ -28,7 +28,7 @@ from posttrain.store.atomic import unwritable
 
 _BUG = 1
 _UNREAD = 128 + signal.SIGPIPE
-_STARTED = time.time() - 0.02  # a file system counts in ticks of a few milliseconds
+_ROOT = Path(__file__).parents[1]
 _LONGEST = 900  # characters of an error
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
@@ -162,36 +162,55 @@ def _unreadable(error: RecursionError | UnicodeError) -> str:
     return f"what was given must be text in UTF-8: {_one_line(error)[:200]}; write it again"
 
 
+def _sources() -> dict[Path, tuple[int, int]]:
+    """Every source of this package with the time of its contents and its size: what an upgrade changes.
+
+    Not the time of its inode, which a link to it or another mode changes too.
+    """
+    found = {}
+    for folder, _, names in os.walk(_ROOT):
+        for name in names:
+            path = Path(folder, name)
+            try:
+                state = path.stat() if name.endswith(".py") else None
+            except FileNotFoundError:  # between the listing and the look
+                continue
+            if state is not None:
+                found[path] = (state.st_mtime_ns, state.st_size)
+    return found
+
+
+_AT_START = _sources()
+
+
 def _changed(error: Exception) -> str:
     """A source of this package that was replaced or removed since the command started; empty: none."""
-    root = Path(__file__).parents[1]
+    now = _sources()
+    other = next((path.name for path, state in _AT_START.items() if now.get(path) != state), "")
     missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
-    places = [root.parent.joinpath(*missing.split(".")).parent] if missing.startswith("posttrain.") else []
-    loaded = [Path(str(m.__file__)) for name, m in sys.modules.items() if name.startswith("posttrain.") and m.__file__]
-    for path in (*places, *loaded, *root.rglob("*.py")):
-        try:
-            if path.stat().st_ctime > _STARTED:
-                return missing or path.name
-        except FileNotFoundError:
-            return missing or path.name
-    return ""
+    return missing if other and missing.startswith("posttrain.") else other
 
 
 def _replaced(source: str, error: Exception) -> str:
     return (
         f"posttrain itself was changed while this command ran ({source}), so it cannot go on "
-        f"({type(error).__name__}: {_one_line(error)}); nothing is lost: type the same command again"
+        f"({type(error).__name__}: {_one_line(error)}; {_reported()}); nothing is lost: type the same command again"
     )
 
 
 def _bug(error: Exception) -> str:
+    return (
+        f"unexpected {type(error).__name__}: {_one_line(error)}; this is a bug in Posttrain: "
+        f"please report it with {_reported()}"
+    )
+
+
+def _reported() -> str:
+    """A new file with the traceback of the error that is being handled."""
     text = traceback.format_exc()
     if os.environ.get("POSTTRAIN_DEBUG"):
         sys.stderr.write(text)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     with tempfile.NamedTemporaryFile("w", prefix=f"posttrain-{stamp}-", suffix=".txt", delete=False) as file:
         file.write(text)
-    return (
-        f"unexpected {type(error).__name__}: {_one_line(error)}; this is a bug in Posttrain: "
-        f"please report it with {file.name}"
-    )
+    return file.name

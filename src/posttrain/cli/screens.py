@@ -10,7 +10,7 @@ from rich.tree import Tree
 
 from posttrain.app.planning import PlanView, StagePlan
 from posttrain.app.status import RunStatus, StageStatus
-from posttrain.cli.console import branch, count, digest, duration, glyph, moment, style
+from posttrain.cli.console import branch, count, digest, duration, excerpt, glyph, moment, style
 from posttrain.control.compare import Difference
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.lifecycle import AttemptState, StageState
@@ -132,10 +132,10 @@ def difference_lines(differences: Iterable[Difference]) -> Iterator[Text]:
     """Every field that is not the same, with the story of changed assets."""
     for difference in differences:
         yield Text(difference.path, style="bold")
-        yield Text(f"  - {_cut(difference.before)}", style="red")
-        yield Text(f"  + {_cut(difference.after)}", style="green")
+        yield Text(f"  - {excerpt(difference.before, _NOTE)}", style="red")
+        yield Text(f"  + {excerpt(difference.after, _NOTE)}", style="green")
         for note in difference.notes:
-            yield Text(f"    {_cut(note)}", style="dim")
+            yield Text(f"    {excerpt(note, _NOTE)}", style="dim")
 
 
 def plan_tree(view: PlanView) -> Tree:
@@ -221,8 +221,3 @@ def _cost(stage: StagePlan) -> str:
         return estimate.basis
     seconds = f", {duration(estimate.seconds)}" if estimate.seconds is not None else ""
     return f"about {count(estimate.tokens)} tokens{seconds} ({estimate.basis})"
-
-
-def _cut(text: str) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= _NOTE else flat[: _NOTE - 1] + "…"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, aside, console, count, emit_json, number, say
+from posttrain.cli.console import Output, OutputOption, aside, console, count, emit_json, excerpt, number, say
 from posttrain.cli.driving import RunArgument
 from posttrain.domain.errors import InputError
 
@@ -137,7 +137,15 @@ def _show_samples(run_id: str, samples: Sequence[RecordedSample], output: Output
         table.add_column(title, justify="right" if right else "left", no_wrap=title != "response")
     for one in samples:
         it = one.sample
-        words = (one.stage, it.id, number(it.reward), it.status, str(len(it.tokens)), it.fate, _flat(it.response))
+        words = (
+            one.stage,
+            it.id,
+            number(it.reward),
+            it.status,
+            str(len(it.tokens)),
+            it.fate,
+            excerpt(it.response, _EXCERPT),
+        )
         table.add_row(*(Text(word) for word in words))
     console().print(table)
     say(f"next:   posttrain trace {run_id} --sample {samples[0].sample.id}")
@@ -203,11 +211,6 @@ def _time(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1e3:.3g}ms"
     return f"{seconds:.3g}s" if seconds < 100 else f"{seconds / 60:.3g}min"
-
-
-def _flat(text: str) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= _EXCERPT else flat[: _EXCERPT - 1] + "…"
 
 
 def _aside(line: str) -> None:

@@ -19,6 +19,7 @@ MOST_STEPS = 10**9
 MOST_ROWS = 10**6  # documents, prompts or samples of one step
 MOST_TOKENS = 10**8  # of one document
 MOST_TIMEOUT = 604800.0  # seconds, of one batch of completions: a week
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
 Positive = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
@@ -52,7 +53,7 @@ class OptimizerConfig(_Frozen):
     """AdamW with linear warm-up, then cosine or linear decay over the remaining steps to `final_ratio` of the peak."""
 
     learning_rate: float = Field(default=1e-5, gt=0, le=1)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0, le=1000)  # of matrices; norms and biases have none
     warmup_steps: NonNegative = 10  # a fresh Adam needs it
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -63,7 +64,7 @@ class OptimizerConfig(_Frozen):
 class PolicyGradientOptimizerConfig(OptimizerConfig):
     """AdamW as GRPO takes it: a longer second moment against noisy gradients, linear decay to a fifth."""
 
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     final_ratio: float = Field(default=0.2, ge=0, le=1)
 
