@@ -155,6 +155,14 @@ class TestJob:
         self.finish(tmp_path / "job", packages, "", tmp_path)
         assert (tmp_path / "job" / "ran").read_text() == f"PYTHONPATH {tmp_path / 'home' / 'posttrain' / 'compiled'}"
 
+    def test_what_it_starts_itself_finds_site_packages(self, packages: Path, tmp_path: Path) -> None:
+        """Ray hands `-S` down to its workers, which then have none; neither home nor folder are on the path."""
+        (packages / "evil_or_not.py").write_text(
+            "import sys\nWORD = f'{sys.flags.no_site} {sys.flags.no_user_site} {int(sys.flags.safe_path)}'\n"
+        )
+        self.finish(tmp_path / "job", packages, "", tmp_path)
+        assert (tmp_path / "job" / "ran").read_text() == "0 1 1"
+
 
 class TestOddPlaces:
     @pytest.mark.parametrize("name", ["sitecustomize.pyc", "python311.zip", "pyvenv.cfg", "numbers_/test/__init__.py"])

@@ -24,7 +24,7 @@ from posttrain.execution.ports import Executor
 from posttrain.store.attempts import AttemptFolder
 
 HERE = Path(__file__).parent
-PATIENCE = 120.0  # seconds; a machine may be as busy as it likes
+PATIENCE = 300.0  # seconds; a machine may be as busy as it likes
 NEVER_SECONDS = 0.1  # given to what will never happen
 ENDED = (JobState.EXITED, JobState.LOST)
 
@@ -234,6 +234,17 @@ def test_a_job_and_its_children_die_with_their_supervisor(running: Make) -> None
     wait_until(lambda: LocalExecutor().observe(job).state in ENDED)
     assert LocalExecutor().observe(job).state == JobState.LOST
     assert processes.group(claim(job)["job_pid"]) == []
+
+
+@pytest.mark.slow
+def test_a_job_that_has_left_its_result_and_stays_is_killed_after_a_minute(running: Make) -> None:
+    """Nothing else of its run starts before it is gone."""
+    job = running("deaf")
+    began = time.monotonic()
+    (Path(job.attempt_dir) / "result.json").write_text("{}")
+    wait_until(lambda: LocalExecutor().observe(job).state == JobState.EXITED)
+    assert LocalExecutor().observe(job).exit_code == -signal.SIGKILL
+    assert time.monotonic() - began >= processes.LEAVING_SECONDS
 
 
 def test_the_supervisor_forwards_sigterm(running: Make) -> None:
