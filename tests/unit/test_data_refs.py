@@ -83,7 +83,7 @@ def test_paths_are_relative_to_the_run_file(tmp_path: Path) -> None:
     assert local_path(parse_ref("./d.jsonl", "dataset"), tmp_path) == tmp_path / "d.jsonl"
     with pytest.raises(NotFoundError, match="no such file or folder"):
         local_path(parse_ref("./absent.jsonl", "dataset"), tmp_path)
-    with pytest.raises(InputError, match="names a registered asset"):
+    with pytest.raises(InputError, match="names what is in the workspace"):
         local_path(parse_ref("dataset:x", "dataset"), tmp_path)
 
 

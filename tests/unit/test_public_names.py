@@ -27,6 +27,15 @@ COMMANDS = {
     "diff": ["--output", "-o", "A", "B"],
     "stop": ["run"],
     "retry": ["--timeout", "run"],
+    "sample": [
+        *("--chat", "--device", "--dtype", "--max-new-tokens", "--output", "--samples", "--seed", "--system"),
+        *("--temperature", "--text", "--threads", "--timeout", "-n", "-o", "MODEL", "PROMPT..."),
+    ],
+    "eval": [
+        *("--again", "--device", "--dtype", "--extract", "--max-new-tokens", "--output", "--pass-at", "--samples"),
+        *("--seed", "--temperature", "--threads", "--timeout", "-n", "-o", "MODEL", "SUITE..."),
+    ],
+    "export": ["--dtype", "--output", "-o", "DIR", "MODEL"],
     "promote": ["--channel", "run"],
     "rollback": ["--from", "--to", "channel"],
     "lineage": ["--output", "-o", "CHANNEL|RUN"],
@@ -79,7 +88,8 @@ def test_verbs_and_options_are_frozen() -> None:
 def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
-    verbs = "init demo plan lock run ls get logs why diff stop retry promote rollback lineage verify trace asset doctor"
+    verbs = "init demo plan lock run ls get logs why diff stop retry"
+    verbs += " sample eval export promote rollback lineage verify trace asset doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -92,6 +102,9 @@ def test_every_reading_command_speaks_json() -> None:
         "logs",
         "why",
         "diff",
+        "sample",
+        "eval",
+        "export",
         "lineage",
         "verify",
         "trace",

@@ -23,8 +23,8 @@ from posttrain.data.fitting import (
     context_length,
     open_tokenizer,
 )
-from posttrain.data.refs import Source, local_path, parse_ref
-from posttrain.data.rows import Row, distinct_items, read_rows
+from posttrain.data.refs import local_path, parse_ref
+from posttrain.data.rows import Row, canonical_row, distinct_items, raw_rows, read_rows
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
@@ -94,7 +94,7 @@ def model_files(workspace: Workspace, ref: InputRef, word: str | None, folder: P
         NotFoundError, IntegrityError: its listing is missing or corrupt.
     """
     parsed = parse_ref(word, "model") if word is not None else None
-    if parsed is not None and parsed.source is not Source.REGISTRY:
+    if parsed is not None and parsed.on_disk:
         root = local_path(parsed, folder)
         sizes = {path.name: path.stat().st_size for path in root.iterdir() if path.is_file()}
         return ModelFiles(sizes, lambda name: (root / name).read_bytes() if (root / name).is_file() else None)
@@ -114,13 +114,25 @@ def read_dataset(workspace: Workspace, ref: InputRef, word: str | None, folder: 
         NotFoundError, IntegrityError: its bytes are missing or corrupt; names the data set.
     """
     parsed = parse_ref(word, "dataset") if word is not None else None
-    if parsed is not None and parsed.source is not Source.REGISTRY:
+    if parsed is not None and parsed.on_disk:
         return read_rows(local_path(parsed, folder), name=ref.name)
     with scratch(_scratch_place(workspace), "posttrain-plan-") as folder_of_rows:
         file = folder_of_rows / "rows"
         with bytes_of(ref):
             workspace.blobs.fetch(str(ref.digest), file)
         return read_rows(file, name=ref.name)
+
+
+def first_row(workspace: Workspace, ref: InputRef) -> Row:
+    """The first row of a data set that is in the store; empty when it holds none.
+
+    Raises:
+        NotFoundError, IntegrityError: its bytes are missing or corrupt.
+    """
+    with scratch(_scratch_place(workspace), "posttrain-row-") as folder:
+        workspace.blobs.fetch(str(ref.digest), folder / "rows")
+        row = next(raw_rows(folder / "rows", ref.name), None)
+        return {} if row is None else canonical_row(row, ref.name, 1)
 
 
 def _scratch_place(workspace: Workspace) -> Path:

@@ -15,17 +15,20 @@ from posttrain.app.placing import refuse_infeasible, refuse_oversized
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.control import actions, compare, explain
 from posttrain.control.lineage import Node, VerifyReport, release_lineage, verify
-from posttrain.control.planning import Planned, plan_run
+from posttrain.control.models import made_model
+from posttrain.control.planning import Planned, Resolve, plan_run
 from posttrain.control.submission import submit as submit_manifest
+from posttrain.data.refs import Source, parse_ref
 from posttrain.decision.releases import release_states
 from posttrain.domain.errors import InputError
 from posttrain.domain.lifecycle import ReleaseState, RunState
-from posttrain.domain.manifest import Manifest
+from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.records import ReleaseEntry, RunRecord
 from posttrain.domain.runspec import RunSpec, load_run_spec
 
 JUDGING = ("pyarrow.dataset", "scipy.optimize", "scipy.special", "scipy.stats")  # what gates import when they judge
 REPORTING = ("posttrain.app.reporting",)
+_MOVED = "a model that the run file names is another by now; this run goes on with the one that it began with"
 MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader
 
 
@@ -36,7 +39,7 @@ class Run:
     workspace: Workspace
     id: str
     attached: bool = False  # submitted before: this submit started nothing
-    warnings: tuple[str, ...] = ()  # of the plan that this submit made
+    warnings: tuple[str, ...] = ()  # of the plan that this submit made, or of what it attached to
 
     @property
     def record(self) -> RunRecord:
@@ -190,13 +193,31 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
         if not 0 <= seed < MAX_SEED:
             raise InputError(f"seed must be a whole number from 0 to 2^53 - 1, got {seed}")
         spec = spec.model_copy(update={"seed": seed})
-    resolve = workspace.catalog.resolver(source.parent)
+    resolve = _resolver(spec, workspace, source)
     planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, workspace.ledger.channels())
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     refuse_oversized(planned.manifest, source)
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
     found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
     return replace(planned, warnings=(*planned.warnings, *found))
+
+
+def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
+    """Refs of a run file to pinned inputs: assets by the catalog, models that runs made by the ledger."""
+    of_assets = workspace.catalog.resolver(source.parent)
+
+    def resolve(kind: str, text: str) -> InputRef:
+        ref = parse_ref(text, kind) if kind == "model" else None
+        if ref is None or ref.source not in (Source.CHANNEL, Source.RUN):
+            return of_assets(kind, text)
+        if ref.source is Source.RUN and ref.name == spec.name:
+            raise InputError(
+                f"ref {text!r}: must name one run, got the name that this file gives to its own; write run:ID/STAGE "
+                f"(posttrain ls shows the ids of {spec.name})"
+            )
+        return made_model(workspace.wiring, ref).pinned(text)
+
+    return resolve
 
 
 def submit(
@@ -222,7 +243,8 @@ def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = Fals
     submitted = submit_manifest(workspace.wiring, planned.manifest, again=again)
     if submitted.run.state == RunState.STOPPED:
         actions.retry(workspace.wiring, submitted.run.id)
-    return Run(workspace, submitted.run.id, submitted.attached, () if submitted.attached else planned.warnings)
+    warnings = () if submitted.attached else planned.warnings
+    return Run(workspace, submitted.run.id, submitted.attached, (_MOVED,) if submitted.moved else warnings)
 
 
 def load_ahead(modules: Iterable[str]) -> None:

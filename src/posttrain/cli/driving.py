@@ -52,7 +52,7 @@ def run(
 
     workspace = open_workspace()
     handle = submit(file, again=again, workspace=workspace, seed=seed)
-    _greet(workspace, handle)
+    greet(handle)
     drive(workspace, handle, timeout, f"posttrain run {file}" + (f" --seed {seed}" if seed is not None else ""))
 
 
@@ -118,17 +118,18 @@ def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: st
     console().print(*run_footer(status), sep="\n")
 
 
-def _greet(workspace: Workspace, handle: Run) -> None:
+def greet(handle: Run) -> None:
+    """Say which run this is, and whether it is new."""
     from posttrain.domain.lifecycle import is_final
 
     record = handle.record
     if not handle.attached:
         say(f"run {handle.id}  manifest {digest(record.manifest_digest)}")
-        say(*(f"warning: {warning}" for warning in handle.warnings))
     elif is_final("run", record.state):
         say(f"attached to run {handle.id}: {record.state} {ago(record.finished_at)} (--again starts another)")
     else:
         say(f"attached to run {handle.id}: {record.state}, submitted {ago(record.created_at)}")
+    say(*(f"warning: {warning}" for warning in handle.warnings))
 
 
 def _summary(workspace: Workspace, handle: Run, status: RunStatus) -> None:

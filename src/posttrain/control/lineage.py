@@ -5,8 +5,9 @@ still there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from posttrain.control.models import MadeModel, stage_that_made
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.jobs import InputBlob
@@ -68,6 +69,16 @@ def run_lineage(wiring: Wiring, run_id: str) -> Node:
     )
 
 
+def model_lineage(wiring: Wiring, made: MadeModel) -> Node:
+    """The tree of one model that this workspace made: of a release with what it was judged by."""
+    history = wiring.ledger.history(made.channel) if made.channel else []
+    entry = next((entry for entry in history if entry.sequence == made.release), None)
+    if entry:
+        return _release_node(wiring, entry)
+    node = _model_node(wiring, made.digest, made.run_id)
+    return replace(node, children=(*node.children, _manifest_node(wiring, made.run_id))) if made.run_id else node
+
+
 def _release_node(wiring: Wiring, entry: ReleaseEntry) -> Node:
     children: list[Node] = [_model_node(wiring, entry.model_digest, entry.run_id)]
     if entry.report_digest:
@@ -106,11 +117,8 @@ def _evaluations(wiring: Wiring, run_id: str) -> list[Node]:
 
 
 def _model_node(wiring: Wiring, digest: str, run_id: str | None) -> Node:
-    # the last one first: a stage that changed nothing made the same weights as the one before it
-    for stage in reversed(wiring.ledger.stages(run_id)) if run_id else []:
-        if stage.outputs.get("model", {}).get("digest") == digest:
-            return _stage_node(wiring, stage)
-    return _asset_node(wiring, InputBlob(digest, "tree"))
+    stage = stage_that_made(wiring, run_id, digest)
+    return _stage_node(wiring, stage) if stage else _asset_node(wiring, InputBlob(digest, "tree"))
 
 
 def _stage_node(wiring: Wiring, stage: StageRecord) -> Node:
@@ -122,12 +130,21 @@ def _stage_node(wiring: Wiring, stage: StageRecord) -> Node:
 
 
 def _input_node(wiring: Wiring, slot: str, blob: InputBlob) -> Node:
-    run_id, _, stage_name = blob.name.partition("/")
-    if slot == "model" and stage_name and not blob.name.startswith(("model:", "path:")):
-        for stage in wiring.ledger.stages(run_id):
-            if stage.name == stage_name and "model" in stage.outputs:
-                return _stage_node(wiring, stage)
-    return _asset_node(wiring, blob, slot)
+    made = _maker(wiring, blob) if slot in ("model", "reward_model") else None
+    return _stage_node(wiring, made) if made else _asset_node(wiring, blob, slot)
+
+
+def _maker(wiring: Wiring, blob: InputBlob) -> StageRecord | None:
+    """The stage that made a model, by its name as an input: `RUN/STAGE`, `run:RUN/STAGE` or `channel:NAME@RELEASE`."""
+    head, _, rest = blob.name.partition(":")
+    if head == "channel":
+        channel, _, release = rest.partition("@")
+        entry = next((e for e in wiring.ledger.history(channel) if str(e.sequence) == release), None)
+        return stage_that_made(wiring, entry.run_id, blob.digest) if entry else None
+    run_id, _, name = blob.name.removeprefix("run:").partition("/")
+    if not name or head in ("model", "path", "hf"):
+        return None
+    return next((s for s in wiring.ledger.stages(run_id) if s.name == name and "model" in s.outputs), None)
 
 
 def _asset_node(wiring: Wiring, blob: InputBlob, slot: str = "model") -> Node:

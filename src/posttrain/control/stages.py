@@ -60,7 +60,7 @@ def _channel(wiring: Wiring, manifest: Manifest, stages: Mapping[str, StageRecor
             continue
         return InputBlob(**other.inputs[slot]) if slot in other.inputs else None
     live = wiring.ledger.channel(channel)
-    return InputBlob(live.model_digest, "tree", f"channel:{channel}#{live.sequence}") if live else None
+    return InputBlob(live.model_digest, "tree", f"channel:{channel}@{live.sequence}") if live else None
 
 
 def _skip(wiring: Wiring, stage: StageRecord, channel: str) -> StageRecord:

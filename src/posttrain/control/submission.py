@@ -8,7 +8,7 @@ from posttrain.control.wiring import Wiring
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError
-from posttrain.domain.lifecycle import RunState, StageState
+from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
 
@@ -19,10 +19,14 @@ class Submitted:
 
     run: RunRecord
     attached: bool
+    moved: bool = False  # a channel or a run's name means another model than when this run was submitted
 
 
 def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False) -> Submitted:
     """Record a run for this manifest, or attach to the newest one with the same digest.
+
+    One that has not ended is attached to as well where only what a moving word means (`channel:prod`) has changed: a
+    run may move its own channel, and the command that is repeated after a kill means that run.
 
     Args:
         again: start another run of the same manifest.
@@ -30,6 +34,9 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False) -> Submit
     existing = wiring.ledger.runs(manifest_digest=manifest.digest)
     if existing and not again:
         return Submitted(existing[0], attached=True)
+    unfinished = None if again else _unfinished(wiring, manifest)
+    if unfinished:
+        return Submitted(unfinished, attached=True, moved=True)
     digest = wiring.blobs.put(canonical_json(manifest.to_json()))
     run_id = f"{manifest.name}-{digest.removeprefix('sha256:')[:8]}"
     if existing:
@@ -43,6 +50,17 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False) -> Submit
         return Submitted(wiring.ledger.run(run_id), attached=True)
     crashpoint("submit.after_commit")
     return Submitted(wiring.ledger.run(run_id), attached=False)
+
+
+def _unfinished(wiring: Wiring, manifest: Manifest) -> RunRecord | None:
+    """The newest run that goes on and was submitted by the same words."""
+    words = manifest.unpinned()
+    if words is None:
+        return None
+    for run in wiring.ledger.runs():
+        if run.name == manifest.name and not is_final("run", run.state) and wiring.manifest(run).unpinned() == words:
+            return run
+    return None
 
 
 def _records(manifest: Manifest, run_id: str, digest: str, now: float) -> tuple[RunRecord, list[StageRecord]]:

@@ -1,5 +1,6 @@
 """How a person names an asset: `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision`,
-`hf:org/name@revision/path/in/repo.jsonl`.
+`hf:org/name@revision/path/in/repo.jsonl`; and a model that this workspace made: `channel:prod`, `channel:prod@3`,
+`run:sort-b0ed9b49/sft`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ KINDS = ("dataset", "model", "reward")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FOLDERS = {"dataset": "datasets", "model": "models"}
+_MADE = {"channel": NAME, "run": re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")}  # models of the workspace; their names
 
 
 class Source(StrEnum):
@@ -26,6 +28,8 @@ class Source(StrEnum):
     REGISTRY = "registry"  # a version registered in this workspace
     PATH = "path"  # a local file or folder
     HUB = "hub"  # the local cache of the Hugging Face hub
+    CHANNEL = "channel"  # what a release channel of this workspace points at, or pointed at
+    RUN = "run"  # what a stage of a run of this workspace made
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +38,26 @@ class AssetRef:
 
     kind: str
     source: Source
-    name: str  # registry name, path as written, or org/name on the hub
-    version: int | None = None  # registry only; None is the latest
+    name: str  # registry name, path as written, org/name on the hub, channel, or run (id, a prefix of it, or name)
+    version: int | None = None  # registry: None is the latest; channel: the release number, None is the live one
     revision: str | None = None  # hub only
     file: str | None = None  # hub data sets only: the path in the repository
+    stage: str | None = None  # run only; None: the one whose model the run is for
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether its files lie outside the workspace, where they were named."""
+        return self.source in (Source.PATH, Source.HUB)
 
     def __str__(self) -> str:
         if self.source is Source.HUB:
             return f"hf:{self.name}@{self.revision}" + (f"/{self.file}" if self.file else "")
         if self.source is Source.PATH:
             return self.name
-        return f"{self.kind}:{self.name}" + (f"@{self.version}" if self.version is not None else "")
+        if self.source is Source.RUN:
+            return f"run:{self.name}" + (f"/{self.stage}" if self.stage else "")
+        head = "channel" if self.source is Source.CHANNEL else self.kind
+        return f"{head}:{self.name}" + (f"@{self.version}" if self.version is not None else "")
 
 
 def parse_ref(text: str, kind: str) -> AssetRef:
@@ -62,6 +75,8 @@ def parse_ref(text: str, kind: str) -> AssetRef:
     head, colon, rest = text.partition(":")
     if colon and head == "hf":
         return _hub_ref(rest, kind, text)
+    if colon and head in _MADE:
+        return _made_ref(Source(head), rest, kind, text)
     if _is_path(text):
         return AssetRef(kind, Source.PATH, text)
     if not colon:
@@ -75,9 +90,26 @@ def parse_ref(text: str, kind: str) -> AssetRef:
     name, at, version = rest.partition("@")
     if not NAME.fullmatch(name):
         raise InputError(f"ref {text!r}: name must match {NAME.pattern}, got {name!r}")
-    if at and not (version.isascii() and version.isdigit() and len(version) <= 9 and int(version) >= 1):
-        raise InputError(f"ref {text!r}: version must be a whole number >= 1, got {version!r}")
-    return AssetRef(kind, Source.REGISTRY, name, int(version) if at else None)
+    return AssetRef(kind, Source.REGISTRY, name, _number("version", version, text) if at else None)
+
+
+def _number(what: str, written: str, text: str) -> int:
+    if not (written.isascii() and written.isdigit() and len(written) <= 9 and int(written) >= 1):
+        raise InputError(f"ref {text!r}: {what} must be a whole number >= 1, got {written!r}")
+    return int(written)
+
+
+def _made_ref(source: Source, rest: str, kind: str, text: str) -> AssetRef:
+    """`channel:NAME[@RELEASE]` or `run:RUN[/STAGE]`."""
+    if kind != "model":
+        raise InputError(f"ref {text!r}: a {kind} is expected here, and a {source} names a model; write {kind}:NAME")
+    name, mark, more = rest.partition("@" if source is Source.CHANNEL else "/")
+    if not _MADE[source].fullmatch(name) or (mark and not more):
+        form = "channel:NAME or channel:NAME@RELEASE" if source is Source.CHANNEL else "run:RUN or run:RUN/STAGE"
+        raise InputError(f"ref {text!r}: must be {form}, got {rest!r}")
+    if source is Source.CHANNEL:
+        return AssetRef(kind, source, name, version=_number("release", more, text) if mark else None)
+    return AssetRef(kind, source, name, stage=more or None)
 
 
 def _hub_ref(rest: str, kind: str, text: str) -> AssetRef:
@@ -112,8 +144,8 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
         InputError: a registry reference, which has no path.
         NotFoundError: no such file; for the hub, with the command that fetches it.
     """
-    if ref.source is Source.REGISTRY:
-        raise InputError(f"ref {ref} names a registered asset, not a file")
+    if not ref.on_disk:
+        raise InputError(f"ref {ref} names what is in the workspace, not a file")
     if ref.source is Source.PATH:
         try:
             path = base / Path(ref.name).expanduser()

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.domain.jobs import InputBlob
+from posttrain.domain.manifest import NAMED
 
 _UNDECIDING = frozenset({"placement"})
 _UNDECIDING_RUNTIME = frozenset({"checkpoint_every", "ray_address"})
-_UNDECIDING_META = frozenset({"source"})  # what errors call a file
+_UNDECIDING_META = frozenset({"source", NAMED})  # what errors call a file, and a person a model
 
 
 def job_identity(kind: str, params: Mapping[str, Any], seed: int, inputs: Mapping[str, InputBlob]) -> dict[str, Any]:

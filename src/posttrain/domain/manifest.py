@@ -13,6 +13,7 @@ from posttrain.domain.gates import GateRule
 from posttrain.domain.runspec import Budget, Frozen, ReleaseSpec
 
 MANIFEST_SCHEMA: Final = 1
+NAMED: Final = "named"  # in an input's meta: the word it was named by, which may mean another model by now
 
 
 class InputRef(Frozen):
@@ -66,6 +67,16 @@ class Manifest(Frozen):
     def digest(self) -> str:
         """SHA-256 of the canonical JSON."""
         return digest_json(self.to_json())
+
+    def unpinned(self) -> dict[str, Any] | None:
+        """Plain JSON with the words by which models were named that move (`channel:prod`); None: there are none."""
+        if not any(NAMED in ref.meta for _, _, ref in self.assets()):
+            return None
+        stages = [stage.model_dump(mode="json") for stage in self.stages]
+        for stage in stages:
+            moving = {slot: ref for slot, ref in stage["inputs"].items() if NAMED in ref["meta"]}
+            stage["inputs"] |= {slot: {"named": ref["meta"][NAMED]} for slot, ref in moving.items()}
+        return {**self.to_json(), "stages": stages}
 
     def stage(self, name: str) -> StageManifest:
         """A stage by name.

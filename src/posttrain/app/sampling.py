@@ -1,0 +1,136 @@
+"""Asking a model: some prompts, its responses, and nothing recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from posttrain.app.fitting import first_row, model_files
+from posttrain.app.naming import NamedModel
+from posttrain.app.workspace import Workspace
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.manifest import InputRef
+from posttrain.domain.validation import explain
+from posttrain.engine.config import MOST_ROWS, MOST_TOKENS, InferenceRuntimeConfig
+from posttrain.execution.foreground import answers
+
+_PROGRAM = "posttrain.jobs.sample"
+LONGEST_WAIT = 3600.0  # seconds, where nobody says another
+Form = Literal["chat", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How to ask, e.g. `Ask(samples=4, temperature=0.7)`."""
+
+    samples: int = 1  # responses to each prompt
+    max_new_tokens: int | None = None  # of a response at most; None: 256, or as many as the context leaves
+    temperature: float = 0.0  # 0: the most likely tokens
+    seed: int = 0
+    runtime: InferenceRuntimeConfig = field(default_factory=InferenceRuntimeConfig)
+    timeout: float = LONGEST_WAIT  # seconds, for all of it
+
+    def __post_init__(self) -> None:
+        for name, most in (("samples", MOST_ROWS), ("max_new_tokens", MOST_TOKENS)):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                raise InputError(f"{name.replace('_', '-')} must be from 1 to {most}, got {value}")
+        if not 0 <= self.temperature <= 1000:
+            raise InputError(f"temperature must be from 0 (the most likely tokens) to 1000, got {self.temperature:g}")
+        if self.samples > 1 and self.temperature == 0:
+            raise InputError(f"temperature must be above 0 for {self.samples} different responses, got 0; say 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One response."""
+
+    prompt: int  # position among the prompts, from 0
+    sample: int
+    text: str
+    tokens: int
+    truncated: bool  # by max_new_tokens
+    logprob: float  # of the whole response, under the temperature (1 for the most likely tokens)
+
+
+def ask_model(
+    workspace: Workspace, model: NamedModel, prompts: Sequence[Mapping[str, Any]], ask: Ask
+) -> Iterator[Answer | str]:
+    """Responses as they come, prompt by prompt; a text among them is a warning.
+
+    The same model, prompts and `ask` give the same responses on the same device.
+
+    Args:
+        prompts: rows with `prompt` or `messages`, see `prompt_row`.
+
+    Raises:
+        InputError: a prompt that cannot be rendered or does not fit the model's context; a model that writes nothing.
+        DeadlineError: it took longer than `ask.timeout`.
+    """
+    request = {
+        "folder": str(model.folder(workspace).resolve()),
+        "name": "prompt",
+        "rows": [dict(row) for row in prompts],
+        "samples": ask.samples,
+        "max_new_tokens": ask.max_new_tokens,
+        "temperature": ask.temperature,
+        "seed": ask.seed,
+        "runtime": ask.runtime.model_dump(),
+        "threads": ask.runtime.threads,
+    }
+    said = answers(_PROGRAM, request, timeout=ask.timeout)
+    yield from (str(reason) for reason in next(said, {}).get("fallbacks", {}).values())
+    yield from (Answer(**answer) for answer in said)
+
+
+def inference_runtime(**chosen: Any) -> InferenceRuntimeConfig:
+    """Where and how to compute, from what was typed.
+
+    Raises:
+        InputError: an unknown device or dtype, or too many threads.
+    """
+    try:
+        return InferenceRuntimeConfig.model_validate(chosen)
+    except ValidationError as error:
+        raise explain(error, "posttrain sample", InferenceRuntimeConfig) from error
+
+
+def prompt_row(text: str, form: Form, system: str | None = None) -> dict[str, Any]:
+    """A prompt as a row of a data set would hold it.
+
+    Raises:
+        InputError: a system prompt for plain text.
+    """
+    if form == "text":
+        if system is not None:
+            raise InputError("--system needs a chat, got a prompt that is plain text; add --chat")
+        return {"prompt": text}
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return {"prompt": [*before, {"role": "user", "content": text}]}
+
+
+def usual_form(workspace: Workspace, model: NamedModel) -> tuple[Form, str]:
+    """How the model is used to be asked, and why: as the rows it was trained on ask, else as its chat template does."""
+    trained = _training_data(workspace, model)
+    if trained is not None:
+        try:
+            row = first_row(workspace, trained)
+        except NotFoundError:  # its bytes are gone; the model's are not
+            row = {}
+        form: Form = "text" if isinstance(row.get("prompt", ""), str) and "messages" not in row else "chat"
+        if row:
+            return form, f"as {trained.name} asks"
+    read = model_files(workspace, model.pinned, model.word if model.ref.on_disk else None, Path.cwd()).read
+    templated = read("chat_template.jinja") or b'"chat_template"' in (read("tokenizer_config.json") or b"")
+    return ("chat", "by the model's chat template") if templated else ("text", "the model has no chat template")
+
+
+def _training_data(workspace: Workspace, model: NamedModel) -> InputRef | None:
+    if model.made is None or model.made.run_id is None or model.made.stage is None:
+        return None
+    manifest = workspace.wiring.manifest(workspace.ledger.run(model.made.run_id))
+    return manifest.stage(model.made.stage).inputs.get("data")

@@ -1,0 +1,161 @@
+"""`sample`, `eval`, `export`: a model of the workspace asked, measured, taken out."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain.cli import driving
+from posttrain.cli.console import Output, OutputOption, aside, digest, emit_json, say
+from posttrain.cli.driving import TimeoutOption
+from posttrain.domain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.app.sampling import Answer
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A channel (prod, prod@3), a run or its stage (sort, sort/sft), or a ref: model:NAME, hf:ORG/NAME@COMMIT.",
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+DtypeOption = Annotated[str, typer.Option(help="Of the weights: auto, float32 or bfloat16.")]
+ThreadsOption = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of a response at most; 256, or what the context allows.")
+]
+_STDIN = "-"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("sample")(sample)
+    app.command("eval")(evaluate)
+    app.command("export")(export)
+
+
+def sample(
+    model: ModelArgument,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts; - reads one from stdin.")],
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Responses to each prompt.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most likely tokens: the default for one response; else 1.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = None,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--text", help="As a user's message, or as plain text; as trained by default.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    threads: ThreadsOption = 1,
+    timeout: TimeoutOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Ask a model. Nothing is recorded; the same question gets the same answers on the same device."""
+    from posttrain.app.naming import named_model
+    from posttrain.app.sampling import LONGEST_WAIT, Ask, ask_model, inference_runtime, prompt_row, usual_form
+    from posttrain.app.workspace import open_workspace
+
+    warmth = temperature if temperature is not None else float(samples > 1)
+    runtime = inference_runtime(device=device, dtype=dtype, threads=threads)
+    ask = Ask(samples, max_new_tokens, warmth, seed, runtime, timeout or LONGEST_WAIT)
+    texts = [sys.stdin.read().rstrip("\n") if text == _STDIN else text for text in prompts]
+    workspace = open_workspace()
+    named = named_model(workspace, model)
+    form, why = usual_form(workspace, named)
+    if chat is not None:
+        form, why = ("chat", "--chat") if chat else ("text", "--text")
+    rows = [prompt_row(text, form, system) for text in texts]
+    aside(f"{named.pinned.name} {digest(named.digest)}, asked as {form} ({why})")
+    answers: list[Answer] = []
+    for found in ask_model(workspace, named, rows, ask):
+        if isinstance(found, str):
+            aside(f"warning: {found}")
+            continue
+        answers.append(found)
+        if output is Output.TEXT:
+            _show(texts, found, many=samples > 1 or len(texts) > 1)
+    workspace.close()
+    if output is Output.JSON:
+        said = [{**asdict(answer), "prompt": texts[answer.prompt], "prompt_index": answer.prompt} for answer in answers]
+        emit_json({"model": named.pinned.name, "digest": named.digest, "form": form, "answers": said})
+
+
+def _show(texts: list[str], answer: Answer, *, many: bool) -> None:
+    if many and answer.sample == 0:
+        say(f"── {' '.join(texts[answer.prompt].split())[:100]}")
+    cut = f" … (cut at {answer.tokens} tokens)" if answer.truncated else ""
+    say(answer.text + cut)
+
+
+def evaluate(
+    model: ModelArgument,
+    suites: Annotated[list[str], typer.Argument(metavar="SUITE...", help="dataset:NAME or a file with answers.")],
+    max_new_tokens: MaxNewTokens = None,
+    samples: Annotated[int, typer.Option("--samples", "-n", min=0, help="Sampled responses beside the greedy.")] = 0,
+    temperature: Annotated[float, typer.Option(help="Of the sampled responses.")] = 1.0,
+    pass_at: Annotated[list[int] | None, typer.Option("--pass-at", help="k, at most --samples; repeat it.")] = None,
+    extract: Annotated[
+        str | None, typer.Option(help="Regular expression; group 1 of its last match is the answer.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what was measured before.")] = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    threads: ThreadsOption = 1,
+    timeout: TimeoutOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Measure a model on data sets, without a run file. It is a run of one stage: get, why and report know it."""
+    from posttrain.app.evaluating import submit_evaluation
+    from posttrain.app.workspace import open_workspace
+
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "samples": samples, "temperature": temperature}
+    settings |= {"pass_at": pass_at} if pass_at else {}
+    settings |= {"extract": extract} if extract is not None else {}
+    runtime = {"device": device, "dtype": dtype, "threads": threads}
+    workspace = open_workspace()
+    handle = submit_evaluation(workspace, model, suites, settings=settings, runtime=runtime, seed=seed, again=again)
+    command = " ".join(["posttrain eval", model, *suites])
+    if output is Output.JSON:
+        record = handle.wait(timeout, check=True)
+        emit_json({"run": record.id, "state": record.state, "scores": handle.metrics})
+        workspace.close()
+        return
+    driving.greet(handle)
+    driving.drive(workspace, handle, timeout, command)
+
+
+def export(
+    model: ModelArgument,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or an empty folder.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="Convert the weights: float32, bfloat16 or float16. As they are by default.")
+    ] = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Write a model as a Hugging Face folder: weights, tokenizer, generation config, model card with its lineage."""
+    from posttrain.app.export import export_model
+    from posttrain.app.naming import named_model
+    from posttrain.app.workspace import open_workspace
+
+    if str(folder) in ("", "."):
+        raise InputError(f"export: must be a folder of its own, got {str(folder)!r}; name a new one")
+    workspace = open_workspace()
+    done = export_model(workspace, named_model(workspace, model), folder, dtype=dtype)
+    workspace.close()
+    if output is Output.JSON:
+        emit_json(asdict(done))
+        return
+    how = f"converted to {done.dtype}" if done.cast else f"{done.dtype}, byte for byte"
+    say(f"{done.name} {digest(done.digest)}: {len(done.files)} files, {done.bytes / 2**20:.1f} MiB, {how}")
+    say(f"  {done.folder}", *(["  README.md says how it was made and judged"] if done.card else []))
+    say(f"next:   AutoModelForCausalLM.from_pretrained({str(folder)!r})")

@@ -1,0 +1,94 @@
+"""Models that runs of this workspace made, by the words people have for them: `channel:prod`, `channel:prod@3`,
+`run:sort-b0ed9b49/sft`.
+
+A word that moves (a channel, a run's name) is pinned when it is read: the manifest holds the release or the run that it
+meant then, and the word beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.control.wiring import Wiring
+from posttrain.data.refs import AssetRef, Source
+from posttrain.domain.errors import NotFoundError
+from posttrain.domain.manifest import NAMED, InputRef, Manifest
+from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.validation import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class MadeModel:
+    """What a word meant: `MadeModel("channel:prod@3", "sha256:…", "sort-b0ed9b49", "grpo", "prod", 3)`."""
+
+    name: str  # says the same for ever
+    digest: str
+    run_id: str | None  # None: a release that no run made
+    stage: str | None
+    channel: str | None = None
+    release: int | None = None
+
+    def pinned(self, word: str) -> InputRef:
+        """As an input of a stage; `word` as somebody wrote it."""
+        meta = {} if word == self.name else {NAMED: word}
+        return InputRef(source="asset", name=self.name, digest=self.digest, form="tree", meta=meta)
+
+
+def made_model(wiring: Wiring, ref: AssetRef) -> MadeModel:
+    """The model that a channel points at, or that a run's stage made.
+
+    Raises:
+        NotFoundError: no such channel, release, run or stage; a stage that has made none yet; bytes that are gone.
+        InputError: the start of several runs' ids.
+    """
+    found = _released(wiring, ref) if ref.source is Source.CHANNEL else _of_run(wiring, ref)
+    if not wiring.blobs.has(found.digest):
+        raise NotFoundError(f"{found.name}: its bytes ({found.digest}) are missing from the store; restore them")
+    return found
+
+
+def _released(wiring: Wiring, ref: AssetRef) -> MadeModel:
+    history = wiring.ledger.history(ref.name)
+    if not history:
+        known = wiring.ledger.channels()
+        hint = nearest(ref.name, known) or "; the first release of a run makes one"
+        raise NotFoundError(f"{ref}: there is no channel {ref.name!r}{hint}")
+    entry = next((e for e in history if e.sequence == ref.version), None) if ref.version else history[-1]
+    if entry is None:
+        raise NotFoundError(f"{ref}: channel {ref.name} has no release {ref.version}; the latest is {len(history)}")
+    made = stage_that_made(wiring, entry.run_id, entry.model_digest)
+    name, stage = f"channel:{ref.name}@{entry.sequence}", made.name if made else None
+    return MadeModel(name, entry.model_digest, entry.run_id, stage, ref.name, entry.sequence)
+
+
+def _of_run(wiring: Wiring, ref: AssetRef) -> MadeModel:
+    run = wiring.ledger.find_run(ref.name)
+    manifest = wiring.manifest(run)
+    makers = [stage.name for stage in manifest.stages if "model" in stage.outputs]
+    name = ref.stage or _main_stage(manifest)
+    if name not in makers:
+        raise NotFoundError(f"{ref}: run {run.id} has no stage {name!r} that makes a model{nearest(name, makers)}")
+    row = next(stage for stage in wiring.ledger.stages(run.id) if stage.name == name)
+    if "model" not in row.outputs:
+        raise NotFoundError(f"{ref}: stage {name} of run {run.id} has made no model ({row.state}); {_way(run)}")
+    return MadeModel(f"run:{run.id}/{name}", row.outputs["model"]["digest"], run.id, name)
+
+
+def _way(run: RunRecord) -> str:
+    return f"see posttrain why {run.id}, or name another stage: run:{run.id}/STAGE"
+
+
+def _main_stage(manifest: Manifest) -> str:
+    """The stage whose model a run is for: the one that it releases, else the last that makes a policy."""
+    if manifest.release:
+        return manifest.release.model
+    makers = [stage for stage in manifest.stages if "model" in stage.outputs]
+    judges = {ref.name for stage in makers for slot, ref in stage.inputs.items() if slot == "reward_model"}
+    names = [stage.name for stage in makers if stage.name not in judges]
+    return names[-1] if names else ""
+
+
+def stage_that_made(wiring: Wiring, run_id: str | None, digest: str) -> StageRecord | None:
+    """The last stage of a run that made these weights: one that changed nothing made the same as the one before it."""
+    stages = wiring.ledger.stages(run_id) if run_id else []
+    return next((s for s in reversed(stages) if s.outputs.get("model", {}).get("digest") == digest), None)

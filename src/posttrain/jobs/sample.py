@@ -1,0 +1,61 @@
+"""`python -m posttrain.jobs.sample`: what a model says to some prompts, with the decoder that training samples with.
+
+Asked: `{"folder", "name", "rows", "samples", "max_new_tokens", "temperature", "seed", "runtime"}`; a temperature of 0
+takes the most likely tokens, and without `max_new_tokens` there are 256, or as many as the context leaves. Answered,
+first the device and fall-backs, then a line for each response: `{"prompt", "sample", "text", "tokens", "truncated",
+"logprob"}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.domain.seeds import derive_seed
+from posttrain.engine.config import InferenceRuntimeConfig
+from posttrain.jobs.foreground import serve
+from posttrain.jobs.pools import settled_device
+
+_USUAL_TOKENS = 256
+_ROWS_PER_CALL = 64  # responses between two answers
+
+
+def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Answers, prompt by prompt."""
+    from posttrain.engine.models.chat import decode_response, encode_prompts
+    from posttrain.engine.models.loading import load_tokenizer
+    from posttrain.engine.models.source import ModelSource
+    from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
+    from posttrain.engine.rollout.port import SamplingParams
+
+    runtime, folder = InferenceRuntimeConfig.model_validate(request["runtime"]), Path(request["folder"])
+    limit, samples, temperature = request["max_new_tokens"], request["samples"], request["temperature"]
+    device = settled_device(runtime)
+    tokenizer = load_tokenizer(folder)
+    model = ModelSource(folder, runtime.dtype).open(device)
+    rows, name = request["rows"], request["name"]
+    prompts = encode_prompts(tokenizer, rows, name=name, limit=model.context_length, reserve=limit or 1)
+    most = limit or min(_USUAL_TOKENS, model.context_length - min(map(len, prompts)))
+    seed = derive_seed(request["seed"], "sample")
+    sampling = SamplingParams(most, temperature or 1.0, greedy=temperature == 0, seed=seed)
+    rollout = open_rollout(model)
+    yield {"device": device, "fallbacks": decoding_fallbacks(model)}
+    step = max(1, _ROWS_PER_CALL // samples)
+    for start in range(0, len(prompts), step):
+        chunk = prompts[start : start + step]
+        keys = range(start, start + len(chunk))
+        room = [min(most, model.context_length - len(prompt)) for prompt in chunk for _ in range(samples)]
+        for found in rollout.generate(chunk, samples=samples, sampling=sampling, prompt_keys=keys, limits=room):
+            yield {
+                "prompt": start + found.prompt_index,
+                "sample": found.sample_index,
+                "text": decode_response(tokenizer, found.tokens, ended=not found.truncated),
+                "tokens": len(found.tokens),
+                "truncated": found.truncated,
+                "logprob": float(sum(found.logprobs)),
+            }
+
+
+if __name__ == "__main__":
+    serve(sample)

@@ -1,0 +1,117 @@
+"""Programs that answer somebody who waits: their answers, their errors, their end."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, IntegrityError
+from posttrain.execution.foreground import answers
+from posttrain.jobs.cast import cast
+
+ANSWERS = """
+import json, sys, time, os
+asked = json.load(sys.stdin)
+print(json.dumps({"got": asked, "pid": os.getpid()}), flush=True)
+"""
+PATIENCE = 300.0
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A program of these lines after it has read its question and answered once; its module's name."""
+    finder = tmp_path / "python"
+    finder.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$1" "$3" "$4"\n')
+    finder.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(finder))
+
+    def make(lines: str = "") -> str:
+        name = f"told_{abs(hash(lines))}"  # of its own: compiled files tell sources by second and size
+        (tmp_path / f"{name}.py").write_text(ANSWERS + lines)
+        return name
+
+    return make
+
+
+def test_what_is_asked_arrives_and_answers_come_one_by_one(program: Callable[[str], str]) -> None:
+    said = list(answers(program("print(json.dumps({'more': 1}))"), {"a": "ü"}, timeout=PATIENCE))
+    assert [found.get("got") for found in said] == [{"a": "ü"}, None]
+    assert said[1] == {"more": 1}
+
+
+def test_an_error_is_the_one_that_the_program_names(program: Callable[[str], str]) -> None:
+    for code, kind in ((2, InputError), (8, IntegrityError)):
+        name = program(f"print(json.dumps({{'error': 'no such thing', 'exit_code': {code}}}))")
+        with pytest.raises(kind, match=r"^no such thing$"):
+            list(answers(name, {}, timeout=PATIENCE))
+
+
+def test_a_program_that_dies_is_told_with_its_last_words(program: Callable[[str], str]) -> None:
+    name = program("sys.exit('the disk is gone')")
+    with pytest.raises(InfrastructureError, match=r"exit code 1: the disk is gone"):
+        list(answers(name, {}, timeout=PATIENCE))
+
+
+def test_one_that_does_not_end_is_ended_at_its_deadline(program: Callable[[str], str]) -> None:
+    name = program("import subprocess; subprocess.run(['sleep', '100000'])")
+    with pytest.raises(DeadlineError, match="must answer within"):
+        for _ in answers(name, {}, timeout=1.0):
+            pass
+
+
+def test_it_goes_with_whoever_no_longer_listens(program: Callable[[str], str]) -> None:
+    said = answers(program("time.sleep(100000)"), {}, timeout=PATIENCE)
+    pid = next(said)["pid"]
+    said.close()  # type: ignore[attr-defined]
+    assert not psutil.pid_exists(pid)
+
+
+class TestCast:
+    """The weights of a folder in another type."""
+
+    def folder(self, path: Path, **tensors: torch.Tensor) -> Path:
+        path.mkdir()
+        config = {"architectures": ["X"], "dtype": "float32", "text_config": {"torch_dtype": "float32"}}
+        (path / "config.json").write_text(json.dumps(config))
+        save_file(tensors, path / "model.safetensors")
+        return path
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    def test_each_weight_is_rounded_once_and_integers_stay(self, tmp_path: Path, dtype: str) -> None:
+        weights, counts = torch.randn(17, 5, generator=torch.Generator().manual_seed(1)), torch.arange(3)
+        folder = self.folder(tmp_path / "m", weights=weights, counts=counts)
+        assert list(cast({"folder": str(folder), "dtype": dtype})) == [{"file": "model.safetensors", "tensors": 2}]
+        found = load_file(folder / "model.safetensors")
+        assert torch.equal(found["weights"], weights.to(getattr(torch, dtype)))
+        assert torch.equal(found["counts"], counts)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["dtype"] == config["text_config"]["torch_dtype"] == dtype
+
+    def test_a_weight_that_does_not_fit_is_refused_and_the_file_stays(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path / "m", wide=torch.tensor([1.0, 70000.0]))
+        before = (folder / "model.safetensors").read_bytes()
+        with pytest.raises(InputError, match=r"wide: its largest weight, 7e\+04, must fit float16"):
+            list(cast({"folder": str(folder), "dtype": "float16"}))
+        assert (folder / "model.safetensors").read_bytes() == before
+
+    def test_what_was_no_number_before_may_stay_none(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path / "m", odd=torch.tensor([math.inf, math.nan, 1.0]))
+        list(cast({"folder": str(folder), "dtype": "float16"}))
+        assert load_file(folder / "model.safetensors")["odd"][2] == 1.0
+
+    def test_every_shard_and_the_size_in_the_index(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path / "m", a=torch.ones(4))
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+        save_file({"b": torch.ones(6)}, folder / "model-00002-of-00002.safetensors")
+        index = {"metadata": {"total_size": 40}, "weight_map": {}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        list(cast({"folder": str(folder), "dtype": "bfloat16"}))
+        assert json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == 20

@@ -1,0 +1,302 @@
+"""Models by the words people have for them: bases of runs, evaluated, exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_world import BAD_REWARD, World, make_world, write_model
+
+from posttrain.app.workspace import open_workspace
+
+WHILE = "100"  # seconds of the world's clock, which runs fifty times as fast: the jobs of the world do not end by then
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = make_world(tmp_path, monkeypatch)
+    made.prepare()
+    return made
+
+
+@pytest.fixture
+def shipped(world: World) -> str:
+    """The run whose model prod serves."""
+    world.ok("run", "run.yaml")
+    return world.newest()
+
+
+def stage_model(world: World, run: str, stage: str) -> str:
+    stages = {row["name"]: row for row in world.json("get", run)["stages"]}
+    return str(stages[stage]["outputs"]["model"]["digest"])
+
+
+def on(world: World, model: str, name: str = "next", **changes: object) -> str:
+    """A run file that starts from `model` and trains nothing but one stage."""
+    spec = yaml.safe_load(Path("run.yaml").read_text())
+    spec |= {"name": name, "model": model} | changes
+    spec["stages"]["grpo"]["model"] = "base"
+    spec["stages"].pop("sft", None)
+    return world.write(f"{name}.yaml", yaml.safe_dump(spec))
+
+
+class TestBase:
+    @pytest.mark.parametrize("word", ["channel:prod", "channel:prod@1", "run:sort", "run:sort/grpo", "run:{id}/grpo"])
+    def test_a_released_model_goes_on(self, world: World, shipped: str, word: str) -> None:
+        plan = world.json("plan", on(world, word.format(id=shipped)))
+        inputs = {row["slot"]: row for row in plan["stages"][0]["inputs"]}
+        assert inputs["model"]["digest"] == stage_model(world, shipped, "grpo")
+        assert inputs["model"]["name"] == ("channel:prod@1" if "prod" in word else f"run:{shipped}/grpo")
+
+    def test_a_stage_of_a_rejected_run_goes_on(self, world: World) -> None:
+        world.write("reward.py", BAD_REWARD)
+        world.ok("asset", "add", "reward:sort", "reward.py")
+        assert world("run", "run.yaml").exit_code == 3
+        run = world.newest()
+        world.ok("run", on(world, "run:sort/sft", gates=[], release=None, rewards={"exact": "reward:sort"}))
+        assert world.json("lineage", world.newest())["children"][0]["children"]
+        tree = world.ok("lineage", world.newest())
+        assert f"{run}/sft" in tree
+        assert "model:tiny@1" in tree  # and what that was made from
+
+    def test_lineage_goes_through_the_channel(self, world: World, shipped: str) -> None:
+        world.ok("run", on(world, "channel:prod"))
+        tree = world.ok("lineage", world.newest())
+        assert f"model {shipped}/grpo" in tree
+        assert f"model {shipped}/sft" in tree
+        assert "model:tiny@1" in tree
+        assert "everything matches" in world.ok("verify", world.newest())
+
+    def test_a_word_that_moves_decides_nothing_by_itself(self, world: World, shipped: str) -> None:
+        """The same model under another word is the same work."""
+        world.ok("run", on(world, "channel:prod", name="one"))
+        world.ok("run", on(world, "run:sort/grpo", name="two"))
+        stages = {row["name"]: row for row in world.json("get", "two")["stages"]}
+        assert stages["grpo"]["cached_from"]
+
+    def test_the_same_command_attaches_while_its_run_goes_on_and_starts_another_when_it_has_ended(
+        self, world: World, shipped: str
+    ) -> None:
+        path = on(world, "channel:prod")
+        world.hold.add("grpo")
+        assert world("run", path, "--timeout", WHILE).exit_code == 12
+        first = world.newest()
+        workspace = open_workspace()
+        sft = stage_model(world, shipped, "sft")
+        live = stage_model(world, shipped, "grpo")
+        with workspace.ledger.transaction("test") as transaction:
+            transaction.append_release("prod", sft, shipped, "promote", expected=live)
+        workspace.close()
+        attached = world("run", path, "--timeout", WHILE)
+        assert f"attached to run {first}" in attached.stdout
+        assert "warning: a model that the run file names is another by now" in attached.stdout
+        world.ok("stop", first)
+        world.hold.clear()
+        world.ok("run", path)
+        assert world.newest() != first
+        assert stage_input(world, world.newest()) == sft
+
+    @pytest.mark.parametrize(
+        ("word", "line"),
+        [
+            ("channel:prd", "there is no channel 'prd' (did you mean 'prod'?)"),
+            ("channel:prod@7", "channel prod has no release 7; the latest is 1"),
+            ("channel:prod@0", "release must be a whole number >= 1, got '0'"),
+            ("channel:", "must be channel:NAME or channel:NAME@RELEASE, got ''"),
+            ("run:nobody/sft", "there is no run 'nobody'"),
+            ("run:sort/evaluate", "has no stage 'evaluate' that makes a model (known: grpo, sft)"),
+            ("run:sort/", "must be run:RUN or run:RUN/STAGE, got 'sort/'"),
+        ],
+    )
+    def test_what_nobody_made_is_refused(self, world: World, shipped: str, word: str, line: str) -> None:
+        result = world("plan", on(world, word))
+        assert result.exit_code == 2
+        assert line in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+    def test_a_run_file_does_not_start_from_its_own_newest_run(self, world: World, shipped: str) -> None:
+        """It would be another run each time, and never the one that it is repeated for."""
+        result = world("plan", on(world, "run:sort/sft", name="sort"))
+        assert (result.exit_code, "write run:ID/STAGE" in result.stderr) == (2, True)
+        world.ok("plan", on(world, f"run:{shipped}/sft", name="sort"))
+
+    def test_a_stage_without_a_model_yet_is_refused(self, world: World) -> None:
+        world.hold.add("grpo")
+        world("run", "run.yaml", "--timeout", WHILE)
+        result = world("plan", on(world, "run:sort"))
+        assert result.exit_code == 2
+        assert "stage grpo of run sort-" in result.stderr
+        assert "has made no model (running)" in result.stderr
+        world.ok("plan", on(world, "run:sort/sft"))
+
+    def test_a_run_stands_for_the_model_that_it_releases(self, world: World) -> None:
+        spec = yaml.safe_load(Path("run.yaml").read_text())
+        spec["stages"]["later"] = {"kind": "sft", "model": "grpo", "data": "train", "steps": 2}
+        world.ok("run", world.write("two.yaml", yaml.safe_dump(spec)))
+        assert world.json("export", "sort", "out")["name"] == f"run:{world.newest()}/grpo"
+
+    def test_a_run_that_releases_nothing_stands_for_its_last_policy(self, world: World) -> None:
+        spec = yaml.safe_load(Path("run.yaml").read_text())
+        spec |= {"gates": [], "release": None}
+        judge = {"kind": "reward_model", "model": "sft", "data": "pairs", "steps": 2}
+        spec["stages"] = {"sft": spec["stages"]["sft"], "judge": judge}
+        spec["stages"]["ppo"] = {"kind": "ppo", "model": "sft", "data": "train", "reward_model": "judge", "steps": 2}
+        spec["data"]["pairs"] = "./pairs.jsonl"
+        row = {"prompt": "Q", "chosen": "A", "rejected": "B"}
+        world.write("pairs.jsonl", json.dumps(row) + "\n")
+        world.ok("run", world.write("judged.yaml", yaml.safe_dump(spec)))
+        assert world.json("export", "sort", "out")["name"] == f"run:{world.newest()}/ppo"
+        stages = spec["stages"]
+        spec["stages"] = {"sft": stages["sft"], "ppo": stages["ppo"], "judge": stages["judge"]}
+        world.ok("run", world.write("judged.yaml", yaml.safe_dump({**spec, "name": "other"})))
+        assert world.json("export", "other", "out2")["name"] == f"run:{world.newest()}/ppo"
+
+    def test_a_model_is_no_data_set(self, world: World, shipped: str) -> None:
+        path = on(world, "model:tiny", data={"train": "channel:prod", "heldout": "dataset:heldout"})
+        result = world("plan", path)
+        assert result.exit_code == 2
+        assert "a dataset is expected here, and a channel names a model" in result.stderr
+
+
+def stage_input(world: World, run: str) -> str:
+    workspace = open_workspace()
+    manifest = workspace.wiring.manifest(workspace.ledger.run(run))
+    workspace.close()
+    return str(manifest.stages[0].inputs["model"].digest)
+
+
+class TestEval:
+    def test_a_model_is_measured_without_a_run_file(self, world: World, shipped: str) -> None:
+        found = world.json("eval", "prod", "heldout")
+        assert found["scores"] == {"evaluate/heldout/accuracy": 0.98}
+        assert world.json("eval", "model:tiny", "dataset:heldout")["scores"] == {"evaluate/heldout/accuracy": 0.1}
+        assert world.json("eval", f"{shipped}/sft", "./heldout.jsonl")["scores"] == {"evaluate/heldout/accuracy": 0.5}
+
+    def test_the_same_question_is_the_same_run(self, world: World, shipped: str) -> None:
+        first = world.json("eval", "prod", "heldout")["run"]
+        assert world.json("eval", "prod", "heldout")["run"] == first
+        assert f"attached to run {first}" in world.ok("eval", "prod", "heldout")
+        assert world.json("eval", "prod", "heldout", "--again")["run"] != first
+
+    def test_its_exit_code_is_the_outcome(self, world: World, shipped: str) -> None:
+        world.broken["evaluate"] = [1, 1]
+        assert world("eval", "prod", "heldout").exit_code == 6
+
+    @pytest.mark.parametrize(
+        ("words", "line"),
+        [
+            (("nobody", "heldout"), "model 'nobody': there is no run 'nobody'"),
+            (("prod", "hedout"), "no dataset of that name is registered (did you mean 'heldout'?)"),
+            (("prod", "heldout", "./heldout.jsonl"), "suites must have names of their own, got 'heldout' twice"),
+            (("prod", "heldout", "--pass-at", "4"), "pass_at must be <= samples (0), got 4"),
+            (("prod", "heldout", "--device", "tpu"), "device"),
+        ],
+    )
+    def test_refused_in_one_line(self, world: World, shipped: str, words: tuple[str, ...], line: str) -> None:
+        result = world("eval", *words)
+        assert result.exit_code == 2
+        assert line in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+class TestExport:
+    def test_a_channel_leaves_as_it_is_with_its_card(self, world: World, shipped: str) -> None:
+        done = world.json("export", "prod", "out")
+        assert (done["name"], done["cast"], done["card"]) == ("channel:prod@1", False, True)
+        workspace = open_workspace()
+        listing = json.loads(workspace.blobs.get(done["digest"]))["files"]
+        workspace.close()
+        assert set(listing) | {"README.md", "lineage.json"} == set(done["files"])
+        assert all((Path("out") / name).stat().st_size == file["size"] for name, file in listing.items())
+        card = Path("out/README.md").read_text()
+        head = yaml.safe_load(card.split("---")[1])
+        assert head["library_name"] == "transformers"
+        assert head["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.98
+        for word in (f"`{shipped}/grpo`", "prod, release 1", "| accuracy | PASS |", done["digest"], "dataset:train@1"):
+            assert word in card
+        lineage = json.loads(Path("out/lineage.json").read_text())
+        assert lineage["scores"] == {"evaluate/heldout/accuracy": 0.98}
+        assert lineage["lineage"]["children"][0]["digest"] == done["digest"]
+
+    def test_a_stage_and_a_base_model(self, world: World, shipped: str) -> None:
+        done = world.json("export", f"{shipped}/sft", "sft")
+        assert done["digest"] == stage_model(world, shipped, "sft")
+        card = Path("sft/README.md").read_text()
+        assert "No gate has judged this model." in card
+        assert "No evaluation of this model was made" in card
+        base = world.json("export", "model:tiny", "base-out")
+        assert (base["card"], sorted(base["files"])) == (False, ["config.json", "model.safetensors"])
+        write_model(Path("there"), 0.1)
+        assert Path("base-out/model.safetensors").read_bytes() == Path("there/model.safetensors").read_bytes()
+
+    def test_what_is_there_stays(self, world: World, shipped: str) -> None:
+        Path("out").mkdir()
+        world.ok("export", "prod", "out")  # an empty folder is as good as none
+        before = {path: path.read_bytes() for path in Path("out").iterdir()}
+        for target in ("out", "run.yaml", "."):
+            result = world("export", "prod", target)
+            assert result.exit_code == 2
+            assert len(result.stderr.splitlines()) == 1
+        assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
+        assert [path.name for path in Path().iterdir() if "export" in path.name] == []
+
+    def test_a_corrupt_model_does_not_leave(self, world: World, shipped: str) -> None:
+        workspace = open_workspace()
+        listing = json.loads(workspace.blobs.get(stage_model(world, shipped, "grpo")))["files"]
+        digest = listing["model.safetensors"]["digest"].removeprefix("sha256:")
+        workspace.close()
+        blob = next(path for path in Path(".posttrain/blobs").rglob("*") if path.is_file() and digest[2:] in path.name)
+        blob.chmod(0o600)
+        blob.write_bytes(blob.read_bytes()[:-1] + b"\x01")
+        result = world("export", "prod", "out")
+        assert result.exit_code == 8
+        assert not Path("out").exists()
+        assert [path.name for path in Path().iterdir() if "export" in path.name] == []
+
+    @pytest.mark.parametrize(
+        ("words", "line"),
+        [
+            (("nobody", "out"), "there is no run 'nobody'"),
+            (("prod", "out", "--dtype", "int4"), "dtype must be one of float32, bfloat16, float16, got 'int4'"),
+            (("./base", "out"), "is a folder on this machine already; copy it"),
+            (("prod", "/proc/nowhere/out"), "/proc/nowhere"),
+        ],
+    )
+    def test_refused_in_one_line(self, world: World, shipped: str, words: tuple[str, ...], line: str) -> None:
+        result = world("export", *words)
+        assert result.exit_code in (2, 10)
+        assert line in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+    def test_no_text_of_a_run_is_markup_in_the_card(self, world: World) -> None:
+        """A guideline may hold what closes a block or opens a link."""
+        world.write(
+            "reward.py", '"""```\n# [click](evil) <script>"""\n\ndef score(completion, answer):\n    return 1.0\n'
+        )
+        world.ok("asset", "add", "reward:sort", "reward.py")
+        world.ok("run", "run.yaml")
+        world.ok("export", "prod", "out")
+        fences = [line for line in Path("out/README.md").read_text().splitlines() if line.startswith("```")]
+        assert len(fences) % 2 == 0
+        assert fences[-2:] == ["```text", "```"]
+
+
+class TestSample:
+    @pytest.mark.parametrize(
+        ("words", "line"),
+        [
+            (("nobody", "hi"), "there is no run 'nobody'"),
+            (("prod", "hi", "-n", "2", "--temperature", "0"), "temperature must be above 0 for 2 different responses"),
+            (("prod", "hi", "--temperature", "-1"), "temperature must be from 0"),
+            (("prod", "hi", "--device", "tpu"), "device"),
+            (("prod", "hi", "--text", "--system", "be brief"), "--system needs a chat"),
+        ],
+    )
+    def test_refused_in_one_line(self, world: World, shipped: str, words: tuple[str, ...], line: str) -> None:
+        result = world("sample", *words)
+        assert result.exit_code == 2
+        assert line in result.stderr
+        errors = [text for text in result.stderr.splitlines() if text.startswith("error: ")]
+        assert len(errors) == 1
