@@ -119,6 +119,25 @@ def test_demonstrations(bench: Bench) -> None:
     assert "train.jsonl row 1: a demonstration needs completion" in bench.refused()
 
 
+def test_a_data_set_of_several_files(bench: Bench) -> None:
+    folder = bench.folder / "shards"
+    folder.mkdir()
+    for name in ("a", "b"):
+        bench.rows(name, {**ROW, "prompt": [{"role": "user", "content": f"Q: {name}"}]}).rename(
+            folder / f"{name}.jsonl"
+        )
+    bench.workspace.catalog.add_dataset(folder, "shards")
+    for word in ("./shards", "./shards/*.jsonl", "dataset:shards"):
+        path = bench.file(lambda raw, word=word: raw["data"].update(train=word))  # type: ignore[misc]
+        data = plan(path, bench.workspace).manifest.stage("sft").inputs["data"]
+        assert (data.form, data.digest) == ("tree", bench.workspace.catalog.find("dataset:shards").digest)
+        assert view_plan(path, bench.workspace).stages
+    submit(path, workspace=bench.workspace)
+    bench.rows("b", {**ROW, "completion": "A: " + "1" * 20}).rename(folder / "b.jsonl")
+    with pytest.raises(InputError, match=r"path:shards row 2: prompt and completion of .* exceed the context"):
+        plan(bench.file(lambda raw: raw["data"].update(train="./shards")), bench.workspace)
+
+
 def test_prompts_with_their_responses(bench: Bench) -> None:
     assert bench.refused(change("grpo", max_new_tokens=18)) == (
         "stages.grpo.data: path:train.jsonl row 1: prompt of 15 tokens + max_new_tokens 18 exceeds the context of 32; "

@@ -30,6 +30,7 @@ class TestDataset:
             "rows": 3,
             "columns": ["answer", "level", "prompt"],
             "format": "jsonl",
+            "files": 1,
             "prompts": 2,
             "answers": 1,
             "characters": {"min": 2, "mean": 3.0, "max": 4},
@@ -38,7 +39,7 @@ class TestDataset:
         assert inspect_dataset(path)["prompts_digest"] == digest
 
     def test_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="got a folder"):
+        with pytest.raises(NotFoundError, match="the folder holds no data file"):
             inspect_dataset(tmp_path)
         (tmp_path / "empty.jsonl").touch()
         with pytest.raises(InputError, match="at least one row, got 0"):

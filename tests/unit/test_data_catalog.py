@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from posttrain.data.catalog import Catalog
@@ -87,6 +89,51 @@ def test_a_file_of_the_hubs_cache_is_a_data_set(
         NotFoundError, match=r"hf download --repo-type dataset org/sums data/test\.jsonl --revision main"
     ):
         resolve("dataset", "hf:org/sums@main/data/test.jsonl")
+
+
+def test_several_files_are_one_data_set(catalog: Catalog, blobs: BlobStore, tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    first, second = rows(folder, "a.jsonl", 2), rows(folder, "b.jsonl", 3)
+    (folder / "README.md").write_text("what it is")
+    asset = catalog.add_dataset(folder, "sums")
+    assert (asset.form, asset.meta["rows"], asset.meta["files"]) == ("tree", 5, 2)
+    assert list(tree_listing(blobs, asset.digest)) == ["a.jsonl", "b.jsonl"]
+    assert catalog.add_dataset(second, "sums", first).version == 1, "the same files, in whatever order they are given"
+    for word in ("./shards", "./shards/*.jsonl"):
+        ref = catalog.resolver(tmp_path)("dataset", word)
+        assert (ref.digest, ref.form) == (asset.digest, "tree")
+    second.unlink()
+    assert catalog.add_dataset(folder, "one").digest == catalog.add_dataset(first, "one").digest
+    with pytest.raises(InputError, match=r"files must have different names, got a\.jsonl twice"):
+        catalog.add_dataset(first, "sums", first)
+    with pytest.raises(InputError, match="several paths must be files, got the folder"):
+        catalog.add_dataset(first, "sums", folder)
+
+
+def test_parquet_shards_of_the_hubs_cache_are_a_data_set(
+    catalog: Catalog, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hub" / "datasets--org--sums"
+    snapshot = repository / "snapshots" / "c0ffee" / "data"
+    for folder in (repository / "blobs", snapshot):
+        folder.mkdir(parents=True)
+    for number, name in enumerate(("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001")):
+        pq.write_table(pa.table({"prompt": [f"{number}"]}), repository / "blobs" / str(number))
+        (snapshot / f"{name}.parquet").symlink_to(f"../../../blobs/{number}")
+    (snapshot.parent / "README.md").write_text("what it is")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    resolve = catalog.resolver(tmp_path)
+    with pytest.raises(InputError, match=r"name one: hf:org/sums@c0ffee/data/test-\*\.parquet"):
+        resolve("dataset", "hf:org/sums@c0ffee")
+    ref = resolve("dataset", "hf:org/sums@c0ffee/data/train-*.parquet")
+    manifest = MagicMock()
+    manifest.assets.return_value = [("sft", "data", ref)]
+    catalog.publish(manifest)
+    listing = tree_listing(blobs, str(ref.digest))
+    assert list(listing) == ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
+    with pytest.raises(NotFoundError, match="hf download --repo-type dataset org/sums --include 'data/dev-"):
+        resolve("dataset", "hf:org/sums@c0ffee/data/dev-*.parquet")
 
 
 def test_a_model_of_the_hubs_cache_is_published_though_it_is_made_of_links(

@@ -50,7 +50,7 @@ def test_parsed_and_printed_back(text: str, kind: str, expected: AssetRef) -> No
         ("hf:org/name", "model", "must name its revision"),
         ("hf:org/name@", "model", "must name its revision"),
         ("hf:org/name@/x.jsonl", "dataset", "must name its revision"),
-        ("hf:org/name@v1", "dataset", "must name a file, got ''; write hf:org/name@v1/PATH/IN/REPO.jsonl"),
+        ("hf:org/name@v1/", "dataset", "must name a file, got ''; write hf:org/name@v1/PATH/IN/REPO.jsonl"),
         ("hf:org/name@v1/../x.jsonl", "dataset", "must name a file, got '../x.jsonl'"),
         ("hf:org/name@v1//etc/passwd", "dataset", "must name a file, got '/etc/passwd'"),
         ("hf:../../x@1", "model", "must be hf:org/name@revision"),

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.data.rows import canonical_row, has_answer, is_parquet, prompt_text, read_rows
+from posttrain.data.files import file_format
+from posttrain.data.rows import canonical_row, has_answer, prompt_text, read_rows
 from posttrain.domain.errors import InputError, NotFoundError
 
 CHAT = [{"role": "user", "content": "Q: sort 31"}]
@@ -38,7 +39,7 @@ def test_format_is_told_by_content_not_by_suffix(tmp_path: Path) -> None:
         "extra_info": {"split": "train", "index": 0},
     }
     pq.write_table(pa.Table.from_pylist([row]), blob)
-    assert is_parquet(blob)
+    assert file_format(blob) == "parquet"
     assert read_rows(blob) == [{**row, "answer": "13"}]
 
 

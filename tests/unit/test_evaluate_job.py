@@ -313,6 +313,19 @@ def test_repeated_rows_are_one_item_and_told(bench: Bench, answered: Answered) -
     assert notes == ["dataset:heldout@1: 180 of 200 rows repeat another; they count once, so the suite has 20 items"]
 
 
+def test_several_files_are_one_suite(bench: Bench, answered: Answered) -> None:
+    folder = bench.root / "shards"
+    folder.mkdir()
+    (folder / "a.csv").write_text("prompt,answer\nQ: sort 31,13\n")
+    (folder / "b.jsonl").write_text(json.dumps({"prompt": "Q: sort 12", "answer": "12"}) + "\n")
+    order = bench.order()
+    shards = InputBlob(put_tree(bench.blobs, folder), "tree", "dataset:heldout@2")
+    attempt, result = answered(replace(order, inputs={**order.inputs, "suites.heldout": shards}))
+    assert result.status == "succeeded", result.failure
+    items = pq.read_table(attempt.outputs / "items.parquet").to_pylist()
+    assert [row["answer"] for row in items if row["kind"] == "greedy"] == ["13", "12"]
+
+
 def test_one_prompt_with_two_answers_is_refused(bench: Bench, answered: Answered) -> None:
     other = {**bench.rows[0], "answer": "other"}
     _, result = answered(bench.order(rows=[*bench.rows, other]))

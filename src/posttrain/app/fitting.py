@@ -13,6 +13,7 @@ from pathlib import Path
 
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
+from posttrain.data.files import read_file
 from posttrain.data.fitting import (
     PlanTokenizer,
     Read,
@@ -23,8 +24,9 @@ from posttrain.data.fitting import (
     context_length,
     open_tokenizer,
 )
+from posttrain.data.parts import data_files
 from posttrain.data.refs import local_path, parse_ref
-from posttrain.data.rows import Row, canonical_row, distinct_items, raw_rows, read_rows
+from posttrain.data.rows import Row, canonical_row, distinct_items, read_rows, stored_files
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
@@ -32,7 +34,7 @@ from posttrain.domain.runspec import RunSpec
 from posttrain.execution.ports import RowNeeds
 from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.store.scratch import scratch
-from posttrain.store.trees import tree_listing
+from posttrain.store.trees import materialise, tree_listing
 
 _FORM = "posttrain.fit/2"  # another number forgets what was remembered
 _LOOKED_AT = 200_000  # rows of one data set; the job looks at the others
@@ -115,12 +117,18 @@ def read_dataset(workspace: Workspace, ref: InputRef, word: str | None, folder: 
     """
     parsed = parse_ref(word, "dataset") if word is not None else None
     if parsed is not None and parsed.on_disk:
-        return read_rows(local_path(parsed, folder), name=ref.name)
-    with scratch(_scratch_place(workspace), "posttrain-plan-") as folder_of_rows:
-        file = folder_of_rows / "rows"
-        with bytes_of(ref):
-            workspace.blobs.fetch(str(ref.digest), file)
-        return read_rows(file, name=ref.name)
+        return read_rows(data_files(local_path(parsed, folder), str(parsed)), name=ref.name)
+    with scratch(_scratch_place(workspace), "posttrain-plan-") as scratched:
+        return read_rows(_stored(workspace, ref, scratched), name=ref.name)
+
+
+def _stored(workspace: Workspace, ref: InputRef, scratched: Path) -> Path:
+    """A data set of the store as a file or a folder of files."""
+    with bytes_of(ref):
+        if ref.form == "tree":
+            return materialise(workspace.blobs, str(ref.digest), scratched)
+        workspace.blobs.fetch(str(ref.digest), scratched / "rows")
+        return scratched / "rows"
 
 
 def first_row(workspace: Workspace, ref: InputRef) -> Row:
@@ -129,9 +137,9 @@ def first_row(workspace: Workspace, ref: InputRef) -> Row:
     Raises:
         NotFoundError, IntegrityError: its bytes are missing or corrupt.
     """
-    with scratch(_scratch_place(workspace), "posttrain-row-") as folder:
-        workspace.blobs.fetch(str(ref.digest), folder / "rows")
-        row = next(raw_rows(folder / "rows", ref.name), None)
+    with scratch(_scratch_place(workspace), "posttrain-row-") as scratched:
+        first = next(iter(stored_files(_stored(workspace, ref, scratched)).values()))
+        row = next(read_file(first, ref.name), None)
         return {} if row is None else canonical_row(row, ref.name, 1)
 
 

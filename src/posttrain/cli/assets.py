@@ -23,7 +23,12 @@ app = typer.Typer(
 @app.command("add")
 def add(
     ref: Annotated[str, typer.Argument(metavar="KIND:NAME", help="dataset:NAME, model:NAME or reward:NAME.")],
-    path: Annotated[Path, typer.Argument(help="A JSON-lines or Parquet file, a model folder, a Python file.")],
+    path: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A data file or several, or their folder; a model folder; a Python file.", metavar="PATH..."
+        ),
+    ],
     entry: Annotated[str | None, typer.Option(help="Reward: the function, or FILE.py:FUNCTION.")] = None,
     dialect: Annotated[str, typer.Option(help="Reward: how it is called, when its parameters do not tell.")] = "auto",
     guideline: Annotated[Path | None, typer.Option(help="Reward: a text file that says what it rewards.")] = None,
@@ -34,13 +39,17 @@ def add(
     kind, name = _split(ref)
     if kind != "reward" and (entry or guideline or dialect != "auto"):
         raise InputError(f"asset add {ref}: --entry, --dialect and --guideline are for rewards only, got a {kind}")
+    if kind != "dataset" and len(path) > 1:
+        raise InputError(
+            f"asset add {ref}: a {kind} must be one file or folder, got {len(path)} paths; give its folder"
+        )
     workspace = open_workspace()
     if kind == "dataset":
-        asset = workspace.catalog.add_dataset(path, name)
+        asset = workspace.catalog.add_dataset(path[0], name, *path[1:])
     elif kind == "model":
-        asset = workspace.catalog.add_model(path, name)
+        asset = workspace.catalog.add_model(path[0], name)
     else:
-        asset = workspace.catalog.add_reward(path, name, entry=entry, dialect=dialect, guideline=guideline)
+        asset = workspace.catalog.add_reward(path[0], name, entry=entry, dialect=dialect, guideline=guideline)
     workspace.seal()
     say(f"{asset.ref}  {digest(asset.digest)}  {_summary(asset)}")
     workspace.close()

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.rows import has_answer, is_parquet, prompt_text, read_rows
+from posttrain.data.files import file_format
+from posttrain.data.parts import data_files
+from posttrain.data.rows import has_answer, prompt_text, read_rows
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.rewards import entry_name, source_name
@@ -31,26 +33,29 @@ _MAX_HEADER = 100 * 2**20  # bytes; a safetensors header is JSON
 # --- data sets --------------------------------------------------------------------------------------------------------
 
 
-def inspect_dataset(path: Path, *, name: str = "") -> Meta:
-    """`{"rows", "columns", "format", "prompts", "prompts_digest", "answers", "characters"}` of a JSON-lines or Parquet
-    file.
+def inspect_dataset(data: Path | Mapping[str, Path], *, name: str = "") -> Meta:
+    """`{"rows", "columns", "format", "files", "prompts", "prompts_digest", "answers", "characters"}` of a data set.
 
-    `prompts` counts distinct prompts, `answers` rows with an answer that a response can be compared with, `characters`
-    is {min, mean, max} of prompt lengths.
+    `format` is as `data.files.file_format` says, several sorted with a blank; `files` counts them. `prompts` counts
+    distinct prompts, `answers` rows with an answer that a response can be compared with, `characters` is
+    {min, mean, max} of prompt lengths.
+
+    Args:
+        data: a file, a folder or a pattern (`data.parts`), or files by name.
 
     Raises:
         NotFoundError: no such file.
-        InputError: no rows, a malformed line (`file:line`) or row.
+        InputError: no rows, a malformed line (`file:line`) or row; not one data set.
     """
-    if path.is_dir():
-        raise InputError(f"{name or path.name}: a data set must be one JSON-lines or Parquet file, got a folder")
-    rows = read_rows(path, name=name)
+    files = data if isinstance(data, Mapping) else data_files(data)
+    rows = read_rows(files, name=name)
     texts = [prompt_text(row) for row in rows]
     lengths, prompts = [len(text) for text in texts], prompt_digests(texts)
     return {
         "rows": len(rows),
         "columns": sorted({key for row in rows for key in row}),
-        "format": "parquet" if is_parquet(path) else "jsonl",
+        "format": " ".join(sorted({file_format(path) for path in files.values()})),
+        "files": len(files),
         "prompts": len(prompts),
         "prompts_digest": digest_json(sorted(prompts)),
         "answers": sum(map(has_answer, rows)),

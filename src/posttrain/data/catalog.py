@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from posttrain.data.assets import inspect_dataset, inspect_model, inspect_recipe, inspect_reward
+from posttrain.data.parts import data_files, together
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef, Manifest
@@ -14,15 +16,11 @@ from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset
 from posttrain.domain.validation import nearest
 from posttrain.store.ledger import Ledger
-from posttrain.store.trees import file_digest, put_tree, tree_digest
+from posttrain.store.trees import file_digest, files_digest, put_files, put_tree, tree_digest
 
 Form = Literal["file", "tree"]
 _FORMS = {"dataset": "file", "reward": "file", "model": "tree"}
-_INSPECT: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "dataset": inspect_dataset,
-    "reward": inspect_reward,
-    "model": inspect_model,
-}
+_INSPECT: dict[str, Callable[[Path], dict[str, Any]]] = {"reward": inspect_reward, "model": inspect_model}
 _CALLED_BY = ("entry", "dialect", "source")  # how a reward is called, and what its errors call it
 
 
@@ -31,15 +29,16 @@ class Catalog:
 
     def __init__(self, ledger: Ledger, blobs: BlobStore, actor: str) -> None:
         self._ledger, self._blobs, self._actor = ledger, blobs, actor
-        self._local: dict[str, tuple[Path, str, bool]] = {}  # digest → path, form, from the hub: not published yet
+        self._local: dict[str, tuple[Path, Callable[[], str]]] = {}  # digest → path, publishes it: not published yet
 
-    def add_dataset(self, path: Path, name: str) -> Asset:
-        """Register a JSON-lines or Parquet file.
+    def add_dataset(self, path: Path, name: str, *more: Path) -> Asset:
+        """Register a data set: a file, a folder, or several files. One file is stored as it is, several as a tree.
 
         Raises:
-            InputError: empty, malformed (file:line), or an ill-formed name.
+            InputError: empty, malformed (file:line), not one data set, or an ill-formed name.
         """
-        return self._register("dataset", name, path, inspect_dataset(path))
+        files = together((path, *more), f"dataset:{name}") if more else data_files(path)
+        return self._register("dataset", name, path, inspect_dataset(files), form=_form(files), files=files)
 
     def add_reward(
         self, path: Path, name: str, *, entry: str | None = None, dialect: str = "auto", guideline: Path | None = None
@@ -67,12 +66,20 @@ class Catalog:
         return self._register("model", name, folder, {**inspect_model(folder), **(origin or {})}, parents=parents)
 
     def _register(
-        self, kind: str, name: str, path: Path, meta: dict[str, Any], *, form: str = "", parents: tuple[str, ...] = ()
+        self,
+        kind: str,
+        name: str,
+        path: Path,
+        meta: dict[str, Any],
+        *,
+        form: str = "",
+        files: Mapping[str, Path] | None = None,
+        parents: tuple[str, ...] = (),
     ) -> Asset:
         if not NAME.fullmatch(name):
             raise InputError(f"{kind} name must match {NAME.pattern}, got {name!r}")
         form = form or _FORMS[kind]
-        digest = put_tree(self._blobs, path, skip=_left_behind) if form == "tree" else self._blobs.put_file(path)
+        digest = self._put(path, form, files)
         asset = Asset(
             kind=kind,
             name=name,
@@ -86,6 +93,14 @@ class Catalog:
         )
         with self._ledger.transaction(self._actor) as transaction:
             return transaction.insert_asset(asset)
+
+    def _put(self, path: Path, form: str, files: Mapping[str, Path] | None = None, *, hub: bool = False) -> str:
+        """Store a file, a data set's files, or a folder."""
+        if files is not None:
+            return put_files(self._blobs, files) if form == "tree" else self._blobs.put_file(*files.values())
+        if form == "tree":
+            return put_tree(self._blobs, path, follow_links=hub, skip=_left_behind)
+        return self._blobs.put_file(path)
 
     def find(self, text: str, kind: str | None = None) -> Asset:
         """The asset of `kind:name[@version]`.
@@ -121,7 +136,7 @@ class Catalog:
         path = base / f"{module}.py"
         found = inspect_recipe(path, function)
         digest = file_digest(path)
-        self._local[digest] = (path, "file", False)
+        self._local[digest] = (path, partial(self._put, path, "file"))
         return InputRef(source="asset", name=f"path:{path.name}", digest=digest, form="file", meta=found)
 
     def _file(self, text: str, base: Path) -> InputRef:
@@ -131,7 +146,7 @@ class Catalog:
             raise NotFoundError(f"file {text}: no such file or folder ({path}); check the path")
         form: Form = "tree" if path.is_dir() else "file"
         digest = tree_digest(path, skip=_left_behind) if form == "tree" else file_digest(path)
-        self._local[digest] = (path, form, False)
+        self._local[digest] = (path, partial(self._put, path, form))
         return InputRef(source="asset", name=f"path:{path.name}", digest=digest, form=form)
 
     def _registered(self, ref: AssetRef) -> Asset:
@@ -158,14 +173,25 @@ class Catalog:
         return InputRef(source="asset", name=asset.ref, digest=asset.digest, form=cast(Form, asset.form), meta=meta)
 
     def _from_files(self, ref: AssetRef, path: Path) -> InputRef:
+        if ref.kind == "dataset":
+            return self._dataset(ref, path)
         found = _INSPECT[ref.kind](path)
         form = "tree" if path.is_dir() else "file"
         hub = ref.source is Source.HUB  # its cache is made of links
         digest = tree_digest(path, follow_links=hub, skip=_left_behind) if form == "tree" else file_digest(path)
-        self._local[digest] = (path, form, hub)
+        self._local[digest] = (path, partial(self._put, path, form, hub=hub))
         meta = {key: found[key] for key in _CALLED_BY if ref.kind == "reward" and key in found}
         name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
         return InputRef(source="asset", name=name, digest=digest, form=cast(Form, form), meta=meta)
+
+    def _dataset(self, ref: AssetRef, path: Path) -> InputRef:
+        files = data_files(path, str(ref))
+        inspect_dataset(files)
+        form = _form(files)
+        digest = files_digest(files) if form == "tree" else file_digest(*files.values())
+        self._local[digest] = (path, partial(self._put, path, form, files))
+        name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
+        return InputRef(source="asset", name=name, digest=digest, form=form)
 
     def publish(self, manifest: Manifest) -> None:
         """Put what a manifest names by path into the store, before the run is recorded.
@@ -176,15 +202,16 @@ class Catalog:
         for _, _, ref in manifest.assets():
             if ref.digest not in self._local:
                 continue
-            path, form, hub = self._local[ref.digest]
-            if form == "tree":
-                digest = put_tree(self._blobs, path, follow_links=hub, skip=_left_behind)
-            else:
-                digest = self._blobs.put_file(path)
+            path, put = self._local[ref.digest]
+            digest = put()
             if digest != ref.digest:
                 raise InputError(
                     f"{path}: changed while it was being submitted ({ref.digest} → {digest}); submit again"
                 )
+
+
+def _form(files: Mapping[str, Path]) -> Form:
+    return "file" if len(files) == 1 else "tree"
 
 
 def _left_behind(name: str) -> bool:

@@ -1,6 +1,6 @@
 """How a person names an asset: `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision`,
 `hf:org/name@revision/path/in/repo.jsonl`; and a model that this workspace made: `channel:prod`, `channel:prod@3`,
-`run:sort-b0ed9b49/sft`.
+`run:sort-b0ed9b49/sft`. A data set's path may be a folder or a pattern: `./shards/train-*.jsonl`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from posttrain.data.parts import PACKED, SUFFIXES, is_pattern
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.validation import nearest
 
@@ -41,7 +42,7 @@ class AssetRef:
     name: str  # registry name, path as written, org/name on the hub, channel, or run (id, a prefix of it, or name)
     version: int | None = None  # registry: None is the latest; channel: the release number, None is the live one
     revision: str | None = None  # hub only
-    file: str | None = None  # hub data sets only: the path in the repository
+    file: str | None = None  # hub data sets only: a file, folder or pattern in the repository; None: all of it
     stage: str | None = None  # run only; None: the one whose model the run is for
 
     @property
@@ -120,7 +121,8 @@ def _hub_ref(rest: str, kind: str, text: str) -> AssetRef:
         raise InputError(f"ref {text!r}: must be hf:org/name@revision, got name {name!r}")
     file = None
     if kind == "dataset":  # a repository holds several files: one is the data set
-        revision, _, file = revision.partition("/")
+        revision, slash, file = revision.partition("/")
+        file = file if slash else None
     if not revision:
         raise InputError(f"ref {text!r}: a hub ref must name its revision, got none; write hf:{name}@COMMIT")
     if file is not None and not all(part not in ("", ".", "..") for part in file.split("/")):
@@ -129,8 +131,7 @@ def _hub_ref(rest: str, kind: str, text: str) -> AssetRef:
 
 
 def _is_path(text: str) -> bool:
-    suffixes = (".jsonl", ".json", ".parquet", ".py")
-    return text.startswith((".", "~", "/")) or "/" in text or text.endswith(suffixes)
+    return text.startswith((".", "~", "/")) or "/" in text or text.endswith((*SUFFIXES, *PACKED, ".py"))
 
 
 def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.environ) -> Path:
@@ -149,7 +150,7 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
     if ref.source is Source.PATH:
         try:
             path = base / Path(ref.name).expanduser()
-            there = path.exists()
+            there = path.exists() or (ref.kind == "dataset" and is_pattern(path))
         except (OSError, RuntimeError, ValueError) as error:  # too long a name, a folder closed to us, no such ~user
             raise InputError(f"{ref.kind} {ref.name[:60]}: is no path that can be read: {error}") from error
         if not there:
@@ -169,8 +170,10 @@ def _hub_snapshot(ref: AssetRef, environment: Mapping[str, str]) -> Path:
     commit = pointer.read_text().strip() if pointer.is_file() else revision
     snapshot = folder / "snapshots" / commit
     found = snapshot / ref.file if ref.file else snapshot
-    if not (found.is_file() if ref.file else found.is_dir()):
-        what = f"--repo-type dataset {ref.name} {ref.file}" if ref.file else ref.name
+    there = any(found.parent.glob(found.name)) if is_pattern(found) else found.exists() if ref.file else found.is_dir()
+    if not there:
+        only = f" --include '{ref.file}'" if is_pattern(found) else f" {ref.file}" if ref.file else ""
+        what = f"--repo-type dataset {ref.name}{only}" if ref.kind == "dataset" else ref.name
         command = f"hf download {what} --revision {revision}"
         raise NotFoundError(f"ref {ref}: not in the local cache {cache}; fetch it with: {command}")
     return found

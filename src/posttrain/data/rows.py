@@ -1,7 +1,6 @@
 """Rows of a data set, whatever convention they were written in, in one canonical form.
 
-A file is JSON lines or Parquet (told by its first bytes: content-addressed files have no suffix). A canonical row has
-one of
+`data.files` says what a file may be. A canonical row has one of
 
 * `prompt` (text, or a list of chat messages), optionally `completion` (text, or assistant messages), or `chosen` and
   `rejected` of the same forms: a preference pair;
@@ -14,95 +13,54 @@ answer. A list, map or boolean is left as it is for rewards that read it, but no
 Every other column is kept. Read unchanged: TRL's `text`, `messages`, `prompt`, `prompt` + `completion`, `prompt` +
 `chosen` + `rejected` (or two whole conversations, whose common beginning is the prompt); verl's Parquet (`prompt` as a
 chat list, `reward_model.ground_truth` becomes `answer`); verifiers' `prompt, answer, info, task`; `question` +
-`answer`. A row's number is its position in the file, from 1.
+`answer`. A row's number is its position, from 1: in its file where one of several is named, else in the data set.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.data.files import read_file
+from posttrain.domain.errors import InputError
 
 Row = dict[str, Any]
-_PARQUET_MAGIC = b"PAR1"
 
 
-def read_rows(path: Path, *, name: str = "") -> list[Row]:
-    """All rows of a data set file in canonical form.
+def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> list[Row]:
+    """All rows of a data set in canonical form.
 
     Args:
-        path: JSON lines or Parquet.
+        data: a file, a stored folder of files (all of them, sorted by name), or files by name (`data.parts`).
         name: how errors call the data set, e.g. `dataset:sort-train@1`; the file's name by default.
 
     Raises:
         NotFoundError: no such file.
         InputError: no rows, a malformed line, or a row of no known convention; names file and line or row.
     """
-    name = name or path.name
-    rows = [canonical_row(row, name, number) for number, row in enumerate(raw_rows(path, name), start=1)]
+    files = data if isinstance(data, Mapping) else stored_files(data)
+    rows = []
+    for file, path in files.items():
+        place = named(file, name, len(files))
+        rows += [canonical_row(row, place, number) for number, row in enumerate(read_file(path, place), start=1)]
     if not rows:
-        raise InputError(f"{name} must hold at least one row, got 0; write the data set again")
+        raise InputError(f"{name or ' '.join(files)} must hold at least one row, got 0; write the data set again")
     return rows
 
 
-def raw_rows(path: Path, name: str) -> Iterator[Row]:
-    """Rows as they were written. Raises like `read_rows`."""
-    if not path.is_file():
-        raise NotFoundError(f"{name}: there is no data set file {path}; check the path")
-    with path.open("rb") as file:
-        magic = file.read(4)
-    return _parquet_rows(path, name) if magic == _PARQUET_MAGIC else _json_rows(path, name)
+def named(file: str, name: str, files: int) -> str:
+    """How errors call one file of a data set: `dataset:train@1/shard-2.jsonl` where there are several."""
+    return (name or file) if files == 1 else f"{name}/{file}" if name else file
 
 
-def is_parquet(path: Path) -> bool:
-    """Whether the file begins as Parquet files do."""
-    with path.open("rb") as file:
-        return file.read(4) == _PARQUET_MAGIC
-
-
-def _json_rows(path: Path, name: str) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line, parse_constant=_refuse_constant)
-                if b"\\u" in line:
-                    json.dumps(row, ensure_ascii=False).encode()  # half a character is no text
-            except (ValueError, RecursionError) as error:
-                reason: object = error.msg if isinstance(error, json.JSONDecodeError) else error
-                if isinstance(error, UnicodeEncodeError):
-                    reason = f"half a character, {error.object[error.start]!r}, is no text"
-                raise InputError(f"{name}:{number} must be one JSON object per line: {reason}") from error
-            if not isinstance(row, dict):
-                raise InputError(f"{name}:{number} must be a JSON object, got {type(row).__name__}")
-            yield row
-
-
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON; write null or a finite number")
-
-
-def _parquet_rows(path: Path, name: str) -> Iterator[Row]:
-    import pyarrow  # here: it takes a tenth of a second that `posttrain --help` would pay
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{name} cannot be read as Parquet: {' '.join(str(error).split())[:200]}") from error
-    if len(set(table.column_names)) < table.num_columns:
-        raise InputError(f"{name} must not have a column twice, got {', '.join(table.column_names)}; rename one")
-    for batch in table.to_batches(max_chunksize=4096):
-        try:
-            rows = batch.to_pylist()
-        except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # text that is no UTF-8, a date of no year
-            raise InputError(f"{name} holds what cannot be read: {' '.join(str(error).split())[:200]}") from error
-        yield from rows
+def stored_files(path: Path) -> dict[str, Path]:
+    """The files of a data set as it is stored: one, or a folder that holds nothing else."""
+    if not path.is_dir():
+        return {path.name: path}
+    return {file.name: file for file in sorted(path.iterdir())}
 
 
 def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:

@@ -56,6 +56,21 @@ def tree_digest(folder: Path, *, follow_links: bool = False, skip: Callable[[str
     return digest_bytes(_listing(folder, file_digest, follow_links, skip))
 
 
+def put_files(blobs: BlobStore, files: Mapping[str, Path]) -> str:
+    """Store files as the tree in which they have these names; its digest.
+
+    Raises:
+        InputError: a file that cannot be read, or a name that is not portable.
+        WorkspaceError: the store is full or read-only.
+    """
+    return blobs.put(_of_files(files, blobs.put_file))
+
+
+def files_digest(files: Mapping[str, Path]) -> str:
+    """The digest `put_files` would give, without storing anything. Raises its InputErrors."""
+    return digest_bytes(_of_files(files, file_digest))
+
+
 def file_digest(path: Path) -> str:
     """`sha256:…` of a file, in constant memory.
 
@@ -72,7 +87,7 @@ def file_digest(path: Path) -> str:
 def _listing(folder: Path, store: Callable[[Path], str], follow_links: bool, skip: Callable[[str], bool]) -> bytes:
     if not folder.is_dir():
         raise InputError(f"a tree must be a folder, got {folder}; check the path")
-    files: dict[str, Any] = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_dir() and not path.is_symlink():
             continue
@@ -81,10 +96,17 @@ def _listing(folder: Path, store: Callable[[Path], str], follow_links: bool, ski
             continue
         if (path.is_symlink() and not follow_links) or not path.is_file():
             raise InputError(f"a tree holds plain files only, got {path}; replace it by a copy of what it stands for")
+        files[name] = path
+    return _of_files(files, store)
+
+
+def _of_files(files: Mapping[str, Path], store: Callable[[Path], str]) -> bytes:
+    listing: dict[str, Any] = {}
+    for name, path in files.items():
         if not _portable(name):
             raise InputError(f"a tree's file names must be UTF-8 without backslashes, got {name!r}; rename it")
-        files[name] = {"digest": store(path), "size": path.stat().st_size}
-    return canonical_json({"format": FORMAT, "files": files})
+        listing[name] = {"digest": store(path), "size": path.stat().st_size}
+    return canonical_json({"format": FORMAT, "files": listing})
 
 
 def tree_listing(blobs: BlobStore, digest: str) -> dict[str, TreeFile]:

@@ -1,0 +1,392 @@
+"""The rows of one data set file as they were written, whatever it is: told by its bytes, never by its name.
+
+=========================== ==========================================================================================
+begins with                 is
+=========================== ==========================================================================================
+`{`                         JSON lines: one object per line
+`[`                         a JSON list of objects
+`PAR1`                      Parquet
+`FFFFFFFF`, `ARROW1`        Arrow, as Hugging Face `datasets` saves to disk
+gzip's, zstd's magic number JSON lines, a JSON list or CSV, compressed once
+anything else               CSV with a header row that names a known column; comma, tab or semicolon
+=========================== ==========================================================================================
+
+A CSV cell stays the text that was written and an empty one is None: pandas and `datasets` would make 7.0 of `007` and
+nothing of `NA`, and an answer is compared as text. A file is read row by row. What it unpacks to is bounded, so that a
+small file cannot fill the memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from posttrain.domain.errors import InputError, NotFoundError
+
+Row = dict[str, Any]
+COLUMNS = ("prompt", "question", "messages", "text", "chosen")  # one of them makes a row: see `data.rows`
+MOST_ROW = 64 * 2**20  # bytes of one row's text
+ALWAYS, TIMES, MOST = 256 * 2**20, 200, 16 * 2**30  # bytes that a file may unpack to: any, as often as its size, ever
+_PARQUET, _STREAM, _ARROW = b"PAR1", b"\xff\xff\xff\xff", b"ARROW1"
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_FOREIGN = {b"PK\x03\x04": "a zip archive", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x89HDF": "HDF5"}
+_BLANK = b" \t\r\n"
+_CHUNK = 1 << 16
+_SHOWN = 60  # characters of a wrong value in an error
+
+
+def read_file(path: Path, name: str) -> Iterator[Row]:
+    """Rows as they were written.
+
+    Args:
+        name: how errors call the file.
+
+    Raises:
+        NotFoundError: no such file.
+        InputError: malformed, or of no known form; names file and line or row.
+    """
+    kind = _kind(path, name)
+    if kind in ("parquet", "arrow"):
+        return _bounded_tables(path, name, kind)
+    return _texts(path, name, kind)
+
+
+def file_format(path: Path) -> str:
+    """`jsonl`, `json`, `csv`, `parquet` or `arrow`, with `+gzip` or `+zstd` where it is compressed.
+
+    Raises:
+        NotFoundError, InputError: as `read_file`.
+    """
+    kind = _kind(path, path.name)
+    if kind in ("parquet", "arrow"):
+        return kind
+    with _opened(path, path.name, kind) as file:
+        return _text_form(file) + (f"+{kind}" if kind else "")
+
+
+def _kind(path: Path, name: str) -> str:
+    if not path.is_file():
+        raise NotFoundError(f"{name}: there is no data set file {path}; check the path")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(8)
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}; check {path}") from error
+    foreign = next((word for start, word in _FOREIGN.items() if magic.startswith(start)), None)
+    if foreign:
+        raise InputError(
+            f"{name} must be JSON lines, a JSON list, CSV, Parquet or Arrow, plain or in gzip or zstd, got {foreign};"
+            " unpack it"
+        )
+    if magic.startswith(_PARQUET):
+        return "parquet"
+    if magic.startswith((_STREAM, _ARROW)):
+        return "arrow"
+    return next((word for start, word in _PACKED.items() if magic.startswith(start)), "")
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _texts(path: Path, name: str, packed: str) -> Iterator[Row]:
+    with _opened(path, name, packed) as file:
+        start = file.peek(8)
+        if packed and (start.startswith((_PARQUET, _STREAM, _ARROW)) or start[:2] in _PACKED or start[:4] in _PACKED):
+            raise InputError(f"{name} must hold text inside {packed}, got bytes; unpack it once")
+        form = _text_form(file)
+        if form == "csv":
+            yield from _csv_rows(file, name)
+        elif form == "json":
+            yield from _listed_rows(file, name)
+        else:
+            yield from _lines(file, name)
+
+
+def _opened(path: Path, name: str, packed: str) -> io.BufferedReader:
+    return io.BufferedReader(_Unpacked(path, name, packed), _CHUNK)
+
+
+def _text_form(file: io.BufferedReader) -> str:
+    start = file.peek(_CHUNK).removeprefix(codecs.BOM_UTF8).lstrip(_BLANK)[:1]
+    return {b"[": "json", b"{": "jsonl", b"": "jsonl"}.get(start, "csv")
+
+
+class _Unpacked(io.RawIOBase):
+    """A file's text, unpacked where it is packed, up to a bound."""
+
+    def __init__(self, path: Path, name: str, packed: str) -> None:
+        self._name, self._packed, self._count = name, packed, 0
+        self._source = _stream(path, packed)
+        size = path.stat().st_size
+        self._most = bound(size) if packed else None
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill the buffer as far as there is something."""
+        view, filled = memoryview(buffer), 0
+        while filled < len(view):
+            try:
+                chunk = self._source.read(len(view) - filled)
+            except (OSError, EOFError, zlib.error) as error:  # cut short, or not what it says it is
+                reason = " ".join(str(error).split())[:200]
+                raise InputError(f"{self._name} cannot be read: {reason}; make it again") from error
+            if not chunk:
+                break
+            view[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+        self._count += filled
+        if self._most is not None and self._count > self._most:
+            raise InputError(
+                f"{self._name} must unpack to at most {self._most} bytes ({TIMES} times its size), got more;"
+                " unpack it yourself, or split it"
+            )
+        return filled
+
+    def close(self) -> None:
+        """Close the file below."""
+        self._source.close()
+        super().close()
+
+
+def bound(size: int) -> int:
+    """Bytes that a packed file of so many bytes may unpack to."""
+    return max(ALWAYS, min(size * TIMES, MOST))
+
+
+def _stream(path: Path, packed: str) -> BinaryIO:
+    if packed == "gzip":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if packed == "zstd":
+        import pyarrow
+
+        stream: BinaryIO = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+        return stream
+    return path.open("rb", buffering=0)
+
+
+def _lines(file: BinaryIO, name: str) -> Iterator[Row]:
+    for number, line in enumerate(iter(lambda: file.readline(MOST_ROW + 1), b""), start=1):
+        _refuse_long(len(line), f"{name}:{number}")
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, parse_constant=_refuse_constant)
+            if b"\\u" in line:
+                json.dumps(row, ensure_ascii=False).encode()  # half a character is no text
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{name}:{number} must be one JSON object per line: {_reason(error)}") from error
+        if not isinstance(row, dict):
+            raise InputError(f"{name}:{number} must be a JSON object, got {type(row).__name__}")
+        yield row
+
+
+def _refuse_long(length: int, place: str) -> None:
+    if length > MOST_ROW:
+        raise InputError(f"{place} must be a row of at most {MOST_ROW} bytes, got more; split it")
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON; write null or a finite number")
+
+
+def _reason(error: Exception) -> object:
+    if isinstance(error, UnicodeEncodeError):
+        return f"half a character, {error.object[error.start]!r}, is no text"
+    return error.msg if isinstance(error, json.JSONDecodeError) else error
+
+
+def _listed_rows(file: BinaryIO, name: str) -> Iterator[Row]:
+    """The objects of one JSON list, one after the other: the list is never in memory as a whole."""
+    text, number = _Text(file, name), 0
+    text.skip("[")
+    if text.skip("]"):
+        return
+    while True:
+        number += 1
+        row = text.value(f"{name} row {number}")
+        if not isinstance(row, dict):
+            raise InputError(f"{name} row {number} must be a JSON object, got {type(row).__name__}")
+        yield row
+        if text.skip("]"):
+            break
+        if not text.skip(","):
+            raise InputError(f"{name}: a comma or ] must follow row {number} of its list, got {text.shown()}")
+    if text.shown() != "its end":
+        raise InputError(f"{name}: nothing may follow its list, got {text.shown()}; write one list, or JSON lines")
+
+
+class _Text:
+    """A window over a JSON text, moved on value by value."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file, self._name = file, name
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")()
+        self._json = json.JSONDecoder(parse_constant=_refuse_constant)
+        self._window, self._at, self._ended = "", 0, False
+
+    def skip(self, mark: str) -> bool:
+        """Whether this character comes next, which is passed over then."""
+        self._blanks()
+        found = self._window.startswith(mark, self._at)
+        self._at += found
+        return found
+
+    def shown(self) -> str:
+        """What comes next, for an error."""
+        self._blanks()
+        return repr(self._window[self._at : self._at + _SHOWN]) if self._at < len(self._window) else "its end"
+
+    def value(self, place: str) -> Any:
+        """The next value. Raises InputError where there is none."""
+        self._blanks()
+        wanted = _CHUNK
+        while True:
+            try:
+                value, end = self._json.raw_decode(self._window, self._at)
+                if "\\u" in self._window[self._at : end]:
+                    json.dumps(value, ensure_ascii=False).encode()
+            except json.JSONDecodeError as error:
+                _refuse_long(len(self._window) - self._at, place)
+                if self._ended:
+                    raise InputError(f"{place} must be a JSON object: {_reason(error)}") from error
+                self._more(wanted)
+                wanted *= 2
+                continue
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{place} must be a JSON object: {_reason(error)}") from error
+            self._at = end
+            return value
+
+    def _blanks(self) -> None:
+        while True:
+            while self._at < len(self._window) and self._window[self._at] in " \t\r\n":
+                self._at += 1
+            if self._at < len(self._window) or self._ended:
+                return
+            self._more(_CHUNK)
+
+    def _more(self, count: int) -> None:
+        chunk = self._file.read(count)
+        self._ended = not chunk
+        try:
+            self._window = self._window[self._at :] + self._decode.decode(chunk, final=self._ended)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self._name} must be UTF-8, got byte {error.object[error.start]:#04x}") from error
+        self._at = 0
+
+
+def _csv_rows(file: BinaryIO, name: str) -> Iterator[Row]:
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    csv.field_size_limit(MOST_ROW)
+    try:
+        first = text.readline(MOST_ROW + 1)
+        records = csv.reader(_chained(first, text, name), strict=True, delimiter=_delimiter(first, name))
+        header: list[str] = []
+        for number, cells in enumerate((record for record in records if record), start=0):
+            if not number:
+                header = _header(cells, name)
+                continue
+            if len(cells) != len(header):
+                raise InputError(
+                    f"{name} row {number} (line {records.line_num}) must have {len(header)} cells like its header, got"
+                    f" {len(cells)}; put a cell that holds the separator in quotes"
+                )
+            yield {column: cell or None for column, cell in zip(header, cells, strict=True)}
+    except csv.Error as error:
+        raise InputError(f"{name}:{records.line_num} is not CSV: {error}; mend its quotes") from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} must be UTF-8, got byte {error.object[error.start]:#04x}; save it as UTF-8"
+        ) from error
+    finally:
+        text.detach()
+
+
+def _chained(first: str, text: io.TextIOWrapper, name: str) -> Iterator[str]:
+    line, number = first, 1
+    while line:
+        _refuse_long(len(line), f"{name}:{number}")
+        yield line
+        line, number = text.readline(MOST_ROW + 1), number + 1
+
+
+def _delimiter(line: str, name: str) -> str:
+    """What separates the cells of the header: the first with which it names a column that makes a row."""
+    for delimiter in (",", "\t", ";"):
+        cells = next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter), [])
+        if any(cell.strip() in COLUMNS for cell in cells):
+            return delimiter
+    raise InputError(
+        f"{name}:1 must be JSON, or a CSV header that names one of the columns {', '.join(COLUMNS)}, got"
+        f" {line.strip()[:_SHOWN]!r}"
+    )
+
+
+def _header(cells: list[str], name: str) -> list[str]:
+    """Names of the columns; one without is `Unnamed: N`, as pandas, which writes it, reads it."""
+    names = [cell or f"Unnamed: {index}" for index, cell in enumerate(cells)]
+    padded = next((cell for cell in names if cell != cell.strip()), None)
+    if padded is not None:
+        raise InputError(f"{name}:1 must name its columns without blanks around them, got {padded!r}; take them away")
+    _refuse_twice(names, name)
+    return names
+
+
+def _refuse_twice(columns: list[str], name: str) -> None:
+    if len(set(columns)) < len(columns):
+        raise InputError(f"{name} must not have a column twice, got {', '.join(columns)}; rename one")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _bounded_tables(path: Path, name: str, kind: str) -> Iterator[Row]:
+    import pyarrow  # here: it takes a tenth of a second that `posttrain --help` would pay
+
+    most, count = bound(path.stat().st_size), 0
+    word = "Parquet" if kind == "parquet" else "Arrow"
+    try:
+        for batch in _batches(path, name, kind):
+            count += batch.nbytes
+            if count > most:
+                raise InputError(f"{name} must hold at most {most} bytes ({TIMES} times its size), got more; split it")
+            batch.validate(full=True)  # Arrow reads what a file says of itself without looking
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{name} cannot be read as {word}: {' '.join(str(error).split())[:200]}") from error
+    except (ValueError, OverflowError) as error:  # text that is no UTF-8, a date of no year
+        raise InputError(f"{name} holds what cannot be read: {' '.join(str(error).split())[:200]}") from error
+
+
+def _batches(path: Path, name: str, kind: str) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    if kind == "parquet":
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _refuse_twice(list(file.schema_arrow.names), name)
+            yield from file.iter_batches(batch_size=1024)
+        return
+    with pyarrow.OSFile(str(path)) as source:
+        with path.open("rb") as head:
+            whole = head.read(len(_ARROW)) == _ARROW
+        if whole:
+            reader = pyarrow.ipc.open_file(source)
+            _refuse_twice(list(reader.schema.names), name)
+            yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            reader = pyarrow.ipc.open_stream(source)
+            _refuse_twice(list(reader.schema.names), name)
+            yield from reader
