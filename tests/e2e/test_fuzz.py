@@ -7,11 +7,9 @@ then two terminals run the command, and it also dies at a marked place of its ow
 the run: every artifact is that of the undisturbed run, one release, a lineage that verifies, no process and no
 temporary file left, every attempt billed for what it did and for nothing else, and no attempt lost but to a strike.
 
-Measured: `make fuzz SEED=1 RUNS=30`, commit `fb20c33` with what `550bd42` changed, 2026-11-21: 114 strikes (53 at the
-command, 10 of them at marked places, 22 supervisor, 25 job, 6 keeper, 3 init, 5 worker); all 30 runs ended with the
-undisturbed run's artifacts, one left a temporary folder (seed 18, mended in `2c73827`), and one strike of the 54 was
-never met (SIGSTOP to the init), so that the last test failed. Since then the reward takes its time, and the runs of
-seeds 10 to 12 met every strike that they were dealt; the thirty were not run again.
+Measured: `make fuzz SEED=1 RUNS=30`, commit `7ad05c7`, 2026-11-21, 19 min: 120 strikes (53 at the command, 9 of them at
+marked places, 23 supervisor, 26 job, 6 keeper, 6 init, 6 worker); all 30 runs ended with the undisturbed run's
+artifacts, and each of the 54 was met.
 
     SEED  of the first run; run N has seed SEED + N
     RUNS  how many; without it two runs, so that what is here stays runnable
