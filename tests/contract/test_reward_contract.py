@@ -53,6 +53,11 @@ FOREIGN = {
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             return {'score': float(solution_str == ground_truth), 'source': data_source, 'bonus': extra_info['b']}
     """,
+    "verl_batch": """
+        def compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+            each = zip(solution_strs, ground_truths, extra_infos)
+            return [{'score': float(s == g), 'bonus': e['b']} for s, g, e in each]
+    """,
     "openrlhf": """
         def reward_func(queries, prompts, labels, **kwargs):
             return {'rewards': [float(q == p + label) for q, p, label in zip(queries, prompts, labels)]}
@@ -72,6 +77,49 @@ FOREIGN = {
     "verifiers chat": """
         def correct(completion, state):
             return float(completion[-1]['content'] == '12')
+    """,
+}
+_SUMS = """
+    class Sums:
+        def rated(self, completion, answer, info, task):
+            exact = float(completion[-1]['content'] == answer and task == 'sums')
+            return {'exact': exact, 'level': float(info['level'])}
+
+"""
+RUBRICS = {  # how verifiers called its own `score_rollout` over time
+    "0.1.0": _SUMS
+    + """
+        async def score_rollout(self, prompt, completion, answer, state, task=None, **kwargs):
+            found = self.rated(completion, answer, kwargs['info'], task)
+            return {**found, 'reward': found['exact'] + found['level'] / 2}
+
+    rubric = Sums()
+    """,
+    "0.1.5": _SUMS
+    + """
+        async def score_rollout(self, prompt, completion, answer, state, task='default', info=None):
+            import types
+            found = self.rated(completion, answer, info, task)
+            return types.SimpleNamespace(reward=found['exact'] + found['level'] / 2, metrics=found)
+
+    rubric = Sums()
+    """,
+    "0.1.14": _SUMS
+    + """
+        async def score_rollout(self, state):
+            found = self.rated(state['completion'], state['answer'], state['info'], state['input']['task'])
+            state['reward'], state['metrics'] = found['exact'] + found['level'] / 2, found
+
+    class Environment:
+        rubric = Sums()
+
+    def load_environment(**options):
+        return Environment()
+
+    def another(completion):
+        return 0.0
+
+    score = load_environment()
     """,
 }
 Opener = Callable[[str], RewardFunction]
@@ -424,7 +472,7 @@ class TestDialects:
         given = RewardCall(["Q"], ["12"], [row], [[1, 2]], [[3, 4]])
         [score] = reward.score(given)
         assert score.score == expected
-        assert score.components == ({"bonus": 2.0} if dialect == "verl" else {})
+        assert score.components == ({"bonus": 2.0} if dialect.startswith("verl") else {})
 
     def test_trl_and_verifiers_get_messages_for_chat_rows(self, opened: ProcessOpener) -> None:
         chat = call("12", prompt=list(self.CHAT))
@@ -442,6 +490,81 @@ class TestDialects:
             "import numpy\ndef f(solution_str, ground_truth):\n    return numpy.float32(solution_str == ground_truth)"
         )
         assert opened(source).score(call("7", reward_model={"ground_truth": "7"}))[0].score == 1.0
+
+    def test_what_verl_returns_beside_the_score_is_not_read(self, opened: ProcessOpener) -> None:
+        source = "def compute_score(solution_str, extra_info):\n    return 0.5, extra_info.get('x'), {'why': 'half'}\n"
+        assert opened(source).score(call("7"))[0].score == 0.5
+
+    @pytest.mark.parametrize("entry", ["Length", "length", "half", "alias", "square", "awaited"])
+    def test_what_is_called_need_not_be_a_function(self, opened: ProcessOpener, entry: str) -> None:
+        source = """
+            import functools
+
+            class Length:
+                def __init__(self, weight=1.0):
+                    self.weight = weight
+
+                def __call__(self, completions, **kwargs):
+                    return [self.weight * len(text) for text in completions]
+
+            class Awaited:
+                async def __call__(self, completions, level):
+                    return [float(value) for value in level]
+
+            def weighed(weight, completion, *, power=1):
+                return weight * len(completion) ** power
+
+            length, awaited = Length(0.5), Awaited()
+            half = functools.partial(weighed, 0.5)
+            square = functools.partial(weighed, weight=1, power=2)
+            alias = half
+        """
+        expected = {"Length": 2.0, "length": 1.0, "half": 1.0, "alias": 1.0, "square": 4.0, "awaited": 3.0}[entry]
+        assert opened(source, entry).score(call("12", level=3))[0].score == expected
+
+    @pytest.mark.parametrize(
+        ("source", "match"),
+        [
+            ("class R:\n    pass\n", "class R must have __call__ to be a reward"),
+            (
+                "class R:\n    def __init__(self, w): ...\n    def __call__(self, completion): ...\n",
+                "needs w",
+            ),
+            ("R = 3\n", "must be a function, or a rubric or task of verifiers, got int"),
+            ("class A:\n    def __init__(self): 1 / 0\n    def __call__(self, completion): ...\nR = A\n", "was made"),
+        ],
+    )
+    def test_objects_that_are_no_reward(self, opened: ProcessOpener, source: str, match: str) -> None:
+        with pytest.raises((InputError, RewardError), match=match):
+            opened(source, "R")
+
+    @pytest.mark.parametrize("style", RUBRICS)
+    def test_a_rubric_scores_itself_and_its_functions_are_components(self, opened: ProcessOpener, style: str) -> None:
+        reward = opened(RUBRICS[style])  # `make ecosystem` has the real ones
+        assert reward.dialect == "verifiers"
+        chat = call("12", prompt=list(self.CHAT), answer="12", info='{"level": 3}', task="sums")
+        [score] = reward.score(chat)
+        assert (score.score, score.components) == (2.5, {"exact": 1.0, "level": 3.0})
+
+    def test_what_a_rubric_only_logs_is_an_error(self, opened: ProcessOpener) -> None:
+        source = """
+            import logging
+
+            class Rubric:
+                async def score_rollout(self, state):
+                    logging.getLogger("verifiers.rubrics.rubric.Rubric").error("Error calling reward function f: 'x'")
+                    state["reward"], state["metrics"] = 0.0, {"f": 0.0}
+
+            rubric = Rubric()
+        """
+        with pytest.raises(RewardError, match="RuntimeError: Error calling reward function f"):
+            opened(source).score(call("12"))
+
+    def test_a_parser_is_the_file_s_own_or_takes_texts_as_they_are(self, opened: ProcessOpener) -> None:
+        plain = "def f(parser, completion, answer):\n    return float(parser.parse_answer(completion) == answer)\n"
+        own = "class P:\n    def parse_answer(self, completion):\n        return '12'\n\nparser = P()\n\n"
+        assert opened(plain).score(call("12", prompt=list(self.CHAT), answer="12"))[0].score == 1.0
+        assert opened(own + plain).score(call("?", answer="12"))[0].score == 1.0
 
     def test_entry_names_file_and_function(self, tmp_path: Path) -> None:
         (tmp_path / "rules.py").write_text("from parts import value\n\ndef mine(completion):\n    return value\n")

@@ -291,3 +291,37 @@ def test_a_prompt_with_two_answers_is_no_item_but_may_be_a_probe(bench: Bench) -
         del raw["stages"]["evaluate"]
 
     plan(bench.file(probed), bench.workspace)
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ("def score(x, y):\n    return 1.0\n", r"reward.py:1 (score): parameters (x, y) are of no known dialect"),
+        (
+            "def score(completion, /):\n    return 1.0\n",
+            "reward.py:1 (score): parameter 'completion' is positional-only",
+        ),
+        (
+            "def score(completions, solution, **kwargs):\n    return [1.0]\n",
+            "reward.py (score): parameter 'solution' is neither a column of path:train.jsonl nor part of the call",
+        ),
+        ("def score(solution_str, answer):\n    return 1.0\n", "parameter 'answer' is neither a column"),
+    ],
+)
+def test_a_reward_that_no_call_fits_is_refused_without_being_run(bench: Bench, source: str, match: str) -> None:
+    (bench.folder / "reward.py").write_text(f"{source}\nraise SystemExit('a plan must not execute')\n")
+    assert match in bench.refused()
+
+
+def test_what_a_plan_cannot_know_of_a_reward_is_a_warning(bench: Bench) -> None:
+    (bench.folder / "reward.py").write_text("from trl.rewards import accuracy_reward as score\n")
+    assert plan(bench.file(), bench.workspace).warnings == (
+        "rewards.exact: reward.py: score is imported, so how it is called is known only when the stage starts",
+    )
+    (bench.folder / "reward.py").write_text("def score(completion, level):\n    return 1.0\n")
+    bench.rows("train", {**ROW, "level": 3}, ROW)  # one row has the column, the others are given None
+    assert plan(bench.file(), bench.workspace).warnings == ()
+    bench.workspace.catalog.add_reward(bench.folder / "reward.py", "leveled")
+    bench.rows("train", ROW)
+    refused = bench.refused(lambda raw: raw["rewards"].update(exact="reward:leveled"))
+    assert "rewards.exact: reward.py (score): parameter 'level' is neither a column of path:train.jsonl" in refused

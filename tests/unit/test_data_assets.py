@@ -14,7 +14,7 @@ from posttrain.data.assets import REWARD_DIALECTS, inspect_dataset, inspect_mode
 from posttrain.data.contamination import contamination
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
-from posttrain.engine.rewards.dialects import DIALECTS
+from posttrain.domain.rewards import DIALECTS
 from posttrain.engine.rewards.process import open_reward
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from posttrain.app.rewarding import bytes_of, read_reward
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
 from posttrain.data.files import read_file
@@ -28,7 +29,7 @@ from posttrain.data.parts import data_files
 from posttrain.data.refs import local_path, parse_ref
 from posttrain.data.rows import Row, canonical_row, distinct_items, read_rows, stored_files
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
+from posttrain.domain.errors import InputError, IntegrityError, WorkspaceError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.runspec import RunSpec
 from posttrain.execution.ports import RowNeeds
@@ -157,16 +158,6 @@ def located(place: str) -> Iterator[None]:
         raise type(error)(f"{place}: {error}") from error
 
 
-@contextmanager
-def bytes_of(ref: InputRef) -> Iterator[None]:
-    """Name the asset whose bytes are missing or corrupt. Registering it again is what mends it."""
-    try:
-        yield
-    except (IntegrityError, NotFoundError) as error:
-        what = str(error).partition(";")[0]
-        raise type(error)(f"{ref.name}: {what}; register it again with posttrain asset add") from error
-
-
 def check_fit(planned: Planned, spec: RunSpec, workspace: Workspace, source: Path) -> Iterator[str]:
     """Check every data set against what its stage needs; what could not be checked, in words.
 
@@ -188,6 +179,25 @@ def check_fit(planned: Planned, spec: RunSpec, workspace: Workspace, source: Pat
             warnings = list(_check(shelf, base, stage.inputs[slot], contract.inputs[slot][1], needs, place))
             yield from (warning for warning in warnings if warning not in said)
             said.update(warnings)
+        for warning in _check_rewards(shelf, stage, contract.inputs):
+            if warning not in said:
+                yield warning
+            said.add(warning)
+
+
+def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    """Hold how a stage's rewards are called against the columns of its data."""
+    for slot, (kind, word) in inputs.items():
+        if kind != "reward":
+            continue
+        with located(f"{shelf.source}: rewards.{word}"):
+            used = read_reward(shelf.workspace, stage.inputs[slot], shelf.spec.rewards[word].ref, shelf.source.parent)
+            if used.unknown:
+                yield f"rewards.{word}: {used.unknown}"
+            elif "data" in stage.inputs and used.needs_columns:
+                data = stage.inputs["data"]
+                columns = {name for row in shelf.data(data, inputs["data"][1]) for name in row}
+                used.refuse_missing(columns, data.name)
 
 
 def _check(

@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.app.fitting import bytes_of, model_files, origin
+from posttrain.app.fitting import model_files, origin
 from posttrain.app.machine import Machine, this_machine
+from posttrain.app.rewarding import bytes_of
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest

@@ -16,13 +16,22 @@ from typing import Any
 from posttrain.data.files import file_format
 from posttrain.data.parts import data_files
 from posttrain.data.rows import has_answer, prompt_text, read_rows
+from posttrain.data.signatures import Function, definitions, functions, rubrics, signature_of
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import InputError, NotFoundError
-from posttrain.domain.rewards import entry_name, source_name
+from posttrain.domain.rewards import (
+    DIALECTS,
+    Signature,
+    SignatureError,
+    detect,
+    entry_name,
+    refuse_nameless,
+    source_name,
+)
 from posttrain.domain.validation import nearest
 
 Meta = dict[str, Any]
-REWARD_DIALECTS = ("auto", "trl", "openrlhf", "row", "areal", "verifiers", "verl", "slime")
+REWARD_DIALECTS = ("auto", *DIALECTS)
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _SIZES = (  # of config.json
     *("max_position_embeddings", "n_positions", "n_ctx", "vocab_size", "hidden_size", "num_hidden_layers"),
@@ -93,6 +102,9 @@ def inspect_reward(
     data = source.read_bytes()
     module = _parsed(data, source.name)
     name, node = _entry_node(module, function, source.name, "; name another with --entry")
+    signature = signature_of(module, name)
+    if not isinstance(signature, str):
+        _refuse_unknown(signature, dialect, f"{source.name}{f':{node.lineno}' if node else ''} ({name})")
     text = _guideline_text(guideline) if guideline else (node and ast.get_docstring(node)) or ast.get_docstring(module)
     try:
         (text or "").encode()
@@ -101,12 +113,33 @@ def inspect_reward(
     return {
         "entry": f"{source.name}:{name}" if path.is_dir() else name,
         "dialect": dialect,
-        "parameters": _parameters(node) if node else [],
+        "parameters": [] if isinstance(signature, str) else signature.words(),
         "async": isinstance(node, ast.AsyncFunctionDef),
         "source": source.name,
         "source_digest": digest_bytes(data),
         "guideline": text or "",
     }
+
+
+def _refuse_unknown(signature: Signature, dialect: str, place: str) -> None:
+    """What the worker would refuse when it loads the function."""
+    try:
+        refuse_nameless(signature)
+        if dialect == "auto":
+            detect(signature)
+    except SignatureError as error:
+        raise InputError(f"{place}: {error}") from error
+
+
+def reward_signature(data: bytes, source: str, entry: str | None) -> tuple[str, Signature | str]:
+    """The function of a reward's source that is called, and its parameters, or why they are not known before it runs.
+
+    Raises:
+        InputError: not Python, no clear entry.
+    """
+    module = _parsed(data, source)
+    name, _ = _entry_node(module, (entry or "").rpartition(":")[2], source)
+    return name, signature_of(module, name)
 
 
 def inspect_recipe(path: Path, function: str) -> Meta:
@@ -121,9 +154,6 @@ def inspect_recipe(path: Path, function: str) -> Meta:
     module = _parsed(path.read_bytes(), path.name)
     name, _ = _entry_node(module, function, path.name)
     return {"entry": name, "source": path.name}
-
-
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _parsed(data: bytes, source: str) -> ast.Module:
@@ -143,32 +173,14 @@ def _reward_source(path: Path, file: str) -> Path:
     return path / source_name({p.name for p in path.glob("*.py")}, file, path.name)
 
 
-def _entry_node(module: ast.Module, entry: str, source: str, remedy: str = "") -> tuple[str, _Function | None]:
+def _entry_node(module: ast.Module, entry: str, source: str, remedy: str = "") -> tuple[str, Function | None]:
     """The entry's name and definition; None for a name that is imported or assigned."""
-    functions = {node.name: node for node in module.body if isinstance(node, _Function)}
-    entry = entry or entry_name(functions, source)
-    if entry not in functions and entry not in _bound_names(module):
-        public = [name for name in functions if not name.startswith("_")]
+    known, own = definitions(module), functions(module)
+    entry = entry or entry_name(own, source, rubrics(module), known.keys())
+    if entry not in known:
+        public = [name for name in own if not name.startswith("_")]
         raise NotFoundError(f"{source} has no function {entry!r}{nearest(entry, public)}{remedy}")
-    return entry, functions.get(entry)
-
-
-def _bound_names(module: ast.Module) -> set[str]:
-    names: set[str] = set()
-    for node in module.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.ClassDef):
-            names.add(node.name)
-    return names
-
-
-def _parameters(node: _Function) -> list[str]:
-    arguments = node.args
-    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    return names + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])
+    return entry, own.get(entry)
 
 
 def _guideline_text(path: Path) -> str:

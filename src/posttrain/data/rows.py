@@ -122,6 +122,12 @@ def _without_nulls(message: Any) -> Any:
     return {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else message
 
 
+def uniform(rows: Sequence[Row]) -> list[Row]:
+    """Every row with every column that one of them has, None where it has none: as `datasets` gives them."""
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [{**columns, **row} for row in rows]
+
+
 def has_answer(row: Mapping[str, Any]) -> bool:
     """Whether a response can be compared with this canonical row's `answer`."""
     return isinstance(row.get("answer"), str)

@@ -1,16 +1,115 @@
-"""Which file and which function a reward is, when nobody says: decided alike where it is registered and where it runs.
+"""Which file and function a reward is, and how it is called: decided alike where it is registered and where it runs.
 
-Names only; who calls has the files and the functions.
+Names only; who calls has the files and the functions. `DIALECTS` is the one table of calling conventions: `plan` holds
+a parsed signature against it without executing anything, the worker (`engine.rewards.dialects`) calls by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from posttrain.domain.errors import InputError
 
 CONVENTIONAL_FILE = "reward.py"
 CONVENTIONAL_ENTRIES = ("score", "compute_score")
+NO_COLUMNS = ("prompt", "completion", "completions", "messages")  # of a row: what a dialect gives in a form of its own
+_IDS = ("prompt_ids", "completion_ids")
+_OWN = ("prompt", "completion", "response", "row", *_IDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What a function of one convention is given by name."""
+
+    offers: tuple[str, ...]
+    columns: bool  # the row's columns too
+    batched: bool  # all completions of a call at once, lists by name
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    "trl": Dialect(("prompts", "completions", *_IDS, "trainer_state", "log_extra", "log_metric"), True, True),
+    "openrlhf": Dialect(("queries", "prompts", "labels"), False, True),
+    "verl_batch": Dialect(("data_sources", "solution_strs", "ground_truths", "extra_infos"), False, True),
+    "row": Dialect(_OWN, True, False),
+    "areal": Dialect((*_OWN, "completions"), True, False),
+    "verifiers": Dialect((*_OWN, "answer", "info", "task", "parser", "state"), True, False),
+    "verl": Dialect(("data_source", "solution_str", "ground_truth", "extra_info"), False, False),
+    "slime": Dialect(("args", "sample"), False, False),
+}
+
+
+class SignatureError(Exception):
+    """The function asks for something that no call has; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The parameters of a reward function."""
+
+    names: tuple[str, ...]  # those that can be given by name, in order
+    required: tuple[str, ...] = ()  # those of them without a default
+    takes_all: str = ""  # the name of its **kwargs
+    nameless: tuple[str, ...] = ()  # those that are positional only
+
+    def words(self) -> list[str]:
+        """As a person would write them."""
+        return [*self.names, *([f"**{self.takes_all}"] if self.takes_all else [])]
+
+
+def detect(signature: Signature) -> str:
+    """The dialect that a function with these parameters speaks.
+
+    Raises:
+        SignatureError: the names are of no known dialect, or a parameter has none.
+    """
+    refuse_nameless(signature)
+    names = set(signature.names)
+    if "solution_str" in names:
+        return "verl"
+    if "solution_strs" in names:
+        return "verl_batch"
+    if "queries" in names:
+        return "openrlhf"
+    if {"args", "sample"} <= names:
+        return "slime"
+    if "completions" in names:
+        return "areal" if "prompt" in names else "trl"
+    if "prompts" in names:
+        return "trl"
+    if names & {"state", "parser", "task", "info"}:
+        return "verifiers"
+    if names & {"completion", "response"}:
+        return "row"
+    raise SignatureError(
+        f"parameters ({', '.join(signature.words())}) are of no known dialect; name the text `completion`, or give "
+        f"dialect: one of {', '.join(DIALECTS)}"
+    )
+
+
+def refuse_nameless(signature: Signature) -> None:
+    """Raises SignatureError for a positional-only parameter."""
+    for name in signature.nameless:
+        raise SignatureError(f"parameter {name!r} is positional-only; parameters are given by name")
+
+
+def refuse_missing(signature: Signature, dialect: str, columns: Collection[str]) -> None:
+    """Hold what a function needs against what its dialect and the rows' columns offer.
+
+    Raises:
+        SignatureError: a parameter without default that nobody offers.
+    """
+    given = DIALECTS[dialect]
+    known = {*given.offers, *(c for c in columns if c not in NO_COLUMNS)} if given.columns else set(given.offers)
+    for name in signature.required:
+        if name not in known:
+            raise SignatureError(not_offered(name, known))
+
+
+def not_offered(name: str, known: Iterable[str]) -> str:
+    """The error of a parameter that nobody offers."""
+    listed = ", ".join(sorted(known))
+    return f"parameter {name!r} is neither a column of the data set nor part of the call; known: {listed}"
 
 
 def source_name(files: Collection[str], wanted: str, folder: str) -> str:
@@ -35,18 +134,23 @@ def source_name(files: Collection[str], wanted: str, folder: str) -> str:
     return chosen
 
 
-def entry_name(functions: Iterable[str], source: str) -> str:
-    """The function of a reward's source that nobody named: `score`, `compute_score`, or the only public one.
+def entry_name(functions: Iterable[str], source: str, rubrics: Iterable[str] = (), bound: Collection[str] = ()) -> str:
+    """The function of a reward's source that nobody named: `score`, `compute_score`, a rubric, or the only public one.
 
     Args:
         functions: what the file defines.
         source: the file's name, for the error.
+        rubrics: names of rubrics of verifiers that it makes.
+        bound: names that it imports or assigns.
 
     Raises:
         InputError: there is none of these.
     """
     public = [name for name in functions if not name.startswith("_")]
-    entry = next((name for name in CONVENTIONAL_ENTRIES if name in public), public[0] if len(public) == 1 else "")
+    conventional = [name for name in CONVENTIONAL_ENTRIES if name in public or name in bound]
+    made = [name for name in rubrics if not name.startswith("_")]
+    single = made if len(made) == 1 else public if len(public) == 1 else []
+    entry = (conventional or single or [""])[0]
     if not entry:
         defined = ", ".join(public) or "none"
         remedy = f"; name the one with --entry {public[0]}" if public else ""

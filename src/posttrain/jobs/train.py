@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from posttrain.data.rows import prompt_text, read_rows
+from posttrain.data.rows import prompt_text, read_rows, uniform
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
 from posttrain.domain.jobs import JobResult, Output
@@ -295,7 +295,7 @@ def _prompts(
     from posttrain.engine.recipes.sampling import Prompt
 
     name = job.label(slot)
-    rows = read_rows(job.input(slot), name=name)[:items]
+    rows = uniform(read_rows(job.input(slot), name=name))[:items]
     encoded = encode_prompts(tokenizer, rows, name=name, limit=context, reserve=reserve)
     return [Prompt(tokens, prompt_text(row), row) for tokens, row in zip(encoded, rows, strict=True)]
 

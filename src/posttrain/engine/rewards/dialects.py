@@ -1,38 +1,40 @@
 """Reward functions written for other engines, called as they expect to be called.
 
 Stdlib only: this runs inside the reward worker. A call arrives as one JSON object with `prompts`, `completions`, `rows`
-and optionally `prompt_ids`, `completion_ids`; the function's parameter names say which dialect it speaks:
+and optionally `prompt_ids`, `completion_ids`; the function's parameter names say which dialect it speaks
+(`domain.rewards.DIALECTS`, the table that `plan` reads too):
 
 ========== =============================================== ===================================================
 dialect    told by                                         called with
 ========== =============================================== ===================================================
 verl       `solution_str`                                  data_source, solution_str, ground_truth, extra_info
+verl_batch `solution_strs`                                 the same four in the plural, as lists
 openrlhf   `queries`                                       queries (prompt + response), prompts, labels; batch
 slime      `args, sample`                                  sample.prompt, .response, .label, .metadata
 areal      `prompt` and `completions`                      one completion as `completions`, ids, row columns
 trl        `prompts` or `completions`                      batch; every column as a list; chat rows as messages
-verifiers  `state`, `parser` or `task` with `completion`   messages for chat rows, answer, info, task, state
+verifiers  `state`, `parser`, `task` or `info`             messages for chat rows, answer, info, task, state, parser
 row        `completion` (or `response`)                    strings; prompt, completion, answer, row columns
 ========== =============================================== ===================================================
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
+
+from posttrain.domain.rewards import NO_COLUMNS, Signature, SignatureError, not_offered, refuse_nameless
 
 Call = Mapping[str, Any]
 Arguments = dict[str, Any]
 
 
-class DialectError(Exception):
-    """The function asks for something the call does not have; the text says what."""
-
-
 def _columns(row: Mapping[str, Any]) -> Arguments:
-    return {key: value for key, value in row.items() if key not in ("prompt", "completion", "completions", "messages")}
+    return {key: value for key, value in row.items() if key not in NO_COLUMNS}
 
 
 def _conversational(row: Mapping[str, Any]) -> bool:
@@ -83,19 +85,55 @@ def _verifiers(call: Call, index: int) -> Arguments:
     if _conversational(row):
         arguments["prompt"] = row["prompt"]
         arguments["completion"] = [{"role": "assistant", "content": call["completions"][index]}]
-    return {"info": {}, "task": "default", "parser": None, **arguments, "state": dict(arguments)}
+    given = {"task": "default", "answer": "", **arguments, "info": _map(row.get("info"))}
+    state = {**given, "input": {**row, "info": given["info"]}}
+    return {"parser": PlainParser(), **given, "state": state}
+
+
+def _map(value: Any) -> dict[str, Any]:
+    """A map, which data sets also keep as its JSON text."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+class PlainParser:
+    """What `parser` is for a function that came without one: verifiers' own default, which takes texts as they are."""
+
+    def parse(self, text: str) -> str:
+        """The text."""
+        return text
+
+    def get_assistant_messages(self, completion: Any) -> list[Any]:
+        """Messages of the assistant."""
+        return [message for message in completion if message.get("role") == "assistant"]
+
+    def parse_answer(self, completion: Any) -> str | None:
+        """A text itself, or the content of the last message of the assistant."""
+        if isinstance(completion, str):
+            return completion
+        said = self.get_assistant_messages(completion)
+        return str(said[-1].get("content") or "") if said else None
 
 
 def _verl(call: Call, index: int) -> Arguments:
     row = call["rows"][index]
     model = row.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, Mapping) else row.get("answer")
+    extra = row.get("extra_info")
     return {
-        "data_source": row.get("data_source", ""),
+        "data_source": row.get("data_source") or "",
         "solution_str": call["completions"][index],
         "ground_truth": truth,
-        "extra_info": row.get("extra_info"),
+        "extra_info": {} if extra is None else extra,
     }
+
+
+def _verl_batch(call: Call) -> Arguments:
+    each = [_verl(call, index) for index in range(len(call["completions"]))]
+    plural = {"data_sources": "data_source", "solution_strs": "solution_str", "ground_truths": "ground_truth"}
+    return {many: [row[one] for row in each] for many, one in (plural | {"extra_infos": "extra_info"}).items()}
 
 
 def _slime(call: Call, index: int) -> Arguments:
@@ -110,7 +148,7 @@ def _slime(call: Call, index: int) -> Arguments:
     return {"args": SimpleNamespace(), "sample": sample}
 
 
-BATCHED: Mapping[str, Callable[[Call], Arguments]] = {"trl": _trl, "openrlhf": _openrlhf}
+BATCHED: Mapping[str, Callable[[Call], Arguments]] = {"trl": _trl, "openrlhf": _openrlhf, "verl_batch": _verl_batch}
 SINGLE: Mapping[str, Callable[[Call, int], Arguments]] = {
     "row": _row,
     "areal": _areal,
@@ -118,33 +156,17 @@ SINGLE: Mapping[str, Callable[[Call, int], Arguments]] = {
     "verl": _verl,
     "slime": _slime,
 }
-DIALECTS = (*BATCHED, *SINGLE)
 
 
-def detect(parameters: Sequence[str]) -> str:
-    """The dialect that a function with these parameter names speaks.
-
-    Raises:
-        DialectError: the names are of no known dialect.
-    """
-    names = set(parameters)
-    if "solution_str" in names:
-        return "verl"
-    if "queries" in names:
-        return "openrlhf"
-    if {"args", "sample"} <= names:
-        return "slime"
-    if "completions" in names:
-        return "areal" if "prompt" in names else "trl"
-    if "prompts" in names:
-        return "trl"
-    if names & {"state", "parser", "task"}:
-        return "verifiers"
-    if names & {"completion", "response"}:
-        return "row"
-    raise DialectError(
-        f"parameters ({', '.join(parameters)}) are of no known dialect; name the text `completion`, or give dialect: "
-        f"one of {', '.join(DIALECTS)}"
+def signature_of(function: Callable[..., Any]) -> Signature:
+    """The parameters of a loaded function, of what a decorator or `functools.partial` wraps too."""
+    parameters = list(inspect.signature(function).parameters.values())
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return Signature(
+        names=tuple(p.name for p in named),
+        required=tuple(p.name for p in named if p.default is p.empty),
+        takes_all=next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), ""),
+        nameless=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_ONLY),
     )
 
 
@@ -152,29 +174,22 @@ class Binder:
     """Picks what a function asks for by name out of what a dialect offers.
 
     Raises:
-        DialectError: the function has a positional-only parameter.
+        SignatureError: the function has a positional-only parameter.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        parameters = list(inspect.signature(function).parameters.values())
-        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        for parameter in named:
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                raise DialectError(f"parameter {parameter.name!r} is positional-only; parameters are given by name")
-        self.names = [p.name for p in named]
-        self._required = [p.name for p in named if p.default is p.empty]
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.signature = signature_of(function)
+        refuse_nameless(self.signature)
 
     def bind(self, offered: Arguments) -> Arguments:
         """The keyword arguments of one call.
 
         Raises:
-            DialectError: a parameter without default that nobody offers.
+            SignatureError: a parameter without default that nobody offers.
         """
-        for name in self._required:
+        for name in self.signature.required:
             if name not in offered:
-                raise DialectError(
-                    f"parameter {name!r} is neither a column of the data set nor part of the call; "
-                    f"known: {', '.join(sorted(offered))}"
-                )
-        return offered if self._takes_all else {name: offered[name] for name in self.names if name in offered}
+                raise SignatureError(not_offered(name, offered))
+        if self.signature.takes_all:
+            return offered
+        return {name: offered[name] for name in self.signature.names if name in offered}

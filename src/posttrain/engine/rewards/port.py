@@ -146,6 +146,6 @@ def probe_call(prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], count:
     """A call on the first rows, answered with the rows' own answers: scored before step 1, a broken reward fails within
     seconds instead of after an hour. The scores themselves mean nothing; token ids are empty.
     """
-    answers = [str(row.get("answer", "")) for row in rows[:count]]
+    answers = ["" if row.get("answer") is None else str(row["answer"]) for row in rows[:count]]
     none: list[tuple[int, ...]] = [() for _ in answers]
     return RewardCall(list(prompts[:count]), answers, list(rows[:count]), none, none)

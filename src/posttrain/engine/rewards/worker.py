@@ -31,10 +31,11 @@ from types import ModuleType
 from typing import Any
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.rewards import entry_name
+from posttrain.domain.rewards import DIALECTS, SignatureError, detect, entry_name
 from posttrain.engine.rewards.cell import CellPlan, Confinement, enter
-from posttrain.engine.rewards.dialects import BATCHED, SINGLE, Binder, DialectError, detect
+from posttrain.engine.rewards.dialects import BATCHED, SINGLE, Binder
 from posttrain.engine.rewards.protocol import MAX_COMPONENTS, receive_request, send, send_answers
+from posttrain.engine.rewards.rubrics import NoRewardError, as_function
 
 PACKAGES = Path(__file__).resolve().parents[3]  # the folder that holds posttrain
 
@@ -77,27 +78,41 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def entry_function(module: ModuleType, path: Path, entry: str | None) -> Callable[..., Any]:
-    """The function named `entry`; without a name: `score`, `compute_score`, or the only public function.
+def entry_value(module: ModuleType, path: Path, entry: str | None) -> Any:
+    """What `entry` names; without a name: `score`, `compute_score`, or the only public function.
 
     Raises:
-        ReportedError: there is no such function.
+        ReportedError: there is nothing of that name.
     """
     own = [
         name
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]
+    rubrics = [name for name, value in vars(module).items() if hasattr(value, "score_rollout") and not callable(value)]
     try:
-        entry = entry or entry_name(own, path.name)
+        entry = entry or entry_name(own, path.name, rubrics, vars(module).keys())
     except InputError as error:
         raise ReportedError("load", str(error)) from error
-    function = getattr(module, entry, None)
-    if not callable(function):
+    if getattr(module, entry, None) is None:
         known = ", ".join(own) or "no function"
         raise ReportedError("load", f"{path.name} has no function {entry!r}; it defines {known}")
-    result: Callable[..., Any] = function
-    return result
+    return getattr(module, entry)
+
+
+def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[Callable[..., Any], str | None]:
+    """The function of a reward's entry, and the dialect that it speaks for certain (`engine.rewards.rubrics`).
+
+    Raises:
+        ReportedError: there is none, or making it raises.
+    """
+    value = entry_value(module, path, entry)
+    try:
+        return as_function(value, vars(module))
+    except NoRewardError as error:
+        raise ReportedError("load", f"{path.name}: {entry or 'its entry'}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ReportedError("raised", f"{place(error, path)} raised {one_line(error)} while it was made") from error
 
 
 def place(error: BaseException, path: Path) -> str:
@@ -121,22 +136,21 @@ class Scorer:
 
     def __init__(self, path: Path, entry: str | None, dialect: str | None, marker: mmap.mmap) -> None:
         self.path, self.marker = path, marker
-        self.function = entry_function(load(path), path, entry)
+        self.function, spoken = entry_function(load(path), path, entry)
         self.name = getattr(self.function, "__name__", entry or "reward")
         try:
             self.binder = Binder(self.function)
-            self.dialect = dialect or detect(self.binder.names)
-        except DialectError as error:
+            self.dialect = dialect or spoken or detect(self.binder.signature)
+        except (SignatureError, ValueError) as error:  # the second: a function of C without a signature
             raise ReportedError("load", f"{self.where}: {error}") from error
-        if self.dialect not in BATCHED and self.dialect not in SINGLE:
-            raise ReportedError(
-                "load", f"dialect must be one of {', '.join((*BATCHED, *SINGLE))}, got {self.dialect!r}"
-            )
+        if self.dialect not in DIALECTS:
+            raise ReportedError("load", f"dialect must be one of {', '.join(DIALECTS)}, got {self.dialect!r}")
 
     @property
     def where(self) -> str:
         """`file.py:12 (score)`: the line of its definition."""
-        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        function = inspect.unwrap(self.function)
+        code = getattr(getattr(function, "func", function), "__code__", None)
         line = f":{code.co_firstlineno}" if code else ""
         return f"{self.path.name}{line} ({self.name})"
 
@@ -182,7 +196,7 @@ class Scorer:
         """Call the function, awaiting it when it is asynchronous."""
         try:
             arguments = self.binder.bind(offered)
-        except DialectError as error:
+        except SignatureError as error:
             raise ReportedError("load", f"{self.where}: {error}") from error
         try:
             answer = self.function(**arguments)
@@ -218,6 +232,8 @@ class Scorer:
         Raises:
             ReportedError: it is something else, or not finite.
         """
+        if self.dialect == "verl" and isinstance(answer, (list, tuple)) and answer:
+            answer = answer[0]  # as verl takes it: what follows is for its own log
         if isinstance(answer, Mapping):
             if "score" not in answer:
                 raise ReportedError(

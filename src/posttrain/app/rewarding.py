@@ -1,0 +1,89 @@
+"""Before anything runs: is a run's reward called in a way that is known, and is everything it asks for there?
+
+Its source is parsed, never executed (`data.signatures`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.app.workspace import Workspace
+from posttrain.data.assets import reward_signature
+from posttrain.data.refs import Source, local_path, parse_ref
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
+from posttrain.domain.manifest import InputRef
+from posttrain.domain.rewards import DIALECTS, Signature, SignatureError, detect, refuse_missing, refuse_nameless
+from posttrain.store.trees import tree_listing
+
+
+@dataclass(frozen=True, slots=True)
+class UsedReward:
+    """How the function of a planned reward will be called."""
+
+    place: str  # of the function, for errors
+    signature: Signature
+    dialect: str
+    unknown: str = ""  # why it is not known before the stage starts
+
+    @property
+    def needs_columns(self) -> bool:
+        """Whether it has a parameter that must be a column of the rows."""
+        return not set(self.signature.required) <= set(DIALECTS[self.dialect].offers)
+
+    def refuse_missing(self, columns: Collection[str], data: str) -> None:
+        """Raises InputError for a parameter that is neither a column nor part of the call."""
+        try:
+            refuse_missing(self.signature, self.dialect, columns)
+        except SignatureError as error:
+            raise InputError(f"{self.place}: {str(error).replace('the data set', data)}") from error
+
+
+def read_reward(workspace: Workspace, ref: InputRef, word: str, folder: Path) -> UsedReward:
+    """Parse a planned reward, which is in the store or, named by its path, on disk only.
+
+    Args:
+        word: how the run file names it.
+        folder: where its relative paths start.
+
+    Raises:
+        InputError: its signature is of no known dialect, or cannot be called by name.
+        NotFoundError, IntegrityError: its bytes are missing or corrupt; names the reward.
+    """
+    source = str(ref.meta.get("source") or "reward.py")
+    entry, wanted = ref.meta.get("entry"), ref.meta.get("dialect") or "auto"
+    name, signature = reward_signature(_source(workspace, ref, word, folder, source), source, entry)
+    place = f"{source} ({name})"
+    if isinstance(signature, str):
+        known = "its parameters are" if wanted != "auto" else "how it is called is"
+        return UsedReward(
+            place, Signature(()), "row", f"{source}: {signature}, so {known} known only when the stage starts"
+        )
+    try:
+        refuse_nameless(signature)
+        return UsedReward(place, signature, detect(signature) if wanted == "auto" else wanted)
+    except SignatureError as error:
+        raise InputError(f"{place}: {error}") from error
+
+
+def _source(workspace: Workspace, ref: InputRef, word: str, folder: Path, source: str) -> bytes:
+    parsed = parse_ref(word, "reward")
+    if parsed.source is not Source.REGISTRY:
+        path = local_path(parsed, folder)
+        return (path / source if path.is_dir() else path).read_bytes()
+    with bytes_of(ref):
+        if ref.form == "file":
+            return workspace.blobs.get(str(ref.digest))
+        return workspace.blobs.get(tree_listing(workspace.blobs, str(ref.digest))[source].digest)
+
+
+@contextmanager
+def bytes_of(ref: InputRef) -> Iterator[None]:
+    """Name the asset whose bytes are missing or corrupt. Registering it again is what mends it."""
+    try:
+        yield
+    except (IntegrityError, NotFoundError) as error:
+        what = str(error).partition(";")[0]
+        raise type(error)(f"{ref.name}: {what}; register it again with posttrain asset add") from error
