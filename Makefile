@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demos test fast slow fuzz ray mutants bench levels lint types contracts format setup clean gpu
+.PHONY: demo demos test fast slow fuzz ray ecosystem mutants bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -31,6 +31,13 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev,bench]'
 	@touch $@
 
+# verifiers 0.1 and 0.4 are different libraries of one name: the older one lies in a folder of its own, without what it
+# would downgrade.
+$(VENV)/.ecosystem: $(VENV)/.dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev,ecosystem]'
+	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/verifiers-0.1 verifiers==0.1.14 aiolimiter==1.3.0 setproctitle==1.3.8
+	@touch $@
+
 demo: $(VENV)/.engine ## declare, train, judge, ship, roll back: the whole product on this machine
 	@$(BIN)/posttrain demo $(DEMO)
 
@@ -40,16 +47,19 @@ demos: $(VENV)/.engine ## the other examples, one after the other
 test: lint types contracts fast slow ## everything CI runs
 
 fast: $(VENV)/.dev ## unit and contract tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not ray" -n 2
+	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem" -n 2
 
 slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark
-	$(BIN)/python -m pytest -m "slow and not gpu and not ray" -n 2 --timeout 3000
+	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem" -n 2 --timeout 3000
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
 	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v
 
 ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 3000
+
+ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets
+	$(BIN)/python -m pytest -m ecosystem --timeout 3000
 
 mutants: $(VENV)/.dev ## mistakes made on purpose, of which the tests must notice 95 %: MUTANTS="control 'NaN'" takes some
 	$(BIN)/python -m mutants $(MUTANTS)

@@ -124,7 +124,7 @@ class Workplace:
             "-p",
             "no:xdist",
             "-m",
-            "not gpu and not ray",
+            "not gpu and not ray and not ecosystem",
         ]
         words += ["--basetemp", str(scratch / "pytest"), *(f"tests/{test}" for test in tests)]
         environment = {MARK: mark, "CI": "1", "TMPDIR": str(scratch)}
