@@ -255,7 +255,7 @@ def test_every_line_that_does_not_run_has_a_reason_and_a_next_action(world: Worl
         assert stage["message"], stage
         assert stage["next_action"], stage
     assert status["driven"] is False
-    assert status["next_action"].startswith("posttrain retry")
+    assert status["next_action"].startswith("posttrain attach")
     assert "waits for grpo" in world.ok("get", "sort")
 
 
@@ -270,6 +270,24 @@ def test_stop_then_retry_goes_on(world: World) -> None:
     assert "goes on" in world.ok("retry", "sort")
     assert world.json("get", "sort")["state"] == "succeeded"
     assert world("stop", "sort").exit_code == 2
+
+
+def test_attach_drives_a_run_on_from_any_place_and_has_its_exit_code(world: World) -> None:
+    world.hold.add("grpo")
+    world("run", "run.yaml", "--timeout", "60")
+    held = world("attach", "sort", "--timeout", "60")
+    assert (held.exit_code, f"attached to run {world.newest()}: running" in held.stdout) == (12, True)
+    world.ok("stop", "sort")
+    assert world("attach", "sort").exit_code == 11  # a stopped run goes on by `retry`, never by a look at it
+    world.hold.clear()
+    world.ok("retry", "sort")
+    done = world.ok("attach", "sort")
+    assert f"attached to run {world.newest()}: succeeded" in done
+    world.broken["sft"] = [1] * 5
+    world.ok("asset", "add", "reward:sort", world.write("reward.py", BAD_REWARD))
+    assert world("run", "run.yaml", "--seed", "4").exit_code == 6
+    assert world("attach", "sort").exit_code == 6
+    assert "there is no run 'sotr'" in world("attach", "sotr").stderr
 
 
 def test_ctrl_c_detaches_and_says_how_to_go_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +329,7 @@ def test_watching_a_run_that_nobody_drives_says_so_and_ends(world: World, words:
     result = world(*words, "--timeout", "75.5")
     assert result.exit_code == 12
     told, error = result.stderr.splitlines()
-    assert told.startswith(f"nobody drives this run (running): posttrain retry {world.newest()}")
+    assert told.startswith(f"nobody drives this run (running): posttrain attach {world.newest()}")
     assert error.startswith("error: ")
     assert "still running after 75.5 s of watching" in error
     assert world(*words[:2], "--timeout", "60").exit_code == 2

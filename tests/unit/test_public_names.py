@@ -25,6 +25,7 @@ COMMANDS = {
     "logs": ["--follow", "--output", "--timeout", "-f", "-o", "[STAGE]", "run"],
     "why": ["--output", "-o", "run"],
     "diff": ["--output", "-o", "A", "B"],
+    "attach": ["--timeout", "run"],
     "stop": ["run"],
     "retry": ["--timeout", "run"],
     "sample": [
@@ -41,7 +42,7 @@ COMMANDS = {
     "lineage": ["--output", "-o", "CHANNEL|RUN"],
     "verify": ["--output", "-o", "CHANNEL|RUN"],
     "trace": ["--out", "--output", "--sample", "--samples", "--stage", "--step", "-o", "run"],
-    "asset add": ["--dialect", "--entry", "--guideline", "KIND:NAME", "path"],
+    "asset add": ["--dialect", "--entry", "--guideline", "KIND:NAME", "PATH..."],
     "asset create": ["--seed", "MODEL.yaml", "model:NAME"],
     "asset ls": ["--output", "-o", "[KIND]"],
     "asset get": ["--output", "-o", "ref"],
@@ -88,7 +89,7 @@ def test_verbs_and_options_are_frozen() -> None:
 def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
-    verbs = "init demo plan lock run ls get logs why diff stop retry"
+    verbs = "init demo plan lock run ls get logs why diff attach stop retry"
     verbs += " sample eval export promote rollback lineage verify trace asset doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 

@@ -169,7 +169,7 @@ def _jobs(workspace: Workspace) -> Iterator[Check]:
     else:
         yield Check("jobs", "ok", "no orphaned processes")
     if idle:
-        yield Check("runs", "warn", f"nobody drives {', '.join(idle)}", f"posttrain retry {idle[0]}")
+        yield Check("runs", "warn", f"nobody drives {', '.join(idle)}", f"posttrain attach {idle[0]}")
     else:
         yield Check("runs", "ok", "none waits for a driver")
 

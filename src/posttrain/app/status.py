@@ -187,7 +187,7 @@ class Vigil:
             self._driven_at, self._told = now, False
         elif not self._told and now - self._driven_at >= _ALONE:
             self._told = True
-            self._say(f"nobody drives this run ({run.state}): posttrain retry {run.id} drives it on; still waiting")
+            self._say(f"nobody drives this run ({run.state}): posttrain attach {run.id} drives it on; still waiting")
         if self._timeout is not None and now - self._started >= self._timeout:
             raise DeadlineError(
                 f"run {run.id}: still {run.state} after {self._timeout:g} s of watching; see posttrain why {run.id}"
@@ -238,7 +238,7 @@ def _run_action(run: RunRecord, driven: bool) -> str:
         return run.next_action or f"posttrain why {run.id}"
     if driven:
         return f"posttrain get {run.id} --watch"
-    return f"posttrain retry {run.id} drives it on (no process does now)"
+    return f"posttrain attach {run.id} drives it on (no process does now)"
 
 
 def _attempt_json(attempt: AttemptRecord) -> dict[str, Any]:

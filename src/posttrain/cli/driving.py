@@ -1,4 +1,4 @@
-"""`run`, `retry`, `stop`: whoever calls them drives the run until it ends, or until Ctrl-C detaches."""
+"""`run`, `attach`, `retry`, `stop`: whoever calls them drives the run until it ends, or until Ctrl-C detaches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TimeoutOption = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (run, stop, retry):
+    for command in (run, attach, stop, retry):
         app.command(command.__name__)(command)
 
 
@@ -52,12 +52,23 @@ def run(
 
     workspace = open_workspace()
     handle = submit(file, again=again, workspace=workspace, seed=seed)
-    greet(handle)
+    greet(handle, again=" (--again starts another)")
     drive(workspace, handle, timeout, f"posttrain run {file}" + (f" --seed {seed}" if seed is not None else ""))
 
 
+def attach(run: RunArgument, timeout: TimeoutOption = None) -> None:
+    """Go back to a run: drive it, or watch whoever does, to its end. The exit code is the outcome, as of `run`."""
+    from posttrain.app import runs
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    handle = runs.run(run, workspace)
+    greet(handle)
+    drive(workspace, handle, timeout, f"posttrain attach {handle.id}")
+
+
 def retry(run: RunArgument, timeout: TimeoutOption = None) -> None:
-    """Let a stopped or failed run go on from its checkpoints. Also drives a run that nobody drives."""
+    """Let a stopped or failed run go on from its checkpoints, and drive it."""
     from posttrain.app import runs
     from posttrain.app.workspace import open_workspace
     from posttrain.domain.lifecycle import RunState
@@ -118,15 +129,15 @@ def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: st
     console().print(*run_footer(status), sep="\n")
 
 
-def greet(handle: Run) -> None:
-    """Say which run this is, and whether it is new."""
+def greet(handle: Run, again: str = "") -> None:
+    """Say which run this is, and whether it is new; `again`: how to start another one of it."""
     from posttrain.domain.lifecycle import is_final
 
     record = handle.record
     if not handle.attached:
         say(f"run {handle.id}  manifest {digest(record.manifest_digest)}")
     elif is_final("run", record.state):
-        say(f"attached to run {handle.id}: {record.state} {ago(record.finished_at)} (--again starts another)")
+        say(f"attached to run {handle.id}: {record.state} {ago(record.finished_at)}{again}")
     else:
         say(f"attached to run {handle.id}: {record.state}, submitted {ago(record.created_at)}")
     say(*(f"warning: {warning}" for warning in handle.warnings))

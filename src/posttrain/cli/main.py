@@ -32,7 +32,7 @@ _ROOT = Path(__file__).parents[1]
 _LONGEST = 900  # characters of an error
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
-    *("init", "demo", "plan", "lock", "run", "ls", "get", "logs", "why", "diff", "stop", "retry"),
+    *("init", "demo", "plan", "lock", "run", "ls", "get", "logs", "why", "diff", "attach", "stop", "retry"),
     *("sample", "eval", "export", "promote", "rollback", "lineage", "verify", "trace", "asset", "doctor"),
 ]
 

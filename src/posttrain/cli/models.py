@@ -130,7 +130,7 @@ def evaluate(
         emit_json({"run": record.id, "state": record.state, "scores": handle.metrics})
         workspace.close()
         return
-    driving.greet(handle)
+    driving.greet(handle, again=" (--again measures anew)")
     driving.drive(workspace, handle, timeout, command)
 
 

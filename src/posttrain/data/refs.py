@@ -154,7 +154,9 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
         except (OSError, RuntimeError, ValueError) as error:  # too long a name, a folder closed to us, no such ~user
             raise InputError(f"{ref.kind} {ref.name[:60]}: is no path that can be read: {error}") from error
         if not there:
-            raise NotFoundError(f"{ref.kind} {ref.name}: no such file or folder ({path}); check the path")
+            hub = ref.kind in _HUB_FOLDERS and ref.name.count("/") == 1 and _HUB_NAME.fullmatch(ref.name)
+            way = f"write hf:{ref.name}@REVISION for the hub's, or " if hub else ""
+            raise NotFoundError(f"{ref.kind} {ref.name}: no such file or folder ({path}); {way}check the path")
         return path
     return _hub_snapshot(ref, environment)
 

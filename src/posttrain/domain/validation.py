@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.vocabulary import FIELDS, KINDS
 
 _SHOWN = 120  # characters of a value
 
@@ -37,8 +38,7 @@ def explain(error: ValidationError, source: str, model: type[BaseModel]) -> Inpu
     location: Sequence[int | str] = [part for part in first["loc"] if not _is_tag(part)]
     where = f"{source}: " + ".".join(map(str, location)) + (": " if location else "")
     if first["type"] == "extra_forbidden":
-        known = _fields_at(model, location[:-1])
-        return InputError(f"{where}unknown key{nearest(str(location[-1]), known)}; remove or rename it")
+        return InputError(f"{where}unknown key{_meant(str(location[-1]), model, location[:-1])}; remove or rename it")
     if first["type"] == "missing":
         return InputError(f"{where}is required; add it")
     message = _words(first["type"], first.get("ctx", {})) or first["msg"].removeprefix("Value error, ")
@@ -106,6 +106,28 @@ def _takes(annotation: Any, kinds: tuple[Any, ...]) -> bool:
 
 def _is_tag(part: int | str) -> bool:
     return isinstance(part, str) and part.startswith("function-")
+
+
+def unknown_kind(kind: str, known: Iterable[str]) -> str:
+    """`unknown stage kind 'rloo': is kind: grpo with advantage: rloo`, or the nearest of those that there are."""
+    names = list(known)
+    told = KINDS.get(kind.lower())
+    if told is None:
+        return f"unknown stage kind {kind!r}{nearest(kind, names)}"
+    return f"unknown stage kind {kind!r}: it {told} (kinds: {', '.join(names)})"
+
+
+def _meant(word: str, model: type[BaseModel], place: Sequence[int | str]) -> str:
+    """` (did you mean 'learning_rate' under 'optimizer'?)`: by our word or another trainer's, else the nearest here."""
+    known = _fields_at(model, place)
+    below = {name: _fields_at(model, [*place, name]) for name in known}
+    for wanted in (word, *FIELDS.get(word.lower(), ())):
+        if wanted in known:
+            return f" (did you mean {wanted!r}?)"
+        parent = next((name for name, fields in below.items() if wanted in fields), None)
+        if parent:
+            return f" (did you mean {wanted!r} under {parent!r}?)"
+    return nearest(word, known)
 
 
 def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:

@@ -19,7 +19,7 @@ from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
 from posttrain.domain.measures import ItemRange
-from posttrain.domain.validation import explain, nearest
+from posttrain.domain.validation import explain, unknown_kind
 from posttrain.engine.config import (
     STAGE_CONFIGS,
     DataflowConfig,
@@ -72,7 +72,7 @@ class NativeTrainer:
             InputError: an unknown kind or parameter, a value out of range, a role placed that the stage does not have.
         """
         if kind not in STAGE_CONFIGS:
-            raise InputError(f"kind: unknown stage kind {kind!r}{nearest(kind, STAGE_CONFIGS)}")
+            raise InputError(f"kind: {unknown_kind(kind, STAGE_CONFIGS)}")
         try:
             config = stage_config(kind, dict(params))
         except ValidationError as error:
