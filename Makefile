@@ -16,25 +16,25 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.engine: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine]'
+	$(PIP) install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.engine
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.ray: $(VENV)/.dev
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev,ray]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,ray]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev,bench]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
 # verifiers 0.1 and 0.4 are different libraries of one name: the older one lies in a folder of its own, without what it
 # would downgrade.
 $(VENV)/.ecosystem: $(VENV)/.dev
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev,ecosystem]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,ecosystem]'
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/verifiers-0.1 verifiers==0.1.14 aiolimiter==1.3.0 setproctitle==1.3.8
 	@touch $@
 

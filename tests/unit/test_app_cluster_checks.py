@@ -43,7 +43,7 @@ DOWN = Interface("eth1", False, ())
 SOUND = ClusterFacts(
     python="3.11.7",
     packages={
-        "posttrain": Package("0.1", ">=3.11", ("numpy>=1.26", 'torch>=2.6; extra == "engine"')),
+        "posttrain": Package("0.1", ">=3.11", ("numpy>=1.26", "torch>=2.6")),
         "torch": Package("2.13.0+cpu", ">=3.10"),
         "transformers": Package("5.23.0", ">=3.10", ('torch>=2.6; extra == "torch"', "safetensors>=0.8")),
         "safetensors": Package("0.8.0"),

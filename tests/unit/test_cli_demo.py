@@ -140,3 +140,46 @@ def test_the_examples_of_the_repository_fit_together(folder: Path) -> None:
         assert spec.model == f"model:{plan.model.name}"
         assert {ref.partition(":")[2].partition("@")[0] for ref in spec.data.values()} <= plan.datasets.keys()
         assert {use.ref.partition(":")[2].partition("@")[0] for use in spec.rewards.values()} <= plan.rewards.keys()
+
+
+class TestExamples:
+    """`posttrain examples`: from an empty folder, where the package's own are found."""
+
+    @pytest.fixture
+    def empty(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+        return make_world(tmp_path, monkeypatch)
+
+    def test_the_packages_own_are_listed(self, empty: World) -> None:
+        listed = empty.json("examples")
+        assert [one["name"] for one in listed] == ["01-sort", "02-count", "03-reward-model", "04-best-of-n"]
+        told = empty.ok("examples")
+        assert all(one["title"] in told for one in listed)
+
+    def test_one_is_copied_here_and_its_steps_are_those_of_the_demo(self, empty: World) -> None:
+        made = empty.json("examples", "02")
+        assert (made["name"], made["folder"]) == ("02-count", "02-count")
+        assert sorted(path.name for path in Path("02-count").iterdir()) == made["files"]
+        assert made["steps"][0] == ["posttrain", "init"]
+        assert made["steps"][-1] == ["posttrain", "run", "02-count/run.yaml"]
+        for _, *words in made["steps"][1:-1]:
+            assert Path(words[0]).is_file() or words[0] == "asset"
+        assert "02-count/make_data.py" in empty.ok("examples", "02-count", "--to", "mine").replace("mine/", "02-count/")
+
+    def test_what_is_there_stays(self, empty: World) -> None:
+        Path("01-sort").mkdir()
+        for words in (("examples", "01-sort"), ("examples", "99"), ("examples", "--to", "x"), ("examples", "0")):
+            result = empty(*words)
+            assert result.exit_code == 2
+            assert len(result.stderr.splitlines()) == 1
+        assert list(Path("01-sort").iterdir()) == []
+
+    def test_without_a_checkout_the_demo_plays_a_copy_beside_its_workspace(
+        self, empty: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        played: list[str] = []
+        monkeypatch.setattr("posttrain.cli.demo._Stage._step", lambda self, shown, *_: played.append(" ".join(shown)))
+        monkeypatch.setattr("posttrain.cli.demo._Stage._newest", lambda self: "sort-00000000")
+        monkeypatch.setattr("posttrain.cli.demo._overlay", lambda folder, *_: folder / "curves.png")
+        empty.ok("demo", "--task", "01")
+        assert "posttrain plan 01-sort/run.yaml --seed 101" in played
+        assert Path(".demo/01-sort/run.yaml").is_file()

@@ -17,6 +17,7 @@ from posttrain.domain import errors
 COMMANDS = {
     "init": ["--rewards", "[DIR]"],
     "demo": ["--seed", "--task", "--workspace"],
+    "examples": ["--output", "--to", "-o", "[NAME]"],
     "plan": ["--output", "--seed", "-o", "RUN.yaml"],
     "lock": ["--out", "--output", "--seed", "-o", "RUN.yaml"],
     "run": ["--again", "--seed", "--timeout", "RUN.yaml"],
@@ -89,13 +90,14 @@ def test_verbs_and_options_are_frozen() -> None:
 def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
-    verbs = "init demo plan lock run ls get logs why diff attach stop retry"
+    verbs = "init demo examples plan lock run ls get logs why diff attach stop retry"
     verbs += " sample eval export promote rollback lineage verify trace asset doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
 def test_every_reading_command_speaks_json() -> None:
     reading = {
+        "examples",
         "plan",
         "lock",
         "ls",

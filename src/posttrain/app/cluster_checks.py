@@ -16,7 +16,7 @@ from posttrain.app.checks import Check
 from posttrain.app.cluster_facts import REFUSED_TOKEN, ClusterFacts, Gpus, Interface, RayAnswer, is_loopback
 
 _GIB, _MIB = 2**30, 2**20
-_EXTRAS = ("", "engine", "ray", "torch")  # ours, and the one under which transformers names its torch
+_EXTRAS = ("", "ray", "torch")  # ours, and the one under which transformers names its torch
 _RAY_PORTS = {6379: "head", 8265: "dashboard", 10001: "client"}
 _RAY_WORKERS = (10002, 19999)
 _RAY_PROCESSES = re.compile(r"gcs_server|raylet|^ray\b|ray::")
@@ -42,9 +42,7 @@ def check_versions(facts: ClusterFacts) -> Check:
     """Whether what we, torch, transformers and Ray declare about each other holds of what is installed."""
     troubles = list(_misfits(facts))
     if troubles:
-        return Check(
-            "versions", "fail", "; ".join(troubles), "install versions that fit: pip install 'posttrain[engine]'"
-        )
+        return Check("versions", "fail", "; ".join(troubles), "install versions that fit: pip install posttrain")
     ray = facts.packages.get("ray")
     note = f"ray {ray.version}" if ray else "ray is not installed (only needed for placement over several processes)"
     shown = [f"{name} {facts.packages[name].version}" for name in ("numpy", "safetensors") if name in facts.packages]

@@ -97,7 +97,7 @@ def _engine() -> Check:
         except metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        return Check("engine", "fail", f"not installed: {', '.join(missing)}", "pip install 'posttrain[engine]'")
+        return Check("engine", "fail", f"not installed: {', '.join(missing)}", "pip install posttrain")
     return Check("engine", "ok", ", ".join(versions))
 
 

@@ -1,7 +1,10 @@
-"""The examples folder, and the `demo.yaml` in each that says how to play it: no task is hard-coded anywhere."""
+"""The examples that come with the package, and the `demo.yaml` in each that says how to play it: no task is hard-coded
+anywhere.
+"""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +13,10 @@ from pydantic import BeforeValidator, Field, ValidationError
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.runspec import Frozen, read_yaml
 from posttrain.domain.validation import explain, nearest
+from posttrain.store.atomic import unwritable
 
 DEFAULT = "01-sort"
+OWN = Path(__file__).resolve().parents[1] / "examples"
 
 
 def _file_or_map(value: Any) -> Any:
@@ -63,25 +68,60 @@ class DemoPlan(Frozen):
 
 
 def find_example(name: str | None, start: Path | None = None) -> Path:
-    """The folder of an example: below `./examples`, else of the checkout that is installed.
+    """The folder of an example: below `./examples`, else the package's own.
 
     Raises:
-        InputError: there is no examples folder.
-        NotFoundError: no such example in it.
+        NotFoundError: no such example.
     """
+    found = {folder.name: folder for folder in examples(start)}
+    wanted = name or (DEFAULT if DEFAULT in found else next(iter(found)))
+    fitting = [wanted] if wanted in found else [other for other in found if other.startswith(wanted)]
+    if len(fitting) != 1:
+        raise NotFoundError(f"there is no example {wanted!r}{nearest(wanted, found)}; posttrain examples lists them")
+    return found[fitting[0]]
+
+
+def examples(start: Path | None = None) -> list[Path]:
+    """The folders of all examples, by name: those below `./examples` where there are any, else the package's own."""
     here = (start or Path.cwd()) / "examples"
-    checkout = Path(__file__).resolve().parents[3] / "examples"
-    root = next((folder for folder in (here, checkout) if any(folder.glob("*/demo.yaml"))), None)
-    if root is None:
-        raise InputError(
-            f"demo: no examples in {here}, and an installed package brings none; clone the repository and run it there"
-        )
-    known = sorted(path.parent.name for path in root.glob("*/demo.yaml"))
-    wanted = name or (DEFAULT if DEFAULT in known else known[0])
-    found = [folder for folder in known if folder == wanted] or [f for f in known if f.startswith(wanted)]
-    if len(found) != 1:
-        raise NotFoundError(f"demo: there is no example {wanted!r}{nearest(wanted, known)}; --task takes one of them")
-    return root / found[0]
+    found = (sorted(path.parent for path in root.glob("*/demo.yaml")) for root in (here, OWN))
+    return next(filter(None, found), [])
+
+
+def copy_example(folder: Path, target: Path) -> list[str]:
+    """Copy an example's files into a new folder; their names.
+
+    Raises:
+        InputError: something is at `target`. WorkspaceError: it cannot be written.
+    """
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    try:
+        target.mkdir(parents=True)
+        for name in names:
+            shutil.copyfile(folder / name, target / name)
+    except FileExistsError as error:
+        raise InputError(f"{target}: must not be there yet, and is; name another folder") from error
+    except OSError as error:
+        raise unwritable(target, error) from error
+    return names
+
+
+def preparation(plan: DemoPlan, place: str, seed: int) -> list[list[str]]:
+    """The commands that make data and register assets, after `posttrain init`.
+
+    Args:
+        place: the example's folder, as the commands name it.
+    """
+    made = f"model:{plan.model.name}"
+    steps = [
+        ["python", f"{place}/{plan.make_data}", "--seed", str(seed), "--out", "data"],
+        ["posttrain", "asset", "create", made, f"{place}/{plan.model.file}", "--seed", str(seed)],
+    ]
+    steps += [["posttrain", "asset", "add", f"dataset:{name}", f"data/{file}"] for name, file in plan.datasets.items()]
+    for name, reward in plan.rewards.items():
+        entry = ["--entry", reward.entry] if reward.entry else []
+        steps.append(["posttrain", "asset", "add", f"reward:{name}", f"{place}/{reward.file}", *entry])
+    return steps
 
 
 def load_demo(folder: Path) -> DemoPlan:

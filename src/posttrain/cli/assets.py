@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli.console import Output, OutputOption, ago, console, digest, emit_json, moment, say
+from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ def ls(
 
 @app.command("get")
 def get(
-    ref: Annotated[str, typer.Argument(help="KIND:NAME (the latest) or KIND:NAME@VERSION.")],
+    ref: Annotated[
+        str, typer.Argument(help="KIND:NAME (the latest) or KIND:NAME@VERSION.", autocompletion=lazily("assets"))
+    ],
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show one version: digest, origin and everything known of it."""

@@ -1,4 +1,4 @@
-"""`demo`: the whole story on this machine, through the public commands and nothing else."""
+"""`demo`: the whole story on this machine, through the public commands and nothing else. `examples`: what it plays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import duration, say
+from posttrain.cli.console import Output, OutputOption, duration, emit_json, say
+from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError, WorkspaceError
 
 if TYPE_CHECKING:
@@ -28,22 +29,28 @@ _VARIABLE = "POSTTRAIN_WORKSPACE"
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the commands."""
     app.command("demo")(demo)
+    app.command("examples")(examples)
 
 
 def demo(
-    task: Annotated[str | None, typer.Option(help="A folder of examples/, or the start of its name.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="An example, or the start of its name.", autocompletion=lazily("examples"))
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of data, model and runs.")] = None,
     workspace: Annotated[Path, typer.Option(help="A folder of its own, made anew.")] = Path(FOLDER),
 ) -> None:
     """Play an example: train, judge, ship, roll back. Every step is a public command, printed before it runs."""
-    from posttrain.app.examples import find_example, load_demo
+    from posttrain.app.examples import OWN, copy_example, find_example, load_demo
 
     started = time.monotonic()
     example = find_example(task)
     plan = load_demo(example)
     _make_folder(workspace)
+    if example.parent == OWN:
+        copy_example(example, workspace / example.name)  # beside what is made of it, where its paths are short
+        example = workspace / example.name
     stage = _Stage(workspace, example, plan, plan.seed if seed is None else seed)
     say(f"{plan.title} ({example.name}, seed {stage.seed}) in {workspace}/", f"$ cd {workspace}")
     stage.prepare()
@@ -57,6 +64,42 @@ def demo(
     say(f"  curves  {picture}", f"  look around: cd {workspace} && posttrain ls")
 
 
+def examples(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="One to copy here; or the start of it.", autocompletion=lazily("examples")
+        ),
+    ] = None,
+    to: Annotated[Path | None, typer.Option(help="The new folder; by default one of its name, here.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """List the examples, or copy one here to change it. `demo --task` plays one."""
+    from posttrain.app import examples as shelf
+
+    if name is None:
+        if to is not None:
+            raise InputError(f"examples: --to needs the example that goes to {to}; posttrain examples lists them")
+        plans = {folder.name: shelf.load_demo(folder) for folder in shelf.examples()}
+        if output is Output.JSON:
+            emit_json([{"name": name, "title": plan.title} for name, plan in plans.items()])
+            return
+        width = max(map(len, plans), default=0)
+        say(*(f"{name:{width}s}  {plan.title}" for name, plan in plans.items()))
+        say("next:   posttrain examples NAME copies one here, posttrain demo --task NAME plays it")
+        return
+    folder = shelf.find_example(name)
+    plan, target = shelf.load_demo(folder), to or Path(folder.name)
+    files = shelf.copy_example(folder, target)
+    steps = [["posttrain", "init"], *shelf.preparation(plan, str(target), plan.seed)]
+    steps.append(["posttrain", "run", f"{target}/{plan.runs[0].file}"])
+    if output is Output.JSON:
+        emit_json({"name": folder.name, "folder": str(target), "files": files, "steps": steps})
+        return
+    say(f"{folder.name}: {plan.title}; {len(files)} files in {target}/", "play it by hand:")
+    say(*(f"  {' '.join(step)}" for step in steps))
+
+
 class _Stage:
     """The folder in which the commands run, and the runs made so far."""
 
@@ -68,19 +111,13 @@ class _Stage:
 
     def prepare(self) -> None:
         """Data, workspace, base model, assets."""
-        plan, seed = self._plan, str(self.seed)
+        from posttrain.app.examples import preparation
+
         _headline("Data, a workspace, a base model made from nothing, and versioned assets")
-        self._python(f"{self._example}/{plan.make_data}", "--seed", seed, "--out", "data")
         self._init()
-        self._posttrain(
-            "asset", "create", f"model:{plan.model.name}", f"{self._example}/{plan.model.file}", "--seed", seed
-        )
-        for name, file in plan.datasets.items():
-            self._posttrain("asset", "add", f"dataset:{name}", f"data/{file}")
-        for name, reward in plan.rewards.items():
-            entry = ("--entry", reward.entry) if reward.entry else ()
-            self._posttrain("asset", "add", f"reward:{name}", f"{self._example}/{reward.file}", *entry)
-        self._posttrain("plan", f"{self._example}/{plan.runs[0].file}", "--seed", seed)
+        for step in preparation(self._plan, self._example, self.seed):
+            (self._python if step[0] == "python" else self._posttrain)(*step[1:])
+        self._posttrain("plan", f"{self._example}/{self._plan.runs[0].file}", "--seed", str(self.seed))
 
     def _init(self) -> None:
         from posttrain.app.confinement import confinement

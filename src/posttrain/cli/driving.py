@@ -9,6 +9,7 @@ import typer
 
 from posttrain.cli.console import ago, console, digest, duration, say
 from posttrain.cli.plans import SeedOption
+from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError, PosttrainError
 
 if TYPE_CHECKING:
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
 
 DETACHED = 130
-RunArgument = Annotated[str, typer.Argument(help="Run id, a prefix of it, or a name (its newest run).")]
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Run id, a prefix of it, or a name (its newest run).", autocompletion=lazily("runs"), show_default=False
+    ),
+]
 _STOP_SECONDS = 90.0
 
 

@@ -32,7 +32,7 @@ _ROOT = Path(__file__).parents[1]
 _LONGEST = 900  # characters of an error
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
-    *("init", "demo", "plan", "lock", "run", "ls", "get", "logs", "why", "diff", "attach", "stop", "retry"),
+    *("init", "demo", "examples", "plan", "lock", "run", "ls", "get", "logs", "why", "diff", "attach", "stop", "retry"),
     *("sample", "eval", "export", "promote", "rollback", "lineage", "verify", "trace", "asset", "doctor"),
 ]
 
@@ -111,7 +111,6 @@ app = typer.Typer(
     help="Declare a post-training run once; train, judge, ship, roll back.",
     epilog=EPILOG,
     rich_markup_mode=None,
-    add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -12,6 +12,7 @@ import typer
 from posttrain.cli import driving
 from posttrain.cli.console import Output, OutputOption, aside, digest, emit_json, say
 from posttrain.cli.driving import TimeoutOption
+from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
+        autocompletion=lazily("models"),
         help="A channel (prod, prod@3), a run or its stage (sort, sort/sft), or a ref: model:NAME, hf:ORG/NAME@COMMIT.",
     ),
 ]
@@ -98,7 +100,12 @@ def _show(texts: list[str], answer: Answer, *, many: bool) -> None:
 
 def evaluate(
     model: ModelArgument,
-    suites: Annotated[list[str], typer.Argument(metavar="SUITE...", help="dataset:NAME or a file with answers.")],
+    suites: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SUITE...", help="dataset:NAME or a file with answers.", autocompletion=lazily("datasets")
+        ),
+    ],
     max_new_tokens: MaxNewTokens = None,
     samples: Annotated[int, typer.Option("--samples", "-n", min=0, help="Sampled responses beside the greedy.")] = 0,
     temperature: Annotated[float, typer.Option(help="Of the sampled responses.")] = 1.0,

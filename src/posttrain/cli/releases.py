@@ -10,6 +10,7 @@ import typer
 
 from posttrain.cli.console import Output, OutputOption, branch, console, digest, emit_json, say
 from posttrain.cli.driving import RunArgument
+from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def promote(
 
 
 def rollback(
-    channel: Annotated[str, typer.Argument()],
+    channel: Annotated[str, typer.Argument(autocompletion=lazily("channels"))],
     to: Annotated[
         str | None, typer.Option(help="A release number, run id or model digest; the model before by default.")
     ] = None,
@@ -71,7 +72,7 @@ def rollback(
 
 
 def lineage(
-    target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN")],
+    target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN", autocompletion=lazily("runs_and_channels"))],
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print the tree from weights back to their sources: prompts, reward source, base model and manifest."""
@@ -87,7 +88,7 @@ def lineage(
 
 
 def verify(
-    target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN")],
+    target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN", autocompletion=lazily("runs_and_channels"))],
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Hash a lineage and the event chain again. Exit code 8 when something does not match."""

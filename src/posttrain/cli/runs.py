@@ -23,6 +23,7 @@ from posttrain.cli.console import (
     style,
 )
 from posttrain.cli.driving import RunArgument, TimeoutOption
+from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def ls(
 
 
 def get(
-    run: Annotated[str, typer.Argument(metavar="RUN|CHANNEL")],
+    run: Annotated[str, typer.Argument(metavar="RUN|CHANNEL", autocompletion=lazily("runs_and_channels"))],
     watch: Annotated[bool, typer.Option("--watch", help="Show it until it ends; this does not drive it.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Write its report and learning curves again.")] = False,
     timeout: TimeoutOption = None,
@@ -205,8 +206,8 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
 
 
 def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="A run.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    first: Annotated[str, typer.Argument(metavar="A", help="A run.", autocompletion=lazily("runs"))],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.", autocompletion=lazily("runs"))],
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show what differs between two runs: manifests, changed assets, measured numbers."""
