@@ -155,6 +155,24 @@ def test_answers(bench: Bench) -> None:
     assert "row 3 must have an answer as text, got columns" in said
 
 
+def test_a_pair_of_equal_responses(bench: Bench) -> None:
+    pair = {"prompt": ROW["prompt"], "chosen": "A: 13", "rejected": "A: 31"}
+    chats = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+
+    def judged(raw: dict[str, Any]) -> None:
+        raw["stages"]["judge"] = {"kind": "reward_model", "data": "pairs", "steps": 1}
+        raw["data"]["pairs"] = "pairs.jsonl"
+
+    bench.rows("pairs", pair, {**pair, "rejected": pair["chosen"]})
+    assert "path:pairs.jsonl row 2: chosen and rejected must differ, got the same response" in bench.refused(judged)
+    bench.rows("pairs", pair, {"chosen": chats, "rejected": chats})
+    assert "pairs.jsonl row 2: chosen and rejected must share a prompt and then differ" in bench.refused(judged)
+    (bench.folder / "model" / "tokenizer.json").rename(bench.folder / "tokenizer.json")
+    bench.workspace.catalog.add_model(bench.folder / "model", "tiny")  # one whose tokens only the job can count
+    bench.rows("pairs", pair, {**pair, "rejected": pair["chosen"]})
+    assert "pairs.jsonl row 2: chosen and rejected must differ" in bench.refused(judged)
+
+
 def test_chat_rows_without_a_template(bench: Bench) -> None:
     folder = bench.folder / "untemplated"
     (bench.folder / "model").rename(folder)

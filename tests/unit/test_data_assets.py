@@ -222,19 +222,48 @@ def prompts(*texts: str) -> list[dict[str, str]]:
     return [{"prompt": text} for text in texts]
 
 
-class TestContamination:
-    def test_exact_prompts_whatever_the_blanks(self) -> None:
-        report = contamination(prompts("sort 31", "sort 42"), prompts("sort 99", " Sort  42 ", "sort 31"))
-        assert (report.exact, report.similar, report.share) == ((2, 3), (), 2 / 3)
-        assert str(report) == "2 of 3 evaluation rows are in the training data (equal prompts), first row 2"
+STORY = "Natalia sold {n} clips in {month} and half as many in the month after; how many {what} did she sell in all?"
 
-    def test_ngrams(self) -> None:
-        train = prompts("the quick brown fox jumps over the lazy dog")
-        report = contamination(train, prompts("a quick brown fox jumps over it", "brown bread and butter"), ngram=3)
-        assert (report.exact, report.similar) == ((), (1,))
-        once = contamination(train, prompts("the quick brown bread and butter", "over the lazy dog"), ngram=3)
-        assert once.similar == (2,), "one n-gram of four is not most of them, and the last of a row counts"
-        assert contamination(train, prompts("the lazy dog"), ngram=3).similar == (1,), "as long as one n-gram"
+
+class TestContamination:
+    def test_equal_is_told_apart_from_equal_but_for_case_and_blanks(self) -> None:
+        report = contamination(prompts("sort 31", "Sort 42"), prompts("sort 99", " sort  42", "sort 31 "))
+        assert (report.exact, report.alike, report.similar, report.share) == ((3,), (2,), (), 2 / 3)
+        assert str(report) == (
+            "2 of 3 evaluation rows are in the training data: 1 equal, first row 3, 1 equal but for case and blanks,"
+            " first row 2"
+        )
+        assert str(contamination(prompts("a"), prompts("b"))) == "0 of 1 evaluation rows are in the training data"
+
+    def test_near_duplicates(self) -> None:
+        train = prompts(STORY.format(n=48, month="April", what="clips"), "The quick brown fox jumps over the lazy dog.")
+        asked = prompts(
+            "Who wrote the book about the quick grey fox that jumps over a hedge every morning before breakfast?",
+            STORY.format(n=48, month="April", what="things"),
+            "So: the quick brown fox jumps over the lazy dog!",
+        )
+        report = contamination(train, asked)
+        assert (report.exact, report.alike, report.similar, report.left) == ((), (), (2, 3), 0)
+        assert "2 near-duplicates (50% of 5-grams in one prompt), first row 2" in str(report)
+        assert contamination(train, asked, overlap=1.0).similar == ()
+        assert contamination(train, asked, ngram=None).similar == ()
+
+    def test_a_template_is_no_duplicate(self) -> None:
+        def tasks(numbers: range) -> list[dict[str, str]]:
+            return prompts(*(STORY.format(n=n, month="April", what="clips") for n in numbers))
+
+        report = contamination(tasks(range(100)), tasks(range(100, 140)))
+        assert report.found == 0
+        assert contamination(tasks(range(100)), tasks(range(99, 140))).exact == (1,)
+        one = prompts(STORY.format(n=7, month="the spring of 1999", what="clips with flowers"))
+        again = prompts(STORY.format(n=8, month="the spring of 1999", what="clips with flowers"))
+        assert contamination(tasks(range(100)) + one, tasks(range(100, 140)) + again).similar == (41,)
+
+    def test_what_is_too_much_is_left_and_told(self) -> None:
+        train = prompts(*(f"{i} a b c d e f g h" for i in range(50)))
+        report = contamination(train, prompts("zero one two three four five six seven", "0 a b c d e f g h"), most=60)
+        assert (report.exact, report.left) == ((2,), 39), "60 n-grams: 4 of the one that is asked, then 11 rows of 5"
+        assert str(report).endswith("; 39 prompts were not looked at for near-duplicates")
 
     def test_refused(self) -> None:
         with pytest.raises(InputError, match="needs evaluation rows"):
@@ -246,8 +275,9 @@ class TestContamination:
 
     @given(st.lists(st.text(min_size=1), max_size=8), st.lists(st.text(min_size=1), min_size=1, max_size=8))
     def test_more_training_data_never_finds_less(self, train: list[str], evaluation: list[str]) -> None:
-        less = contamination(prompts(*train), prompts(*evaluation), ngram=2)
-        more = contamination(prompts(*train, *evaluation[:1]), prompts(*evaluation), ngram=2)
+        less = contamination(prompts(*train), prompts(*evaluation), ngram=None)
+        more = contamination(prompts(*train, *evaluation[:1]), prompts(*evaluation), ngram=None)
         assert set(less.exact) <= set(more.exact)
         assert {1} <= set(more.exact)
+        assert set(less.alike) <= {*more.alike, *more.exact}
         assert 0 <= less.share <= more.share <= 1

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from posttrain.data.fitting import (
     check_demonstrations,
     check_pairs,
     check_prompts,
+    check_responses_differ,
     context_length,
     open_tokenizer,
 )
@@ -234,6 +236,13 @@ class TestLimits:
             check_pairs(rows, tiny, name="d@1", context=9, longest=3)
         with pytest.raises(InputError, match=r"^d@1 row 1: a preference needs .*, got no chosen and no rejected$"):
             check_pairs([{"prompt": "1", "completion": "2"}], tiny, name="d@1", context=9, longest=None)
+
+    def test_pairs_must_differ(self, tiny: PlanTokenizer) -> None:
+        rows = [{"prompt": "1", "chosen": "2", "rejected": "3"}, {"prompt": "1", "chosen": "2", "rejected": "2"}]
+        for check in (check_responses_differ, partial(check_pairs, tokenizer=tiny, context=9, longest=None)):
+            with pytest.raises(InputError, match=r"^d@1 row 2: chosen and rejected must differ, got the same"):
+                check(rows, name="d@1")
+            check(rows[:1], name="d@1")
 
     def test_chat_rows_need_a_template(self, tmp_path: Path) -> None:
         letters(tmp_path)

@@ -22,6 +22,7 @@ from posttrain.data.fitting import (
     check_demonstrations,
     check_pairs,
     check_prompts,
+    check_responses_differ,
     context_length,
     open_tokenizer,
 )
@@ -37,7 +38,7 @@ from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.store.scratch import scratch
 from posttrain.store.trees import materialise, tree_listing
 
-_FORM = "posttrain.fit/2"  # another number forgets what was remembered
+_FORM = "posttrain.fit/3"  # another number forgets what was remembered
 _LOOKED_AT = 200_000  # rows of one data set; the job looks at the others
 
 
@@ -225,6 +226,8 @@ def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> Non
         check_answers(rows, name)
     if needs.distinct:
         distinct_items(rows, name)
+    if needs.pairs:
+        check_responses_differ(rows, name)
     if base.tokenizer and needs.pairs:
         check_pairs(rows, base.tokenizer, name=name, context=base.context, longest=needs.max_length)
     elif base.tokenizer and needs.learn:

@@ -178,5 +178,6 @@ def _seen_in_training(planned: Planned, datasets: Mapping[str, Dataset]) -> Iter
                 yield f"{suite.name} was not compared with {source.name}: more than {READ_AT_MOST} rows"
                 continue
             report = contamination(known, asked)
-            if report.exact:
-                yield f"{suite.name} against {source.name}: {report}; its scores say little about unseen prompts"
+            if report.found or report.left:
+                little = "; its scores say little about unseen prompts" if report.found else ""
+                yield f"{suite.name} against {source.name}: {report}{little}"

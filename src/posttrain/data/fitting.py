@@ -252,6 +252,24 @@ def _begun(prompt: list[int]) -> list[int]:
     return prompt
 
 
+def refuse_equal(chosen: object, rejected: object) -> None:
+    """Refuse a preference between two equal responses: it prefers nothing. Raises InputError."""
+    if chosen == rejected:
+        raise InputError("chosen and rejected must differ, got the same response twice; drop the row")
+
+
+def check_responses_differ(rows: Sequence[Row], name: str) -> None:
+    """Refuse pairs of equal responses, whatever tokens they become.
+
+    Raises:
+        InputError: names data set and row (from 1).
+    """
+    for number, row in enumerate(rows, start=1):
+        if row.get("chosen") is not None:
+            with _row_errors(name, number):
+                refuse_equal(row["chosen"], row.get("rejected"))
+
+
 def check_pairs(
     rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, longest: int | None
 ) -> None:
@@ -262,7 +280,8 @@ def check_pairs(
         longest: the stage's own limit.
 
     Raises:
-        InputError: a row that cannot be rendered or does not fit; names data set and row (from 1).
+        InputError: a row that cannot be rendered, does not fit, or whose responses are the same tokens; names data set
+            and row (from 1).
     """
     limits = [(longest, "max_length"), (context, "the context")]
     limit, what = min(((n, word) for n, word in limits if n is not None), default=(None, ""))
@@ -270,6 +289,7 @@ def check_pairs(
         with _row_errors(name, number):
             prompt, chosen, rejected = tokenizer.pair(row)
             length = len(_begun(prompt)) + max(len(chosen), len(rejected))
+            refuse_equal(chosen, rejected)
         if limit is not None and length > limit:
             raise InputError(
                 f"{name} row {number}: prompt and response of {length} tokens exceed {what} of {limit}; "

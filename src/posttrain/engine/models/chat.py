@@ -180,13 +180,15 @@ def encode_preferences(
     """Every row's pair.
 
     Raises:
-        InputError: a row without prompt, chosen and rejected, that cannot be rendered, or that is longer than `limit`
-            tokens (never cut); names data set and row.
+        InputError: a row without prompt, chosen and rejected, that cannot be rendered, whose responses are equal, or
+            that is longer than `limit` tokens (never cut); names data set and row.
     """
     pairs = []
     for number, row in enumerate(rows, start=1):
         with _row_errors(name, number):
             prompt, chosen, rejected = render_preference(tokenizer, row)
+            if chosen == rejected:
+                raise InputError("chosen and rejected must differ, got the same response twice; drop the row")
         length = len(prompt) + max(len(chosen), len(rejected))
         if length > limit:
             raise InputError(
