@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from posttrain.data.assets import inspect_reward
+from posttrain.data.modules import imported_reward
 from posttrain.data.rows import read_rows
-from posttrain.domain.rewards import DIALECTS
+from posttrain.domain.rewards import DIALECTS, Signature
 from posttrain.engine.rewards.port import RewardCall
 from posttrain.engine.rewards.process import ProcessReward, open_reward
 
@@ -264,3 +265,18 @@ class TestVerifiers04:
         found = opened(self.SOURCE, "SumTask").score(call("42", "I think 41", prompt=prompt, answer="42"))
         assert [score.score for score in found] == [1.5, 0.0]
         assert found[0].components == {"correct": 1.0, "brief": 1.0, "length": 2.0}
+
+
+def test_a_package_s_function_without_a_file(tmp_path: Path) -> None:
+    found = imported_reward("trl.rewards:accuracy_reward")
+    assert (found.distribution, found.version) == ("trl", importlib.metadata.version("trl"))
+    assert isinstance(found.signature, Signature), "found in a module that trl imports late"
+    assert "solution" in found.signature.required
+    assert imported_reward("math_verify:verify").distribution == "math-verify"
+    path = tmp_path / "imported_reward.py"
+    path.write_bytes(found.source)
+    reward = open_reward(path, found.function, timeout=PATIENCE)
+    try:
+        assert scores(reward, call(r"\boxed{42}", "41", solution="42")) == [1.0, 0.0]
+    finally:
+        reward.close()

@@ -334,7 +334,7 @@ def test_a_reward_that_no_call_fits_is_refused_without_being_run(bench: Bench, s
 def test_what_a_plan_cannot_know_of_a_reward_is_a_warning(bench: Bench) -> None:
     (bench.folder / "reward.py").write_text("from trl.rewards import accuracy_reward as score\n")
     assert plan(bench.file(), bench.workspace).warnings == (
-        "rewards.exact: reward.py: score is imported, so how it is called is known only when the stage starts",
+        "rewards.exact: reward.py (score): score is imported, so how it is called is known only when the stage starts",
     )
     (bench.folder / "reward.py").write_text("def score(completion, level):\n    return 1.0\n")
     bench.rows("train", {**ROW, "level": 3}, ROW)  # one row has the column, the others are given None
@@ -343,3 +343,23 @@ def test_what_a_plan_cannot_know_of_a_reward_is_a_warning(bench: Bench) -> None:
     bench.rows("train", ROW)
     refused = bench.refused(lambda raw: raw["rewards"].update(exact="reward:leveled"))
     assert "rewards.exact: reward.py (score): parameter 'level' is neither a column of path:train.jsonl" in refused
+
+
+def test_a_reward_of_an_installed_package(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = bench.folder / "site"
+    (site / "rated_rows-0.3.dist-info").mkdir(parents=True)
+    (site / "rated_rows-0.3.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: rated-rows\nVersion: 0.3\n"
+    )
+    (site / "rated_rows-0.3.dist-info" / "top_level.txt").write_text("rated_rows\n")
+    (site / "rated_rows.py").write_text("def exact(completion, answer): ...\ndef solved(completion, solution): ...\n")
+    monkeypatch.syspath_prepend(str(site))
+    planned = plan(bench.file(lambda raw: raw["rewards"].update(exact="rated_rows:exact")), bench.workspace)
+    reward = planned.manifest.stage("grpo").inputs["reward"]
+    assert (reward.name, planned.warnings) == ("rated_rows:exact", ())
+    refused = bench.refused(lambda raw: raw["rewards"].update(exact="rated_rows:solved"))
+    assert refused.startswith(
+        "rewards.exact: rated_rows:solved: parameter 'solution' is neither a column of path:train"
+    )
+    submit(bench.file(lambda raw: raw["rewards"].update(exact="rated_rows:exact")), workspace=bench.workspace)
+    assert b"rated-rows 0.3" in bench.workspace.blobs.get(str(reward.digest))

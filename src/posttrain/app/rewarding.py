@@ -12,6 +12,7 @@ from pathlib import Path
 
 from posttrain.app.workspace import Workspace
 from posttrain.data.assets import reward_signature
+from posttrain.data.modules import imported_reward
 from posttrain.data.refs import Source, local_path, parse_ref
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.manifest import InputRef
@@ -54,12 +55,15 @@ def read_reward(workspace: Workspace, ref: InputRef, word: str, folder: Path) ->
     """
     source = str(ref.meta.get("source") or "reward.py")
     entry, wanted = ref.meta.get("entry"), ref.meta.get("dialect") or "auto"
-    name, signature = reward_signature(_source(workspace, ref, word, folder, source), source, entry)
-    place = f"{source} ({name})"
+    if parse_ref(word, "reward").source is Source.MODULE:
+        place, signature = word, imported_reward(word).signature
+    else:
+        name, signature = reward_signature(_source(workspace, ref, word, folder, source), source, entry)
+        place = f"{source} ({name})"
     if isinstance(signature, str):
         known = "its parameters are" if wanted != "auto" else "how it is called is"
         return UsedReward(
-            place, Signature(()), "row", f"{source}: {signature}, so {known} known only when the stage starts"
+            place, Signature(()), "row", f"{place}: {signature}, so {known} known only when the stage starts"
         )
     try:
         refuse_nameless(signature)

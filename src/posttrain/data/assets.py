@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.files import file_format
+from posttrain.data.modules import SOURCE, WORD, ImportedReward
 from posttrain.data.parts import data_files
 from posttrain.data.rows import has_answer, prompt_text, read_rows
 from posttrain.data.signatures import Function, definitions, functions, rubrics, signature_of
@@ -121,6 +122,17 @@ def inspect_reward(
     }
 
 
+def inspect_imported(found: ImportedReward) -> Meta:
+    """What a run must know of a reward that an installed package has: `{"entry", "dialect", "source"}`.
+
+    Raises:
+        InputError: parameters of no known dialect.
+    """
+    if not isinstance(found.signature, str):
+        _refuse_unknown(found.signature, "auto", f"{found.module}:{found.function}")
+    return {"entry": found.function, "dialect": "auto", "source": SOURCE}
+
+
 def _refuse_unknown(signature: Signature, dialect: str, place: str) -> None:
     """What the worker would refuse when it loads the function."""
     try:
@@ -169,7 +181,10 @@ def _reward_source(path: Path, file: str) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise NotFoundError(f"reward source {path} does not exist; give a Python file or a folder that holds one")
+        hint = "give a Python file or a folder that holds one"
+        if WORD.fullmatch(str(path)):
+            hint = f"a package's function is not registered: write it in run.yaml, as in rewards: {{mine: {path}}}"
+        raise NotFoundError(f"reward source {path} does not exist; {hint}")
     return path / source_name({p.name for p in path.glob("*.py")}, file, path.name)
 
 

@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from posttrain.data.assets import inspect_dataset, inspect_model, inspect_recipe, inspect_reward
+from posttrain.data.assets import inspect_dataset, inspect_imported, inspect_model, inspect_recipe, inspect_reward
+from posttrain.data.modules import SOURCE, imported_reward
 from posttrain.data.parts import data_files, together
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
+from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.ports import BlobStore
@@ -122,6 +124,8 @@ class Catalog:
             if kind == "file":
                 return self._file(text, base)
             ref = parse_ref(text, kind)
+            if ref.source is Source.MODULE:
+                return self._imported(ref.name)
             if ref.source is Source.REGISTRY:
                 return self._pinned(self._registered(ref))
             return self._from_files(ref, local_path(ref, base))
@@ -183,6 +187,14 @@ class Catalog:
         meta = {key: found[key] for key in _CALLED_BY if ref.kind == "reward" and key in found}
         name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
         return InputRef(source="asset", name=name, digest=digest, form=cast(Form, form), meta=meta)
+
+    def _imported(self, word: str) -> InputRef:
+        """A reward that an installed package has."""
+        found = imported_reward(word)
+        digest, meta = digest_bytes(found.source), inspect_imported(found)
+        self._local[digest] = (Path(SOURCE), partial(self._blobs.put, found.source))
+        called = {key: meta[key] for key in _CALLED_BY}
+        return InputRef(source="asset", name=word, digest=digest, form="file", meta=called)
 
     def _dataset(self, ref: AssetRef, path: Path) -> InputRef:
         files = data_files(path, str(ref))

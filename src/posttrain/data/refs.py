@@ -1,6 +1,7 @@
 """How a person names an asset: `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision`,
 `hf:org/name@revision/path/in/repo.jsonl`; and a model that this workspace made: `channel:prod`, `channel:prod@3`,
-`run:sort-b0ed9b49/sft`. A data set's path may be a folder or a pattern: `./shards/train-*.jsonl`.
+`run:sort-b0ed9b49/sft`; and a reward of an installed package, `trl.rewards:accuracy_reward`. A data set's path may
+be a folder or a pattern: `./shards/train-*.jsonl`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 
+from posttrain.data.modules import WORD
 from posttrain.data.parts import PACKED, SUFFIXES, is_pattern
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.validation import nearest
@@ -31,6 +34,7 @@ class Source(StrEnum):
     HUB = "hub"  # the local cache of the Hugging Face hub
     CHANNEL = "channel"  # what a release channel of this workspace points at, or pointed at
     RUN = "run"  # what a stage of a run of this workspace made
+    MODULE = "module"  # a reward that an installed package has
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class AssetRef:
 
     kind: str
     source: Source
-    name: str  # registry name, path as written, org/name on the hub, channel, or run (id, a prefix of it, or name)
+    name: str  # registry name, path or module as written, org/name on the hub, channel, or run (id, prefix of it, name)
     version: int | None = None  # registry: None is the latest; channel: the release number, None is the live one
     revision: str | None = None  # hub only
     file: str | None = None  # hub data sets only: a file, folder or pattern in the repository; None: all of it
@@ -53,7 +57,7 @@ class AssetRef:
     def __str__(self) -> str:
         if self.source is Source.HUB:
             return f"hf:{self.name}@{self.revision}" + (f"/{self.file}" if self.file else "")
-        if self.source is Source.PATH:
+        if self.source in (Source.PATH, Source.MODULE):
             return self.name
         if self.source is Source.RUN:
             return f"run:{self.name}" + (f"/{self.stage}" if self.stage else "")
@@ -84,6 +88,8 @@ def parse_ref(text: str, kind: str) -> AssetRef:
         raise InputError(
             f"ref must be kind:name@version, hf:org/name@revision or a path, got {text!r}; write {kind}:{text}"
         )
+    if kind == "reward" and WORD.fullmatch(text) and ("." in head or not get_close_matches(head, KINDS)):
+        return AssetRef(kind, Source.MODULE, text)
     if head not in KINDS:
         raise InputError(f"ref {text!r}: unknown kind {head!r}{nearest(head, KINDS)}; expected {kind}:NAME@VERSION")
     if head != kind:
