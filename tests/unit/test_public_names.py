@@ -15,7 +15,7 @@ from posttrain.cli.main import app
 from posttrain.domain import errors
 
 COMMANDS = {
-    "init": ["--rewards", "[DIR]"],
+    "init": ["--from", "--rewards", "[DIR]"],
     "demo": ["--seed", "--task", "--workspace"],
     "examples": ["--output", "--to", "-o", "[NAME]"],
     "plan": ["--output", "--seed", "-o", "RUN.yaml"],

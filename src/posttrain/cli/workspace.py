@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from posttrain.cli.console import Output, OutputOption, console, emit_json, glyph, say, style
+from posttrain.domain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.app.adopting import Adopted
 
 UNFIT = 10  # the exit code of WorkspaceError
 _GLYPHS = {"ok": "succeeded", "warn": "stopped", "fail": "failed"}
@@ -35,15 +39,53 @@ def init(
         Rewards | None,
         typer.Option(help="trusted: they may run where the kernel cannot confine them. confined: they may not."),
     ] = None,
+    adopted: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(
+            "--from",
+            metavar="trl|verl FILE",
+            help="Also write run.yaml: what a TRL script, configuration or command, or verl's YAML or script asks for.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
     from posttrain.app.workspace import init_workspace
 
+    written = _adopt(*adopted, folder or Path()) if adopted else None
     workspace = init_workspace(folder, rewards=rewards)
     if workspace.trusts_rewards:
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
-    say(f"workspace {workspace.root}", "next: posttrain asset add dataset:NAME FILE, or posttrain demo")
+    say(f"workspace {workspace.root}")
+    if written is None:
+        say("next: posttrain asset add dataset:NAME FILE, or posttrain demo")
+    else:
+        _tell(written)
     workspace.close()
+
+
+def _adopt(trainer: str, source: Path, folder: Path) -> Adopted:
+    from posttrain.app.adopting import RUN_FILE, Trainer, adopt
+    from posttrain.domain.validation import nearest
+
+    if trainer not in tuple(Trainer):
+        raise InputError(f"init: --from takes {' or '.join(Trainer)}, got {trainer!r}{nearest(trainer, Trainer)}")
+    if not folder.is_dir():
+        raise InputError(f"init: {folder} must be a folder that is there, for run.yaml to go to; make it first")
+    return adopt(Trainer(trainer), source, folder / RUN_FILE)
+
+
+def _tell(written: Adopted) -> None:
+    say(f"run file {written.path}")
+    titles = {
+        "carried over": written.carried,
+        "not as it was there": written.changed,
+        "left out, without a counterpart here": written.dropped,
+        "to do before the first run": (*written.fill_in, f"posttrain plan {written.path}"),
+    }
+    for title, items in titles.items():
+        if items:
+            say(f"{title}:", *(f"  {item}" for item in items))
 
 
 def doctor(

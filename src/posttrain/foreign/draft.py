@@ -1,0 +1,84 @@
+"""A run file in the making, and what must be said of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from posttrain.foreign.settings import Settings
+
+_WIDTH = 118
+
+
+@dataclass(slots=True)
+class Draft:
+    """What a run file will say, and what of the other trainer's file it does not."""
+
+    source: str
+    trainer: str  # TRL | verl
+    run: dict[str, Any]
+    carried: list[str] = field(default_factory=list)  # "num_generations: 8 → group_size: 8"
+    changed: list[str] = field(default_factory=list)  # what is carried over and means something else, or is missing
+    fill_in: list[str] = field(default_factory=list)  # what a person must do before the first run
+    dropped: list[str] = field(default_factory=list)  # what has no counterpart, with its value
+
+    def carry(self, theirs: str, value: Any, ours: str, result: Any) -> None:
+        """Note a setting that was carried over."""
+        self.carried.append(f"{theirs}: {_short(value)} → {ours}: {_short(result)}")
+
+    def close(self, settings: Settings, told: dict[str, str], harmless: frozenset[str]) -> Draft:
+        """Say of everything that nobody took why it is not there.
+
+        Args:
+            told: setting → why it has no place here; it changes the result or what a person sees.
+            harmless: settings that say where and how to compute, or what to print: they decide no result.
+        """
+        for name, text in settings.unknown.items():
+            self.changed.append(
+                f"{name}: {_short(text)}: the file does not say what this stands for; it is as by default"
+            )
+        for name, value in settings.left().items():
+            last = name.rpartition(".")[2]
+            why = told.get(name) or told.get(last)
+            if value in (False, [], {}, ""):
+                continue
+            if why:
+                self.changed.append(f"{name}: {_short(value)}: {why}")
+            elif not (name in harmless or last in harmless):
+                self.dropped.append(f"{name}: {_short(value)}")
+        return self
+
+    def text(self) -> str:
+        """The run file, with what a person should know as comments before it."""
+        lines = [f"# From {self.source} ({self.trainer}) by `posttrain init --from`; check it with `posttrain plan`."]
+        for title, items in (
+            ("To do before the first run", self.fill_in),
+            ("Not as it was there", self.changed),
+            ("Left out, without a counterpart here", self.dropped),
+        ):
+            if items:
+                lines += [f"# {title}:", *(f"#   - {' '.join(item.split())}"[:300] for item in items)]
+        body = yaml.dump(self.run, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=_WIDTH)
+        return "\n".join([*lines, "", body])
+
+
+class _Plain(yaml.SafeDumper):
+    """Numbers as people write them."""
+
+
+def _number(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
+    mantissa, mark, exponent = f"{value:.10g}".partition("e")
+    text = mantissa + (f"e{int(exponent)}" if mark else "")
+    if mark and "." not in mantissa:
+        text = f"{mantissa}.0e{int(exponent)}"  # YAML reads 1e-6 as text
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text if "." in text or mark else f"{text}.0")
+
+
+_Plain.add_representer(float, _number)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"

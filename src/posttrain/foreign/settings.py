@@ -1,0 +1,221 @@
+"""The settings that a file of another trainer writes down, by their dotted names: YAML, shell commands, Python.
+
+A Python script is parsed, never executed: what it computes is not a setting.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posttrain.domain.errors import InputError
+
+_OVERRIDE = re.compile(r"^\+{0,2}([a-z_][\w.]*)=(.*)$", re.DOTALL)
+_ASSIGNED = re.compile(r"^\s*(?:export\s+)?([A-Z_][A-Z0-9_]*)=(.*)$", re.MULTILINE)
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
+_MOST_BYTES = 4 * 2**20
+
+
+@dataclass(slots=True)
+class Settings:
+    """What a file says, and which of it was read: `take` marks, `left` gives what nobody took."""
+
+    source: str  # the file, for messages
+    values: dict[str, Any]
+    unknown: dict[str, str] = field(default_factory=dict)  # what a variable decides that the file does not set
+    words: tuple[str, ...] = ()  # names of programs, classes and subcommands in it: `trl`, `grpo`, `GRPOTrainer`
+    taken: set[str] = field(default_factory=set)
+
+    def take(self, *names: str, default: Any = None) -> Any:
+        """The value of the first of these names that is there; all of them count as read."""
+        self.taken.update(names)
+        return next((self.values[name] for name in names if self.values.get(name) is not None), default)
+
+    def number(self, *names: str, default: float) -> float:
+        """A number.
+
+        Raises:
+            InputError: something else stands there.
+        """
+        value = self.take(*names, default=default)
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{self.source}: {names[0]} must be a number, got {value!r}; write the number") from error
+
+    def count(self, *names: str, default: int) -> int:
+        """A whole number. Raises as `number`."""
+        return int(self.number(*names, default=default))
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        """True or false, in any spelling."""
+        value = self.take(*names, default=default)
+        return value if isinstance(value, bool) else str(value).strip().lower() in ("true", "1", "yes", "")
+
+    def given(self, *names: str) -> bool:
+        """Whether one of them is written; it counts as read."""
+        self.taken.update(names)
+        return any(self.values.get(name) is not None for name in names)
+
+    def left(self) -> dict[str, Any]:
+        """What nobody took."""
+        return {name: value for name, value in self.values.items() if name not in self.taken and value is not None}
+
+
+def read_settings(path: Path) -> Settings:
+    """Settings of a `.yaml`, `.yml` or `.json` file, a `.py` script, or a file of shell commands.
+
+    Raises:
+        InputError: no such file, not readable as what its name says, or no setting in it.
+    """
+    try:
+        data = path.read_bytes()
+        if len(data) > _MOST_BYTES:
+            raise InputError(
+                f"{path}: must be at most {_MOST_BYTES // 2**20} MiB, got {len(data)} bytes; name the script"
+            )
+        text = data.decode()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: must be text in UTF-8: {error.reason}; name the script or its configuration"
+        ) from error
+    read = {".yaml": _of_yaml, ".yml": _of_yaml, ".json": _of_yaml, ".py": _of_python}.get(path.suffix, _of_shell)
+    found = read(text, str(path))
+    if not found.values:
+        raise InputError(f"{path}: must hold settings, and none was found; name the file that holds the arguments")
+    return found
+
+
+def _of_yaml(text: str, source: str) -> Settings:
+    try:
+        raw = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{source}: is not YAML: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(raw, Mapping):
+        raise InputError(f"{source}: must be a map of settings, got {type(raw).__name__}")
+    return Settings(source, dict(_flat(raw)))
+
+
+def _flat(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in raw.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{name}.")
+        elif not (isinstance(value, str) and value.startswith("${")):  # an interpolation repeats what stands elsewhere
+            yield name, value
+
+
+def _of_shell(text: str, source: str) -> Settings:
+    """`--key value`, `--key=value`, `--flag` and hydra's `key=value` of every command; the last one wins."""
+    try:
+        words = shlex.split(_expanded(text).replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise InputError(f"{source}: cannot be read as shell commands: {error}; close its quotes") from error
+    values: dict[str, Any] = {}
+    plain: list[str] = []
+    index = 0
+    while index < len(words):
+        word = words[index]
+        override = _OVERRIDE.match(word)
+        index += 1
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            given = [value] if equals else []
+            while not equals and index < len(words) and _is_value(words[index]):
+                given.append(words[index])
+                index += 1
+            values[name.replace("-", "_")] = (
+                [_typed(v) for v in given] if len(given) > 1 else _typed(*given or ["true"])
+            )
+        elif override:
+            values[override[1]] = _typed(override[2])
+        else:
+            plain.append(word)
+    unknown = {name: str(value) for name, value in values.items() if "$" in str(value)}
+    return Settings(source, {k: v for k, v in values.items() if k not in unknown}, unknown, tuple(plain))
+
+
+def _expanded(text: str) -> str:
+    """The commands with the variables that the file itself sets."""
+    known = {"HOME": "~"} | {name: value.strip().strip("\"'") for name, value in _ASSIGNED.findall(text)}
+    known = {name: re.sub(r"^\$\{\w+:?-(.*)\}$", r"\1", value) for name, value in known.items()}
+    rest = _ASSIGNED.sub("", text)
+    for _ in range(3):  # a variable may be made of others
+        rest = _VARIABLE.sub(lambda found: str(known.get(found[1] or found[3], found[2] or found[0])), rest)
+    return rest
+
+
+def _is_value(word: str) -> bool:
+    return (
+        not word.startswith("--")
+        and not word.endswith(".py")
+        and not _OVERRIDE.match(word)
+        and word not in ("&&", "||", "|", ";", ">", "2>&1")
+    )
+
+
+def _typed(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return text
+    if isinstance(value, str):  # YAML 1.1 reads 1e-6 as text
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _of_python(text: str, source: str) -> Settings:
+    """Keywords of every `…Config(…)`, `…Arguments(…)` and `…Trainer(…)`, and what `load_dataset` is asked for."""
+    try:
+        module = ast.parse(text, filename=source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise InputError(f"{source}: is not Python: {error}") from error
+    names = {
+        target.id: node.value
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    values: dict[str, Any] = {}
+    words: list[str] = []
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func).rpartition(".")[2]
+        if called.endswith(("Config", "Arguments", "Trainer")):
+            words.append(called)
+            for keyword in node.keywords:
+                value = _literal(keyword.value, names)
+                if keyword.arg and keyword.arg != "args" and value is not None:
+                    values[keyword.arg] = value
+        elif called == "load_dataset" and node.args:
+            values.setdefault("dataset_name", _literal(node.args[0], names))
+    return Settings(source, values, words=tuple(words))
+
+
+def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 4) -> Any:
+    """A literal, or the name of what stands there; None for what is computed."""
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        pass
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(part, names, depth) for part in node.elts]
+    if isinstance(node, ast.Name):
+        known = names.get(node.id)
+        found = _literal(known, names, depth - 1) if known is not None and depth else None
+        return node.id if found is None and known is None else found
+    return node.attr if isinstance(node, ast.Attribute) else None

@@ -1,0 +1,237 @@
+"""verl's hydra settings (YAML or command-line overrides; its names and defaults as of version 0.6) as a run.yaml.
+
+What verl's default decides and run.yaml's decides otherwise is written out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from posttrain.domain.errors import InputError
+from posttrain.foreign.draft import Draft
+from posttrain.foreign.settings import Settings
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "gae": "", "rloo_vectorized": "rloo", "grpo_vectorized": "grpo"}
+_AGGREGATIONS = {
+    "token-mean": "token-mean",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "seq-mean-token-sum-norm": "seq-mean-token-sum-norm",
+}
+_ESTIMATES = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "kl": "k1", "k1": "k1"}
+_CHANGES = {
+    **dict.fromkeys(
+        ("lora_rank", "lora_alpha", "target_modules"), "there are no adapters yet: all weights are trained"
+    ),
+    **dict.fromkeys((f"{_ROLLOUT}.top_p", f"{_ROLLOUT}.top_k"), "training samples from the whole distribution"),
+    "entropy_coeff": "there is no entropy bonus",
+    "clip_ratio_c": "there is no dual clip",
+    "loss_mode": "the loss is PPO's clipped one",
+    "use_pf_ppo": "is not there yet",
+    "kl_ctrl.type": "the coefficient is fixed",
+    "multi_turn.enable": "responses have one turn",
+    "reward_manager": "the reward is a function of yours, called by its parameters' names",
+    "overlong_buffer.enable": "write the length penalty into the reward",
+    "filter_groups.enable": "groups without signal are dropped and not refilled",
+    "n_gpus_per_node": "placement: says which roles take which devices",
+    "nnodes": "placement: says which roles take which devices",
+    "total_training_steps": "steps counts them",
+    "custom_cls.path": "rows are read as they are; write another file",
+    "val_files": "add an evaluate stage with a suite, and a gate on it",
+}
+_HARMLESS = frozenset(  # they decide no result
+    (  # noqa: SIM905
+        "strategy use_dynamic_bsz ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
+        "use_torch_compile log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
+        "log_prob_max_token_len_per_gpu param_offload optimizer_offload offload_policy fsdp_size forward_prefetch "
+        "reshard_after_forward use_remove_padding gpu_memory_utilization tensor_model_parallel_size enforce_eager "
+        "free_cache_engine max_num_batched_tokens max_num_seqs max_model_len enable_chunked_prefill load_format "
+        "name mode project_name logger val_before_train val_batch_size default_local_dir default_hdfs_dir "
+        "save_freq test_freq resume_mode max_actor_ckpt_to_keep max_critic_ckpt_to_keep log_val_generations "
+        "balance_batch num_workers filter_overlong_prompts max_prompt_length truncation prompt_key reward_fn_key "
+        "return_raw_chat shuffle trust_remote_code dtype hybrid_engine nccl_timeout use_shm use_liger device "
+        "forward_micro_batch_size forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu "
+        "calculate_log_probs image_key video_key return_raw_input_ids do_sample total_epochs enable min_num_params "
+        "_target_ "
+    ).split()
+)
+
+
+def from_verl(settings: Settings, rows: int | None = None) -> Draft:
+    """A run file of one stage that trains as the verl settings do.
+
+    Args:
+        rows: of the training data, where it is known; None: epochs cannot be turned into steps.
+
+    Raises:
+        InputError: an advantage estimator that has no counterpart here, or a value that is no number.
+    """
+    name = str(settings.take("trainer.experiment_name", default=Path(settings.source).stem))
+    name = re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:40] or "verl"
+    draft = Draft(settings.source, "verl", {"name": name, "owner": "me", "seed": 1})
+    estimator = str(settings.take("algorithm.adv_estimator", default="gae"))
+    if estimator not in _ESTIMATORS:
+        known = ", ".join(_ESTIMATORS)
+        raise InputError(f"{settings.source}: algorithm.adv_estimator: must be one of {known}, got {estimator!r}")
+    kind = "grpo" if _ESTIMATORS[estimator] else "ppo"
+    draft.run["model"] = _model(settings, draft)
+    draft.run["data"] = {"train": _data(settings, draft)}
+    draft.run["rewards"] = {"reward": _reward(settings, draft)}
+    stage = _stage(settings, draft, kind)
+    if kind == "grpo":
+        stage["advantage"] = _ESTIMATORS[estimator]
+        if not settings.flag("algorithm.norm_adv_by_std_in_grpo", default=True) and estimator.startswith("grpo"):
+            stage["advantage"] = "dr_grpo"
+        aggregation = str(settings.take(f"{_ACTOR}.loss_agg_mode", default="token-mean"))
+        stage["aggregation"] = _AGGREGATIONS.get(aggregation, "token-mean")
+        if aggregation not in _AGGREGATIONS:
+            draft.changed.append(f"loss_agg_mode: {aggregation}: is token-mean here")
+    else:
+        _critic(settings, stage)
+    _kl(settings, draft, stage, kind)
+    stage["steps"] = _steps(settings, draft, stage, rows)
+    stage["optimizer"] = _optimizer(settings, f"{_ACTOR}.", 1e-6, stage["steps"])
+    draft.carry(
+        f"{_ACTOR}.optim", f"lr {stage['optimizer']['learning_rate']:g}", "optimizer", stage["optimizer"]["schedule"]
+    )
+    runtime = _runtime(settings)
+    draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
+    return draft.close(settings, _CHANGES, _HARMLESS)
+
+
+def _model(settings: Settings, draft: Draft) -> str:
+    name = settings.take(f"{_MODEL}.path")
+    if not isinstance(name, str):
+        draft.fill_in.append("model: name the base model")
+        return "model:base"
+    local = name.startswith((".", "/", "~"))
+    ref = name if local else f"hf:{name}@main"
+    draft.carry(f"{_MODEL}.path", name, "model", ref)
+    if not local:
+        draft.fill_in.append(f"fetch the model: hf download {name}")
+    return ref
+
+
+def _data(settings: Settings, draft: Draft) -> str:
+    files = settings.take("data.train_files")
+    names = [str(one) for one in (files if isinstance(files, list) else [files]) if one]
+    if len(names) == 1 and "$" not in names[0]:
+        draft.carry("data.train_files", names[0], "data.train", names[0])
+        return names[0] if names[0].startswith((".", "/", "~")) else f"./{names[0]}"
+    draft.fill_in.append(f"register the training rows: posttrain asset add dataset:train {' '.join(names) or 'FILE'}")
+    return "dataset:train"
+
+
+def _reward(settings: Settings, draft: Draft) -> str:
+    path = settings.take("custom_reward_function.path", "reward.custom_reward_function.path")
+    name = settings.take("custom_reward_function.name", "reward.custom_reward_function.name", default="compute_score")
+    if not path:
+        draft.changed.append(
+            "reward: verl chooses one by data_source; here it is a file: write compute_score or copy verl's"
+        )
+    draft.fill_in.append(f"register the reward: posttrain asset add reward:reward {path or 'reward.py'} --entry {name}")
+    return "reward:reward"
+
+
+def _stage(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
+    prompts = settings.count("data.train_batch_size", "data.gen_batch_size", default=1024)
+    group = settings.count(f"{_ROLLOUT}.n", default=1)
+    mini = settings.count(f"{_ACTOR}.ppo_mini_batch_size", default=256)
+    stage: dict[str, Any] = {"kind": kind, "data": "train", "reward": "reward", "prompts_per_step": prompts}
+    stage["group_size"] = max(group, 2) if kind == "grpo" else group
+    if stage["group_size"] != group:
+        draft.changed.append(f"{_ROLLOUT}.n: {group}: a group of one has no baseline, so it is 2 here")
+    stage["mini_batches"] = max(1, prompts // mini)
+    stage["max_new_tokens"] = settings.count("data.max_response_length", f"{_ROLLOUT}.response_length", default=512)
+    stage["temperature"] = settings.number(f"{_ROLLOUT}.temperature", default=1.0)
+    both = settings.number(f"{_ACTOR}.clip_ratio", default=0.2)
+    stage["clip_low"] = settings.number(f"{_ACTOR}.clip_ratio_low", default=both)
+    stage["clip_high"] = settings.number(f"{_ACTOR}.clip_ratio_high", default=both)
+    epochs = settings.count(f"{_ACTOR}.ppo_epochs", default=1)
+    if kind == "ppo":
+        stage["epochs"] = epochs
+    elif epochs > 1:
+        draft.changed.append(f"{_ACTOR}.ppo_epochs: {epochs}: a rollout batch is passed over once")
+    draft.carry("data.train_batch_size", prompts, "prompts_per_step", prompts)
+    draft.carry(f"{_ROLLOUT}.n", group, "group_size", stage["group_size"])
+    draft.carry(f"{_ACTOR}.ppo_mini_batch_size", mini, "mini_batches", stage["mini_batches"])
+    return stage
+
+
+def _critic(settings: Settings, stage: dict[str, Any]) -> None:
+    stage["gae"] = {
+        "gamma": settings.number("algorithm.gamma", default=1.0),
+        "lam": settings.number("algorithm.lam", default=1.0),
+    }
+    rate = settings.number("critic.optim.lr", default=1e-5)
+    stage["critic"] = {
+        "clip": settings.number("critic.cliprange_value", default=0.5),
+        "warmup": settings.count("trainer.critic_warmup", default=0),
+        "optimizer": {
+            "learning_rate": rate,
+            "weight_decay": settings.number("critic.optim.weight_decay", default=0.01),
+        },
+    }
+
+
+def _kl(settings: Settings, draft: Draft, stage: dict[str, Any], kind: str) -> None:
+    coefficient = settings.number(f"{_ACTOR}.kl_loss_coef", default=0.001)
+    written = str(settings.take(f"{_ACTOR}.kl_loss_type", default="low_var_kl")).rstrip("+")
+    estimator = _ESTIMATES.get(written, "k3")
+    in_reward = settings.number("algorithm.kl_ctrl.kl_coef", default=0.001)
+    penalty = str(settings.take("algorithm.kl_penalty", default="kl")).rstrip("+")
+    if kind == "ppo":
+        stage["kl"] = None
+    if settings.flag(f"{_ACTOR}.use_kl_loss"):
+        estimator = "k3" if estimator == "k1" else estimator  # k1 has no gradient as a loss
+        place = {"place": "loss"} if kind == "ppo" else {}
+        stage["kl"] = {"coefficient": coefficient, "estimator": estimator, **place}
+        draft.carry(f"{_ACTOR}.kl_loss_coef", coefficient, "kl.coefficient", coefficient)
+    elif settings.flag("algorithm.use_kl_in_reward"):
+        if kind == "grpo":
+            draft.changed.append("use_kl_in_reward: grpo has its penalty in the loss; kl: {coefficient: …} turns it on")
+        else:
+            stage["kl"] = {"coefficient": in_reward, "estimator": _ESTIMATES.get(penalty, "k1"), "place": "reward"}
+
+
+def _steps(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int:
+    most = settings.count("trainer.total_training_steps", default=-1)
+    epochs = settings.number("trainer.total_epochs", default=30.0)
+    if most > 0:
+        draft.carry("trainer.total_training_steps", most, "steps", most)
+        return most
+    per_step = int(stage["prompts_per_step"])
+    if rows is None:
+        draft.fill_in.append(f"steps: {epochs:g} epochs are {epochs:g} × rows / {per_step}; 100 stands there now")
+        return 100
+    found = max(1, math.floor(rows / per_step)) * max(1, round(epochs))  # verl drops the last part of an epoch
+    draft.carry("trainer.total_epochs", f"{epochs:g} of {rows} rows", "steps", found)
+    return found
+
+
+def _optimizer(settings: Settings, place: str, rate: float, steps: int) -> dict[str, Any]:
+    style = str(settings.take(f"{place}optim.warmup_style", f"{place}optim.lr_scheduler_type", default="constant"))
+    warmup = settings.count(f"{place}optim.lr_warmup_steps", default=-1)
+    share = settings.number(f"{place}optim.lr_warmup_steps_ratio", default=0.0)
+    return {
+        "learning_rate": settings.number(f"{place}optim.lr", default=rate),
+        "betas": [0.9, 0.999],
+        "weight_decay": settings.number(f"{place}optim.weight_decay", default=0.01),
+        "warmup_steps": warmup if warmup >= 0 else round(share * steps),
+        "schedule": "cosine" if style == "cosine" else "constant",
+        "final_ratio": settings.number(f"{place}optim.min_lr_ratio", default=0.0) if style == "cosine" else 1.0,
+        "max_grad_norm": settings.number(f"{place}grad_clip", default=1.0),
+    }
+
+
+def _runtime(settings: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if settings.flag(f"{_MODEL}.enable_gradient_checkpointing"):
+        found["activation_checkpointing"] = True
+    parallel = settings.count(f"{_ACTOR}.ulysses_sequence_parallel_size", default=1)
+    if parallel > 1:
+        found["sequence_parallel"] = parallel
+    return found

@@ -1,0 +1,211 @@
+"""Files of TRL and verl as run files: what is carried over, and that nothing is lost in silence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cli_world import World, make_world
+
+from posttrain.domain.errors import InputError
+from posttrain.domain.runspec import parse_run_spec
+from posttrain.engine.config import stage_config
+from posttrain.foreign.draft import Draft
+from posttrain.foreign.settings import read_settings
+from posttrain.foreign.trl import from_trl
+from posttrain.foreign.verl import from_verl
+
+GRPO_SH = """\
+#!/bin/bash
+set -x
+MODEL=Qwen/Qwen2.5-0.5B-Instruct
+export RATE=${RATE:-1e-5}
+accelerate launch --num_processes 4 train_grpo.py \\
+  --model_name_or_path $MODEL --dataset_name trl-lib/DeepMath-103K --learning_rate $RATE \\
+  --num_generations=8 --max-completion-length 1024 \\
+  --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --steps_per_generation 16 \\
+  --use_vllm --beta 0.04 --use_peft --bf16 --loss_type dr_grpo --scale_rewards none \\
+  --reward_funcs accuracy_reward think_format_reward --max_steps 400 --seed $SEED --frobnicate 3   # what is it
+"""
+SFT_PY = """\
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+
+RATE = 3e-5
+raise SystemExit("nothing here is executed")
+trainer = SFTTrainer(
+    model="./base",
+    train_dataset=load_dataset("json", data_files="train.jsonl"),
+    args=SFTConfig(output_dir="out", learning_rate=RATE, num_train_epochs=2, per_device_train_batch_size=4,
+                   gradient_accumulation_steps=4, warmup_ratio=0.1, lr_scheduler_type="cosine", max_length=2048,
+                   packing=True, neftune_noise_alpha=5),
+)
+"""
+VERL = {
+    "algorithm": {"adv_estimator": "gae", "gamma": 0.99, "lam": 0.95, "use_kl_in_reward": True,
+                  "kl_ctrl": {"kl_coef": 0.02}},
+    "data": {"train_files": "train.jsonl", "train_batch_size": 16, "max_response_length": 256, "val_files": "x"},
+    "actor_rollout_ref": {
+        "model": {"path": "./base", "enable_gradient_checkpointing": True},
+        "actor": {"ppo_mini_batch_size": 4, "ppo_epochs": 2, "clip_ratio": 0.1, "entropy_coeff": 0.01,
+                  "ulysses_sequence_parallel_size": 2, "optim": {"lr": 2e-6, "lr_warmup_steps_ratio": 0.5}},
+        "rollout": {"n": 2, "temperature": 0.7, "prompt_length": "${oc.select:data.max_prompt_length,512}"},
+    },
+    "critic": {"optim": {"lr": 3e-5}, "cliprange_value": 0.4},
+    "trainer": {"total_epochs": 3, "critic_warmup": 1, "nnodes": 1},
+    "custom_reward_function": {"path": "score.py", "name": "judge"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return make_world(tmp_path, monkeypatch)
+
+
+def valid(draft: Draft) -> dict[str, Any]:
+    """The draft as a person reads it back: a run file whose stages the engine takes; its one stage."""
+    raw = yaml.safe_load(draft.text())
+    spec = parse_run_spec(raw, "run.yaml")
+    ((_, stage),) = spec.stages.items()
+    return stage_config(stage.kind, stage.params).model_dump()
+
+
+def trl(world: World, name: str, text: str, rows: int | None = None) -> tuple[Draft, dict[str, Any]]:
+    draft = from_trl(read_settings(Path(world.write(name, text))), rows)
+    return draft, valid(draft)
+
+
+def test_a_trl_command_trains_here_as_it_does_there(world: World) -> None:
+    draft, stage = trl(world, "grpo.sh", GRPO_SH)
+    assert draft.run["model"] == "hf:Qwen/Qwen2.5-0.5B-Instruct@main"
+    assert (stage["group_size"], stage["max_new_tokens"], stage["steps"]) == (8, 1024, 400)
+    # 4 devices x 4 x 8 = 128 completions an optimiser step, two of them to a generation: 256 completions of 8
+    assert (stage["prompts_per_step"], stage["mini_batches"]) == (32, 2)
+    assert (stage["kl"]["coefficient"], stage["clip_low"], stage["clip_high"]) == (0.04, 0.2, 0.2)
+    assert (stage["aggregation"], stage["advantage"]) == ("seq-mean-token-sum-norm", "dr_grpo")
+    optimizer = stage["optimizer"]
+    assert (optimizer["learning_rate"], optimizer["schedule"], optimizer["final_ratio"]) == (1e-5, "linear", 0.0)
+    assert (list(optimizer["betas"]), optimizer["warmup_steps"]) == ([0.9, 0.999], 0)
+    assert stage["runtime"]["dtype"] == "bfloat16"
+
+
+def test_what_is_not_carried_over_is_told(world: World) -> None:
+    draft, _ = trl(world, "grpo.sh", GRPO_SH)
+    assert draft.dropped == ["frobnicate: 3"]
+    changed = " ".join(draft.changed)
+    for word in ("use_peft", "reward_funcs: accuracy_reward, think_format_reward", "seed: $SEED"):
+        assert word in changed
+    assert "use_vllm" not in changed  # where responses are computed decides no result
+    text = draft.text()
+    assert all(item[:60] in text for item in (*draft.changed, *draft.dropped, *draft.fill_in))
+
+
+def test_a_python_script_is_read_and_not_run(world: World) -> None:
+    draft, stage = trl(world, "sft.py", SFT_PY, rows=160)
+    assert draft.run["model"] == "./base"
+    assert (draft.run["stages"]["sft"]["kind"], stage["batch_size"], stage["steps"]) == ("sft", 16, 20)
+    optimizer = stage["optimizer"]
+    assert (optimizer["learning_rate"], optimizer["schedule"], optimizer["warmup_steps"]) == (3e-5, "cosine", 2)
+    assert stage["max_length"] == 2048
+    assert "neftune_noise_alpha: 5: there is no noise on embeddings" in draft.changed
+    assert any("devices: counted as one" in item for item in draft.changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("num_generations: 4\n", {"steps": 100, "group_size": 4, "clip_high": 0.2, "kl": None}),
+        ("reward_funcs: [f]\nepsilon_high: 0.28\n", {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token-mean"}),
+        ("max_steps: 7\nlearning_rate: 2e-6\n", {"steps": 7, "batch_size": 8}),
+    ],
+)
+def test_a_configuration_alone(world: World, text: str, wanted: dict[str, Any]) -> None:
+    _, stage = trl(world, "config.yaml", text)
+    assert {key: stage[key] for key in wanted} == wanted
+
+
+def test_rloo_and_reward_models(world: World) -> None:
+    _, rloo = trl(world, "a.sh", "trl rloo --num_generations 4 --max_steps 3 --learning_rate 1e-6")
+    assert (rloo["advantage"], rloo["kl"]["coefficient"]) == ("rloo", 0.05)
+    draft, _ = trl(world, "b.sh", "trl reward --max_steps 3 --per_device_train_batch_size 2")
+    assert draft.run["stages"]["reward"]["kind"] == "reward_model"
+    assert draft.run["stages"]["reward"]["optimizer"]["learning_rate"] == 1e-4
+
+
+def test_verls_settings_train_here_as_they_do_there(world: World) -> None:
+    draft = from_verl(read_settings(Path(world.write("ppo.yaml", yaml.safe_dump(VERL)))), rows=40)
+    stage = valid(draft)
+    assert (stage["prompts_per_step"], stage["group_size"], stage["mini_batches"], stage["epochs"]) == (16, 2, 4, 2)
+    assert (stage["gae"]["gamma"], stage["gae"]["lam"]) == (0.99, 0.95)
+    assert stage["kl"] == {"coefficient": 0.02, "estimator": "k1", "place": "reward"}
+    assert (stage["critic"]["clip"], stage["critic"]["warmup"]) == (0.4, 1)
+    assert stage["critic"]["optimizer"]["learning_rate"] == 3e-5
+    assert stage["steps"] == 6  # three epochs of two whole batches
+    assert (stage["optimizer"]["warmup_steps"], stage["optimizer"]["schedule"]) == (3, "constant")
+    assert (stage["runtime"]["sequence_parallel"], stage["runtime"]["activation_checkpointing"]) == (2, True)
+    assert any("score.py --entry judge" in item for item in draft.fill_in)
+    assert any(item.startswith("actor_rollout_ref.actor.entropy_coeff") for item in draft.changed)
+    assert draft.dropped == []
+
+
+def test_verls_overrides_in_a_script(world: World) -> None:
+    text = (
+        "N=${N:-5}\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$HOME/t.parquet \\\n"
+        " actor_rollout_ref.rollout.n=$N actor_rollout_ref.actor.use_kl_loss=True +data.odd=1 \\\n"
+        " actor_rollout_ref.model.path='org/model' trainer.total_training_steps=9 $@\n"
+    )
+    draft = from_verl(read_settings(Path(world.write("run.sh", text))))
+    stage = valid(draft)
+    assert (stage["group_size"], stage["steps"], stage["prompts_per_step"], stage["mini_batches"]) == (5, 9, 1024, 4)
+    assert (stage["kl"]["coefficient"], stage["kl"]["estimator"]) == (0.001, "k3")
+    assert draft.run["data"]["train"] == "~/t.parquet"
+    assert draft.dropped == ["data.odd: 1"]
+
+
+def test_a_run_file_is_written_whose_epochs_are_steps(world: World) -> None:
+    rows = [{"prompt": f"Q{i}", "completion": "A"} for i in range(50)]
+    world.write("train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    world.write("sft.yaml", "model_name_or_path: ./base\ndataset_name: train.jsonl\nnum_train_epochs: 3\n")
+    told = world.ok("init", "--from", "trl", "sft.yaml")
+    raw = yaml.safe_load(Path("run.yaml").read_text())
+    assert raw["data"] == {"train": "./train.jsonl"}
+    assert raw["stages"]["sft"]["steps"] == 19  # 3 x 50 / 8, rounded up
+    assert "num_train_epochs: 3 of 50 rows → steps: 19" in told
+    assert "posttrain plan run.yaml" in told
+    again = world("init", "--from", "trl", "sft.yaml")
+    assert (again.exit_code, "is there already" in again.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("dpo.sh", "trl dpo --beta 0.1", "trains by DPO, which is not there yet; train a judge from pairs"),
+        ("kto.py", "from trl import KTOTrainer\nKTOTrainer(model='m', beta=1)", "trains by KTO"),
+        ("a.yaml", "learning_rate: fast", "learning_rate must be a number, got 'fast'"),
+        ("a.yaml", "- 1\n- 2\n", "must be a map of settings, got list"),
+        ("a.yaml", "a: [", "is not YAML"),
+        ("a.py", "def f(:", "is not Python"),
+        ("a.py", "print(1)", "must hold settings, and none was found"),
+        ("a.sh", "echo 'open", "cannot be read as shell commands"),
+        ("a.sh", "", "must hold settings"),
+    ],
+)
+def test_refused_in_one_line_with_nothing_written(world: World, name: str, text: str, line: str) -> None:
+    result = world("init", "--from", "trl", world.write(name, text))
+    assert result.exit_code == 2
+    assert line in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not Path("run.yaml").exists()
+    assert not Path(".posttrain").exists()
+
+
+def test_other_trainers_and_files_that_are_not_there(world: World) -> None:
+    for words in (("tlr", "a.sh"), ("trl", "nowhere.sh"), ("verl", ".")):
+        result = world("init", "--from", *words)
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    world.write("verl.yaml", "algorithm: {adv_estimator: remax}\n")
+    with pytest.raises(InputError, match=r"algorithm.adv_estimator: must be one of .*, got 'remax'"):
+        from_verl(read_settings(Path("verl.yaml")))
