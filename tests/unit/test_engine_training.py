@@ -417,6 +417,7 @@ class TestGRPO:
         assert samples[0].advantages[0] > 0 > samples[1].advantages[0]
         assert report.metrics["groups/zero_std"] == pytest.approx(2 / 3)
         assert report.metrics["reward/unscored"] == pytest.approx(1 / 12)
+        assert report.metrics["reward/stderr"] == pytest.approx(0.25 / 3)  # group means .25, 0, 0
 
     @pytest.mark.parametrize(("groups", "followed"), [(0, 0), (1, 4), (2, 8)])
     def test_follows_as_many_groups_as_it_is_told(self, groups: int, followed: int) -> None:

@@ -26,6 +26,7 @@ COMMANDS = {
     "logs": ["--follow", "--output", "--timeout", "-f", "-o", "[STAGE]", "run"],
     "why": ["--output", "-o", "run"],
     "diff": ["--output", "-o", "A", "B"],
+    "compare": ["--html", "--output", "-o", "A B [C …]"],
     "attach": ["--timeout", "run"],
     "stop": ["run"],
     "retry": ["--timeout", "run"],
@@ -90,7 +91,7 @@ def test_verbs_and_options_are_frozen() -> None:
 def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
-    verbs = "init demo examples plan lock run ls get logs why diff attach stop retry"
+    verbs = "init demo examples plan lock run ls get logs why diff compare attach stop retry"
     verbs += " sample eval export promote rollback lineage verify trace asset doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
@@ -105,6 +106,7 @@ def test_every_reading_command_speaks_json() -> None:
         "logs",
         "why",
         "diff",
+        "compare",
         "sample",
         "eval",
         "export",

@@ -165,6 +165,16 @@ def sample(name: str) -> Sample:
     )
 
 
+def test_some_samples_are_read_of_segments_from_the_first_to_the_last(attempt: AttemptFolder) -> None:
+    for step in range(9):
+        with EventWriter(attempt) as sink:
+            sink(sample(f"{step}.0.0"))
+    assert [one.id for one in attempt.some_samples(3)] == ["0.0.0", "4.0.0", "8.0.0"]
+    assert len(attempt.some_samples(50)) == 9
+    (attempt.samples / "000005.jsonl").write_text("{")
+    assert [one.id for one in attempt.some_samples(3)] == ["0.0.0", "8.0.0"], "looking harms nobody"
+
+
 def test_samples_lie_beside_the_facts_and_come_back(attempt: AttemptFolder) -> None:
     assert attempt.recorded_samples() == []
     with EventWriter(attempt, seconds=1e9) as sink:

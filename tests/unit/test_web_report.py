@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -10,21 +9,31 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.control.responses import Answered, Response
+from posttrain.control.scores import Before, Score, Scores
+from posttrain.decision.intervals import Estimate, Paired
 from posttrain.domain.errors import WorkspaceError
+from posttrain.domain.facts import Sample
 from posttrain.domain.gates import Outcome, Verdict
+from posttrain.web.pages import MOST_BYTES, duration, excerpt, number
 from posttrain.web.report import (
     BudgetRow,
     ChangeRow,
     RunReport,
+    SampledStep,
+    StageCurves,
+    StageParameters,
     StageRow,
-    duration,
-    number,
+    StageSamples,
+    SuiteAnswers,
+    SystemRow,
     render_run_report,
     run_report,
     scale,
 )
+from posttrain.web.series import CurveSeries
 
-VOID = {"meta", "br", "img", "line", "circle", "link", "input", "hr"}
+VOID = {"meta", "br", "img", "line", "circle", "path", "link", "input", "hr"}
 FAILED = Verdict(
     gate="no-regression", metric="heldout/accuracy", outcome=Outcome.FAIL, reason="it is 0.3125, too little.",
     test="paired score limit (Tango)", confidence=0.95, items=1234, estimate=0.3125, baseline_estimate=0.9688,
@@ -38,6 +47,39 @@ BROKEN = Verdict(
     gate="shorter", metric="heldout/tokens", outcome=Outcome.ERROR, reason="it was not measured.", test="none",
     confidence=0.95, items=0, threshold=-0.5,
 )  # fmt: skip
+ESTIMATE = Estimate(0.3125, 0.29, 0.34, 1234, "exact limit")
+PAIRED = Paired(9, 41, 1184, -0.026, -0.04, -0.012, "paired limit", 0.00001)
+SCORES = Scores(
+    (
+        Score("evaluate", "heldout", "heldout/accuracy", "stage grpo", ESTIMATE, (
+            Before("channel prod", "baseline-evaluate", Estimate(0.9688, 0.95, 0.98, 1234, "exact limit"), PAIRED),
+            Before("base model:tiny@1", "base-eval", Estimate(0.1, 0.08, 0.12, 800, "exact"), None, "other items"),
+        )),
+        Score("evaluate", "hard", "hard/pass@4", "stage grpo", Estimate(0.5, None, None, 7, "no declared range"), ()),
+    ),
+    ("sft-eval: blob is gone",),
+)  # fmt: skip
+
+
+def sample(text: str) -> Sample:
+    return Sample("0.7.1", 0, text, text, [1], [2, 3], [-0.1, -0.2], True, ["0.0"], 0.75, text, {"exact": 1.0}, "ok")
+
+
+def answered(text: str, correct: bool) -> Response:
+    return Response(Answered(0, "heldout", "i0", "greedy", 0, correct, True, 17), text, text, text, None)
+
+
+def suite(text: str, shown: int = 1) -> SuiteAnswers:
+    wrong, right = (answered(text, False),) * shown, (answered(text, True),) * shown
+    return SuiteAnswers(text, text, text, 1234, 848, 5, wrong, right)
+
+
+def curves(stage: str, metrics: int, points: int) -> StageCurves:
+    values = [float(n % 7) for n in range(points)]
+    names = ["reward/mean", "probe/accuracy", "loss", *(f"own/{n}" for n in range(metrics))][:metrics]
+    return StageCurves(stage, "grpo", {n: CurveSeries(n, stage, range(points), values, metric=n) for n in names})
+
+
 REPORT = RunReport(
     run_id="r-7f3a",
     name="sort",
@@ -57,7 +99,12 @@ REPORT = RunReport(
     warnings=("reward:sort@2 is not the version that prod was trained on",),
     compared_with="r-0001",
     changes=(ChangeRow("stages.grpo.inputs.reward", "reward:sort@1", "reward:sort@2", ("guideline: a → b",)),),
-    curve=b"\x89PNG\r\n\x1a\n picture",
+    scores=SCORES,
+    curves=(curves("grpo", 5, 40),),
+    samples=(StageSamples("grpo", (SampledStep(12, 8, (sample("the response"),)),)),),
+    answers=(suite("the answer"),),
+    parameters=(StageParameters("grpo", "grpo", (("reward", "reward:sort@2", "sha256:d4"),), (("steps", "60"),)),),
+    system=(SystemRow("grpo", 83.4, 1234567, 15123.4, 0.21, 60, (("rollout", 0.15, 0.7),)),),
 )
 
 
@@ -107,6 +154,10 @@ def test_everything_given_appears() -> None:
         "├── reward:sort@2", "└── dataset:sort-train@1", "2,000,000", "99", "60", "0.125",
         "reward:sort@2 is not the version", "What changed against r-0001", "stages.grpo.inputs.reward",
         "reward:sort@1", "guideline: a → b",
+        "0.312", "[0.290, 0.340]", "before: channel prod", "-0.026", "[-0.040, -0.012]", "clear of 0", "9, 41, 1,184",
+        "not paired: other items", "not measured", "sft-eval: blob is gone", "exact limit", "own/0", "probe/accuracy",
+        "held-out accuracy (probe)", "least 0, greatest 6", "the response", "exact 1", "reward 0.75",
+        "848 of 1,234 greedy answers are wrong", "nothing", "steps", "15,123", "rollout 150 ms 70 %",
     ):  # fmt: skip
         assert piece in text, piece
 
@@ -116,8 +167,7 @@ def test_the_page_needs_nothing_from_outside() -> None:
     page = Page(html)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert not re.search(r"https?://|url\(|@import|\bon[a-z]+=", html)
-    sources = [value for name, value in page.attributes if name in ("src", "href")]
-    assert sources == ["data:image/png;base64," + base64.b64encode(REPORT.curve or b"").decode()]
+    assert not [value for name, value in page.attributes if name in ("src", "href", "data", "action")]
     assert "default-src 'none'" in html
     assert "prefers-color-scheme: dark" in html
 
@@ -131,14 +181,20 @@ def test_hostile_strings_are_text() -> None:
         REPORT, run_id=evil, name=evil, state=evil, owner=evil, manifest_digest=evil, reason=evil, next_action=evil,
         stages=(StageRow(evil, evil, evil, evil, 1, 1.0, 1, evil),), gates=(verdict,), lineage=(evil,),
         budgets=(BudgetRow(evil, 1, 2),), warnings=(evil,), compared_with=evil,
-        changes=(ChangeRow(evil, evil, evil, (evil,)),), curve=None,
+        changes=(ChangeRow(evil, evil, evil, (evil,)),),
+        scores=Scores((Score(evil, evil, evil, evil, ESTIMATE, (Before(evil, evil, ESTIMATE, None, evil),)),), (evil,)),
+        curves=(StageCurves(evil, evil, {evil: CurveSeries(evil, evil, (0, 1), (0, 1), metric=evil)}, evil),),
+        samples=(StageSamples(evil, (SampledStep(0, 1, (replace(sample(evil), id=evil, components={evil: 1.0}),)),)),),
+        answers=(suite(evil),), parameters=(StageParameters(evil, evil, ((evil, evil, evil),), ((evil, evil),)),),
+        system=(SystemRow(evil, 1, 1, 1, 1, 1, ((evil, 1, 1),)),),
     )  # fmt: skip
     page = Page(render_run_report(hostile))
     assert "script" not in page.tags
     assert "img" not in page.tags
+    assert page.tags.count("style") == 1
     assert not [name for name, _ in page.attributes if name.startswith("on")]
-    assert all("alert" not in value for _, value in page.attributes)
-    assert "".join(page.texts).count(evil) == 28  # three of them in the title
+    assert all("alert" not in value for name, value in page.attributes if name != "aria-label")
+    assert "".join(page.texts).count(evil) > 50
 
 
 def test_outcomes_are_coloured_and_named() -> None:
@@ -150,7 +206,7 @@ def test_outcomes_are_coloured_and_named() -> None:
 
 def test_empty_parts_are_left_out() -> None:
     page = Page(render_run_report(RunReport("r", "n", "pending", "o", 1, "sha256:x")))
-    assert not {"table", "img", "pre", "h2"} & set(page.tags)
+    assert not {"table", "img", "pre", "h2", "svg", "details"} & set(page.tags)
 
 
 def test_a_limit_of_zero_is_no_division() -> None:
@@ -174,6 +230,55 @@ def test_the_same_report_gives_the_same_bytes(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(WorkspaceError, match="cannot write"):
         run_report(tmp_path / "missing" / "one.html", REPORT)
+
+
+def test_a_page_stays_small_whatever_the_run(tmp_path: Path) -> None:
+    text = "<&\"'😀" * 2_000  # every character of it grows when it is written
+    huge = replace(
+        REPORT,
+        curves=tuple(curves(f"stage-{n}", 30, 600) for n in range(80)),
+        samples=tuple(StageSamples(f"s{n}", (SampledStep(1, 8, (sample(text),) * 4),) * 5) for n in range(80)),
+        answers=tuple(replace(suite(text, 24), stage="evaluate", suite=f"s{n}", of="grpo") for n in range(40)),
+        lineage=(text,) * 5_000,
+        changes=(ChangeRow(text, text, text, (text,)),) * 2_000,
+        stages=(StageRow("grpo", "grpo", "succeeded"),) * 3_000,
+        scores=Scores(SCORES.rows * 500),
+        parameters=tuple(StageParameters(f"s{n}", "grpo", (), ((f"p{n}", text),) * 300) for n in range(300)),
+    )
+    run_report(tmp_path / "report.html", huge)
+    written = (tmp_path / "report.html").read_text()
+    assert (tmp_path / "report.html").stat().st_size <= MOST_BYTES
+    told = Page(written).text
+    for words in (
+        "more stages are left out",
+        "more lines are left out",
+        "more fields are left out",
+        "more characters)",
+    ):
+        assert words in told
+    assert "no-regression" in told, "what the run was judged by stays"
+
+
+def test_a_small_page_shows_all_and_a_long_curve_its_extremes() -> None:
+    values = [0.5] * 600
+    values[177], values[401] = 9.0, -4.0
+    drawn = StageCurves("grpo", "grpo", {"loss": CurveSeries("loss", "grpo", range(600), values, metric="loss")})
+    html = render_run_report(replace(REPORT, curves=(drawn,)))
+    assert "least -4, greatest 9" in Page(html).text
+    assert "left out" not in Page(html).text
+    path = re.search(r'class="ln raw s0" d="M([^"]*)"', html)
+    assert path
+    heights = [float(point.split()[1]) for point in path[1].split("L")]
+    assert len(heights) < 250
+    middle = heights[0]
+    assert min(heights) < middle - 40
+    assert max(heights) > middle + 20
+
+
+def test_texts_are_cut_and_nothing_in_them_turns_the_writing() -> None:
+    assert excerpt("abc", 3) == "abc"
+    assert excerpt("abcdef", 3) == "abc … (3 more characters)"
+    assert excerpt("\x1b[31m\u202eabc\ud800\n\t", 99) == "␛[31m\ufffdabc\ufffd\n\t"
 
 
 def test_numbers_and_times_are_written_for_people() -> None:

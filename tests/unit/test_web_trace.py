@@ -11,7 +11,8 @@ import pytest
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.facts import Sample, Span
 from posttrain.telemetry.timeline import AttemptSpans
-from posttrain.web.trace import TracePage, brief, render_trace_page, trace_page, volume
+from posttrain.web.pages import brief, volume
+from posttrain.web.trace import TracePage, render_trace_page, trace_page
 
 EPOCH = 1_700_000_000.0
 

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.app.status import RunStatus, RunWatcher, baseline_run
+from posttrain.app.answers import stage_samples, suite_answers
+from posttrain.app.drawing import LOSS, PANELS, main_curves, stage_curves
+from posttrain.app.status import RunStatus, RunWatcher, baseline_run, run_scores
 from posttrain.app.workspace import Workspace
 from posttrain.control import budgets
 from posttrain.control.compare import Difference, compare
 from posttrain.control.explain import explain_run
-from posttrain.control.judging import read_evidence
 from posttrain.control.lineage import Node, run_lineage
-from posttrain.decision.statistics import rate_lower
-from posttrain.domain.errors import IntegrityError, NotFoundError
+from posttrain.control.planning import CONTROL
+from posttrain.control.scores import EVALUATE
 from posttrain.domain.gates import GateReport
-from posttrain.domain.manifest import Manifest, StageManifest
-from posttrain.domain.records import StageRecord
-from posttrain.web.curves import CurveSeries, StageBoundary, learning_curve
-from posttrain.web.report import BudgetRow, ChangeRow, RunReport, StageRow, run_report
-
-# metric of a training stage → the panel it is drawn in
-_PANELS = {
-    "reward/mean": "training reward",
-    "probe/accuracy": "held-out accuracy",
-    "response_tokens/mean": "response length (tokens)",
-}
-_LOSS = {"loss": "training loss"}  # for runs that sample nothing
-_CONFIDENCE = 0.95  # one-sided, each end of the bars
+from posttrain.domain.manifest import Manifest
+from posttrain.telemetry.timeline import AttemptSpans, StepTime, step_times
+from posttrain.web.curves import learning_curve
+from posttrain.web.report import (
+    BudgetRow,
+    ChangeRow,
+    RunReport,
+    StageCurves,
+    StageParameters,
+    StageRow,
+    SystemRow,
+    run_report,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +39,6 @@ class Written:
 
     report: Path
     curves: Path | None  # None: no stage reported anything to draw
-
-
-@dataclass(frozen=True, slots=True)
-class _Curves:
-    """One run's lines on an axis that counts the steps of its stages one after another."""
-
-    series: tuple[CurveSeries, ...]
-    boundaries: tuple[StageBoundary, ...]
 
 
 def write_report(workspace: Workspace, run_id: str) -> Written:
@@ -58,15 +52,12 @@ def write_report(workspace: Workspace, run_id: str) -> Written:
     watcher = RunWatcher(workspace, run_id, cached=True)
     status = watcher.read()
     manifest = workspace.wiring.manifest(status.run)
-    curves = _curves(workspace, watcher, status, manifest, run_id)
-    picture = None
+    curves = main_curves(workspace, watcher, status, manifest, run_id)
     if curves.series:
         title = "\n".join([run_id, *(f"{s.record.name}: {s.begun}" for s in status.stages if s.begun)])
         learning_curve(folder / "curves.png", curves.series, boundaries=curves.boundaries, title=title)
-        picture = (folder / "curves.png").read_bytes()
-    report = _report(workspace, status, manifest, picture)
-    run_report(folder / "report.html", report)
-    return Written(folder / "report.html", folder / "curves.png" if picture else None)
+    run_report(folder / "report.html", _report(workspace, watcher, status, manifest))
+    return Written(folder / "report.html", folder / "curves.png" if curves.series else None)
 
 
 def overlay(workspace: Workspace, runs: Sequence[tuple[str, str]], path: Path, title: str = "") -> Path:
@@ -82,9 +73,9 @@ def overlay(workspace: Workspace, runs: Sequence[tuple[str, str]], path: Path, t
     for label, run_id in runs:
         watcher = RunWatcher(workspace, run_id, cached=True)
         status = watcher.read()
-        drawn.append(_curves(workspace, watcher, status, workspace.wiring.manifest(status.run), label))
+        drawn.append(main_curves(workspace, watcher, status, workspace.wiring.manifest(status.run), label))
     series = [one for curves in drawn for one in curves.series]
-    order = list(dict.fromkeys([*_PANELS.values(), *_LOSS.values()]))
+    order = list(dict.fromkeys([*PANELS.values(), *LOSS.values()]))
     series.sort(key=lambda one: order.index(one.quantity))
     learning_curve(path, series, boundaries=drawn[0].boundaries if drawn else (), title=title)
     return path
@@ -100,76 +91,15 @@ def tree_lines(node: Node, prefix: str = "", joint: str = "") -> Iterator[str]:
         yield from tree_lines(child, below, "└─ " if index == len(node.children) - 1 else "├─ ")
 
 
-# --- curves -----------------------------------------------------------------------------------------------------------
-
-
-def _curves(workspace: Workspace, watcher: RunWatcher, status: RunStatus, manifest: Manifest, label: str) -> _Curves:
-    """Stages without any of the main quantities (SFT) are drawn only when there is nothing else."""
-    names = [stage.record.name for stage in status.stages]
-    sampled = [name for name in names if watcher.watcher(name).curves.keys() & _PANELS.keys()]
-    panels = _PANELS if sampled else _LOSS
-    series: list[CurveSeries] = []
-    boundaries: list[StageBoundary] = []
-    offset, ends = 0, {}
-    for name in sampled or [name for name in names if "loss" in watcher.watcher(name).curves]:
-        seen = watcher.watcher(name)
-        boundaries.append(StageBoundary(offset, name))
-        for metric, panel in panels.items():
-            points = seen.curve(metric)
-            if points:
-                steps, values = [offset + p.step for p in points], [p.value for p in points]
-                series.append(CurveSeries(panel, label, steps, values))
-        offset += max((step for curve in seen.curves.values() for step in curve), default=0)
-        ends[name] = offset
-    if sampled:
-        series += _measured(workspace, status, manifest, label, ends)
-    return _Curves(tuple(series), tuple(boundaries))
-
-
-def _measured(
-    workspace: Workspace, status: RunStatus, manifest: Manifest, label: str, ends: dict[str, int]
-) -> Iterator[CurveSeries]:
-    """The evaluation of a drawn stage's model on the data its probe samples from: a point with its exact limits."""
-    probed = {ref.digest for stage in manifest.stages for slot, ref in stage.inputs.items() if slot == "probe"}
-    rows = {stage.record.name: stage.record for stage in status.stages}
-    for stage in manifest.stages:
-        model = stage.inputs.get("model")
-        if stage.kind != "evaluate" or model is None or model.name not in ends:
-            continue
-        found = _suite_accuracy(workspace, stage, rows[stage.name], probed)
-        if found:
-            rate, items = found
-            right = round(rate * items)
-            low = rate_lower(right, items, _CONFIDENCE)
-            high = 1 - rate_lower(items - right, items, _CONFIDENCE)
-            panel, step = _PANELS["probe/accuracy"], ends[model.name]
-            yield CurveSeries(panel, label, [step], [rate], [min(low, rate)], [max(high, rate)])
-
-
-def _suite_accuracy(
-    workspace: Workspace, stage: StageManifest, record: StageRecord, probed: Iterable[str | None]
-) -> tuple[float, int] | None:
-    suites = {slot.removeprefix("suites."): ref for slot, ref in stage.inputs.items() if slot.startswith("suites.")}
-    wanted = set(probed)
-    ordered = sorted(suites, key=lambda name: suites[name].digest not in wanted)
-    for name in ordered[:1]:
-        try:
-            measured = read_evidence(workspace.blobs.get(record.outputs["metrics"]["digest"]), name)
-        except (KeyError, NotFoundError, IntegrityError):  # not measured yet, or its bytes are gone
-            return None
-        found = measured.get(f"{name}/accuracy")
-        if found is not None:
-            return float(found.values.mean()), len(found.item_ids)
-    return None
-
-
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
-def _report(workspace: Workspace, status: RunStatus, manifest: Manifest, picture: bytes | None) -> RunReport:
-    run = status.run
+def _report(workspace: Workspace, watcher: RunWatcher, status: RunStatus, manifest: Manifest) -> RunReport:
+    run, rows = status.run, [stage.record for stage in status.stages]
     gates = explain_run(workspace.wiring, run.id).report
     other, changes = _changes(workspace, status, manifest, gates)
+    troubles: list[str] = []
+    answers = tuple(suite_answers(workspace, manifest, rows, troubles))
     return RunReport(
         run_id=run.id,
         name=run.name,
@@ -183,10 +113,15 @@ def _report(workspace: Workspace, status: RunStatus, manifest: Manifest, picture
         gates=gates.verdicts if gates else (),
         lineage=tuple(tree_lines(run_lineage(workspace.wiring, run.id))),
         budgets=tuple(_budget_rows(workspace, status, manifest)),
-        warnings=(*_warnings(changes, other), *_begun(status)),
+        warnings=(*_warnings(changes, other), *_begun(status), *troubles),
         compared_with=other,
         changes=tuple(ChangeRow(c.path, c.before, c.after, c.notes) for c in changes),
-        curve=picture,
+        scores=run_scores(workspace, status),
+        curves=tuple(_stage_curves(workspace, watcher, status, manifest)),
+        samples=tuple(stage_samples(workspace, run.id, rows)),
+        answers=answers,
+        parameters=tuple(_parameters(manifest)),
+        system=tuple(_system_rows(watcher, status)),
     )
 
 
@@ -204,6 +139,63 @@ def _stage_rows(status: RunStatus) -> Iterator[StageRow]:
             tokens=row.tokens,
             output=output,
         )
+
+
+def _stage_curves(
+    workspace: Workspace, watcher: RunWatcher, status: RunStatus, manifest: Manifest
+) -> Iterator[StageCurves]:
+    """Of every stage that said a metric by step: an evaluation's means are scores, no curve."""
+    for stage in status.stages:
+        name, kind = stage.record.name, stage.record.kind
+        if kind != EVALUATE and watcher.watcher(name).curves:
+            series = stage_curves(workspace, watcher, manifest, name, name)
+            yield StageCurves(name, kind, series, stage.begun)
+
+
+def _parameters(manifest: Manifest) -> Iterator[StageParameters]:
+    for stage in manifest.stages:
+        inputs = tuple((slot, ref.name, ref.digest or "") for slot, ref in sorted(stage.inputs.items()))
+        params = tuple((path, _said(value)) for path, value in _flat("", stage.params))
+        if stage.trainer != CONTROL:
+            yield StageParameters(stage.name, stage.kind, inputs, params)
+
+
+def _flat(path: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(f"{path}.{key}" if path else str(key), item)
+    else:
+        yield path, value
+
+
+def _said(value: object) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _system_rows(watcher: RunWatcher, status: RunStatus) -> Iterator[SystemRow]:
+    for stage in status.stages:
+        seen = watcher.watcher(stage.record.name)
+        speeds = list(seen.curves.get("tokens_per_second", {}).values())
+        steps = step_times(AttemptSpans(stage.record.name, 0, list(seen.hand_offs)))
+        if not (speeds or steps or stage.attempts):
+            continue
+        whole = sum(step.seconds for step in steps)
+        names = dict.fromkeys(name for step in steps for name in step.phases)
+        yield SystemRow(
+            stage=stage.record.name,
+            seconds=stage.seconds,
+            tokens=stage.record.tokens,
+            tokens_per_second=statistics.median(speeds) if speeds else None,
+            step_seconds=statistics.median(step.seconds for step in steps) if steps else None,
+            steps=len(steps),
+            phases=tuple(_phase(name, steps, whole) for name in names),
+        )
+
+
+def _phase(name: str, steps: Sequence[StepTime], whole: float) -> tuple[str, float, float]:
+    """A hand-off's median over the steps that have it, and its share of the time of all."""
+    spent = [step.phases[name] for step in steps if name in step.phases]
+    return name, statistics.median(spent), sum(spent) / whole if whole else 0.0
 
 
 def _budget_rows(workspace: Workspace, status: RunStatus, manifest: Manifest) -> Iterator[BudgetRow]:

@@ -11,6 +11,8 @@ from typing import Any
 from posttrain.app.workspace import Workspace, process_alive
 from posttrain.control.budgets import spending
 from posttrain.control.resuming import trained_elsewhere
+from posttrain.control.scores import Scores
+from posttrain.control.scores import run_scores as measured_scores
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
 from posttrain.domain.lifecycle import RunState, StageState, is_final
@@ -198,6 +200,14 @@ class Vigil:
 def read_status(workspace: Workspace, run_id: str) -> RunStatus:
     """One look at a run."""
     return RunWatcher(workspace, run_id).read()
+
+
+def run_scores(workspace: Workspace, status: RunStatus) -> Scores:
+    """What the run has measured; nothing where its manifest cannot be read, which `trouble` tells."""
+    manifest, _ = workspace.manifest_or_trouble(status.run)
+    if manifest is None:
+        return Scores()
+    return measured_scores(workspace.wiring, manifest, {stage.record.name: stage.record for stage in status.stages})
 
 
 def baseline_run(workspace: Workspace, manifest: Manifest, report: GateReport | None) -> str | None:

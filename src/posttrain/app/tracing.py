@@ -70,7 +70,7 @@ def write_trace(workspace: Workspace, run_id: str, stage: str | None, out: Path)
         WorkspaceError: `out` cannot be written.
     """
     notes: list[str] = []
-    attempts = [_spans(*told, notes) for told in _attempts(workspace, run_id, stage)]
+    attempts = [_spans(*told, notes) for told in stage_attempts(workspace, run_id, stage)]
     if not any(attempt.spans for attempt in attempts):
         raise InputError(
             f"trace: run {run_id} must have a training stage that took a step"
@@ -101,7 +101,7 @@ def recorded_samples(
     """
     found: dict[tuple[str, str], RecordedSample] = {}
     order: dict[str, int] = {}
-    for name, attempt, folder in _attempts(workspace, run_id, stage):
+    for name, attempt, folder in stage_attempts(workspace, run_id, stage):
         order.setdefault(name, len(order))
         for sample in folder.recorded_samples(lambda error: unreadable(str(error))):
             if step in (None, sample.step):
@@ -128,7 +128,9 @@ def recorded_sample(workspace: Workspace, run_id: str, sample_id: str, stage: st
     return RecordedSample(one.stage, one.attempt, one.sample, tuple(pieces))
 
 
-def _attempts(workspace: Workspace, run_id: str, stage: str | None) -> list[tuple[str, AttemptRecord, AttemptFolder]]:
+def stage_attempts(
+    workspace: Workspace, run_id: str, stage: str | None
+) -> list[tuple[str, AttemptRecord, AttemptFolder]]:
     """The attempts of a run in order; of a reused stage, those that computed it."""
     rows = workspace.ledger.stages(run_id)
     if stage is not None and stage not in {row.name for row in rows}:
@@ -145,7 +147,7 @@ def _attempts(workspace: Workspace, run_id: str, stage: str | None) -> list[tupl
 def _begun(workspace: Workspace, run_id: str, stage: str | None) -> Iterator[str]:
     """One line for every stage that went on from another stage's checkpoint: its trace begins there."""
     found: dict[str, list[AttemptRecord]] = {}
-    for name, attempt, _ in _attempts(workspace, run_id, stage):
+    for name, attempt, _ in stage_attempts(workspace, run_id, stage):
         found.setdefault(name, []).append(attempt)
     for name, attempts in found.items():
         words = trained_elsewhere(workspace.wiring, attempts)
@@ -180,7 +182,7 @@ def _unknown(run_id: str, sample_id: str, recorded: Sequence[RecordedSample]) ->
 
 def _pieces(workspace: Workspace, run_id: str, one: RecordedSample) -> list[str]:
     """Text of each response token by the stage's own tokenizer; none where it cannot be had."""
-    folders = {(n, a.number): folder for n, a, folder in _attempts(workspace, run_id, one.stage)}
+    folders = {(n, a.number): folder for n, a, folder in stage_attempts(workspace, run_id, one.stage)}
     try:
         model = folders[one.stage, one.attempt].read_order().inputs.get("model")
         listing = tree_listing(workspace.blobs, model.digest) if model else {}

@@ -151,12 +151,13 @@ def greet(handle: Run, again: str = "") -> None:
 
 def _summary(workspace: Workspace, handle: Run, status: RunStatus) -> None:
     from posttrain.app.reporting import write_report
-    from posttrain.cli.screens import stage_table, verdict_lines
+    from posttrain.app.status import run_scores
+    from posttrain.cli.screens import score_lines, stage_table, verdict_lines
 
     screen = console()
     screen.print(stage_table(status))
     report = handle.why().report
-    for line in verdict_lines(report.verdicts if report else ()):
+    for line in (*verdict_lines(report.verdicts if report else ()), *score_lines(run_scores(workspace, status))):
         screen.print(line)
     say(f"run {handle.id}: {status.run.state} after {duration(status.seconds)}")
     try:

@@ -82,8 +82,8 @@ def get(
     timeout: TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Show one run (stages, state, reason, next action), or the release history of a channel."""
-    from posttrain.app.status import read_status
+    """Show one run (stages, scores, reason, next action), or the release history of a channel."""
+    from posttrain.app.status import read_status, run_scores
     from posttrain.app.workspace import open_workspace
 
     if watch and output is Output.JSON:
@@ -103,15 +103,16 @@ def get(
 
         written = write_report(workspace, run_id)
     status = read_status(workspace, run_id)
+    scores = run_scores(workspace, status)
     workspace.close()
     if output is Output.JSON:
         paths = {"report": str(written.report), "curves": str(written.curves)} if written else {}
-        emit_json(status.to_json() | paths)
+        emit_json(status.to_json() | {"scores": scores.to_json()} | paths)
         return
-    from posttrain.cli.screens import run_footer, run_tree
+    from posttrain.cli.screens import run_footer, run_tree, score_lines
 
     screen = console()
-    screen.print(run_tree(status), *run_footer(status), sep="\n")
+    screen.print(run_tree(status), *score_lines(scores), *run_footer(status), sep="\n")
     if written:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
 
@@ -171,13 +172,13 @@ def logs(
 def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     """Say why a run is where it is. Which number missed, by how much, with what confidence; what to do next."""
     from posttrain.app import runs
-    from posttrain.app.status import baseline_run, read_status
+    from posttrain.app.status import baseline_run, read_status, run_scores
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
     handle = runs.run(run, workspace)
     found, status = handle.why(), read_status(workspace, handle.id)
-    other = baseline_run(workspace, handle.manifest, found.report)
+    scores, other = run_scores(workspace, status), baseline_run(workspace, handle.manifest, found.report)
     action = status.next_action
     if action.startswith("posttrain why"):
         action = f"posttrain diff {other} {handle.id}" if other else f"posttrain get {handle.id} --report"
@@ -187,10 +188,11 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
             status.to_json()
             | {"next_action": action, "compared_with": other}
             | {"gates": found.report.model_dump(mode="json") if found.report else None}
+            | {"scores": scores.to_json()}
             | {"lost": [asdict(attempt) for attempt in found.lost]}
         )
         return
-    from posttrain.cli.screens import attempt_line, run_tree, verdict_lines
+    from posttrain.cli.screens import attempt_line, run_tree, score_lines, verdict_lines
 
     screen = console()
     screen.print(run_tree(status))
@@ -198,7 +200,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates pass" if verdicts else ""
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full
     say(f"reason: {words if gated else status.run.message} ({status.run.reason})")
-    for line in verdict_lines(verdicts):
+    for line in (*verdict_lines(verdicts), *score_lines(scores)):
         screen.print(line)
     for attempt in found.lost:
         screen.print(f"{attempt.stage}:", attempt_line(attempt))

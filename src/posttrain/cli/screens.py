@@ -12,6 +12,7 @@ from posttrain.app.planning import PlanView, StagePlan
 from posttrain.app.status import RunStatus, StageStatus
 from posttrain.cli.console import branch, count, digest, duration, excerpt, glyph, moment, style
 from posttrain.control.compare import Difference
+from posttrain.control.scores import Scores
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.records import AttemptRecord, ReleaseEntry
@@ -126,6 +127,30 @@ def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
         line.append(f" {verdict.outcome.upper():13s}", style=f"bold {style(verdict.outcome)}")
         line.append(verdict.reason)
         yield line.append(f" ({verdict.test})", style="dim") if not passed else line
+
+
+def score_lines(scores: Scores) -> Iterator[Table | Text]:
+    """What was measured, before and after, with intervals; the methods' names below."""
+    for trouble in scores.troubles:
+        yield Text(f"score left out: {trouble}", style=style("warn"))
+    if not scores.rows:
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("score", "items", "before", "after", "difference", ""):
+        table.add_column(title, justify="right" if title == "items" else "left", no_wrap=True)
+    for row in scores.rows:
+        label, after = f"{row.metric}  ({row.of})", str(row.estimate)
+        if not row.before:
+            table.add_row(label, str(row.estimate.items), Text("not measured", style="dim"), after, "", "")
+        for before in row.before:
+            change = str(before.paired) if before.paired else Text(f"not paired: {before.unpaired}", style="dim")
+            against = Text(f"before: {before.of}", style="dim")
+            table.add_row(label, str(row.estimate.items), str(before.estimate), after, change, against)
+            label = after = ""
+    yield table
+    yield Text(f"{100 * scores.confidence:g} % intervals: {'; '.join(scores.methods)}", style="dim")
+    if scores.lone:
+        yield Text("before: add an evaluate stage of `model: base`, or a gate against the channel's model", style="dim")
 
 
 def difference_lines(differences: Iterable[Difference]) -> Iterator[Text]:

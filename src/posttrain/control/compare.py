@@ -54,7 +54,15 @@ def _walk(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _show(value: Any) -> str:
-    return value.name if isinstance(value, InputRef) else str(value)
+    """As one would write it in a run file; of a whole stage its kind: what it says in full stands in its manifest."""
+    if isinstance(value, InputRef):
+        return value.name
+    if isinstance(value, dict):
+        if {"kind", "inputs", "params"} <= value.keys():
+            return f"({value['kind']} stage)"
+        said = (f"{key}: {_show(item)}" for key, item in value.items() if item is not None)
+        return "{" + ", ".join(said) + "}"
+    return "none" if value is None else str(value)
 
 
 def _asset_difference(wiring: Wiring, path: str, before: Any, after: Any) -> Difference | None:

@@ -131,16 +131,28 @@ def _usable(rule: GateRule, evidence: Evidence | None, whose: str) -> Evidence:
     """
     if evidence is None:
         raise InputError(f"{rule.metric} was not measured on {whose}; check the metric's name and the evaluate stage")
+    return usable(f"{rule.metric} of {whose}", evidence)
+
+
+def usable(what: str, evidence: Evidence) -> Evidence:
+    """Checked evidence in the order of its item ids.
+
+    Args:
+        what: how errors call it.
+
+    Raises:
+        InputError: it says nothing: no items, an item twice, values that are not finite or beyond the declared range.
+    """
     values = np.asarray(evidence.values, dtype=np.float64)
     ids = evidence.item_ids
     if values.ndim != 1 or len(values) != len(ids):
-        raise InputError(f"{rule.metric} of {whose} has {len(ids)} item ids for values of shape {values.shape}")
+        raise InputError(f"{what} has {len(ids)} item ids for values of shape {values.shape}")
     if not ids:
-        raise InputError(f"{rule.metric} of {whose} has no items; check the evaluation suite")
+        raise InputError(f"{what} has no items; check the evaluation suite")
     repeated = [item for item, count in Counter(ids).items() if count > 1]
     if repeated:
-        raise InputError(f"{rule.metric} of {whose} has {len(repeated)} item ids more than once, e.g. {repeated[0]!r}")
-    _check_values(f"{rule.metric} of {whose}", evidence.range, ids, values)
+        raise InputError(f"{what} has {len(repeated)} item ids more than once, e.g. {repeated[0]!r}")
+    _check_values(what, evidence.range, ids, values)
     order = sorted(range(len(ids)), key=ids.__getitem__)
     return Evidence(tuple(ids[index] for index in order), values[order], evidence.range)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +36,11 @@ class ItemRange:
 
 RATE = ItemRange(0.0, 1.0, binary=True)  # an item is right or wrong
 SHARE = ItemRange(0.0, 1.0)  # a share of an item's samples
+
+
+def better(metric: str) -> Literal["higher", "lower"] | None:
+    """Which way a metric of an evaluation improves; None where that is a matter of taste, as with lengths."""
+    quantity = metric.partition("/")[2] or metric
+    if quantity == "truncated":
+        return "lower"
+    return None if quantity == "response_tokens" else "higher"

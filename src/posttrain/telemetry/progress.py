@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.domain.facts import Metric, Note, Progress
+from posttrain.domain.facts import Metric, Note, Progress, Span
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder
+from posttrain.telemetry.timeline import is_call
 
+_HAND_OFFS = 20_000  # that are kept: of some two thousand steps
 _RATE_WINDOW = 20  # progress facts that tokens/s and the ETA are averaged over
 
 
@@ -49,6 +51,8 @@ class StageWatcher:
         self._by = ""  # folder of the attempt that said them
         self._latest: dict[str, float] = {}
         self._notes: deque[Note] = deque(maxlen=5)
+        self.hand_offs: deque[Span] = deque(maxlen=_HAND_OFFS)  # of the newest attempt, the latest ones
+        self._spans_by = ""
         self.curves: dict[str, dict[int, float]] = {}  # metric → step → value; a redone step overwrites
 
     def read(self, attempts: Sequence[AttemptRecord]) -> StageProgress:
@@ -101,5 +105,11 @@ class StageWatcher:
             for name, value in fact.values.items():
                 self._latest[name] = value
                 self.curves.setdefault(name, {})[fact.step] = value
+        elif isinstance(fact, Span):
+            if folder != self._spans_by:  # a step that was lost and redone is timed once
+                self._spans_by = folder
+                self.hand_offs.clear()
+            if not is_call(fact):
+                self.hand_offs.append(fact)
         elif isinstance(fact, Note):
             self._notes.append(fact)

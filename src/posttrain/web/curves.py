@@ -10,7 +10,6 @@ import io
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from posttrain.domain.errors import InputError, WorkspaceError
+from posttrain.web.quantities import extent
+from posttrain.web.series import CurveSeries, StageBoundary
 
 PANEL_WIDTH, HEIGHT, DPI = 4.4, 3.9, 120  # inches, inches, pixels per inch
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito: colour-blind safe
@@ -37,26 +38,6 @@ _SETTINGS = {
     "text.usetex": False,
     "text.parse_math": False,  # a run may be called a$b
 }
-
-
-@dataclass(frozen=True, slots=True)
-class CurveSeries:
-    """One line: a quantity of one run, e.g. `CurveSeries("held-out accuracy", "run A", (0, 60), (0.4, 0.97))`."""
-
-    quantity: str  # the panel it belongs to; panels appear in the order of their first series
-    run: str  # the legend's entry; a run has one colour in all panels
-    steps: Sequence[float]  # [points], ascending
-    values: Sequence[float]  # [points]; a NaN breaks the line
-    low: Sequence[float] | None = None  # [points] confidence limits, both or none
-    high: Sequence[float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StageBoundary:
-    """Where a stage begins, on the axis of steps."""
-
-    step: float
-    name: str
 
 
 def learning_curve(
@@ -133,6 +114,7 @@ def _figure(
         for one in rows:
             _draw(axis, one, looks[one.run])
         _dress(axis, quantity)
+        _stretch(axis, rows)
     for axis in axes:
         _mark(axis, boundaries)  # after all panels have drawn: they share the axis of steps
     handles = [matplotlib.lines.Line2D([], [], linewidth=2.2, **look) for look in looks.values()]
@@ -196,7 +178,15 @@ def _dress(axis: Any, quantity: str) -> None:
     axis.yaxis.set_major_locator(MaxNLocator(nbins=6))
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
-    axis.margins(x=0.03, y=0.08)
+    axis.margins(x=0.03)
+
+
+def _stretch(axis: Any, rows: Sequence[CurveSeries]) -> None:
+    """The range of the quantity, not of the noise."""
+    drawn = [float(value) for one in rows for value in (*one.values, *(one.low or ()), *(one.high or ()))]
+    low, high = extent(rows[0].metric or rows[0].quantity, drawn)
+    edge = 0.03 * (high - low)
+    axis.set_ylim(low - edge, high + edge)
 
 
 def _mark(axis: Any, boundaries: Iterable[StageBoundary]) -> None:

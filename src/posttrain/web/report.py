@@ -1,27 +1,22 @@
-"""The one-page run report: a single HTML file that opens anywhere, offline, for years.
-
-No script, no external reference, styles and pictures inside; a content-security policy in the page forbids anything
-else. Everything that comes from a run is escaped by the template engine.
-"""
+"""The one-page run report: what was asked, what came out, and whether it may be believed."""
 
 from __future__ import annotations
 
-import base64
-import functools
-import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-
-from posttrain.domain.errors import WorkspaceError
+from posttrain.control.responses import Response
+from posttrain.control.scores import Scores
+from posttrain.domain.facts import Sample
 from posttrain.domain.gates import Verdict
+from posttrain.web.pages import Sizes, fitted, template, write_page
+from posttrain.web.panels import Panel, panel
+from posttrain.web.quantities import MAIN, rank
+from posttrain.web.series import CurveSeries
+from posttrain.web.whiskers import whiskers
 
-_TONES = {
-    **dict.fromkeys(("succeeded", "pass", "live", "promoted"), "good"),
-    **dict.fromkeys(("failed", "rejected", "fail", "error", "lost"), "bad"),
-    **dict.fromkeys(("stopped", "stopping", "inconclusive", "skipped"), "warn"),
-}
+_BEFORE, _AFTER = 1, 0  # colours of a score's two points
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +53,70 @@ class ChangeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class StageCurves:
+    """Everything that a training stage recorded by step."""
+
+    stage: str
+    kind: str
+    series: Mapping[str, CurveSeries]  # metric → its line, what matters most first
+    begun: str = ""  # where its first steps were trained
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """Responses to one prompt of a step."""
+
+    step: int
+    members: int  # of the group; not all of them are shown
+    shown: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSamples:
+    """Recorded responses of a training stage."""
+
+    stage: str
+    steps: tuple[SampledStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteAnswers:
+    """Greedy answers to a suite."""
+
+    stage: str
+    suite: str
+    of: str  # whose answers
+    items: int
+    wrong: int
+    cut: int  # of the wrong ones, how many met the limit of tokens
+    wrong_shown: tuple[Response, ...]
+    right_shown: tuple[Response, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageParameters:
+    """What a stage was told."""
+
+    stage: str
+    kind: str
+    inputs: tuple[tuple[str, str, str], ...]  # slot, name, digest
+    params: tuple[tuple[str, str], ...]  # dotted name, value
+
+
+@dataclass(frozen=True, slots=True)
+class SystemRow:
+    """How a stage used the machine."""
+
+    stage: str
+    seconds: float
+    tokens: int
+    tokens_per_second: float | None  # of the steps, the median
+    step_seconds: float | None  # the median
+    steps: int  # that the times are of
+    phases: tuple[tuple[str, float, float], ...]  # hand-off, median seconds, share of the time
+
+
+@dataclass(frozen=True, slots=True)
 class RunReport:
     """Everything the page shows. Digests are written in full, so that the page can be checked against the ledger."""
 
@@ -76,7 +135,12 @@ class RunReport:
     warnings: tuple[str, ...] = ()  # e.g. that a reward's version is not the one the channel's model was trained on
     compared_with: str = ""  # the run that `changes` is about
     changes: tuple[ChangeRow, ...] = ()
-    curve: bytes | None = None  # PNG
+    scores: Scores = field(default_factory=Scores)
+    curves: tuple[StageCurves, ...] = ()
+    samples: tuple[StageSamples, ...] = ()
+    answers: tuple[SuiteAnswers, ...] = ()
+    parameters: tuple[StageParameters, ...] = ()
+    system: tuple[SystemRow, ...] = ()
 
 
 def run_report(path: Path, report: RunReport) -> None:
@@ -85,59 +149,49 @@ def run_report(path: Path, report: RunReport) -> None:
     Raises:
         WorkspaceError: `path` cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(render_run_report(report), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise WorkspaceError(
-            f"run report: cannot write {path}: {error.strerror}; free the place or choose another"
-        ) from error
+    write_page(path, render_run_report(report), "run report")
 
 
 def render_run_report(report: RunReport) -> str:
-    """The page as HTML; the same report gives the same text."""
-    curve = base64.b64encode(report.curve).decode("ascii") if report.curve else None
-    scales = [scale(verdict) for verdict in report.gates]
-    return _page().render(report=report, curve=curve, scales=scales)
+    """The page as HTML, under 2 MB; the same report gives the same text."""
+    return fitted(lambda sizes: _render(report, sizes))
 
 
-@functools.cache
-def _page() -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+@dataclass(frozen=True, slots=True)
+class CurvesView:
+    """A stage's panels."""
+
+    of: StageCurves
+    main: tuple[Panel, ...]
+    more: tuple[Panel, ...]
+    left_out: int
+
+
+def _render(report: RunReport, sizes: Sizes) -> str:
+    pictures = [
+        whiskers(row.metric, [(_AFTER, row.estimate), *((_BEFORE, one.estimate) for one in row.before)])
+        for row in report.scores.rows
+    ]
+    return template("run.html").render(
+        report=report,
+        scales=[scale(verdict) for verdict in report.gates],
+        pictures=pictures,
+        curves=_panels(report.curves, sizes),
+        sizes=sizes,
     )
-    environment.filters.update(number=number, duration=duration, tone=tone)
-    return environment.get_template("run.html")
 
 
-def number(value: float | None, signed: bool = False) -> str:
-    """Four significant digits, thousands separated; a dash for nothing."""
-    if value is None:
-        return "–"
-    if float(value).is_integer() and abs(value) < 1e15:
-        return f"{int(value):+,}" if signed else f"{int(value):,}"
-    return f"{value:+.4g}" if signed else f"{value:.4g}"
-
-
-def duration(seconds: float | None) -> str:
-    """`4.2 s`, `3 min 20 s`, `2 h 05 min`."""
-    if seconds is None:
-        return "–"
-    if round(seconds, 1) < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-def tone(state: str) -> str:
-    """The colour class of a state or outcome. Its word is always shown too."""
-    return _TONES.get(str(state), "calm")
+def _panels(stages: Sequence[StageCurves], sizes: Sizes) -> list[CurvesView]:
+    """Panels of all stages; where there may not be so many, every stage keeps its first ones."""
+    each = max(1, sizes.panels // max(1, len(stages)))
+    views = []
+    for one in stages[: sizes.panels]:
+        drawn = list(one.series)[:each]
+        panels = {metric: panel(metric, [one.series[metric]], sizes.points) for metric in drawn}
+        main = tuple(made for metric, made in panels.items() if rank(metric)[0] < MAIN)
+        more = tuple(made for metric, made in panels.items() if rank(metric)[0] >= MAIN)
+        views.append(CurvesView(one, main, more, len(one.series) - len(drawn)))
+    return views
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,4 +215,4 @@ def scale(verdict: Verdict) -> Scale | None:
     return Scale(*at)
 
 
-_page()  # now: who drives a run for days reports at its end, whatever became of the file
+template("run.html")  # now: who drives a run for days reports at its end, whatever became of the file

@@ -7,15 +7,11 @@ of median length and the longest.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.facts import Sample, Span
 from posttrain.telemetry.timeline import (
     CONTROLLER,
@@ -28,7 +24,7 @@ from posttrain.telemetry.timeline import (
     role_of,
     summarise,
 )
-from posttrain.web.report import duration, number, tone
+from posttrain.web.pages import brief, template, write_page
 
 WIDTH = 1000.0  # user units of a picture's width
 _MOST_BARS = 160  # steps drawn one by one; of more, neighbours are averaged
@@ -129,44 +125,14 @@ def trace_page(path: Path, page: TracePage) -> None:
     Raises:
         WorkspaceError: `path` cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(render_trace_page(page), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise WorkspaceError(f"trace: cannot write {path}: {error.strerror}; choose another --out") from error
+    write_page(path, render_trace_page(page), "trace")
 
 
 def render_trace_page(page: TracePage) -> str:
     """The page as HTML; the same facts give the same text."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(number=number, duration=brief, volume=volume, tone=tone)
     stages = [_view(timeline, page.attempts) for timeline in summarise(page.attempts)]
     shown = page.samples[:_MOST_SAMPLES]
-    return environment.get_template("trace.html").render(
-        page=page, stages=stages, samples=shown, width=WIDTH, label=_LABEL, row=_ROW
-    )
-
-
-def brief(seconds: float) -> str:
-    """`320 µs`, `41 ms`, `2.5 s`, `3 min 20 s`."""
-    if seconds >= 1:
-        return duration(seconds)
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
-
-
-def volume(size: float) -> str:
-    """Bytes as `812 B`, `3.2 MB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} B"
+    return template("trace.html").render(page=page, stages=stages, samples=shown, width=WIDTH, label=_LABEL, row=_ROW)
 
 
 def _view(timeline: StageTimeline, attempts: Sequence[AttemptSpans]) -> StageView:

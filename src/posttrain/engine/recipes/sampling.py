@@ -139,13 +139,17 @@ def score_groups(sampled: Sampled, scorer: Scorer) -> Sampled:
 
 
 def rollout_metrics(sampled: Sampled, signal: Tensor) -> dict[str, float]:
-    """Means over the step. `entropy` is the sampled estimate −E[log μ] per token, at the sampling temperature."""
+    """Means over the step. `entropy` is the sampled estimate −E[log μ] per token, at the sampling temperature.
+
+    `reward/stderr` is the standard error of `reward/mean`.
+    """
     trajectories, rewards = sampled.trajectories, sampled.rewards
     scored = rewards[~rewards.isnan()]
     tokens = sampled.rollouts.tokens
     reward = {"reward/mean": float(scored.mean()), "reward/std": float(scored.std(correction=0))} if len(scored) else {}
     return {
         **reward,
+        **_standard_error(rewards),
         "reward/unscored": 1.0 - len(scored) / rewards.numel(),
         "reward/errors": sum(score.status == "error" for score in sampled.scores) / rewards.numel(),
         "reward/timeouts": sum(score.status == "timeout" for score in sampled.scores) / rewards.numel(),
@@ -154,6 +158,16 @@ def rollout_metrics(sampled: Sampled, signal: Tensor) -> dict[str, float]:
         "truncated": sum(t.truncated for t in trajectories) / len(trajectories),
         "entropy": -sum(sum(t.logprobs) for t in trajectories) / max(tokens, 1),
     }
+
+
+def _standard_error(rewards: Tensor) -> dict[str, float]:
+    """How far a step's mean reward strays by the prompts it happened to draw: deviation of group means / √groups.
+
+    Samples of one prompt are alike, so they do not count as so many independent ones.
+    """
+    means = rewards.nanmean(dim=1)
+    means = means[~means.isnan()]
+    return {"reward/stderr": float(means.std() / len(means) ** 0.5)} if len(means) > 1 else {}
 
 
 def mini_batches(documents: int, count: int, seed: int) -> list[list[int]]:

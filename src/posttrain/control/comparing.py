@@ -1,0 +1,271 @@
+"""Several evaluations side by side: what each scored, and by how much it differs from the first, item by item."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.control.compare import compare
+from posttrain.control.scores import Measured, estimate_json, measurements, model_words, paired_json, released
+from posttrain.control.wiring import Wiring
+from posttrain.decision.gates import Evidence
+from posttrain.decision.intervals import CONFIDENCE, Estimate, Paired, estimate, paired
+from posttrain.domain.errors import InputError
+from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.domain.measures import better
+from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.validation import nearest
+
+_ALWAYS, _SAMPLED = ("extract", "max_new_tokens"), ("temperature", "samples")  # settings that numbers depend on
+MOST = 26  # things compared at once: they are called A to Z
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One thing compared: a model, and the evaluations that measured it."""
+
+    label: str  # A, B …
+    run: RunRecord
+    manifest: Manifest
+    rows: Mapping[str, StageRecord]
+    evaluations: tuple[Measured, ...]  # all of one model
+
+    @property
+    def name(self) -> str:
+        """`RUN/STAGE`, or `RUN/STAGE+STAGE` of several evaluations."""
+        return f"{self.run.id}/{'+'.join(one.stage.name for one in self.evaluations)}"
+
+    @property
+    def model(self) -> str:
+        """As people call it."""
+        return model_words(self.manifest, self.evaluations[0].model)
+
+    @property
+    def digest(self) -> str:
+        """Of the model."""
+        return self.evaluations[0].digest
+
+    def measured(self, metric: str, other: Measured | None = None) -> tuple[Measured, str] | None:
+        """The evaluation that has a metric, and what it calls it.
+
+        Args:
+            other: an evaluation that has the metric; the same data under another suite's name is found by it.
+        """
+        named = next(((one, metric) for one in self.evaluations if metric in one.evidence), None)
+        if named or other is None:
+            return named
+        for one in self.evaluations:
+            for name in one.evidence:
+                if one.identity(name) == other.identity(metric):
+                    return one, name
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One subject's value of one metric."""
+
+    estimate: Estimate | None  # None: it did not measure it
+    paired: Paired | None = None  # to the first subject; None for the first itself, and where they cannot be paired
+    unpaired: str = ""  # why not
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """One metric of all subjects."""
+
+    metric: str
+    better: str | None  # higher | lower | None: neither is
+    cells: tuple[Cell, ...]  # as the subjects
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRow:
+    """One field of the manifests that is not the same for all."""
+
+    path: str
+    values: tuple[str, ...]  # as the subjects
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All that `posttrain compare` shows."""
+
+    subjects: tuple[Subject, ...]
+    metrics: tuple[MetricRow, ...]
+    parameters: tuple[ParameterRow, ...]
+    notes: tuple[str, ...]
+    confidence: float = CONFIDENCE
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """How the intervals were made, each once."""
+        cells = [cell for row in self.metrics for cell in row.cells]
+        own = [cell.estimate.method for cell in cells if cell.estimate]
+        return tuple(dict.fromkeys([*own, *(cell.paired.method for cell in cells if cell.paired)]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "subjects": [
+                {
+                    "label": one.label,
+                    "run": one.run.id,
+                    "stages": [measured.stage.name for measured in one.evaluations],
+                    "model": one.model,
+                    "digest": one.digest,
+                }
+                for one in self.subjects
+            ],
+            "confidence": self.confidence,
+            "metrics": [
+                {
+                    "metric": row.metric,
+                    "better": row.better,
+                    "values": {s.label: _cell_json(c) for s, c in zip(self.subjects, row.cells, strict=True)},
+                }
+                for row in self.metrics
+            ],
+            "parameters": [
+                {"path": row.path, "values": dict(zip((s.label for s in self.subjects), row.values, strict=True))}
+                for row in self.parameters
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def subject(wiring: Wiring, label: str, run: RunRecord, stage: str | None) -> Subject:
+    """What one word on the command line names.
+
+    Args:
+        stage: an evaluate stage; None: the evaluations of the run's released model, or of the last one it evaluated.
+
+    Raises:
+        InputError: the run has no such evaluation, or none that has ended.
+    """
+    manifest = wiring.manifest(run)
+    rows = {row.name: row for row in wiring.ledger.stages(run.id)}
+    evaluators = [one.name for one in manifest.stages if one.kind == "evaluate"]
+    if stage is not None and stage not in evaluators:
+        known = nearest(stage, evaluators) or " (it has none)"
+        raise InputError(f"compare: {run.id}/{stage} must be an evaluate stage, got {stage!r}{known}")
+    troubles: list[str] = []
+    found = [one for one in measurements(wiring, manifest, rows, troubles) if stage in (None, one.stage.name)]
+    if not found:
+        what = f"{run.id}/{stage}" if stage else f"run {run.id}"
+        state = troubles[0] if troubles else "no evaluation of it has ended"
+        raise InputError(f"compare: {what} must have been evaluated, got none: {state}; see posttrain get {run.id}")
+    chosen = _chosen(manifest, found)
+    return Subject(label, run, manifest, rows, tuple(one for one in found if one.model == chosen))
+
+
+def _chosen(manifest: Manifest, found: Sequence[Measured]) -> InputRef:
+    own = [one for one in found if one.model.source == "stage"] or list(found)
+    return next((one.model for one in own if one.model.name == released(manifest)), own[-1].model)
+
+
+def side_by_side(wiring: Wiring, subjects: Sequence[Subject]) -> Comparison:
+    """Compare everything with the first subject.
+
+    Raises:
+        InputError: no metric was measured on two of them.
+    """
+    rows, notes = [], []
+    for metric, owner in _metrics(subjects).items():
+        cells = _cells(subjects, metric, owner)
+        rows.append(MetricRow(metric, better(metric), cells))
+    if not any(sum(cell.estimate is not None for cell in row.cells) > 1 for row in rows):
+        told = "; ".join(f"{one.label} {', '.join(m for e in one.evaluations for m in e.evidence)}" for one in subjects)
+        raise InputError(f"compare: what is compared must share a metric, got none: {told}; evaluate on one suite")
+    for one in subjects[1:]:
+        notes += _settings(subjects[0], one)
+    return Comparison(tuple(subjects), tuple(rows), tuple(_parameters(wiring, subjects)), tuple(dict.fromkeys(notes)))
+
+
+def _metrics(subjects: Sequence[Subject]) -> dict[str, Measured]:
+    """Every metric, in the order of its first owner; another name for the same measurement is not told twice."""
+    found: dict[str, Measured] = {}
+    for one in subjects:
+        for measured in one.evaluations:
+            for metric in measured.evidence:
+                known = {owner.identity(name) for name, owner in found.items()}
+                if metric not in found and measured.identity(metric) not in known:
+                    found[metric] = measured
+    return found
+
+
+def _cells(subjects: Sequence[Subject], metric: str, owner: Measured) -> tuple[Cell, ...]:
+    first: Evidence | None = None
+    cells = []
+    for place, one in enumerate(subjects):
+        held = one.measured(metric, owner)
+        if held is None:
+            cells.append(Cell(None))
+            continue
+        evidence = held[0].evidence[held[1]]
+        try:
+            value = estimate(metric, evidence)
+        except InputError as error:
+            cells.append(Cell(None, None, str(error)))
+            continue
+        if place == 0:
+            first = evidence
+            cells.append(Cell(value))
+        elif first is None:
+            cells.append(Cell(value, None, f"{subjects[0].label} did not measure it"))
+        else:
+            cells.append(_paired(metric, value, evidence, first))
+    return tuple(cells)
+
+
+def _paired(metric: str, value: Estimate, evidence: Evidence, first: Evidence) -> Cell:
+    try:
+        return Cell(value, paired(metric, evidence, first))
+    except InputError as error:
+        return Cell(value, None, str(error))
+
+
+def _settings(first: Subject, other: Subject) -> list[str]:
+    """Where two evaluations measured the same suite by other rules: the numbers differ for that reason too."""
+    found = []
+    for mine in first.evaluations:
+        for theirs in other.evaluations:
+            ours, suites = mine.stage.params.get("suites", {}), theirs.stage.params.get("suites", {})
+            for name in ours.keys() & suites.keys():
+                sampled = ours[name].get("samples") and suites[name].get("samples")
+                keys = (*_ALWAYS, *(_SAMPLED if sampled else ()))
+                changed = [key for key in keys if ours[name].get(key) != suites[name].get(key)]
+                if changed:
+                    told = ", ".join(f"{key} {ours[name].get(key)} → {suites[name].get(key)}" for key in changed)
+                    found.append(
+                        f"suite {name} was measured by other settings in {other.label} than in {first.label}: {told}"
+                    )
+            if first.manifest.code.get(mine.stage.trainer) != other.manifest.code.get(theirs.stage.trainer):
+                found.append(f"{other.label} was evaluated by other code than {first.label} ({theirs.stage.trainer})")
+    return found
+
+
+def _parameters(wiring: Wiring, subjects: Sequence[Subject]) -> list[ParameterRow]:
+    """Fields of the manifests that are not the same for all, a column for each subject."""
+    values: dict[str, list[str | None]] = {}
+    before: dict[str, str] = {}
+    notes: dict[str, tuple[str, ...]] = {}
+    for place, other in enumerate(subjects[1:], start=1):
+        if other.run.id == subjects[0].run.id:
+            continue
+        for change in compare(wiring, subjects[0].manifest, other.manifest):
+            values.setdefault(change.path, [None] * len(subjects))[place] = change.after
+            before[change.path] = change.before
+            notes.setdefault(change.path, change.notes)
+    return [
+        ParameterRow(path, tuple(before[path] if one is None else one for one in found), notes[path])
+        for path, found in values.items()
+    ]
+
+
+def _cell_json(cell: Cell) -> dict[str, Any] | None:
+    if cell.estimate is None:
+        return None
+    return {**estimate_json(cell.estimate), "difference": paired_json(cell.paired), "unpaired": cell.unpaired}

@@ -1,0 +1,214 @@
+"""What a run measured: every metric of every suite, before and after, read from the evaluations' per-item results.
+
+*Before* is a model that the run started from: the channel's (which a gate compares with), the base model, or an earlier
+stage's, where an evaluation of this run measured it on the same suite. Nothing is estimated from training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.control.judging import read_evidence
+from posttrain.control.wiring import Wiring
+from posttrain.decision.gates import Evidence
+from posttrain.decision.intervals import CONFIDENCE, Estimate, Paired, estimate, paired
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.records import StageRecord
+
+EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The same metric of a model that the measured one came from, or is to replace."""
+
+    of: str  # channel prod | base model:tiny@1 | stage sft
+    stage: str  # of the run, that measured it
+    estimate: Estimate
+    paired: Paired | None  # after - before; None: they were not measured alike
+    unpaired: str = ""  # why
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        shown = {"of": self.of, "stage": self.stage, **estimate_json(self.estimate)}
+        return shown | {"difference": paired_json(self.paired), "unpaired": self.unpaired}
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One metric of one suite, measured on one model."""
+
+    stage: str  # the evaluate stage
+    suite: str
+    metric: str  # as gates name it: heldout/accuracy
+    of: str  # which model: stage grpo | base … | channel …
+    estimate: Estimate
+    before: tuple[Before, ...]  # empty: the run measured none
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        told = {"stage": self.stage, "suite": self.suite, "metric": self.metric, "of": self.of}
+        return {**told, **estimate_json(self.estimate), "before": [one.to_json() for one in self.before]}
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A run's scores, and what could not be read."""
+
+    rows: tuple[Score, ...] = ()
+    troubles: tuple[str, ...] = ()
+    confidence: float = CONFIDENCE  # two-sided, of all intervals
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """How the intervals were made, each once."""
+        own = [row.estimate.method for row in self.rows]
+        return tuple(dict.fromkeys([*own, *(b.paired.method for row in self.rows for b in row.before if b.paired)]))
+
+    @property
+    def lone(self) -> bool:
+        """Whether there is a score that no before was measured for."""
+        return any(not row.before for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        rows = [row.to_json() for row in self.rows]
+        return {"confidence": self.confidence, "rows": rows, "troubles": list(self.troubles)}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One evaluation with its per-item values."""
+
+    stage: StageManifest
+    record: StageRecord
+    evidence: Mapping[str, Evidence]  # metric → values
+
+    @property
+    def model(self) -> InputRef:
+        """Where the measured model comes from."""
+        return self.stage.inputs["model"]
+
+    @property
+    def digest(self) -> str:
+        """Of the measured model."""
+        return str(self.record.inputs.get("model", {}).get("digest", ""))
+
+    def identity(self, metric: str) -> tuple[str, str]:
+        """What makes it the same measurement in another evaluation: the suite's data, and the metric in it."""
+        suite, _, quantity = metric.partition("/")
+        data = self.stage.inputs.get(f"suites.{suite}")
+        return (data.digest or data.name if data else suite), quantity
+
+
+def run_scores(wiring: Wiring, manifest: Manifest, rows: Mapping[str, StageRecord]) -> Scores:
+    """All scores of a run, as far as it has measured.
+
+    Args:
+        rows: stage → its row.
+    """
+    troubles: list[str] = []
+    found = list(measurements(wiring, manifest, rows, troubles))
+    scores: dict[str, list[Score]] = {}
+    used: set[str] = set()  # evaluations that stand beside another one as its before
+    for one in found:
+        scores[one.stage.name] = list(_scores(one, _earlier(manifest, one, found), manifest, troubles))
+        used |= {before.stage for score in scores[one.stage.name] for before in score.before}
+    shown = [s for stage, own in scores.items() for s in own if s.before or stage not in used]
+    final = f"stage {released(manifest)}"
+    return Scores(tuple(sorted(shown, key=lambda score: score.of != final)), tuple(troubles))
+
+
+def measurements(
+    wiring: Wiring, manifest: Manifest, rows: Mapping[str, StageRecord], troubles: list[str]
+) -> Iterator[Measured]:
+    """Every evaluation of a run that has ended, in the order of its stages.
+
+    Args:
+        troubles: gets a line for each whose results cannot be read.
+    """
+    for stage in manifest.stages:
+        record = rows.get(stage.name)
+        made = record.outputs.get("metrics") if record and stage.kind == EVALUATE else None
+        if record is None or made is None:
+            continue
+        try:
+            evidence = read_evidence(wiring.blobs.get(made["digest"]), stage.name)
+        except (IntegrityError, NotFoundError) as error:
+            troubles.append(f"{stage.name}: {error}")
+            continue
+        yield Measured(stage, record, evidence)
+
+
+def model_words(manifest: Manifest, ref: InputRef) -> str:
+    """A model as people call it."""
+    if ref.source == "stage":
+        return f"stage {ref.name}"
+    return f"channel {ref.name}" if ref.source == "channel" else f"base {ref.name}"
+
+
+def _earlier(manifest: Manifest, one: Measured, found: list[Measured]) -> list[Measured]:
+    """Evaluations of models that this one's came from, and of the channel's: the channel's first, then the oldest."""
+    line = list(_ancestors(manifest, one.model))
+    others = [other for other in found if other.model != one.model]
+    rivals = one.model.source == "stage" and released(manifest) in (None, one.model.name)
+    channels = [other for other in others if other.model.source == "channel" and rivals]
+    line = [model for model in line if model.source != "channel"]
+    older = [(line.index(other.model), other) for other in others if other.model in line]
+    return channels + [other for _, other in sorted(older, key=lambda it: -it[0])]
+
+
+def released(manifest: Manifest) -> str | None:
+    """The stage whose model the run releases."""
+    return manifest.release.model if manifest.release else None
+
+
+def _ancestors(manifest: Manifest, model: InputRef) -> Iterator[InputRef]:
+    """The models that this one was trained from, the nearest first."""
+    while model.source == "stage":
+        maker = next(stage for stage in manifest.stages if stage.name == model.name)
+        if "model" not in maker.inputs:
+            return
+        model = maker.inputs["model"]
+        yield model
+
+
+def _scores(one: Measured, earlier: list[Measured], manifest: Manifest, troubles: list[str]) -> Iterator[Score]:
+    for metric, evidence in one.evidence.items():
+        try:
+            after = estimate(metric, evidence)
+            before = tuple(_before(one, metric, earlier, manifest))
+        except InputError as error:
+            troubles.append(f"{one.stage.name}: {error}")
+            continue
+        yield Score(one.stage.name, metric.partition("/")[0], metric, model_words(manifest, one.model), after, before)
+
+
+def _before(one: Measured, metric: str, earlier: list[Measured], manifest: Manifest) -> Iterator[Before]:
+    for other in earlier:
+        for name, evidence in other.evidence.items():
+            if other.identity(name) != one.identity(metric):
+                continue
+            pair, why = None, ""
+            try:
+                pair = paired(metric, one.evidence[metric], evidence)
+            except InputError as error:
+                why = str(error)
+            yield Before(model_words(manifest, other.model), other.stage.name, estimate(name, evidence), pair, why)
+
+
+def estimate_json(one: Estimate) -> dict[str, Any]:
+    """Plain JSON."""
+    return {"value": one.value, "low": one.low, "high": one.high, "items": one.items, "method": one.method}
+
+
+def paired_json(one: Paired | None) -> dict[str, Any] | None:
+    """Plain JSON."""
+    if one is None:
+        return None
+    counts = {"higher": one.higher, "lower": one.lower, "same": one.same, "items": one.items}
+    limits = {"value": one.difference, "low": one.low, "high": one.high, "method": one.method}
+    return {**limits, **counts, "mcnemar_p": one.mcnemar_p}

@@ -1,0 +1,143 @@
+"""What all pages share: one file that opens anywhere, offline, for years, and its most in bytes.
+
+No script, no external reference, styles and pictures inside; a content-security policy in the page forbids anything
+else. Everything that comes from a run is escaped by the template engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from posttrain.domain.errors import WorkspaceError
+
+MOST_BYTES = 2_000_000  # of a page, whatever the run's size
+_TONES = {
+    **dict.fromkeys(("succeeded", "pass", "live", "promoted"), "good"),
+    **dict.fromkeys(("failed", "rejected", "fail", "error", "lost"), "bad"),
+    **dict.fromkeys(("stopped", "stopping", "inconclusive", "skipped"), "warn"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of a run a page shows."""
+
+    points: int  # of a line
+    panels: int  # of all stages
+    samples: int  # responses of one list
+    text: int  # characters of a prompt or response
+    rows: int  # of a table
+    value: int = 400  # characters of a parameter or a lineage line
+
+
+# tried in turn until the page is small enough
+SIZES = (
+    Sizes(points=240, panels=240, samples=16, text=1_200, rows=300),
+    Sizes(points=120, panels=200, samples=12, text=800, rows=200),
+    Sizes(points=60, panels=120, samples=6, text=400, rows=120, value=200),
+    Sizes(points=24, panels=40, samples=3, text=160, rows=60, value=120),
+    Sizes(points=24, panels=8, samples=1, text=80, rows=20, value=80),
+)
+
+
+def fitted(render: Callable[[Sizes], str], most: int = MOST_BYTES) -> str:
+    """The page at the first sizes at which it has at most `most` bytes (at the last, whatever it has)."""
+    text = ""
+    for sizes in SIZES:
+        text = render(sizes)
+        if len(text.encode("utf-8", "replace")) <= most:
+            break
+    return text
+
+
+def write_page(path: Path, text: str, what: str) -> None:
+    """Write a page; whoever reads it meanwhile sees the one before.
+
+    Args:
+        what: how errors call it.
+
+    Raises:
+        WorkspaceError: `path` cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate in a response ends no report
+        os.replace(partial, path)
+    except OSError as error:
+        raise WorkspaceError(
+            f"{what}: cannot write {path}: {error.strerror}; free the place or choose another"
+        ) from error
+
+
+@functools.cache
+def template(name: str) -> Template:
+    """A page's template, read once: who drives a run for days reports at its end, whatever became of the file."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(number=number, duration=duration, tone=tone, brief=brief, volume=volume, excerpt=excerpt)
+    return environment.get_template(name)
+
+
+def number(value: float | None, signed: bool = False) -> str:
+    """Four significant digits, thousands separated; a dash for nothing."""
+    if value is None:
+        return "–"
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):+,}" if signed else f"{int(value):,}"
+    return f"{value:+.4g}" if signed else f"{value:.4g}"
+
+
+def duration(seconds: float | None) -> str:
+    """`4.2 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds is None:
+        return "–"
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def brief(seconds: float) -> str:
+    """`320 µs`, `41 ms`, `2.5 s`, `3 min 20 s`."""
+    if seconds >= 1:
+        return duration(seconds)
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
+
+
+def volume(size: float) -> str:
+    """Bytes as `812 B`, `3.2 MB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def tone(state: str) -> str:
+    """The colour class of a state or outcome. Its word is always shown too."""
+    return _TONES.get(str(state), "calm")
+
+
+def excerpt(text: str, most: int) -> str:
+    """A text's first characters, and how many were left out; what has no width or turns the writing is made visible."""
+    plain = "".join(_visible(one) for one in text[:most])
+    return plain if len(text) <= most else f"{plain} … ({len(text) - most:,} more characters)"
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    if code < 0x20 and character not in "\t\n":
+        return chr(0x2400 + code)
+    hidden = 0x7F <= code < 0xA0 or 0x200E <= code <= 0x200F or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+    return "\ufffd" if hidden or 0xD800 <= code < 0xE000 or code == 0x061C else character

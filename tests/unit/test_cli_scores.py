@@ -1,0 +1,92 @@
+"""Scores in `get`, `why` and their JSON: before and after, with intervals, through the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_world import RUN, World, make_world
+
+EVALUATE = "  evaluate: {kind: evaluate, model: grpo, suites: {heldout: {data: heldout}}}\n"
+BASE = "  base-eval: {kind: evaluate, model: base, suites: {heldout: {data: heldout}}}\n"
+SFT = "  sft-eval: {kind: evaluate, model: sft, suites: {heldout: {data: heldout}}}\n"
+ABSOLUTE = "\n".join(line for line in RUN.splitlines() if "no-regression" not in line)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = make_world(tmp_path, monkeypatch)
+    made.prepare()
+    return made
+
+
+def test_no_before_is_said_to_be_none(world: World) -> None:
+    world.write("run.yaml", ABSOLUTE)
+    shown = world.ok("run", "run.yaml")
+    for text in (shown, world.ok("get", "sort"), world.ok("why", "sort")):
+        (line,) = [line for line in text.splitlines() if line.startswith("heldout/accuracy  (stage grpo)")]
+        assert "not measured" in line
+        assert "0.980 [0.950, 0.995]" in line
+        assert "exact limit of a rate (Clopper-Pearson)" in text
+        assert "add an evaluate stage of `model: base`" in text
+    (row,) = world.json("get", "sort")["scores"]["rows"]
+    assert row["before"] == []
+    assert (row["metric"], row["suite"], row["of"]) == ("heldout/accuracy", "heldout", "stage grpo")
+
+
+def test_base_and_earlier_stage_are_befores_and_no_rows_of_their_own(world: World) -> None:
+    world.write("run.yaml", ABSOLUTE.replace(EVALUATE, BASE + SFT + EVALUATE))
+    world.ok("run", "run.yaml")
+    scores = world.json("why", "sort")["scores"]
+    assert scores["confidence"] == 0.95
+    rows = {row["stage"]: row for row in scores["rows"]}
+    assert list(rows) == ["evaluate", "sft-eval"], "the released model's first; the base model's is nobody's after"
+    assert [one["of"] for one in rows["evaluate"]["before"]] == ["base model:tiny@1", "stage sft"]
+    base, sft = rows["evaluate"]["before"]
+    assert (base["value"], sft["value"], rows["evaluate"]["value"]) == (0.1, 0.5, 0.98)
+    gained = base["difference"]
+    assert (gained["higher"], gained["lower"], gained["same"]) == (176, 0, 24)
+    assert gained["low"] < gained["value"] < gained["high"]
+    assert gained["value"] == pytest.approx(0.88)
+    assert "McNemar" in gained["method"]
+    text = world.ok("get", "sort")
+    assert "before: base model:tiny@1" in text
+    assert "+0.88 [+0.8" in text
+
+
+def test_the_channels_model_comes_first_and_a_reused_stage_has_its_scores(world: World) -> None:
+    world.ok("run", "run.yaml")
+    world.write("again.yaml", RUN.replace("steps: 6", "steps: 5").replace(EVALUATE, BASE + EVALUATE))
+    world.ok("run", "again.yaml")
+    (row,) = world.json("get", world.newest())["scores"]["rows"]
+    assert [one["of"] for one in row["before"]] == ["channel prod", "base model:tiny@1"]
+    assert row["before"][0]["difference"]["value"] == 0
+    world.ok("run", "again.yaml", "--again")
+    assert "reused from" in world.ok("get", world.newest())
+    (again,) = world.json("get", world.newest())["scores"]["rows"]
+    assert again["value"] == row["value"]
+
+
+def test_another_data_set_of_the_same_name_is_no_before(world: World) -> None:
+    world.write("other.jsonl", "".join(f'{{"prompt": "Q: {n}", "answer": "{n}"}}\n' for n in range(200)))
+    world.ok("asset", "add", "dataset:other", "other.jsonl")
+    world.write(
+        "run.yaml",
+        ABSOLUTE.replace("heldout: dataset:heldout", "heldout: dataset:heldout, other: dataset:other").replace(
+            EVALUATE, BASE.replace("{data: heldout}", "{data: other}") + EVALUATE
+        ),
+    )
+    world.ok("run", "run.yaml")
+    rows = {row["stage"]: row for row in world.json("get", "sort")["scores"]["rows"]}
+    assert rows["evaluate"]["before"] == rows["base-eval"]["before"] == []
+
+
+def test_results_that_are_gone_are_told_and_end_nothing(world: World) -> None:
+    world.write("run.yaml", ABSOLUTE)
+    world.ok("run", "run.yaml")
+    stages = world.json("get", "sort")["stages"]
+    digest = next(s["outputs"]["metrics"]["digest"] for s in stages if s["name"] == "evaluate").partition(":")[2]
+    (world.root / ".posttrain" / "blobs" / "sha256" / digest[:2] / digest[2:]).unlink()
+    shown = world.ok("get", "sort")
+    assert "score left out: evaluate: " in shown
+    assert world.json("get", "sort")["scores"]["rows"] == []
