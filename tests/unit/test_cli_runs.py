@@ -375,3 +375,15 @@ def test_python_submits_a_locked_manifest_too(world: World) -> None:
     with pytest.raises(InputError, match="is a locked manifest"):
         plan(world.root / "run.lock.json", workspace)
     workspace.close()
+
+
+def test_several_files_are_one_data_set(world: World) -> None:
+    world.write("more.csv", "prompt,answer\nQ,007\n")
+    assert "dataset:all@1" in world.ok("asset", "add", "dataset:all", "train.jsonl", "more.csv")
+    assert "dataset:all@1" in world.ok("asset", "add", "dataset:all", "more.csv", "train.jsonl")
+    shown = world.ok("asset", "get", "dataset:all")
+    assert "(tree)" in shown
+    assert "csv jsonl" in shown
+    refused = world("asset", "add", "reward:two", "reward.py", "more.csv")
+    assert refused.exit_code == 2
+    assert "a reward must be one file or folder, got 2 paths" in refused.stderr
