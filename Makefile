@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demos test fast slow fuzz ray ecosystem mutants bench levels lint types contracts format setup clean gpu
+.PHONY: demo demos dist test fast slow fuzz ray ecosystem mutants bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -40,6 +40,13 @@ $(VENV)/.ecosystem: $(VENV)/.dev
 
 demo: $(VENV)/.engine ## declare, train, judge, ship, roll back: the whole product on this machine
 	@$(BIN)/posttrain demo $(DEMO)
+
+dist: $(VENV)/.dev ## wheel and sdist, installed into an empty environment elsewhere, where the demo is played
+	rm -rf dist build && $(BIN)/python -m build --outdir dist .
+	@elsewhere=$$(mktemp -d) && trap 'rm -rf "$$elsewhere"' EXIT && wheel=$$(ls $(CURDIR)/dist/*.whl) && \
+	$(PYTHON) -m venv "$$elsewhere/venv" && \
+	"$$elsewhere/venv/bin/pip" install --quiet --disable-pip-version-check --constraint constraints.txt "$$wheel" && \
+	cd "$$elsewhere" && ./venv/bin/posttrain examples && ./venv/bin/posttrain demo $(DEMO)
 
 demos: $(VENV)/.engine ## the other examples, one after the other
 	@for task in 02 03 04; do $(BIN)/posttrain demo --task $$task || exit 1; done
