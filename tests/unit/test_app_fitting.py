@@ -134,7 +134,7 @@ def test_a_data_set_of_several_files(bench: Bench) -> None:
         assert view_plan(path, bench.workspace).stages
     submit(path, workspace=bench.workspace)
     bench.rows("b", {**ROW, "completion": "A: " + "1" * 20}).rename(folder / "b.jsonl")
-    with pytest.raises(InputError, match=r"path:shards row 2: prompt and completion of .* exceed the context"):
+    with pytest.raises(InputError, match=r"path:shards/b\.jsonl row 1: prompt and completion of .* exceed the context"):
         plan(bench.file(lambda raw: raw["data"].update(train="./shards")), bench.workspace)
 
 

@@ -224,6 +224,16 @@ def test_a_folder_is_its_files_in_sorted_order(tmp_path: Path) -> None:
         read_rows(data_files(tmp_path), name="d@1")
 
 
+def test_a_row_is_named_by_its_file_where_there_are_several(tmp_path: Path) -> None:
+    rows = read_rows(data_files(shards(tmp_path, "a.jsonl", "b.jsonl", "c.jsonl")), name="d")
+    assert rows.files == {"a.jsonl": 2, "b.jsonl": 2, "c.jsonl": 2}
+    assert rows.located("d row 4 must have the answer of row 1, got x", "d") == (
+        "d/b.jsonl row 2 must have the answer of a.jsonl row 1, got x"
+    )
+    alone = read_rows(tmp_path / "a.jsonl", name="d")
+    assert alone.located("d row 2: too long", "d") == "d row 2: too long"
+
+
 @pytest.mark.parametrize(
     ("names", "match"),
     [

@@ -28,7 +28,7 @@ from posttrain.data.fitting import (
 )
 from posttrain.data.parts import data_files
 from posttrain.data.refs import local_path, parse_ref
-from posttrain.data.rows import Row, canonical_row, distinct_items, read_rows, stored_files
+from posttrain.data.rows import Row, Rows, canonical_row, distinct_items, read_rows, stored_files
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, IntegrityError, WorkspaceError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
@@ -58,7 +58,7 @@ class _Shelf:
     workspace: Workspace
     spec: RunSpec
     source: Path  # the run file
-    rows: dict[str, list[Row]] = field(default_factory=dict)
+    rows: dict[str, Rows] = field(default_factory=dict)
     bases: dict[str, _Base] = field(default_factory=dict)
 
     def base(self, ref: InputRef | None) -> _Base:
@@ -73,7 +73,7 @@ class _Shelf:
     def _reader(self, ref: InputRef) -> Read:
         return model_files(self.workspace, ref, self.spec.model, self.source.parent).read
 
-    def data(self, ref: InputRef, word: str) -> list[Row]:
+    def data(self, ref: InputRef, word: str) -> Rows:
         if str(ref.digest) not in self.rows:
             self.rows[str(ref.digest)] = read_dataset(self.workspace, ref, self.spec.data[word], self.source.parent)
         return self.rows[str(ref.digest)]
@@ -107,7 +107,7 @@ def model_files(workspace: Workspace, ref: InputRef, word: str | None, folder: P
     return ModelFiles(sizes, lambda name: workspace.blobs.get(listing[name].digest) if name in listing else None)
 
 
-def read_dataset(workspace: Workspace, ref: InputRef, word: str | None, folder: Path) -> list[Row]:
+def read_dataset(workspace: Workspace, ref: InputRef, word: str | None, folder: Path) -> Rows:
     """The rows of a planned data set, which is in the store or, named by its path, on disk only.
 
     Args:
@@ -209,9 +209,10 @@ def _check(
     if memory.exists():
         return
     with located(place):
-        used = shelf.data(data, word)[: needs.first]
+        rows = shelf.data(data, word)
+    used = rows[: needs.first]
     base, looked_at = shelf.base(model), used[:_LOOKED_AT]
-    with located(place):
+    with located(place), _in_files(rows, data.name):
         _check_rows(looked_at, base, data.name, needs)
     if len(looked_at) < len(used):
         yield f"{data.name}: rows beyond {_LOOKED_AT} are checked when the job starts"
@@ -219,6 +220,15 @@ def _check(
         yield f"{base.ref.name} has no tokenizer.json, so the lengths of {data.name} are checked when the job starts"
     else:
         _remember(memory)
+
+
+@contextmanager
+def _in_files(rows: Rows, name: str) -> Iterator[None]:
+    """Say in which of a data set's files a row is that does not fit."""
+    try:
+        yield
+    except InputError as error:
+        raise type(error)(rows.located(str(error), name)) from error
 
 
 def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,28 @@ from posttrain.domain.errors import InputError
 Row = dict[str, Any]
 
 
-def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> list[Row]:
+class Rows(list[Row]):
+    """The rows of a data set; `files` says how many each of its files has, in order."""
+
+    files: Mapping[str, int]
+
+    def located(self, message: str, name: str) -> str:
+        """An error that counts rows over the whole data set, with file and row in it where there are several files."""
+        if len(self.files) < 2:
+            return message
+
+        def place(match: re.Match[str]) -> str:
+            number = int(match["number"])
+            for file, count in self.files.items():
+                if number <= count:
+                    return f"{name}/{file} row {number}" if match["name"] else f"{file} row {number}"
+                number -= count
+            return match[0]
+
+        return re.sub(rf"((?P<name>{re.escape(name)} )|(?<= of ))row (?P<number>\d+)\b", place, message)
+
+
+def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> Rows:
     """All rows of a data set in canonical form.
 
     Args:
@@ -42,10 +64,12 @@ def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> list[Row]:
         InputError: no rows, a malformed line, or a row of no known convention; names file and line or row.
     """
     files = data if isinstance(data, Mapping) else stored_files(data)
-    rows = []
+    rows, counts = Rows(), {}
     for file, path in files.items():
-        place = named(file, name, len(files))
+        place, before = named(file, name, len(files)), len(rows)
         rows += [canonical_row(row, place, number) for number, row in enumerate(read_file(path, place), start=1)]
+        counts[file] = len(rows) - before
+    rows.files = counts
     if not rows:
         raise InputError(f"{name or ' '.join(files)} must hold at least one row, got 0; write the data set again")
     return rows
