@@ -55,7 +55,7 @@ def rows(size: int, seed: int) -> list[dict[str, Any]]:
 def test_a_run_on_saved_rows_with_rewards_of_three_packages(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 
-    train, heldout = rows(24, 1), rows(8, 2)
+    train, heldout = rows(24, 1), rows(8, 10**6)  # its item i is made from seed + i
     DatasetDict(train=Dataset.from_list(train), test=Dataset.from_list(heldout)).save_to_disk(
         tmp_path / "saved", num_shards={"train": 2, "test": 1}
     )

@@ -236,15 +236,17 @@ class TestContamination:
         assert str(contamination(prompts("a"), prompts("b"))) == "0 of 1 evaluation rows are in the training data"
 
     def test_near_duplicates(self) -> None:
-        train = prompts(STORY.format(n=48, month="April", what="clips"), "The quick brown fox jumps over the lazy dog.")
+        train = prompts(
+            STORY.format(n=48, month="April", what="clips"), "The quick brown fox jumps over the lazy dog, and away."
+        )
         asked = prompts(
             "Who wrote the book about the quick grey fox that jumps over a hedge every morning before breakfast?",
             STORY.format(n=48, month="April", what="things"),
-            "So: the quick brown fox jumps over the lazy dog!",
+            "The quick brown fox jumps over the lazy dog, and on",
         )
         report = contamination(train, asked)
         assert (report.exact, report.alike, report.similar, report.left) == ((), (), (2, 3), 0)
-        assert "2 near-duplicates (50% of 5-grams in one prompt), first row 2" in str(report)
+        assert "2 near-duplicates (70% of 5-grams in one prompt), first row 2" in str(report)
         assert contamination(train, asked, overlap=1.0).similar == ()
         assert contamination(train, asked, ngram=None).similar == ()
 

@@ -2,7 +2,8 @@
 
 Three kinds, told apart: the same prompt; the same but for case and blanks, which is another task where case counts; and
 near-duplicates, a large part of whose n-grams of words stand in one training prompt. N-grams that many prompts share
-are the template of a task, not the task: they do not count. Rows that are nothing but a common template are not found.
+are the template of a task, not the task: they do not count. Rows that are nothing but a common template are not found,
+nor are short ones.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from typing import Any
 from posttrain.data.rows import prompt_text
 from posttrain.domain.errors import InputError
 
-NGRAM, OVERLAP = 5, 0.5
-MOST_NGRAMS = 2_000_000  # looked at in one comparison: four seconds of one core
-_LEAST = 3  # counted n-grams of a row that is compared
+NGRAM, OVERLAP = 5, 0.7
+MOST_NGRAMS = 2_000_000  # looked at in one comparison: five seconds of one core
+_LEAST = 8  # counted n-grams of a row that is compared
 _SHARED, _SHARED_LEAST, _SHARED_MOST = 20, 3, 20  # template: in more than 1/20 of the prompts, at least 3, at most 20
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclass(frozen=True, slots=True)
 class ContaminationReport:
     """Evaluation rows that training data gives away. Row numbers count from 1.
 
-    Example: `ContaminationReport(rows=600, exact=(17,), alike=(), similar=(23,), ngram=5, overlap=0.5, left=0)`
+    Example: `ContaminationReport(rows=600, exact=(17,), alike=(), similar=(23,), ngram=5, overlap=0.7, left=0)`
     """
 
     rows: int  # evaluation rows looked at
     exact: tuple[int, ...]  # the same prompt stands in the training data
     alike: tuple[int, ...]  # the same but for case and blanks
     similar: tuple[int, ...]  # neither, but a near-duplicate
-    ngram: int | None  # words per n-gram; None: near-duplicates were not looked for
+    ngram: int | None  # words and signs per n-gram; None: near-duplicates were not looked for
     overlap: float  # share of a row's counted n-grams in one training prompt
     left: int = 0  # prompts that were not compared for near-duplicates: too many
 
@@ -49,8 +50,9 @@ class ContaminationReport:
         return self.found / self.rows
 
     def __str__(self) -> str:
-        parts = [(self.exact, "equal"), (self.alike, "equal but for case and blanks")]
-        parts += [(self.similar, f"near-duplicates ({self.overlap:.0%} of {self.ngram}-grams in one prompt)")]
+        near = f"near-duplicate{'' if len(self.similar) == 1 else 's'}"
+        near += f" ({self.overlap:.0%} of {self.ngram}-grams in one prompt)"
+        parts = [(self.exact, "equal"), (self.alike, "equal but for case and blanks"), (self.similar, near)]
         told = ", ".join(f"{len(rows)} {word}, first row {rows[0]}" for rows, word in parts if rows)
         left = f"; {self.left} prompts were not looked at for near-duplicates" if self.left else ""
         return f"{self.found} of {self.rows} evaluation rows are in the training data{': ' if told else ''}{told}{left}"
