@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demos dist test fast slow fuzz ray ecosystem mutants bench levels lint types contracts format setup clean gpu
+.PHONY: demo demos dist test fast slow fuzz ray ecosystem browser mutants bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -29,6 +29,10 @@ $(VENV)/.ray: $(VENV)/.dev
 
 $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	@touch $@
+
+$(VENV)/.browser: $(VENV)/.dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev,browser]'
 	@touch $@
 
 # verifiers 0.1 and 0.4 are different libraries of one name: the older one lies in a folder of its own, without what it
@@ -54,10 +58,10 @@ demos: $(VENV)/.engine ## the other examples, one after the other
 test: lint types contracts fast slow ## everything CI runs
 
 fast: $(VENV)/.dev ## unit and contract tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem" -n 2
+	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser" -n 2
 
 slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark
-	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem" -n 2 --timeout 3000
+	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem and not browser" -n 2 --timeout 3000
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
 	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v
@@ -67,6 +71,10 @@ ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 
 ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets
 	$(BIN)/python -m pytest -m ecosystem --timeout 3000
+
+browser: $(VENV)/.browser ## report, comparison and trace in a real Chromium; screenshots in .screenshots/
+	@test -n "$$CHROMIUM" || command -v chromium chromium-browser google-chrome >/dev/null || { echo "make browser needs Chromium: apt-get install -y chromium (or set CHROMIUM=/path/to/it)" >&2; exit 1; }
+	$(BIN)/python -m pytest -m browser tests/browser
 
 mutants: $(VENV)/.dev ## mistakes made on purpose, of which the tests must notice 95 %: MUTANTS="control 'NaN'" takes some
 	$(BIN)/python -m mutants $(MUTANTS)

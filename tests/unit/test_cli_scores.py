@@ -67,6 +67,20 @@ def test_the_channels_model_comes_first_and_a_reused_stage_has_its_scores(world:
     assert again["value"] == row["value"]
 
 
+def test_a_run_that_trains_nothing_has_values_and_no_before(world: World) -> None:
+    stages = {
+        line for line in ABSOLUTE.splitlines() if line.startswith(("  sft", "  grpo", "  evaluate", "         probe"))
+    }
+    kept = [
+        line for line in ABSOLUTE.splitlines() if line not in stages and not line.startswith(("gates", "  - ", "rel"))
+    ]
+    world.write("run.yaml", "\n".join([*kept, BASE]))
+    world.ok("run", "run.yaml")
+    shown = world.ok("get", "sort")
+    assert "heldout/accuracy  (model:tiny@1)    200  0.100 [0.062, 0.150]" in shown
+    assert "before" not in shown
+
+
 def test_another_data_set_of_the_same_name_is_no_before(world: World) -> None:
     world.write("other.jsonl", "".join(f'{{"prompt": "Q: {n}", "answer": "{n}"}}\n' for n in range(200)))
     world.ok("asset", "add", "dataset:other", "other.jsonl")

@@ -135,22 +135,37 @@ def score_lines(scores: Scores) -> Iterator[Table | Text]:
         yield Text(f"score left out: {trouble}", style=style("warn"))
     if not scores.rows:
         return
+    yield _score_table(scores) if scores.trained else _value_table(scores)
+    yield Text(f"{100 * scores.confidence:g} % intervals: {'; '.join(scores.methods)}", style="dim")
+    if scores.lone:
+        yield Text("before: add an evaluate stage of `model: base`, or a gate against the channel's model", style="dim")
+
+
+def _score_table(scores: Scores) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("score", "items", "before", "after", "difference", ""):
         table.add_column(title, justify="right" if title == "items" else "left", no_wrap=True)
     for row in scores.rows:
         label, after = f"{row.metric}  ({row.of})", str(row.estimate)
         if not row.before:
-            table.add_row(label, str(row.estimate.items), Text("not measured", style="dim"), after, "", "")
+            none = Text("not measured" if row.trained else "", style="dim")
+            table.add_row(label, str(row.estimate.items), none, after, "", "")
         for before in row.before:
             change = str(before.paired) if before.paired else Text(f"not paired: {before.unpaired}", style="dim")
             against = Text(f"before: {before.of}", style="dim")
             table.add_row(label, str(row.estimate.items), str(before.estimate), after, change, against)
             label = after = ""
-    yield table
-    yield Text(f"{100 * scores.confidence:g} % intervals: {'; '.join(scores.methods)}", style="dim")
-    if scores.lone:
-        yield Text("before: add an evaluate stage of `model: base`, or a gate against the channel's model", style="dim")
+    return table
+
+
+def _value_table(scores: Scores) -> Table:
+    """Of a run that trained nothing."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("score", "items", "value"):
+        table.add_column(title, justify="right" if title == "items" else "left", no_wrap=True)
+    for row in scores.rows:
+        table.add_row(f"{row.metric}  ({row.of})", str(row.estimate.items), str(row.estimate))
+    return table
 
 
 def difference_lines(differences: Iterable[Difference]) -> Iterator[Text]:

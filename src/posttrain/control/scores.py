@@ -47,6 +47,7 @@ class Score:
     of: str  # which model: stage grpo | base … | channel …
     estimate: Estimate
     before: tuple[Before, ...]  # empty: the run measured none
+    trained: bool = True  # by this run: of a model that it was given there is no before
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -70,8 +71,13 @@ class Scores:
 
     @property
     def lone(self) -> bool:
-        """Whether there is a score that no before was measured for."""
-        return any(not row.before for row in self.rows)
+        """Whether there is a score of a trained model that no before was measured for."""
+        return any(row.trained and not row.before for row in self.rows)
+
+    @property
+    def trained(self) -> bool:
+        """Whether any of them is of a model that this run trained."""
+        return any(row.trained for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -147,7 +153,9 @@ def model_words(manifest: Manifest, ref: InputRef) -> str:
     """A model as people call it."""
     if ref.source == "stage":
         return f"stage {ref.name}"
-    return f"channel {ref.name}" if ref.source == "channel" else f"base {ref.name}"
+    if ref.source == "channel":
+        return f"channel {ref.name}"
+    return f"base {ref.name}" if any("model" in stage.outputs for stage in manifest.stages) else ref.name
 
 
 def _earlier(manifest: Manifest, one: Measured, found: list[Measured]) -> list[Measured]:
@@ -184,7 +192,8 @@ def _scores(one: Measured, earlier: list[Measured], manifest: Manifest, troubles
         except InputError as error:
             troubles.append(f"{one.stage.name}: {error}")
             continue
-        yield Score(one.stage.name, metric.partition("/")[0], metric, model_words(manifest, one.model), after, before)
+        suite, words = metric.partition("/")[0], model_words(manifest, one.model)
+        yield Score(one.stage.name, suite, metric, words, after, before, one.model.source == "stage")
 
 
 def _before(one: Measured, metric: str, earlier: list[Measured], manifest: Manifest) -> Iterator[Before]:
