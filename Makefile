@@ -73,7 +73,8 @@ ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, ma
 	$(BIN)/python -m pytest -m ecosystem --timeout 3000
 
 browser: $(VENV)/.browser ## report, comparison and trace in a real Chromium; screenshots in .screenshots/
-	@test -n "$$CHROMIUM" || command -v chromium chromium-browser google-chrome >/dev/null || { echo "make browser needs Chromium: apt-get install -y chromium (or set CHROMIUM=/path/to/it)" >&2; exit 1; }
+	@for name in "$$CHROMIUM" chromium chromium-browser google-chrome; do command -v "$$name" >/dev/null && exit; done; \
+	  echo "make browser needs Chromium: apt-get install -y chromium (or set CHROMIUM=/path/to/it)" >&2; exit 1
 	$(BIN)/python -m pytest -m browser tests/browser
 
 mutants: $(VENV)/.dev ## mistakes made on purpose, of which the tests must notice 95 %: MUTANTS="control 'NaN'" takes some

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 import matplotlib.image
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from posttrain.domain.errors import InputError, WorkspaceError
-from posttrain.web.curves import CurveSeries, StageBoundary, draw_learning_curve, learning_curve
+from posttrain.web.curves import CurveSeries, StageBoundary, _running_mean, draw_learning_curve, learning_curve
 
 STEPS = tuple(range(60))
 REWARD = CurveSeries("training reward", "run A", STEPS, tuple(step / 60 for step in STEPS))
@@ -104,3 +105,12 @@ def test_nothing_to_draw_is_refused() -> None:
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(WorkspaceError, match="cannot write"):
         learning_curve(tmp_path / "missing" / "curve.png", [REWARD])
+
+
+def test_a_running_mean_passes_over_gaps_and_keeps_them() -> None:
+    nan = float("nan")
+    found = _running_mean([1.0, 2.0, nan, 4.0, 6.0], 3)
+    assert found[0] == 1.5
+    assert found[1] == 1.5
+    assert math.isnan(found[2])
+    assert found[3:] == [5.0, 5.0]

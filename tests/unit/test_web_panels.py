@@ -88,9 +88,9 @@ def test_a_panel_stays_in_its_frame_and_is_small() -> None:
 
 def test_known_noise_is_a_band_or_bars() -> None:
     steps = list(range(40))
-    dense = CurveSeries("r", "run", steps, [0.5] * 40, [0.4] * 40, [0.6] * 40, "reward/mean")
+    dense = CurveSeries("r", "run", steps, [0.5] * 40, [0.4] * 40, [0.6] * 40, metric="reward/mean")
     assert panel("reward/mean", [dense], 240).lines[0].band.endswith("Z")
-    sparse = CurveSeries("r", "run", steps[:5], [0.5] * 5, [0.4] * 5, [0.6] * 5, "probe/accuracy")
+    sparse = CurveSeries("r", "run", steps[:5], [0.5] * 5, [0.4] * 5, [0.6] * 5, metric="probe/accuracy")
     (line,) = panel("probe/accuracy", [sparse], 240).lines
     assert len(line.marks) == 5
     assert line.marks[0].low is not None
@@ -103,3 +103,11 @@ def test_several_lines_have_colours_of_their_own() -> None:
     made = panel("loss", [CurveSeries("loss", name, [0, 1], [1, 2]) for name in "AB"], 240)
     assert [(line.name, line.tone) for line in made.lines] == [("A", 0), ("B", 1)]
     assert made.told == ""
+
+
+def test_a_running_mean_is_that_of_all_points_where_it_is_given() -> None:
+    steps, spiky = list(range(100)), [1.0, 9.0] * 50
+    given = CurveSeries("loss", "run", steps, spiky, smooth=([0, 99], [2.0, 2.0]))
+    (line,) = panel("loss", [given], 240).lines
+    assert len({point.split()[1] for point in line.mean[1:].split("L")}) == 1
+    assert len(line.mean) < 40

@@ -25,6 +25,7 @@ PANELS = {
 }
 LOSS = {"loss": "training loss"}  # for runs that sample nothing
 KEPT = 600  # points of a curve that a page is given
+_MEANS = 160  # points of a running mean
 _EACH = 0.975  # one-sided, each end of a 95 % interval
 _ERRORS = {"reward/mean": "reward/stderr"}  # metric → the one that is its standard error, which needs no panel
 _NORMAL = 1.96  # standard errors to each side of a 95 % interval
@@ -77,8 +78,16 @@ def stage_curves(
         low, high = _noise(workspace, manifest.stage(stage), metric, kept, recorded)
         values = [*kept.values.tolist(), *[float("nan")] * curve.dropped]
         steps = [*kept.steps.tolist(), *[points[-1][0]] * curve.dropped]
-        found[metric] = CurveSeries(metric, label, steps, values, low, high, metric)
+        found[metric] = CurveSeries(metric, label, steps, values, low, high, _smooth(curve), metric)
     return found
+
+
+def _smooth(curve: Curve) -> tuple[list[float], list[float]] | None:
+    """The running mean of a curve that will be thinned: extremes alone have another one."""
+    if len(curve.values) <= KEPT:
+        return None
+    means = curve.smoothed(len(curve.values) // 20).thinned(_MEANS)
+    return means.steps.tolist(), means.values.tolist()
 
 
 def _noise(
@@ -127,7 +136,9 @@ def _measured(
         if found:
             rate, low, high = found
             words, step = PANELS["probe/accuracy"], ends[model.name]
-            yield CurveSeries(words, label, [step], [rate], [min(low, rate)], [max(high, rate)], "probe/accuracy")
+            yield CurveSeries(
+                words, label, [step], [rate], [min(low, rate)], [max(high, rate)], metric="probe/accuracy"
+            )
 
 
 def _suite_accuracy(

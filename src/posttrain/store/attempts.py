@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,12 @@ class AttemptFolder:
             IntegrityError: a segment cannot be read.
         """
         return _read_segments(self.events, after_segment, unreadable)
+
+    def segments(
+        self, after_segment: int, unreadable: Callable[[IntegrityError], None]
+    ) -> Iterator[tuple[list[Fact], int]]:
+        """As `facts`, a segment at a time with its number: the facts of a million steps fill a memory."""
+        yield from _segments(self.events, after_segment, unreadable)
 
     def recorded_samples(self, unreadable: Callable[[IntegrityError], None] | None = None) -> list[Sample]:
         """The samples whose way was recorded, in the order they were said; none where the job recorded none.
@@ -310,15 +316,27 @@ def _read_segments(
     """Facts of a folder's segments behind number `after`, and the number of the last one."""
     found: list[Fact] = []
     last = after
-    while (segment := folder / f"{last + 1:06d}.jsonl").exists():
+    for facts, number in _segments(folder, after, unreadable):
+        found += facts
+        last = number
+    return found, last
+
+
+def _segments(
+    folder: Path, after: int, unreadable: Callable[[IntegrityError], None] | None
+) -> Iterator[tuple[list[Fact], int]]:
+    """Facts of each segment behind number `after`, and its number; none of one that cannot be read."""
+    number = after + 1
+    while (segment := folder / f"{number:06d}.jsonl").exists():
+        facts: list[Fact] = []
         try:
-            found += _read_segment(segment)
+            facts = _read_segment(segment)
         except IntegrityError as error:
             if unreadable is None:
                 raise
             unreadable(error)
-        last += 1
-    return found, last
+        yield facts, number
+        number += 1
 
 
 def _read_segment(path: Path) -> list[Fact]:

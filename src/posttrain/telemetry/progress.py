@@ -59,9 +59,10 @@ class StageWatcher:
         """Take in what is new and sum up. A segment that cannot be read becomes a note: watching harms no run."""
         for attempt in attempts:
             folder = AttemptFolder(self._root / attempt.folder)
-            facts, self._seen[attempt.folder] = folder.facts(self._seen.get(attempt.folder, 0), self._unreadable)
-            for fact in facts:
-                self._take(fact, attempt.folder)
+            for facts, number in folder.segments(self._seen.get(attempt.folder, 0), self._unreadable):
+                for fact in facts:
+                    self._take(fact, attempt.folder)
+                self._seen[attempt.folder] = number
         last = self._last
         if last is None:
             return StageProgress(latest=dict(self._latest), notes=tuple(self._notes))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -160,12 +161,14 @@ def _draw(axis: Any, series: CurveSeries, look: Mapping[str, Any]) -> None:
 
 def _running_mean(values: Sequence[float], width: int) -> list[float]:
     """Centred mean over `width` points, fewer at the ends; gaps stay gaps."""
-    half = width // 2
-    means = []
-    for index, value in enumerate(values):
-        window = [near for near in values[max(0, index - half) : index + half + 1] if math.isfinite(near)]
-        means.append(sum(window) / len(window) if window and math.isfinite(value) else math.nan)
-    return means
+    drawn = np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(drawn)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, drawn, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    places, half = np.arange(len(drawn)), width // 2
+    first, last = np.maximum(places - half, 0), np.minimum(places + half + 1, len(drawn))
+    means = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
+    return [float(mean) for mean in np.where(finite, means, np.nan)]
 
 
 def _dress(axis: Any, quantity: str) -> None:

@@ -101,7 +101,8 @@ def _line(tone: int, series: CurveSeries, curve: Curve, axes: _Axes, most: int) 
     marks = tuple(_marks(curve, low, high, axes)) if sparse else ()
     mean = ""
     if not sparse:
-        mean = _path(curve.smoothed(max(5, len(curve.values) // 20)).thinned(max(24, most // 2)), axes)
+        means = Curve.of(*series.smooth) if series.smooth else curve.smoothed(max(5, len(curve.values) // 20))
+        mean = _path(means.thinned(max(24, most // 2)), axes)
     band = _band(curve, low, high, axes, most) if known and not sparse else ""
     return Line(series.run, tone % TONES, _path(curve.thinned(most), axes), mean, band, marks)
 

@@ -16,6 +16,7 @@ class CurveSeries:
     values: Sequence[float]  # [points]; a NaN breaks the line
     low: Sequence[float] | None = None  # [points] confidence limits, both or none
     high: Sequence[float] | None = None
+    smooth: tuple[Sequence[float], Sequence[float]] | None = None  # steps and running means, before thinning
     metric: str = ""  # as it was recorded, which says how its axis is drawn; empty: the quantity
 
 
