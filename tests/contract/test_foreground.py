@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +47,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 def test_what_is_asked_arrives_and_answers_come_one_by_one(program: Callable[[str], str]) -> None:
     said = list(answers(program("print(json.dumps({'more': 1}))"), {"a": "ü"}, timeout=PATIENCE))
-    assert [found.get("got") for found in said] == [{"a": "ü"}, None]
+    assert said[0]["got"] == {"a": "ü", "asked_by": os.getpid()}
     assert said[1] == {"more": 1}
 
 
@@ -74,6 +78,56 @@ def test_it_goes_with_whoever_no_longer_listens(program: Callable[[str], str]) -
     assert not psutil.pid_exists(pid)
 
 
+SERVED = """
+import os
+from posttrain.jobs.foreground import serve
+
+def program(asked):
+    os.write(1, b"a library's own words")
+    print("more of them", flush=True)
+    yield {"pid": os.getpid()}
+    import time
+    while asked.get("stay"):
+        time.sleep(0.02)
+
+serve(program)
+"""
+ASKING = """
+import sys
+sys.executable = sys.argv[1]
+from posttrain.execution.foreground import answers
+for answer in answers("served", {"stay": True}, timeout=100000):
+    print(answer["pid"], flush=True)
+"""
+
+
+class TestServe:
+    """The other side: a program of this package."""
+
+    @pytest.fixture
+    def served(self, program: Callable[[str], str], tmp_path: Path) -> str:
+        (tmp_path / "served.py").write_text(SERVED)
+        return "served"
+
+    def test_what_libraries_print_is_no_answer(self, served: str) -> None:
+        (answer,) = answers(served, {}, timeout=PATIENCE)
+        assert answer.keys() == {"pid"}
+
+    def test_it_dies_with_whoever_asked_however_that_ends(self, served: str, tmp_path: Path) -> None:
+        python = shutil.which("python3", path=str(Path(sys.prefix) / "bin")) or ""
+        asking = subprocess.Popen([python, "-c", ASKING, sys.executable], stdout=subprocess.PIPE, text=True)
+        assert asking.stdout is not None
+        pid = int(asking.stdout.readline())
+        assert psutil.pid_exists(pid)
+        asking.kill()
+        asking.wait()
+        deadline = time.monotonic() + PATIENCE
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        asking.stdout.close()
+
+
 class TestCast:
     """The weights of a folder in another type."""
 
@@ -101,6 +155,11 @@ class TestCast:
         with pytest.raises(InputError, match=r"wide: its largest weight, 7e\+04, must fit float16"):
             list(cast({"folder": str(folder), "dtype": "float16"}))
         assert (folder / "model.safetensors").read_bytes() == before
+
+    def test_quantised_weights_are_refused(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path / "m", small=torch.ones(2).to(torch.float8_e4m3fn))
+        with pytest.raises(InputError, match=r"small: is quantised \(torch.float8_e4m3fn\)"):
+            list(cast({"folder": str(folder), "dtype": "bfloat16"}))
 
     def test_what_was_no_number_before_may_stay_none(self, tmp_path: Path) -> None:
         folder = self.folder(tmp_path / "m", odd=torch.tensor([math.inf, math.nan, 1.0]))

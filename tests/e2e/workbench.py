@@ -81,7 +81,8 @@ class Workbench:
     def start(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """`posttrain ARGUMENTS…` in the folder, in a session of its own as if typed in another terminal."""
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "posttrain", *arguments],
+            # a suite that a shell runs in the background is started with SIGINT ignored, and hands that down
+            ["env", "--default-signal=INT", sys.executable, "-P", "-m", "posttrain", *arguments],
             cwd=self.folder,
             env=_environment(env),
             stdin=subprocess.DEVNULL,

@@ -83,12 +83,7 @@ class TestBase:
         world.hold.add("grpo")
         assert world("run", path, "--timeout", WHILE).exit_code == 12
         first = world.newest()
-        workspace = open_workspace()
-        sft = stage_model(world, shipped, "sft")
-        live = stage_model(world, shipped, "grpo")
-        with workspace.ledger.transaction("test") as transaction:
-            transaction.append_release("prod", sft, shipped, "promote", expected=live)
-        workspace.close()
+        sft = move(world, shipped)
         attached = world("run", path, "--timeout", WHILE)
         assert f"attached to run {first}" in attached.stdout
         assert "warning: a model that the run file names is another by now" in attached.stdout
@@ -97,6 +92,19 @@ class TestBase:
         world.ok("run", path)
         assert world.newest() != first
         assert stage_input(world, world.newest()) == sft
+
+    def test_a_lock_is_the_manifest_that_it_is(self, world: World, shipped: str) -> None:
+        """Another run of the same words goes on, from where the channel points by now."""
+        path = on(world, "channel:prod", seed=99)  # nothing of it is in the cache
+        world.ok("lock", path, "--out", "next.lock.json")
+        move(world, shipped)
+        world.hold.add("grpo")
+        assert world("run", path, "--timeout", WHILE).exit_code == 12
+        other = world.newest()
+        world.hold.clear()
+        world("run", "next.lock.json")
+        assert world.newest() != other
+        assert stage_input(world, world.newest()) == stage_model(world, shipped, "grpo")
 
     @pytest.mark.parametrize(
         ("word", "line"),
@@ -118,8 +126,9 @@ class TestBase:
 
     def test_a_run_file_does_not_start_from_its_own_newest_run(self, world: World, shipped: str) -> None:
         """It would be another run each time, and never the one that it is repeated for."""
-        result = world("plan", on(world, "run:sort/sft", name="sort"))
-        assert (result.exit_code, "write run:ID/STAGE" in result.stderr) == (2, True)
+        for word in ("run:sort/sft", "run:sort-/sft", f"run:{shipped[:-1]}/sft"):
+            result = world("plan", on(world, word, name="sort"))
+            assert (result.exit_code, f"write run:{shipped}/sft" in result.stderr) == (2, True)
         world.ok("plan", on(world, f"run:{shipped}/sft", name="sort"))
 
     def test_a_stage_without_a_model_yet_is_refused(self, world: World) -> None:
@@ -152,12 +161,25 @@ class TestBase:
         spec["stages"] = {"sft": stages["sft"], "ppo": stages["ppo"], "judge": stages["judge"]}
         world.ok("run", world.write("judged.yaml", yaml.safe_dump({**spec, "name": "other"})))
         assert world.json("export", "other", "out2")["name"] == f"run:{world.newest()}/ppo"
+        spec["stages"] = {"sft": stages["sft"], "judge": stages["judge"]}
+        world.ok("run", world.write("judged.yaml", yaml.safe_dump({**spec, "name": "judge-only"})))
+        assert world.json("export", "judge-only", "out3")["name"] == f"run:{world.newest()}/sft"
 
     def test_a_model_is_no_data_set(self, world: World, shipped: str) -> None:
         path = on(world, "model:tiny", data={"train": "channel:prod", "heldout": "dataset:heldout"})
         result = world("plan", path)
         assert result.exit_code == 2
         assert "a dataset is expected here, and a channel names a model" in result.stderr
+
+
+def move(world: World, shipped: str) -> str:
+    """Let prod point at what the run's first stage made; its digest."""
+    sft, live = stage_model(world, shipped, "sft"), stage_model(world, shipped, "grpo")
+    workspace = open_workspace()
+    with workspace.ledger.transaction("test") as transaction:
+        transaction.append_release("prod", sft, shipped, "promote", expected=live)
+    workspace.close()
+    return sft
 
 
 def stage_input(world: World, run: str) -> str:
@@ -199,6 +221,54 @@ class TestEval:
         assert result.exit_code == 2
         assert line in result.stderr
         assert len(result.stderr.splitlines()) == 1
+
+
+class TestCard:
+    """What an exported model says of itself."""
+
+    def test_a_rejected_run_and_a_rolled_back_release_say_so(self, world: World, shipped: str) -> None:
+        world.ok("export", "prod", "live")
+        assert "released to prod, release 1 (live)" in Path("live/README.md").read_text()
+        move(world, shipped)
+        world.ok("rollback", "prod")
+        world.ok("export", "prod@2", "back")
+        assert "release 2 (rolled back)" in Path("back/README.md").read_text()
+        world.ok("asset", "add", "reward:sort", world.write("reward.py", BAD_REWARD))
+        assert world("run", "run.yaml", "--seed", "9").exit_code == 3
+        world.ok("export", world.newest(), "bad")
+        assert "of a run that is **rejected**" in Path("bad/README.md").read_text()
+        said = json.loads(Path("bad/lineage.json").read_text())
+        assert said["state"] == "rejected"
+        assert "| accuracy | FAIL |" in Path("bad/README.md").read_text()
+
+    def test_it_names_nobody(self, world: World, shipped: str) -> None:
+        world.ok("export", "prod", "out")
+        for name in ("README.md", "lineage.json"):
+            text = Path("out", name).read_text()
+            assert "user:" not in text
+            assert "ada" not in text.replace("adapt", "")
+            assert "ray_address" not in text
+
+    def test_a_stage_that_changed_nothing_does_not_take_the_released_ones_name(self, world: World) -> None:
+        spec = yaml.safe_load(Path("run.yaml").read_text())
+        spec["stages"]["later"] = {"kind": "sft", "model": "sft", "data": "train", "steps": 2}
+        spec["stages"]["evaluate"]["model"] = spec["release"]["model"] = "sft"  # both make a model of quality 0.5
+        spec["gates"] = [{"name": "half", "metric": "heldout/accuracy", "at_least": 0.4}]
+        world.ok("run", world.write("same.yaml", yaml.safe_dump(spec)))
+        stages = {row["name"]: row for row in world.json("get", world.newest())["stages"]}
+        assert stages["later"]["outputs"] == stages["sft"]["outputs"]
+        world.ok("export", "prod", "out")
+        card = Path("out/README.md").read_text()
+        assert f"Made by `{world.newest()}/sft`" in card
+        assert json.loads(Path("out/lineage.json").read_text())["scores"] == {"evaluate/heldout/accuracy": 0.5}
+
+    def test_a_release_shows_what_was_measured_of_its_own_model(self, world: World) -> None:
+        spec = yaml.safe_load(Path("run.yaml").read_text())
+        spec["stages"]["before"] = {"kind": "evaluate", "model": "sft", "suites": {"heldout": {"data": "heldout"}}}
+        world.ok("run", world.write("two.yaml", yaml.safe_dump(spec)))
+        tree = world.ok("lineage", "prod")
+        assert f"evaluation {world.newest()}/evaluate" in tree
+        assert f"{world.newest()}/before" not in tree
 
 
 class TestExport:
@@ -262,6 +332,8 @@ class TestExport:
             (("prod", "out", "--dtype", "int4"), "dtype must be one of float32, bfloat16, float16, got 'int4'"),
             (("./base", "out"), "is a folder on this machine already; copy it"),
             (("prod", "/proc/nowhere/out"), "/proc/nowhere"),
+            (("prod", ".posttrain/blobs/out"), "must not lie in the workspace"),
+            (("prod", "~nobody-of-this-name/out"), "name another folder"),
         ],
     )
     def test_refused_in_one_line(self, world: World, shipped: str, words: tuple[str, ...], line: str) -> None:

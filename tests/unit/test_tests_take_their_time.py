@@ -36,6 +36,7 @@ ALLOWED = {
     ("contract/test_environment.py", "time.sleep(0.02)"): POLL,
     ("contract/test_executor_contract.py", "NEVER_SECONDS = 0.1"): NEVER,
     ("contract/test_executor_contract.py", "time.sleep(0.01)"): POLL,
+    ("contract/test_foreground.py", "time.sleep(0.02)"): POLL,
     ("contract/test_foreground.py", "for _ in answers(name, {}, timeout=1.0):"): NEVER,
     ("contract/test_group_contract.py", 'clusters().backend("late", 8, start_seconds=1)'): NEVER,
     ("contract/test_group_contract.py", "policy.within(0.3).each(gw.Policy.sleep_on, 1, 1.5)"): NEVER,

@@ -48,7 +48,7 @@ def submit_evaluation(
     if settings.get("max_new_tokens") is None:
         settings = {**settings, "max_new_tokens": _room(workspace, model)}
     spec = evaluation_spec(workspace, model, suites, settings=settings, runtime=runtime, seed=seed)
-    return submit_planned(plan_spec(spec, workspace, _SOURCE), workspace, again=again)
+    return submit_planned(plan_spec(spec, workspace, _SOURCE), workspace, again=again, exact=True)
 
 
 def _room(workspace: Workspace, model: str) -> int:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from posttrain._version import __version__
 from posttrain.app.naming import NamedModel
 from posttrain.app.reporting import tree_lines
 from posttrain.app.workspace import Workspace
 from posttrain.control.explain import explain_run
-from posttrain.control.lineage import model_lineage
+from posttrain.control.lineage import Node, model_lineage
 from posttrain.control.models import MadeModel
-from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.data.assets import floating_types
+from posttrain.decision.releases import release_states
+from posttrain.domain.errors import InputError
+from posttrain.domain.identity import deciding
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
 from posttrain.execution.foreground import answers
@@ -29,6 +33,8 @@ from posttrain.web.card import ModelCard, ScoreLine, StageLine, render_card
 _CAST = "posttrain.jobs.cast"
 _CAST_SECONDS = 21600.0
 _CARD, _LINEAGE = "README.md", "lineage.json"
+_PARTIAL = ".posttrain-export-"  # what a killed one left, the next one in the same place sweeps
+_PRIVATE = ("by", "owner", "registered by")
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
 
@@ -45,6 +51,7 @@ class Exported:
     files: tuple[str, ...]
     bytes: int
     card: bool  # false: no run of this workspace made the model, so it has the card that it came with
+    opened_by: str  # the class of transformers that loads it
 
 
 def export_model(
@@ -70,22 +77,43 @@ def export_model(
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if model.ref.on_disk:
         raise InputError(f"{model.word}: is a folder on this machine already; copy it")
-    target = target.expanduser().absolute()
-    _refuse_occupied(target)
-    with scratch(target.parent, f".{target.name}.export-") as work:
+    target = _place(target, workspace)
+    with scratch(target.parent, _PARTIAL) as work:
         made = work / "made"
         _copied(workspace, model.digest, made, progress)
-        stored = str(_config(made).get("dtype") or _config(made).get("torch_dtype") or "float32")
-        if dtype not in (None, stored):
+        stored = floating_types(made)
+        cast = dtype is not None and stored != {dtype}
+        if cast:
             for answer in answers(_CAST, {"folder": str(made), "dtype": dtype}, timeout=_CAST_SECONDS):
                 progress(f"{answer['file']} in {dtype}")
-        kind = dtype or stored
-        described = model.made is not None and _describe(workspace, model.made, made, kind, cast=kind != stored)
+        kind = dtype or ", ".join(sorted(stored))
+        described = model.made is not None and _describe(workspace, model.made, made, kind, cast=cast)
+        opener = "AutoModelForSequenceClassification" if _is_classifier(made) else "AutoModelForCausalLM"
         sync_tree(made)
         _put(made, target)
     files = tuple(sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()))
     size = sum((target / name).stat().st_size for name in files)
-    return Exported(target, model.pinned.name, model.digest, kind, kind != stored, files, size, described)
+    return Exported(target, model.pinned.name, model.digest, kind, cast, files, size, described, opener)
+
+
+def _place(target: Path, workspace: Workspace) -> Path:
+    """Where the folder goes, its parents made.
+
+    Raises:
+        InputError: something is there, or it lies in the workspace. WorkspaceError: it cannot be made.
+    """
+    try:
+        target = Path(os.path.normpath(target.expanduser().absolute()))
+    except RuntimeError as error:  # ~nobody
+        raise InputError(f"{target}: {error}; name another folder") from error
+    if target.resolve().is_relative_to(workspace.root):
+        raise InputError(f"{target}: must not lie in the workspace {workspace.root}; name another folder")
+    _refuse_occupied(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(target.parent, error) from error
+    return target
 
 
 def _refuse_occupied(target: Path) -> None:
@@ -108,14 +136,21 @@ def _copied(workspace: Workspace, digest: str, folder: Path, progress: Callable[
         progress(name)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        value = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise IntegrityError(
-            f"the model's config.json cannot be read: {error}; posttrain verify finds out why"
-        ) from error
-    return value if isinstance(value, dict) else {}
+def _is_classifier(folder: Path) -> bool:
+    names = json.loads((folder / "config.json").read_bytes()).get("architectures") or ()
+    return any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def _release_state(workspace: Workspace, made: MadeModel) -> str:
+    """`live`, `superseded` or `rolled_back`, in words."""
+    states = release_states(workspace.ledger.history(str(made.channel)))
+    return str(states[made.digest]).replace("_", " ")
+
+
+def _public(node: Node) -> Node:
+    """A lineage without the names of people: what is exported is made to be published."""
+    details = tuple(pair for pair in node.details if pair[0] not in _PRIVATE)
+    return replace(node, details=details, children=tuple(map(_public, node.children)))
 
 
 def _put(made: Path, target: Path) -> None:
@@ -139,19 +174,21 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
     manifest, rows = workspace.wiring.manifest(run), {row.name: row for row in workspace.ledger.stages(run.id)}
     chain = list(_chain(manifest, made.stage))
     report = explain_run(workspace.wiring, run.id).report
-    tree = model_lineage(workspace.wiring, made)
+    tree = _public(model_lineage(workspace.wiring, made))
     card = ModelCard(
         title=f"{run.name}, {made.stage}",
         digest=made.digest,
         dtype=dtype,
         cast=cast,
         made=f"{run.id}/{made.stage}",
-        release=f"{made.channel}, release {made.release}" if made.channel else "",
+        release=f"{made.channel}, release {made.release} ({_release_state(workspace, made)})" if made.channel else "",
         manifest=run.manifest_digest,
         base=_base(chain),
+        state=run.state,
+        judge=_is_classifier(folder),
         seed=manifest.seed,
         stages=tuple(_stage_line(stage, rows[stage.name]) for stage in chain),
-        scores=tuple(_scores(manifest, made.stage, rows)),
+        scores=tuple(_scores(manifest, made.digest, rows)),
         gates=report.verdicts if report and report.candidate == made.digest else (),
         lineage=tuple(tree_lines(tree)),
         version=__version__,
@@ -159,8 +196,9 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
     (folder / _CARD).write_text(render_card(card), encoding="utf-8")
     said = {"posttrain": __version__, "model": asdict(made), "dtype": dtype, "cast": cast, "lineage": asdict(tree)}
     verdicts = [verdict.model_dump(mode="json") for verdict in card.gates]
-    scores = {f"{score.stage}/{score.metric}": score.value for score in card.scores}
-    text = json.dumps({**said, "scores": scores, "gates": verdicts}, indent=2, ensure_ascii=False)
+    scores = {f"{s.stage}/{s.metric}": s.value if math.isfinite(s.value) else None for s in card.scores}
+    said |= {"state": run.state, "scores": scores, "gates": verdicts}
+    text = json.dumps(said, indent=2, ensure_ascii=False, allow_nan=False)
     (folder / _LINEAGE).write_text(text + "\n", encoding="utf-8")
     return True
 
@@ -181,18 +219,17 @@ def _base(chain: Sequence[StageManifest]) -> str:
 
 def _stage_line(stage: StageManifest, row: StageRecord) -> StageLine:
     inputs = tuple((slot, str(blob["name"]), str(blob["digest"])) for slot, blob in row.inputs.items())
-    settings = {key: value for key, value in stage.params.items() if key not in stage.inputs}
+    settings = {key: value for key, value in deciding(stage.params).items() if key not in stage.inputs}
     params = tuple((key, json.dumps(value, ensure_ascii=False)) for key, value in settings.items())
     started, finished = row.started_at, row.finished_at
     seconds = finished - started if started and finished and not row.cached_from else None
     return StageLine(stage.name, stage.kind, inputs, params, row.tokens, seconds)
 
 
-def _scores(manifest: Manifest, name: str, rows: Mapping[str, StageRecord]) -> Iterator[ScoreLine]:
+def _scores(manifest: Manifest, digest: str, rows: Mapping[str, StageRecord]) -> Iterator[ScoreLine]:
     """What this run measured of the model."""
     for stage in manifest.stages:
-        model = stage.inputs.get("model")
-        if stage.kind != "evaluate" or model is None or (model.source, model.name) != ("stage", name):
+        if stage.kind != "evaluate" or rows[stage.name].inputs.get("model", {}).get("digest") != digest:
             continue
         suites = {slot.removeprefix("suites."): ref.name for slot, ref in stage.inputs.items() if slot != "model"}
         for metric, value in rows[stage.name].metrics.items():

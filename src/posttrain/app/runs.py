@@ -210,12 +210,14 @@ def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
         ref = parse_ref(text, kind) if kind == "model" else None
         if ref is None or ref.source not in (Source.CHANNEL, Source.RUN):
             return of_assets(kind, text)
-        if ref.source is Source.RUN and ref.name == spec.name:
+        made = made_model(workspace.wiring, ref)
+        own = made.run_id is not None and workspace.ledger.run(made.run_id).name == spec.name
+        if ref.source is Source.RUN and own and ref.name != made.run_id:
             raise InputError(
-                f"ref {text!r}: must name one run, got the name that this file gives to its own; write run:ID/STAGE "
-                f"(posttrain ls shows the ids of {spec.name})"
+                f"ref {text!r}: must name one run of {spec.name} by its whole id, since this file makes others of that "
+                f"name; write run:{made.run_id}/{made.stage}"
             )
-        return made_model(workspace.wiring, ref).pinned(text)
+        return made.pinned(text)
 
     return resolve
 
@@ -234,13 +236,13 @@ def submit(
     if is_lock(source) and seed is not None:
         raise InputError(f"{path}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
     planned = read_lock(source, at) if is_lock(source) else plan(source, at, seed=seed)
-    return submit_planned(planned, at, again=again)
+    return submit_planned(planned, at, again=again, exact=is_lock(source))
 
 
-def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False) -> Run:
-    """Record a run of an already resolved manifest. A stopped run of it goes on."""
+def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Run:
+    """Record a run of an already resolved manifest. A stopped run of it goes on. See `control.submission.submit`."""
     workspace.catalog.publish(planned.manifest)
-    submitted = submit_manifest(workspace.wiring, planned.manifest, again=again)
+    submitted = submit_manifest(workspace.wiring, planned.manifest, again=again, exact=exact)
     if submitted.run.state == RunState.STOPPED:
         actions.retry(workspace.wiring, submitted.run.id)
     warnings = () if submitted.attached else planned.warnings

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,6 +72,8 @@ def sample(
     warmth = temperature if temperature is not None else float(samples > 1)
     runtime = inference_runtime(device=device, dtype=dtype, threads=threads)
     ask = Ask(samples, max_new_tokens, warmth, seed, runtime, timeout or LONGEST_WAIT)
+    if _STDIN in prompts and sys.stdin is None:
+        raise InputError("sample: - reads standard input, and it is closed; write the prompt")
     texts = [sys.stdin.read().rstrip("\n") if text == _STDIN else text for text in prompts]
     workspace = open_workspace()
     named = named_model(workspace, model)
@@ -89,6 +94,25 @@ def sample(
     if output is Output.JSON:
         said = [{**asdict(answer), "prompt": texts[answer.prompt], "prompt_index": answer.prompt} for answer in answers]
         emit_json({"model": named.pinned.name, "digest": named.digest, "form": form, "answers": said})
+
+
+def _progress(file: str) -> None:
+    if sys.stderr.isatty():
+        aside(f"  {file}")
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as an error would, so that nothing is left half-written."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show(texts: list[str], answer: Answer, *, many: bool) -> None:
@@ -131,14 +155,17 @@ def evaluate(
     runtime = {"device": device, "dtype": dtype, "threads": threads}
     workspace = open_workspace()
     handle = submit_evaluation(workspace, model, suites, settings=settings, runtime=runtime, seed=seed, again=again)
-    command = " ".join(["posttrain eval", model, *suites])
     if output is Output.JSON:
+        for warning in handle.warnings:
+            aside(f"warning: {warning}")
         record = handle.wait(timeout, check=True)
-        emit_json({"run": record.id, "state": record.state, "scores": handle.metrics})
+        measured = handle.manifest.stages[0].inputs["model"]
+        said = {"run": record.id, "state": record.state, "attached": handle.attached}
+        emit_json({**said, "model": measured.name, "digest": measured.digest, "scores": handle.metrics})
         workspace.close()
         return
     driving.greet(handle, again=" (--again measures anew)")
-    driving.drive(workspace, handle, timeout, command)
+    driving.drive(workspace, handle, timeout, f"posttrain attach {handle.id}")
 
 
 def export(
@@ -157,7 +184,8 @@ def export(
     if str(folder) in ("", "."):
         raise InputError(f"export: must be a folder of its own, got {str(folder)!r}; name a new one")
     workspace = open_workspace()
-    done = export_model(workspace, named_model(workspace, model), folder, dtype=dtype)
+    with _ended_by_sigterm():
+        done = export_model(workspace, named_model(workspace, model), folder, dtype=dtype, progress=_progress)
     workspace.close()
     if output is Output.JSON:
         emit_json(asdict(done))
@@ -165,4 +193,4 @@ def export(
     how = f"converted to {done.dtype}" if done.cast else f"{done.dtype}, byte for byte"
     say(f"{done.name} {digest(done.digest)}: {len(done.files)} files, {done.bytes / 2**20:.1f} MiB, {how}")
     say(f"  {done.folder}", *(["  README.md says how it was made and judged"] if done.card else []))
-    say(f"next:   AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    say(f"next:   {done.opened_by}.from_pretrained({str(folder)!r})")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from posttrain.control.models import MadeModel, stage_that_made
 from posttrain.control.wiring import Wiring
+from posttrain.decision.releases import release_states
 from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.records import Asset, ReleaseEntry, StageRecord
@@ -84,9 +85,10 @@ def _release_node(wiring: Wiring, entry: ReleaseEntry) -> Node:
     if entry.report_digest:
         children.append(Node("report", "gate report", entry.report_digest, "file"))
     if entry.run_id:
-        children += _evaluations(wiring, entry.run_id)
+        children += _evaluations(wiring, entry.run_id, entry.model_digest)
         children.append(_manifest_node(wiring, entry.run_id))
-    details = (("release", str(entry.sequence)), ("action", entry.action), ("by", entry.actor))
+    state = release_states(wiring.ledger.history(entry.channel))[entry.model_digest]
+    details = (("release", str(entry.sequence)), ("action", entry.action), ("by", entry.actor), ("state", str(state)))
     return Node("release", entry.channel, None, details=details, children=tuple(children))
 
 
@@ -94,6 +96,7 @@ def _manifest_node(wiring: Wiring, run_id: str) -> Node:
     run = wiring.ledger.run(run_id)
     manifest = wiring.manifest(run)
     details = (
+        ("state", run.state),
         ("owner", manifest.owner),
         ("seed", str(manifest.seed)),
         *((f"code.{k}", v) for k, v in manifest.code.items()),
@@ -101,10 +104,12 @@ def _manifest_node(wiring: Wiring, run_id: str) -> Node:
     return Node("manifest", run.id, run.manifest_digest, "file", details=details)
 
 
-def _evaluations(wiring: Wiring, run_id: str) -> list[Node]:
+def _evaluations(wiring: Wiring, run_id: str, model: str) -> list[Node]:
+    """What a run measured of one model."""
     nodes = []
     for stage in wiring.ledger.stages(run_id):
-        if stage.kind == "evaluate" and "metrics" in stage.outputs:
+        measured = stage.inputs.get("model", {}).get("digest")
+        if stage.kind == "evaluate" and "metrics" in stage.outputs and measured == model:
             suites = tuple(
                 _input_node(wiring, slot, InputBlob(**blob)) for slot, blob in stage.inputs.items() if slot != "model"
             )

@@ -84,11 +84,17 @@ def _main_stage(manifest: Manifest) -> str:
         return manifest.release.model
     makers = [stage for stage in manifest.stages if "model" in stage.outputs]
     judges = {ref.name for stage in makers for slot, ref in stage.inputs.items() if slot == "reward_model"}
-    names = [stage.name for stage in makers if stage.name not in judges]
-    return names[-1] if names else ""
+    policies = [stage.name for stage in makers if stage.name not in judges and stage.kind != "reward_model"]
+    return (policies or [stage.name for stage in makers] or [""])[-1]
 
 
 def stage_that_made(wiring: Wiring, run_id: str | None, digest: str) -> StageRecord | None:
-    """The last stage of a run that made these weights: one that changed nothing made the same as the one before it."""
-    stages = wiring.ledger.stages(run_id) if run_id else []
-    return next((s for s in reversed(stages) if s.outputs.get("model", {}).get("digest") == digest), None)
+    """The stage of a run that made these weights: of several (one that changed nothing makes the same as the one before
+    it) the one that the run releases, else the last.
+    """
+    if run_id is None:
+        return None
+    made = [s for s in wiring.ledger.stages(run_id) if s.outputs.get("model", {}).get("digest") == digest]
+    release = wiring.manifest(wiring.ledger.run(run_id)).release
+    named = [stage for stage in made if release and stage.name == release.model]
+    return next(iter([*named, *reversed(made)]), None)

@@ -22,7 +22,7 @@ class Submitted:
     moved: bool = False  # a channel or a run's name means another model than when this run was submitted
 
 
-def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False) -> Submitted:
+def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False, exact: bool = False) -> Submitted:
     """Record a run for this manifest, or attach to the newest one with the same digest.
 
     One that has not ended is attached to as well where only what a moving word means (`channel:prod`) has changed: a
@@ -30,11 +30,12 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False) -> Submit
 
     Args:
         again: start another run of the same manifest.
+        exact: this very manifest is meant, as of a lock, whatever its words mean by now.
     """
     existing = wiring.ledger.runs(manifest_digest=manifest.digest)
     if existing and not again:
         return Submitted(existing[0], attached=True)
-    unfinished = None if again else _unfinished(wiring, manifest)
+    unfinished = None if again or exact else _unfinished(wiring, manifest)
     if unfinished:
         return Submitted(unfinished, attached=True, moved=True)
     digest = wiring.blobs.put(canonical_json(manifest.to_json()))

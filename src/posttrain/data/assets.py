@@ -264,6 +264,19 @@ def inspect_model(folder: Path) -> Meta:
     }
 
 
+_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def floating_types(folder: Path) -> set[str]:
+    """The floating-point types in which the weights below a folder are stored, by their headers: `{"bfloat16"}`.
+
+    Raises:
+        InputError: a file that is not safetensors.
+    """
+    kinds = {tensor["dtype"] for path in folder.rglob("*.safetensors") for tensor in _header(path).values()}
+    return {_TYPES.get(kind, kind.lower()) for kind in kinds if "F" in kind}
+
+
 def _json_file(path: Path, model: str) -> Mapping[str, Any]:
     try:
         value = json.loads(path.read_bytes())

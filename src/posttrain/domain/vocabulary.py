@@ -19,13 +19,14 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ("steps",),
         ),
         **dict.fromkeys(
-            ("per_device_train_batch_size", "train_batch_size", "rollout_batch_size", "generation_batch_size"),
+            ("per_device_train_batch_size", "train_batch_size", "rollout_batch_size"),
             ("batch_size", "prompts_per_step"),
         ),
-        **dict.fromkeys(("ppo_mini_batch_size", "num_mini_batches", "ppo_micro_batch_size"), ("mini_batches",)),
+        **dict.fromkeys(("ppo_mini_batch_size", "num_mini_batches"), ("mini_batches",)),
         **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations"), ("epochs", "mini_batches")),
         **dict.fromkeys(
-            ("gradient_accumulation_steps", "micro_batch_size", "ppo_max_token_len_per_gpu"), ("micro_batch_tokens",)
+            ("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu"),
+            ("micro_batch_tokens",),
         ),
         **dict.fromkeys(
             ("num_generations", "n", "num_samples", "n_samples_per_prompt", "num_return_sequences", "rollout_n"),

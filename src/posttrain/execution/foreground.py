@@ -51,7 +51,7 @@ def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Itera
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
             start_new_session=True,
         )  # fmt: skip
-        timer = threading.Timer(timeout, _give_up, (program, late))
+        timer = threading.Timer(min(timeout, threading.TIMEOUT_MAX), _give_up, (program, late))
         timer.start()
         try:
             yield from _exchange(program, request)
@@ -69,7 +69,7 @@ def _exchange(program: subprocess.Popen[str], request: Mapping[str, Any]) -> Ite
     assert program.stdin is not None
     assert program.stdout is not None
     with contextlib.suppress(BrokenPipeError), program.stdin as asked:  # it may have died before it read
-        json.dump(request, asked)
+        json.dump({**request, "asked_by": os.getpid()}, asked)
     for line in program.stdout:
         answer = json.loads(line)
         if "error" in answer:

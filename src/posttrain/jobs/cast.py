@@ -20,24 +20,28 @@ from posttrain.store.atomic import write_json
 if TYPE_CHECKING:
     import torch
 
+_LEAST_BYTES = 2  # of a weight that is a plain floating-point number
 _INDEX = "model.safetensors.index.json"
 
 
 def cast(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Every safetensors file of the folder, then the configuration and the index that name type and size."""
     import torch
+    from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
     folder, name = Path(request["folder"]), str(request["dtype"])
     dtype: torch.dtype = getattr(torch, name)
     size = 0
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.rglob("*.safetensors")):
         tensors = {key: _as(value, dtype, key) for key, value in load_file(path).items()}
-        save_file(tensors, path.with_suffix(".new"), metadata={"format": "pt"})
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {"format": "pt"}
+        save_file(tensors, path.with_suffix(".new"), metadata=metadata)
         shutil.copymode(path, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
         size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        yield {"file": path.name, "tensors": len(tensors)}
+        yield {"file": path.relative_to(folder).as_posix(), "tensors": len(tensors)}
     _name_type(folder / "config.json", name)
     if (folder / _INDEX).is_file():
         index = json.loads((folder / _INDEX).read_bytes())
@@ -48,6 +52,8 @@ def cast(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _as(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
+    if tensor.element_size() < _LEAST_BYTES:
+        raise InputError(f"{name}: is quantised ({tensor.dtype}), which is not converted; export it as it is")
     other = tensor.to(dtype)
     if bool((other.isfinite() != tensor.isfinite()).any()):
         most = float(tensor[tensor.isfinite()].abs().max())

@@ -5,6 +5,7 @@ matter that model hubs read.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,23 +58,27 @@ class ModelCard:
     gates: tuple[Verdict, ...]
     lineage: tuple[str, ...]  # lines of an indented tree
     version: str  # of Posttrain
+    state: str = "succeeded"  # of the run
+    judge: bool = False  # a reward model: a sequence classifier of one label
 
     @property
     def front_matter(self) -> str:
         """YAML that hubs read: library, task, base model, results."""
         kinds = sorted({stage.kind for stage in self.stages})
-        head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+        task = "text-classification" if self.judge else "text-generation"
+        head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task}
         head["tags"] = ["posttrain", *(kind.replace("_", "-") for kind in kinds)]
         if self.base.startswith("hf:"):
             head["base_model"] = self.base.removeprefix("hf:").partition("@")[0]
         if self.scores:
             results = [
                 {
-                    "task": {"type": "text-generation"},
+                    "task": {"type": task},
                     "dataset": {"name": score.data or score.metric.partition("/")[0], "type": "local"},
                     "metrics": [{"type": score.metric.rpartition("/")[2], "name": score.metric, "value": score.value}],
                 }
                 for score in self.scores
+                if math.isfinite(score.value)
             ]
             head["model-index"] = [{"name": self.title, "results": results}]
         return yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
