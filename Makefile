@@ -32,7 +32,7 @@ $(VENV)/.bench: $(VENV)/.dev
 	@touch $@
 
 $(VENV)/.browser: $(VENV)/.dev
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,dev,browser]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,browser]'
 	@touch $@
 
 # verifiers 0.1 and 0.4 are different libraries of one name: the older one lies in a folder of its own, without what it
