@@ -47,7 +47,10 @@ def submit_evaluation(
     """
     if settings.get("max_new_tokens") is None:
         settings = {**settings, "max_new_tokens": _room(workspace, model)}
-    spec = evaluation_spec(workspace, model, suites, settings=settings, runtime=runtime, seed=seed)
+    names = _suite_names(suites)
+    stage = {"suites": {name: {"data": name, **settings} for name in names}, "runtime": dict(runtime)}
+    source = {"owner": workspace.actor.removeprefix("user:"), "seed": seed}
+    spec = _spec(source, model_word(workspace, model), names, stage)
     return submit_planned(plan_spec(spec, workspace, _SOURCE), workspace, again=again, exact=True)
 
 
@@ -59,35 +62,10 @@ def _room(workspace: Workspace, model: str) -> int:
     return _USUAL_TOKENS if context is None else max(1, min(_USUAL_TOKENS, context // 2))
 
 
-def evaluation_spec(
-    workspace: Workspace,
-    model: str,
-    suites: Sequence[str],
-    *,
-    settings: Mapping[str, Any],
-    runtime: Mapping[str, Any],
-    seed: int = 0,
-) -> RunSpec:
-    """The run file that nobody needs to write. Raises its InputErrors."""
-    names = _suite_names(suites)
-    return parse_run_spec(
-        {
-            "name": f"eval-{'-'.join(names)}"[:63].rstrip("-_"),
-            "owner": workspace.actor.removeprefix("user:"),
-            "seed": seed,
-            "model": model_word(workspace, model),
-            "data": names,
-            "stages": {
-                STAGE: {
-                    "kind": "evaluate",
-                    "model": "base",
-                    "suites": {name: {"data": name, **settings} for name in names},
-                    "runtime": dict(runtime),
-                }
-            },
-        },
-        str(_SOURCE),
-    )
+def _spec(source: Mapping[str, Any], model: str, names: Mapping[str, str], stage: Mapping[str, Any]) -> RunSpec:
+    """The run file that nobody needs to write."""
+    head = {"name": f"eval-{'-'.join(names)}"[:63].rstrip("-_"), **source, "model": model, "data": names}
+    return parse_run_spec({**head, "stages": {STAGE: {"kind": "evaluate", "model": "base", **stage}}}, str(_SOURCE))
 
 
 def _suite_names(suites: Sequence[str]) -> dict[str, str]:
