@@ -131,6 +131,15 @@ class TestBase:
             assert (result.exit_code, f"write run:{shipped}/sft" in result.stderr) == (2, True)
         world.ok("plan", on(world, f"run:{shipped}/sft", name="sort"))
 
+    def test_a_bare_word_is_told_how_a_run_file_writes_it(self, world: World, shipped: str) -> None:
+        for word, wanted in (
+            ("prod", "is a channel; write channel:prod"),
+            ("sort/sft", "is a run; write run:sort/sft"),
+        ):
+            result = world("plan", on(world, word))
+            assert (result.exit_code, wanted in result.stderr) == (2, True)
+        assert "did you mean 'prod'?" in world("sample", "prd", "1").stderr
+
     def test_a_stage_without_a_model_yet_is_refused(self, world: World) -> None:
         world.hold.add("grpo")
         world("run", "run.yaml", "--timeout", WHILE)
@@ -209,7 +218,7 @@ class TestEval:
     @pytest.mark.parametrize(
         ("words", "line"),
         [
-            (("nobody", "heldout"), "model 'nobody': there is no run 'nobody'"),
+            (("nobody", "heldout"), "model 'nobody': no channel (known: prod), and there is no run 'nobody'"),
             (("prod", "hedout"), "no dataset of that name is registered (did you mean 'heldout'?)"),
             (("prod", "heldout", "./heldout.jsonl"), "suites must have names of their own, got 'heldout' twice"),
             (("prod", "heldout", "--pass-at", "4"), "pass_at must be <= samples (0), got 4"),

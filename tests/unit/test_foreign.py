@@ -179,6 +179,40 @@ def test_a_run_file_is_written_whose_epochs_are_steps(world: World) -> None:
     assert (again.exit_code, "is there already" in again.stderr) == (2, True)
 
 
+def test_a_command_as_people_write_it(world: World) -> None:
+    """Its own environment before it, a module in place of a script, lower-case variables, a pipe behind it."""
+    _, sft = trl(
+        world, "m.sh", "X=1 accelerate launch --num_processes 8 -m trl.scripts.sft --max_steps 3 | tee log.txt"
+    )
+    assert sft["batch_size"] == 64
+    text = (
+        "train=$HOME/t.parquet\nfiles=\"['$train', 'u.parquet']\"\n"
+        'PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo data.train_files=$train data.val_files="$files" \\\n'
+        " algorithm.adv_estimator=gae critic.optim.lr=3e-5 trainer.total_training_steps=20 \\\n"
+        " trainer.logger=console 2>&1 | tee verl.log\n"
+    )
+    draft = from_verl(read_settings(Path(world.write("ppo.sh", text))))
+    stage = valid(draft)
+    assert draft.run["data"]["train"] == "~/t.parquet"
+    assert stage["critic"]["optimizer"] | {"betas": None} == stage["optimizer"] | {"learning_rate": 3e-5, "betas": None}
+    assert any(item.startswith("data.val_files: ") for item in draft.changed)
+    assert (draft.inert, draft.dropped) == (["logger"], [])
+    assert "Without a meaning for the result:\n#   - logger" in draft.text()
+
+
+def test_rows_that_a_script_changes_and_rewards_in_it_are_told(world: World) -> None:
+    script = (
+        "from datasets import load_dataset\nfrom trl import GRPOConfig, GRPOTrainer\n\ndef mine(completions):\n    return [0.0]\n\n"
+        "data = load_dataset('openai/gsm8k', 'main')\ndata = data.map(lambda row: {'prompt': row['question']})\n"
+        "GRPOTrainer(model='Qwen/Qwen3-0.6B', reward_funcs=mine, args=GRPOConfig(max_steps=3), train_dataset=data)\n"
+    )
+    draft, _ = trl(world, "grpo.py", script)
+    assert any("data.map (line 8): the rows are changed by code" in item for item in draft.changed)
+    assert any("copy mine into reward.py: importing grpo.py would start the training" in i for i in draft.fill_in)
+    draft, _ = trl(world, "grpo.yaml", "reward_funcs: [accuracy_reward]\nmax_steps: 3\n")
+    assert draft.run["rewards"] == {"reward": "trl.rewards:accuracy_reward"}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [

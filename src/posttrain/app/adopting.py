@@ -38,6 +38,7 @@ class Adopted:
     carried: tuple[str, ...]
     changed: tuple[str, ...]
     dropped: tuple[str, ...]
+    inert: tuple[str, ...]
     fill_in: tuple[str, ...]
 
 
@@ -67,7 +68,9 @@ def adopt(trainer: Trainer, source: Path, target: Path) -> Adopted:
         raise InputError(f"{target}: is there already; move it away, or go on with posttrain plan {target}") from error
     except OSError as error:
         raise unwritable(target, error) from error
-    said: dict[str, Any] = {name: tuple(getattr(draft, name)) for name in ("carried", "changed", "dropped", "fill_in")}
+    said: dict[str, Any] = {
+        name: tuple(getattr(draft, name)) for name in ("carried", "changed", "dropped", "inert", "fill_in")
+    }
     return Adopted(target, **said)
 
 

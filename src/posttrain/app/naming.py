@@ -10,6 +10,7 @@ from posttrain.control.models import MadeModel, made_model
 from posttrain.data.refs import AssetRef, Source, local_path, parse_ref
 from posttrain.domain.errors import NotFoundError
 from posttrain.domain.manifest import InputRef
+from posttrain.domain.validation import nearest
 from posttrain.store.trees import materialise
 
 _HEADS = ("model", "channel", "run", "hf")
@@ -57,8 +58,8 @@ def named_model(workspace: Workspace, text: str) -> NamedModel:
     except NotFoundError as error:
         if word == text:
             raise
-        known = ", ".join(workspace.ledger.channels()) or "none yet"
-        raise NotFoundError(f"model {text!r}: {error} (channels: {known}; runs: posttrain ls)") from error
+        hint = nearest(text, workspace.ledger.channels()) or " (there are no channels yet)"
+        raise NotFoundError(f"model {text!r}: no channel{hint}, and {error}") from error
     return NamedModel(word, ref, made.pinned(word), made)
 
 

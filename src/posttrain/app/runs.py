@@ -202,11 +202,30 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     return replace(planned, warnings=(*planned.warnings, *found))
 
 
+def _refuse_bare_word(text: str, workspace: Workspace, folder: Path) -> None:
+    """A channel or a run as the command line names it is told how a run file does.
+
+    Raises:
+        InputError: it is one.
+    """
+    if ":" in text or text.startswith((".", "~", "/")) or (folder / text).exists():
+        return
+    if text.partition("@")[0] in workspace.ledger.channels():
+        raise InputError(f"ref {text!r}: is a channel; write channel:{text}")
+    try:
+        workspace.ledger.find_run(text.partition("/")[0])
+    except InputError:  # no run of that name, or several: what else it may be is told elsewhere
+        return
+    raise InputError(f"ref {text!r}: is a run; write run:{text}")
+
+
 def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
     """Refs of a run file to pinned inputs: assets by the catalog, models that runs made by the ledger."""
     of_assets = workspace.catalog.resolver(source.parent)
 
     def resolve(kind: str, text: str) -> InputRef:
+        if kind == "model":
+            _refuse_bare_word(text, workspace, source.parent)
         ref = parse_ref(text, kind) if kind == "model" else None
         if ref is None or ref.source not in (Source.CHANNEL, Source.RUN):
             return of_assets(kind, text)

@@ -145,7 +145,7 @@ def evaluate(
     timeout: TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Measure a model on data sets, without a run file. It is a run of one stage: get, why and report know it."""
+    """Measure a model on data sets, without a run file. It is a run of one stage: get, why and compare know it."""
     from posttrain.app.evaluating import submit_evaluation
     from posttrain.app.workspace import open_workspace
 

@@ -66,10 +66,9 @@ def init(
 
 def _adopt(trainer: str, source: Path, folder: Path) -> Adopted:
     from posttrain.app.adopting import RUN_FILE, Trainer, adopt
-    from posttrain.domain.validation import nearest
 
     if trainer not in tuple(Trainer):
-        raise InputError(f"init: --from takes {' or '.join(Trainer)}, got {trainer!r}{nearest(trainer, Trainer)}")
+        raise InputError(f"init: --from takes {' or '.join(Trainer)}, got {trainer!r}; name one of them")
     if not folder.is_dir():
         raise InputError(f"init: {folder} must be a folder that is there, for run.yaml to go to; make it first")
     return adopt(Trainer(trainer), source, folder / RUN_FILE)
@@ -81,6 +80,7 @@ def _tell(written: Adopted) -> None:
         "carried over": written.carried,
         "not as it was there": written.changed,
         "left out, without a counterpart here": written.dropped,
+        "without a meaning for the result": (", ".join(written.inert),) if written.inert else (),
         "to do before the first run": (*written.fill_in, f"posttrain plan {written.path}"),
     }
     for title, items in titles.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
+import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -25,6 +26,7 @@ SOURCE = "imported_reward.py"  # the name of the source that stands for it
 _TEMPLATE = '''"""{function} of {module}, {distribution} {version}, whose module is {digest}."""
 
 import importlib.metadata
+import sys
 
 from {module} import {function}
 
@@ -64,6 +66,10 @@ def imported_reward(word: str) -> ImportedReward:
     module, _, function = word.partition(":")
     files = _files(module)
     owners = importlib.metadata.packages_distributions().get(module.partition(".")[0], [])
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise InputError(
+            f"reward {word}: {module} is of the standard library: no version to pin; call it in a file of yours"
+        )
     if not files or not owners:
         raise NotFoundError(
             f"reward {word}: no installed package has a module {module}; install it beside posttrain, or give a file"

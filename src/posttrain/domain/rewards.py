@@ -83,7 +83,7 @@ def detect(signature: Signature) -> str:
         return "row"
     raise SignatureError(
         f"parameters ({', '.join(signature.words())}) are of no known dialect; name the text `completion`, or give "
-        f"dialect: one of {', '.join(DIALECTS)}"
+        f"its dialect when you register it: asset add --dialect {'|'.join(DIALECTS)}"
     )
 
 

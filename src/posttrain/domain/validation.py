@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.vocabulary import FIELDS, KINDS
+from posttrain.domain.vocabulary import FIELDS, KINDS, UNITS
 
 _SHOWN = 120  # characters of a value
 
@@ -121,12 +121,13 @@ def _meant(word: str, model: type[BaseModel], place: Sequence[int | str]) -> str
     """` (did you mean 'learning_rate' under 'optimizer'?)`: by our word or another trainer's, else the nearest here."""
     known = _fields_at(model, place)
     below = {name: _fields_at(model, [*place, name]) for name in known}
+    unit = f", {UNITS[word.lower()]}" if word.lower() in UNITS else ""
     for wanted in (word, *FIELDS.get(word.lower(), ())):
         if wanted in known:
-            return f" (did you mean {wanted!r}?)"
+            return f" (did you mean {wanted!r}{unit}?)"
         parent = next((name for name, fields in below.items() if wanted in fields), None)
         if parent:
-            return f" (did you mean {wanted!r} under {parent!r}?)"
+            return f" (did you mean {wanted!r} under {parent!r}{unit}?)"
     return nearest(word, known)
 
 

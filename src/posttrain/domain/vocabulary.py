@@ -15,7 +15,15 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_betas"), ("betas",)),
         **dict.fromkeys(("grad_clip", "gradient_clipping", "clip_grad_norm", "max_norm"), ("max_grad_norm",)),
         **dict.fromkeys(
-            ("max_steps", "num_steps", "total_training_steps", "num_train_epochs", "num_epochs", "total_epochs"),
+            (
+                "max_steps",
+                "num_steps",
+                "total_training_steps",
+                "num_train_epochs",
+                "num_epochs",
+                "total_epochs",
+                "epochs",
+            ),
             ("steps",),
         ),
         **dict.fromkeys(
@@ -62,6 +70,17 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("gate", "checks"), ("gates",)),
         **dict.fromkeys(("max_tokens_total", "token_budget"), ("tokens", "budget")),
         **dict.fromkeys(("timeout", "time_limit", "max_time"), ("wall_clock", "reward_timeout", "budget")),
+    }
+)
+
+_EPOCHS = "which are epochs × rows / batch size"
+# words whose number is in another unit than the field's
+UNITS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("epochs", "num_train_epochs", "num_epochs", "total_epochs"), _EPOCHS),
+        **dict.fromkeys(("warmup_ratio", "lr_warmup_steps_ratio"), "a number of steps, not a share"),
+        **dict.fromkeys(("ppo_mini_batch_size",), "a number of optimiser steps, not a size"),
+        **dict.fromkeys(("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size"), "in tokens"),
     }
 )
 

@@ -23,6 +23,7 @@ class Draft:
     changed: list[str] = field(default_factory=list)  # what is carried over and means something else, or is missing
     fill_in: list[str] = field(default_factory=list)  # what a person must do before the first run
     dropped: list[str] = field(default_factory=list)  # what has no counterpart, with its value
+    inert: list[str] = field(default_factory=list)  # names that decide no result: where to compute, what to print
 
     def carry(self, theirs: str, value: Any, ours: str, result: Any) -> None:
         """Note a setting that was carried over."""
@@ -35,6 +36,7 @@ class Draft:
             told: setting → why it has no place here; it changes the result or what a person sees.
             harmless: settings that say where and how to compute, or what to print: they decide no result.
         """
+        self.changed += settings.notes
         for name, text in settings.unknown.items():
             self.changed.append(
                 f"{name}: {_short(text)}: the file does not say what this stands for; it is as by default"
@@ -46,7 +48,9 @@ class Draft:
                 continue
             if why:
                 self.changed.append(f"{name}: {_short(value)}: {why}")
-            elif not (name in harmless or last in harmless):
+            elif name in harmless or last in harmless:
+                self.inert.append(last)
+            else:
                 self.dropped.append(f"{name}: {_short(value)}")
         return self
 
@@ -57,6 +61,7 @@ class Draft:
             ("To do before the first run", self.fill_in),
             ("Not as it was there", self.changed),
             ("Left out, without a counterpart here", self.dropped),
+            ("Without a meaning for the result", [", ".join(self.inert)] if self.inert else []),
         ):
             if items:
                 lines += [f"# {title}:", *(f"#   - {' '.join(item.split())}"[:300] for item in items)]

@@ -18,7 +18,10 @@ import yaml
 from posttrain.domain.errors import InputError
 
 _OVERRIDE = re.compile(r"^\+{0,2}([a-z_][\w.]*)=(.*)$", re.DOTALL)
-_ASSIGNED = re.compile(r"^\s*(?:export\s+)?([A-Z_][A-Z0-9_]*)=(.*)$", re.MULTILINE)
+# a line that sets a variable and nothing else; before a command on the same line it is the command's environment
+_ASSIGNED = re.compile(
+    r"""^[ \t]*(?:export\s+)?([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s;&|]*)[ \t]*(?:#.*)?$""", re.MULTILINE
+)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
 _MOST_BYTES = 4 * 2**20
 
@@ -29,6 +32,7 @@ class Settings:
 
     source: str  # the file, for messages
     values: dict[str, Any]
+    notes: list[str] = field(default_factory=list)  # what it does beside settings, and is not carried over
     unknown: dict[str, str] = field(default_factory=dict)  # what a variable decides that the file does not set
     words: tuple[str, ...] = ()  # names of programs, classes and subcommands in it: `trl`, `grpo`, `GRPOTrainer`
     taken: set[str] = field(default_factory=set)
@@ -141,7 +145,8 @@ def _of_shell(text: str, source: str) -> Settings:
         else:
             plain.append(word)
     unknown = {name: str(value) for name, value in values.items() if "$" in str(value)}
-    return Settings(source, {k: v for k, v in values.items() if k not in unknown}, unknown, tuple(plain))
+    known = {k: v for k, v in values.items() if k not in unknown}
+    return Settings(source, known, unknown=unknown, words=tuple(plain))
 
 
 def _expanded(text: str) -> str:
@@ -156,7 +161,7 @@ def _expanded(text: str) -> str:
 
 def _is_value(word: str) -> bool:
     return (
-        not word.startswith("--")
+        not re.match(r"--|-[A-Za-z]", word)
         and not word.endswith(".py")
         and not _OVERRIDE.match(word)
         and word not in ("&&", "||", "|", ";", ">", "2>&1")
@@ -191,6 +196,7 @@ def _of_python(text: str, source: str) -> Settings:
     }
     values: dict[str, Any] = {}
     words: list[str] = []
+    notes: list[str] = []
     for node in ast.walk(module):
         if not isinstance(node, ast.Call):
             continue
@@ -203,7 +209,12 @@ def _of_python(text: str, source: str) -> Settings:
                     values[keyword.arg] = value
         elif called == "load_dataset" and node.args:
             values.setdefault("dataset_name", _literal(node.args[0], names))
-    return Settings(source, values, words=tuple(words))
+        elif called in ("map", "filter") and isinstance(node.func, ast.Attribute):
+            notes.append(
+                f"{ast.unparse(node.func)[:60]} (line {node.lineno}): the rows are changed by code; "
+                "write the result to JSON lines and register that"
+            )
+    return Settings(source, values, notes, words=tuple(words))
 
 
 def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 4) -> Any:

@@ -24,6 +24,7 @@ _AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
 }
+_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # of trl.rewards
 _NO_ADAPTERS = "there are no adapters yet: all weights are trained, which takes more memory and other learning rates"
 _CHANGES = {
     **dict.fromkeys(("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "peft_config"), _NO_ADAPTERS),
@@ -242,7 +243,18 @@ def _reward(settings: Settings, draft: Draft) -> str:
         draft.changed.append(
             f"reward_funcs: {', '.join(functions)}: a stage has one reward; write one that adds them up"
         )
-    where = settings.source if settings.source.endswith(".py") else "reward.py"
-    entry = f" --entry {functions[0].rpartition('.')[2]}" if functions else ""
-    draft.fill_in.append(f"register the reward: posttrain asset add reward:reward {where}{entry}")
+    first = functions[0] if functions else ""
+    module, _, name = first.rpartition(".")
+    if first in _REWARDS or module:
+        ref = f"{module or 'trl.rewards'}:{name}"
+        draft.carry("reward_funcs", first, "rewards.reward", ref)
+        package = ref.partition(":")[0].partition(".")[0]
+        draft.fill_in.append(f"the reward {ref} comes from an installed package: pip install {package}")
+        return ref
+    if settings.source.endswith(".py"):
+        draft.fill_in.append(
+            f"copy {name or 'the reward'} into reward.py: importing {settings.source} would start the training"
+        )
+    entry = f" --entry {name}" if name else ""
+    draft.fill_in.append(f"register the reward: posttrain asset add reward:reward reward.py{entry}")
     return "reward:reward"

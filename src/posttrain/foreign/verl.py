@@ -94,6 +94,9 @@ def from_verl(settings: Settings, rows: int | None = None) -> Draft:
     _kl(settings, draft, stage, kind)
     stage["steps"] = _steps(settings, draft, stage, rows)
     stage["optimizer"] = _optimizer(settings, f"{_ACTOR}.", 1e-6, stage["steps"])
+    if kind == "ppo":
+        critic = stage["critic"]["optimizer"] = _optimizer(settings, "critic.", 1e-5, stage["steps"])
+        draft.carry("critic.optim", f"lr {critic['learning_rate']:g}", "critic.optimizer", critic["schedule"])
     draft.carry(
         f"{_ACTOR}.optim", f"lr {stage['optimizer']['learning_rate']:g}", "optimizer", stage["optimizer"]["schedule"]
     )
@@ -111,7 +114,7 @@ def _model(settings: Settings, draft: Draft) -> str:
     ref = name if local else f"hf:{name}@main"
     draft.carry(f"{_MODEL}.path", name, "model", ref)
     if not local:
-        draft.fill_in.append(f"fetch the model: hf download {name}")
+        draft.fill_in.append(f"fetch the model: hf download {name} --revision main")
     return ref
 
 
@@ -166,14 +169,9 @@ def _critic(settings: Settings, stage: dict[str, Any]) -> None:
         "gamma": settings.number("algorithm.gamma", default=1.0),
         "lam": settings.number("algorithm.lam", default=1.0),
     }
-    rate = settings.number("critic.optim.lr", default=1e-5)
     stage["critic"] = {
         "clip": settings.number("critic.cliprange_value", default=0.5),
         "warmup": settings.count("trainer.critic_warmup", default=0),
-        "optimizer": {
-            "learning_rate": rate,
-            "weight_decay": settings.number("critic.optim.weight_decay", default=0.01),
-        },
     }
 
 
