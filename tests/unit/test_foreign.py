@@ -202,7 +202,8 @@ def test_a_command_as_people_write_it(world: World) -> None:
 
 def test_rows_that_a_script_changes_and_rewards_in_it_are_told(world: World) -> None:
     script = (
-        "from datasets import load_dataset\nfrom trl import GRPOConfig, GRPOTrainer\n\ndef mine(completions):\n    return [0.0]\n\n"
+        "from datasets import load_dataset\nfrom trl import GRPOConfig, GRPOTrainer\n\n"
+        "def mine(completions):\n    return [0.0]\n\n"
         "data = load_dataset('openai/gsm8k', 'main')\ndata = data.map(lambda row: {'prompt': row['question']})\n"
         "GRPOTrainer(model='Qwen/Qwen3-0.6B', reward_funcs=mine, args=GRPOConfig(max_steps=3), train_dataset=data)\n"
     )
