@@ -225,6 +225,7 @@ class TestStatuses:
         groups = RewardCall(["P", "P", "Q", "Q"], ["a", bad, "c", "d"], [{"answer": "1"}] * 2 + [{"answer": "2"}] * 2)
         assert [s.status for s in reward.score(groups, allowed=1)] == ["ok", status, "ok", "ok"]
 
+    @pytest.mark.slow
     def test_a_slow_batch_is_no_hanging_completion(self, opened: ProcessOpener) -> None:
         source = """
             import time
@@ -258,6 +259,7 @@ class TestStatuses:
         assert "to score completion 0 'd' and was killed; it had scored 3 others before" in str(caught.value)
         assert "keep nothing, make it faster or raise reward_timeout" in str(caught.value)
 
+    @pytest.mark.slow
     def test_a_hang_at_no_completion_is_looked_for(self, opened: ProcessOpener) -> None:
         """Where the worker says that it is at none, or at one that it was not asked for, each is asked alone."""
         source = """

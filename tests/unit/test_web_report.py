@@ -232,6 +232,7 @@ def test_the_same_report_gives_the_same_bytes(tmp_path: Path) -> None:
         run_report(tmp_path / "missing" / "one.html", REPORT)
 
 
+@pytest.mark.slow
 def test_a_page_stays_small_whatever_the_run(tmp_path: Path) -> None:
     text = "<&\"'😀" * 2_000  # every character of it grows when it is written
     huge = replace(
