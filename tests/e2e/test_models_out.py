@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,26 @@ def test_an_export_has_the_type_that_was_asked_for(bench: Workbench, dtype: str)
         assert torch.equal(tensor, whole[name].to(wanted))
     assert AutoModelForCausalLM.from_pretrained(bench.folder / "out", dtype="auto").dtype == wanted
     assert (bench.folder / "out" / "README.md").read_text().count(f"Weights in {dtype}") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_export_that_is_ended_leaves_a_whole_folder_or_none(bench: Workbench, number: int) -> None:
+    process = bench.start("export", "prod", "out", "--dtype", "bfloat16")
+    bench.wait("its beginning", lambda: process.poll() is not None or any(bench.folder.glob(".posttrain-export-*")))
+    process.send_signal(number)
+    bench.finish(process)
+    left = list(bench.folder.glob(".posttrain-export-*"))
+    if number == signal.SIGTERM:
+        assert left == []
+    for folder in left:  # what no process can take away, the next export in the same place does, a minute later
+        os.utime(folder, (0, 0))
+    if not (bench.folder / "out").exists():
+        bench.run("export", "prod", "out", "--dtype", "bfloat16")
+    assert {tensor.dtype for tensor in load_file(bench.folder / "out" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+    bench.run("export", "prod", "more")
+    assert list(bench.folder.glob(".posttrain-export-*")) == []
 
 
 def test_sample_says_what_the_evaluation_said(bench: Workbench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from cli_world import BAD_REWARD, World, make_world, write_model
 
 from posttrain.app.workspace import open_workspace
+from posttrain.web.card import ModelCard, render_card
 
 WHILE = "100"  # seconds of the world's clock, which runs fifty times as fast: the jobs of the world do not end by then
 
@@ -202,6 +204,8 @@ class TestEval:
     def test_a_model_is_measured_without_a_run_file(self, world: World, shipped: str) -> None:
         found = world.json("eval", "prod", "heldout")
         assert found["scores"] == {"evaluate/heldout/accuracy": 0.98}
+        assert (found["model"], found["digest"]) == ("channel:prod@1", stage_model(world, shipped, "grpo"))
+        assert "responses of at most 256 tokens" in world.ok("eval", "prod", "heldout")
         assert world.json("eval", "model:tiny", "dataset:heldout")["scores"] == {"evaluate/heldout/accuracy": 0.1}
         assert world.json("eval", f"{shipped}/sft", "./heldout.jsonl")["scores"] == {"evaluate/heldout/accuracy": 0.5}
 
@@ -298,6 +302,36 @@ class TestExport:
         lineage = json.loads(Path("out/lineage.json").read_text())
         assert lineage["scores"] == {"evaluate/heldout/accuracy": 0.98}
         assert lineage["lineage"]["children"][0]["digest"] == done["digest"]
+
+    @pytest.mark.parametrize(("said", "stored"), [(None, "BF16"), ("float32", "BF16"), ("bfloat16", "F32")])
+    def test_the_type_is_that_of_the_weights_whatever_the_configuration_says(
+        self, world: World, said: str | None, stored: str
+    ) -> None:
+        write_model(Path("odd"), 0.1)
+        config = json.loads(Path("odd/config.json").read_text()) | ({"dtype": said} if said else {})
+        Path("odd/config.json").write_text(json.dumps(config))
+        size = {"BF16": 2, "F32": 4}[stored]
+        header = json.dumps({"w": {"dtype": stored, "shape": [1], "data_offsets": [0, size]}}).encode()
+        Path("odd/model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+        world.ok("asset", "add", "model:odd", "odd")
+        kind = {"BF16": "bfloat16", "F32": "float32"}[stored]
+        assert world.json("export", "model:odd", "as-is")["dtype"] == kind
+        same = world.json("export", "model:odd", "same", "--dtype", kind)
+        assert (same["dtype"], same["cast"]) == (kind, False)
+
+    def test_a_reward_model_is_told_as_one(self, world: World) -> None:
+        write_model(Path("judge"), 0.1)
+        config = json.loads(Path("judge/config.json").read_text())
+        Path("judge/config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"]}))
+        world.ok("asset", "add", "model:judge", "judge")
+        assert world.json("export", "model:judge", "out")["opened_by"] == "AutoModelForSequenceClassification"
+        card = ModelCard(
+            "judge", "sha256:0", "float32", False, "r/judge", "", "sha256:1", "", 1, (), (), (), (), "0", judge=True
+        )
+        text = render_card(card)
+        assert "AutoModelForSequenceClassification.from_pretrained" in text
+        assert "AutoModelForCausalLM" not in text
+        assert yaml.safe_load(text.split("---")[1])["pipeline_tag"] == "text-classification"
 
     def test_a_stage_and_a_base_model(self, world: World, shipped: str) -> None:
         done = world.json("export", f"{shipped}/sft", "sft")

@@ -85,9 +85,10 @@ def _source(workspace: Workspace, ref: InputRef, word: str, folder: Path, source
 
 @contextmanager
 def bytes_of(ref: InputRef) -> Iterator[None]:
-    """Name the asset whose bytes are missing or corrupt. Registering it again is what mends it."""
+    """Name the asset whose bytes are missing or corrupt, and what mends it."""
     try:
         yield
     except (IntegrityError, NotFoundError) as error:
-        what = str(error).partition(";")[0]
-        raise type(error)(f"{ref.name}: {what}; register it again with posttrain asset add") from error
+        what, made = str(error).partition(";")[0], ref.name.startswith(("channel:", "run:"))
+        remedy = "name another model, or restore the store" if made else "register it again with posttrain asset add"
+        raise type(error)(f"{ref.name}: {what}; {remedy}") from error

@@ -165,6 +165,9 @@ def evaluate(
         workspace.close()
         return
     driving.greet(handle, again=" (--again measures anew)")
+    if max_new_tokens is None:
+        suite = next(iter(handle.manifest.stages[0].params["suites"].values()))
+        say(f"responses of at most {suite['max_new_tokens']} tokens; --max-new-tokens says otherwise")
     driving.drive(workspace, handle, timeout, f"posttrain attach {handle.id}")
 
 
