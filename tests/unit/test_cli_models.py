@@ -215,6 +215,15 @@ class TestEval:
         assert f"attached to run {first}" in world.ok("eval", "prod", "heldout")
         assert world.json("eval", "prod", "heldout", "--again")["run"] != first
 
+    def test_it_asks_about_what_the_channel_serves_now(self, world: World, shipped: str) -> None:
+        """A question that nobody has answered yet was about another model."""
+        world.hold.add("evaluate")
+        assert world("eval", "prod", "heldout", "--seed", "5", "--timeout", WHILE).exit_code == 12
+        sft = move(world, shipped)
+        world.hold.clear()
+        found = world.json("eval", "prod", "heldout", "--seed", "5", "--timeout", WHILE)
+        assert (found["model"], found["digest"], found["attached"]) == ("channel:prod@2", sft, False)
+
     def test_its_exit_code_is_the_outcome(self, world: World, shipped: str) -> None:
         world.broken["evaluate"] = [1, 1]
         assert world("eval", "prod", "heldout").exit_code == 6
