@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from posttrain.app.rewarding import bytes_of, read_reward
+from posttrain.app.rewarding import bytes_of, read_reward, registered_otherwise
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
 from posttrain.data.files import read_file
@@ -192,7 +192,11 @@ def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tup
         if kind != "reward":
             continue
         with located(f"{shelf.source}: rewards.{word}"):
-            used = read_reward(shelf.workspace, stage.inputs[slot], shelf.spec.rewards[word].ref, shelf.source.parent)
+            written, ref = shelf.spec.rewards[word], stage.inputs[slot]
+            used = read_reward(shelf.workspace, ref, written.ref, shelf.source.parent)
+            otherwise = registered_otherwise(shelf.workspace, ref, written.called)
+            if otherwise:
+                yield f"rewards.{word}: {otherwise}"
             if used.unknown:
                 yield f"rewards.{word}: {used.unknown}"
             elif "data" in stage.inputs and used.needs_columns:

@@ -16,7 +16,16 @@ from posttrain.data.modules import imported_reward
 from posttrain.data.refs import Source, local_path, parse_ref
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.manifest import InputRef
-from posttrain.domain.rewards import DIALECTS, Signature, SignatureError, detect, refuse_missing, refuse_nameless
+from posttrain.domain.rewards import (
+    AUTO,
+    DIALECTS,
+    Called,
+    Signature,
+    SignatureError,
+    detect,
+    refuse_missing,
+    refuse_nameless,
+)
 from posttrain.store.trees import tree_listing
 
 
@@ -54,22 +63,34 @@ def read_reward(workspace: Workspace, ref: InputRef, word: str, folder: Path) ->
         NotFoundError, IntegrityError: its bytes are missing or corrupt; names the reward.
     """
     source = str(ref.meta.get("source") or "reward.py")
-    entry, wanted = ref.meta.get("entry"), ref.meta.get("dialect") or "auto"
+    entry, wanted = ref.meta.get("entry"), ref.meta.get("dialect") or AUTO
     if parse_ref(word, "reward").source is Source.MODULE:
         place, signature = word, imported_reward(word).signature
     else:
         name, signature = reward_signature(_source(workspace, ref, word, folder, source), source, entry)
         place = f"{source} ({name})"
     if isinstance(signature, str):
-        known = "its parameters are" if wanted != "auto" else "how it is called is"
+        known = "its parameters are" if wanted != AUTO else "how it is called is"
         return UsedReward(
             place, Signature(()), "row", f"{place}: {signature}, so {known} known only when the stage starts"
         )
     try:
         refuse_nameless(signature)
-        return UsedReward(place, signature, detect(signature) if wanted == "auto" else wanted)
+        return UsedReward(place, signature, detect(signature) if wanted == AUTO else wanted)
     except SignatureError as error:
         raise InputError(f"{place}: {error}") from error
+
+
+def registered_otherwise(workspace: Workspace, ref: InputRef, called: Called) -> str:
+    """What a run file says of a registered reward that its registration says otherwise; empty: nothing."""
+    if not called or not ref.name.startswith("reward:"):
+        return ""
+    meta = workspace.catalog.find(ref.name, "reward").meta
+    both = [(str(meta[key]), str(ref.meta[key])) for key in ("entry", "dialect")]
+    (entry, used), (dialect, spoken) = both
+    if all(one == other for one, other in both):
+        return ""
+    return f"{ref.name} is registered with entry {entry}, dialect {dialect}; this run calls {used}, dialect {spoken}"
 
 
 def _source(workspace: Workspace, ref: InputRef, word: str, folder: Path, source: str) -> bytes:

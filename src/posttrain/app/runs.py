@@ -24,6 +24,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.lifecycle import ReleaseState, RunState
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.records import ReleaseEntry, RunRecord
+from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
 
 JUDGING = ("pyarrow.dataset", "scipy.optimize", "scipy.special", "scipy.stats")  # what gates import when they judge
@@ -223,12 +224,12 @@ def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
     """Refs of a run file to pinned inputs: assets by the catalog, models that runs made by the ledger."""
     of_assets = workspace.catalog.resolver(source.parent)
 
-    def resolve(kind: str, text: str) -> InputRef:
+    def resolve(kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
         if kind == "model":
             _refuse_bare_word(text, workspace, source.parent)
         ref = parse_ref(text, kind) if kind == "model" else None
         if ref is None or ref.source not in (Source.CHANNEL, Source.RUN):
-            return of_assets(kind, text)
+            return of_assets(kind, text, called)
         made = made_model(workspace.wiring, ref)
         own = made.run_id is not None and workspace.ledger.run(made.run_id).name == spec.name
         if ref.source is Source.RUN and own and ref.name != made.run_id:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Protocol
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, topological
 from posttrain.domain.measures import ItemRange
+from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, StageSpec
 from posttrain.domain.validation import nearest
 from posttrain.execution.ports import StageContract, Trainer
 
-# (asset kind, ref as written) → the pinned input; raises InputError or NotFoundError
-Resolve = Callable[[str, str], InputRef]
 CONTROL = "control"  # the "trainer" of stages that need no process
+
+
+class Resolve(Protocol):
+    """From a ref as written to the pinned input."""
+
+    def __call__(self, kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
+        """Raises InputError or NotFoundError.
+
+        Args:
+            called: of a reward, what the run file says of its function.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +135,7 @@ class _Resolver:
         rewards = self._spec.rewards
         if word not in rewards:
             raise InputError(f"{self._source}: {field}: {word!r} is not in `rewards`{nearest(word, rewards)}")
-        found = self._asset(f"rewards.{word}", "reward", rewards[word].ref)
+        found = self._asset(f"rewards.{word}", "reward", rewards[word].ref, rewards[word].called)
         network = rewards[word].network
         return found.model_copy(update={"meta": {**found.meta, "network": list(network)}}) if network else found
 
@@ -148,9 +158,9 @@ class _Resolver:
             )
         return InputRef(source="stage", name=word, output="model")
 
-    def _asset(self, field: str, kind: str, ref: str) -> InputRef:
+    def _asset(self, field: str, kind: str, ref: str, called: Called = AS_FOUND) -> InputRef:
         try:
-            return self._resolve(kind, ref)
+            return self._resolve(kind, ref, called) if called else self._resolve(kind, ref)
         except InputError as error:
             raise type(error)(f"{self._source}: {field}: {error}") from error
 

@@ -10,6 +10,7 @@ import ast
 import json
 import struct
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,21 @@ from posttrain.data.signatures import Function, definitions, functions, rubrics,
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.rewards import (
+    AUTO,
     DIALECTS,
+    Called,
     Signature,
     SignatureError,
     detect,
     entry_name,
+    refuse_missing,
     refuse_nameless,
     source_name,
 )
 from posttrain.domain.validation import nearest
 
 Meta = dict[str, Any]
-REWARD_DIALECTS = ("auto", *DIALECTS)
+REWARD_DIALECTS = (AUTO, *DIALECTS)
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _SIZES = (  # of config.json
     *("max_position_embeddings", "n_positions", "n_ctx", "vocab_size", "hidden_size", "num_hidden_layers"),
@@ -101,11 +105,7 @@ def inspect_reward(
     file, _, function = (entry or "").rpartition(":")
     source = _reward_source(path, file)
     data = source.read_bytes()
-    module = _parsed(data, source.name)
-    name, node = _entry_node(module, function, source.name, "; name another with --entry")
-    signature = signature_of(module, name)
-    if not isinstance(signature, str):
-        _refuse_unknown(signature, dialect, f"{source.name}{f':{node.lineno}' if node else ''} ({name})")
+    module, name, node, signature = _callable(data, source.name, function, dialect)
     text = _guideline_text(guideline) if guideline else (node and ast.get_docstring(node)) or ast.get_docstring(module)
     try:
         (text or "").encode()
@@ -122,25 +122,61 @@ def inspect_reward(
     }
 
 
-def inspect_imported(found: ImportedReward) -> Meta:
+def inspect_imported(found: ImportedReward, called: Called) -> Meta:
     """What a run must know of a reward that an installed package has: `{"entry", "dialect", "source"}`.
 
     Raises:
-        InputError: parameters of no known dialect.
+        InputError: parameters that its dialect, or no dialect, calls; an entry beside the one that its ref names.
     """
+    word, dialect = f"{found.module}:{found.function}", called.dialect or AUTO
+    if called.entry is not None:
+        raise InputError(f"entry must not stand beside {word}, which names the function, got {called.entry!r}; drop it")
     if not isinstance(found.signature, str):
-        _refuse_unknown(found.signature, "auto", f"{found.module}:{found.function}")
-    return {"entry": found.function, "dialect": "auto", "source": SOURCE}
+        _refuse_unknown(found.signature, dialect, word)
+    return {"entry": found.function, "dialect": dialect, "source": SOURCE}
 
 
-def _refuse_unknown(signature: Signature, dialect: str, place: str) -> None:
-    """What the worker would refuse when it loads the function."""
+def inspect_called(data: bytes, source: str, function: str, dialect: str, *, whole: bool) -> Meta:
+    """`{"entry", "dialect", "source"}` of a function of a stored reward that a run file names.
+
+    Args:
+        data: of the file `source`.
+        function: empty: the conventional one.
+        whole: the reward is a folder, so its entry names the file too.
+
+    Raises:
+        InputError: not Python, no clear entry, parameters that the dialect cannot give.
+        NotFoundError: no such function; names those that there are.
+    """
+    _, name, _, _ = _callable(data, source, function, dialect)
+    return {"entry": f"{source}:{name}" if whole else name, "dialect": dialect, "source": source}
+
+
+def _callable(
+    data: bytes, source: str, function: str, dialect: str
+) -> tuple[ast.Module, str, Function | None, Signature | str]:
+    """A reward's module, and its function's name, definition and parameters."""
+    module = _parsed(data, source)
+    name, node = _entry_node(module, function, source)
+    signature = signature_of(module, name)
+    if not isinstance(signature, str):
+        place = f"{source}{f':{node.lineno}' if node else ''} ({name})"
+        others = [other for other in functions(module) if other != name and not other.startswith("_")]
+        _refuse_unknown(signature, dialect, place, f"; {source} also defines {', '.join(others)}" if others else "")
+    return module, name, node, signature
+
+
+def _refuse_unknown(signature: Signature, dialect: str, place: str, others: str = "") -> None:
+    """What the worker would refuse when it loads the function, and what no data set could give it."""
     try:
         refuse_nameless(signature)
-        if dialect == "auto":
+        if dialect == AUTO:
             detect(signature)
+        elif not DIALECTS[dialect].columns:
+            refuse_missing(signature, dialect, ())
     except SignatureError as error:
-        raise InputError(f"{place}: {error}") from error
+        told = "" if dialect == AUTO else f" (dialect {dialect})"
+        raise InputError(f"{place}{told}: {error}{others}") from error
 
 
 def reward_signature(data: bytes, source: str, entry: str | None) -> tuple[str, Signature | str]:
@@ -188,13 +224,14 @@ def _reward_source(path: Path, file: str) -> Path:
     return path / source_name({p.name for p in path.glob("*.py")}, file, path.name)
 
 
-def _entry_node(module: ast.Module, entry: str, source: str, remedy: str = "") -> tuple[str, Function | None]:
+def _entry_node(module: ast.Module, entry: str, source: str) -> tuple[str, Function | None]:
     """The entry's name and definition; None for a name that is imported or assigned."""
     known, own = definitions(module), functions(module)
     entry = entry or entry_name(own, source, rubrics(module), known.keys())
     if entry not in known:
-        public = [name for name in own if not name.startswith("_")]
-        raise NotFoundError(f"{source} has no function {entry!r}{nearest(entry, public)}{remedy}")
+        public = [name for name in (*own, *rubrics(module)) if not name.startswith("_")]
+        near = nearest(entry, public) if get_close_matches(entry, public, cutoff=0.5) else ""
+        raise NotFoundError(f"{source} has no function {entry!r}{near}; it defines {', '.join(public) or 'none'}")
     return entry, own.get(entry)
 
 

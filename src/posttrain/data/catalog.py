@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
-from posttrain.data.assets import inspect_dataset, inspect_imported, inspect_model, inspect_recipe, inspect_reward
+from posttrain.data.assets import (
+    inspect_called,
+    inspect_dataset,
+    inspect_imported,
+    inspect_model,
+    inspect_recipe,
+    inspect_reward,
+)
 from posttrain.data.modules import SOURCE, imported_reward
 from posttrain.data.parts import data_files, together
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
@@ -16,14 +23,25 @@ from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset
+from posttrain.domain.rewards import AS_FOUND, AUTO, Called, source_name
 from posttrain.domain.validation import nearest
 from posttrain.store.ledger import Ledger
-from posttrain.store.trees import file_digest, files_digest, put_files, put_tree, tree_digest
+from posttrain.store.trees import file_digest, files_digest, put_files, put_tree, tree_digest, tree_listing
 
 Form = Literal["file", "tree"]
 _FORMS = {"dataset": "file", "reward": "file", "model": "tree"}
-_INSPECT: dict[str, Callable[[Path], dict[str, Any]]] = {"reward": inspect_reward, "model": inspect_model}
 _CALLED_BY = ("entry", "dialect", "source")  # how a reward is called, and what its errors call it
+
+
+class Resolver(Protocol):
+    """Resolves refs of a run file."""
+
+    def __call__(self, kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
+        """The pinned input of a ref.
+
+        Args:
+            called: of a reward, what the run file says of its function.
+        """
 
 
 class Catalog:
@@ -115,20 +133,20 @@ class Catalog:
             raise InputError(f"ref {text!r}: must name a registered asset such as dataset:sort-train@1")
         return self._registered(ref)
 
-    def resolver(self, base: Path) -> Callable[[str, str], InputRef]:
+    def resolver(self, base: Path) -> Resolver:
         """Resolves the refs of a run file that lies in `base`. Reads and hashes; writes nothing."""
 
-        def resolve(kind: str, text: str) -> InputRef:
+        def resolve(kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
             if kind == "recipe":
                 return self._recipe(text, base)
             if kind == "file":
                 return self._file(text, base)
             ref = parse_ref(text, kind)
             if ref.source is Source.MODULE:
-                return self._imported(ref.name)
+                return self._imported(ref.name, called)
             if ref.source is Source.REGISTRY:
-                return self._pinned(self._registered(ref))
-            return self._from_files(ref, local_path(ref, base))
+                return self._pinned(self._registered(ref), called)
+            return self._from_files(ref, local_path(ref, base), called)
 
         return resolve
 
@@ -168,18 +186,42 @@ class Catalog:
             raise NotFoundError(f"{ref}: there is no version {ref.version}; the latest is {versions[-1].version}")
         return found
 
-    def _pinned(self, asset: Asset) -> InputRef:
+    def _pinned(self, asset: Asset, called: Called = AS_FOUND) -> InputRef:
         if not self._blobs.has(asset.digest):
             raise NotFoundError(
                 f"{asset.ref}: its bytes ({asset.digest}) are missing from the store; register it again"
             )
         meta = {key: asset.meta[key] for key in _CALLED_BY if key in asset.meta}
+        meta = self._called(asset, called) if called else meta
         return InputRef(source="asset", name=asset.ref, digest=asset.digest, form=cast(Form, asset.form), meta=meta)
 
-    def _from_files(self, ref: AssetRef, path: Path) -> InputRef:
+    def _called(self, asset: Asset, called: Called) -> dict[str, Any]:
+        """A registered reward as a run file wants it called. Its word counts before the registration's, whose dialect
+        is of its own function only.
+        """
+        meta, whole = asset.meta, asset.form == "tree"
+        file, _, function = (called.entry or str(meta["entry"])).rpartition(":")
+        source, digest = str(meta["source"]), asset.digest
+        if whole:
+            listing = tree_listing(self._blobs, asset.digest)
+            known = str(meta["entry"]).rpartition(":")[0]
+            source = source_name({n for n in listing if n.endswith(".py") and "/" not in n}, file or known, asset.name)
+            digest = listing[source].digest
+        elif file:
+            raise InputError(f"{asset.ref} is one file, so entry must be a function's name, got {called.entry!r}")
+        own = f"{source}:{function}" if whole else function
+        dialect = called.dialect or (str(meta["dialect"]) if own == meta["entry"] else AUTO)
+        return inspect_called(self._blobs.get(digest), source, function, dialect, whole=whole)
+
+    def _from_files(self, ref: AssetRef, path: Path, called: Called) -> InputRef:
         if ref.kind == "dataset":
             return self._dataset(ref, path)
-        found = _INSPECT[ref.kind](path)
+        if ref.kind == "model":
+            found = inspect_model(path)
+        elif path.is_file() and ":" in (called.entry or ""):
+            raise InputError(f"{path.name} is one file, so entry must be a function's name, got {called.entry!r}")
+        else:
+            found = inspect_reward(path, called.entry, dialect=called.dialect or AUTO)
         form = "tree" if path.is_dir() else "file"
         hub = ref.source is Source.HUB  # its cache is made of links
         digest = tree_digest(path, follow_links=hub, skip=_left_behind) if form == "tree" else file_digest(path)
@@ -188,13 +230,13 @@ class Catalog:
         name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
         return InputRef(source="asset", name=name, digest=digest, form=cast(Form, form), meta=meta)
 
-    def _imported(self, word: str) -> InputRef:
+    def _imported(self, word: str, called: Called) -> InputRef:
         """A reward that an installed package has."""
         found = imported_reward(word)
-        digest, meta = digest_bytes(found.source), inspect_imported(found)
+        digest, meta = digest_bytes(found.source), inspect_imported(found, called)
         self._local[digest] = (Path(SOURCE), partial(self._blobs.put, found.source))
-        called = {key: meta[key] for key in _CALLED_BY}
-        return InputRef(source="asset", name=word, digest=digest, form="file", meta=called)
+        kept = {key: meta[key] for key in _CALLED_BY}
+        return InputRef(source="asset", name=word, digest=digest, form="file", meta=kept)
 
     def _dataset(self, ref: AssetRef, path: Path) -> InputRef:
         files = data_files(path, str(ref))

@@ -27,6 +27,7 @@ class Dialect:
     batched: bool  # all completions of a call at once, lists by name
 
 
+AUTO = "auto"  # the parameter names tell
 DIALECTS: Mapping[str, Dialect] = {
     "trl": Dialect(("prompts", "completions", *_IDS, "trainer_state", "log_extra", "log_metric"), True, True),
     "openrlhf": Dialect(("queries", "prompts", "labels"), False, True),
@@ -37,6 +38,20 @@ DIALECTS: Mapping[str, Dialect] = {
     "verl": Dialect(("data_source", "solution_str", "ground_truth", "extra_info"), False, False),
     "slime": Dialect(("args", "sample"), False, False),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """Which function of a reward a run file names, and how it is to be called."""
+
+    entry: str | None = None  # `function` or `file.py:function`; None: the one that is registered, or the plain one
+    dialect: str | None = None  # None: the registered one, or what the parameters tell
+
+    def __bool__(self) -> bool:
+        return self.entry is not None or self.dialect is not None
+
+
+AS_FOUND = Called()
 
 
 class SignatureError(Exception):
@@ -83,7 +98,7 @@ def detect(signature: Signature) -> str:
         return "row"
     raise SignatureError(
         f"parameters ({', '.join(signature.words())}) are of no known dialect; name the text `completion`, or give "
-        f"its dialect when you register it: asset add --dialect {'|'.join(DIALECTS)}"
+        f"its dialect, in run.yaml (dialect:) or when you register it: asset add --dialect {'|'.join(DIALECTS)}"
     )
 
 
@@ -127,7 +142,7 @@ def source_name(files: Collection[str], wanted: str, folder: str) -> str:
     chosen = wanted or (CONVENTIONAL_FILE if CONVENTIONAL_FILE in files else only)
     if chosen not in files:
         missing = repr(wanted) if wanted else f"`{CONVENTIONAL_FILE}` or a single Python file"
-        remedy = f"; name one with --entry {min(files)}:FUNCTION" if files else ""
+        remedy = f"; name one with --entry {min(files)}:FUNCTION, in run.yaml with entry:" if files else ""
         raise InputError(
             f"reward folder {folder} must hold {missing}, got {', '.join(sorted(files)) or 'none'}{remedy}"
         )
@@ -153,7 +168,7 @@ def entry_name(functions: Iterable[str], source: str, rubrics: Iterable[str] = (
     entry = (conventional or single or [""])[0]
     if not entry:
         defined = ", ".join(public) or "none"
-        remedy = f"; name the one with --entry {public[0]}" if public else ""
+        remedy = f"; name the one with --entry {public[0]}, in run.yaml with entry:" if public else ""
         raise InputError(
             f"{source} must define a function `score`, or one public function; it defines {defined}{remedy}"
         )

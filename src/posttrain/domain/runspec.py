@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule
-from posttrain.domain.validation import explain, refuse_truth_values
+from posttrain.domain.rewards import AUTO, DIALECTS, Called
+from posttrain.domain.validation import explain, nearest, refuse_truth_values
 
 _DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
 RESERVED_STAGES = frozenset({"base", "gate", "release"})
@@ -92,13 +93,26 @@ class ReleaseSpec(Frozen):
 
 
 _MOST_HOSTS = 64
+_LONGEST_WORD = 60  # characters of a wrong word that an error shows
 _ADDRESS = re.compile(r"^[0-9.]+:")
 
 
+def _known_dialect(value: str) -> str:
+    if value not in (AUTO, *DIALECTS):
+        close = nearest(value, (AUTO, *DIALECTS)) if len(value) < _LONGEST_WORD else ""
+        raise ValueError(f"must be one of {', '.join((AUTO, *DIALECTS))}, got {value[:_LONGEST_WORD]!r}{close}")
+    return value
+
+
 class RewardUse(Frozen):
-    """A reward and what its code gets besides its own source; a ref alone is enough where that is nothing."""
+    """A reward: which function of it, how it is called, and what its code gets besides its own source. A ref alone is
+    enough where it says all of that.
+    """
 
     ref: str  # reward:NAME@VERSION or a path
+    # function, or file.py:function of a folder; None: as it is registered, or the conventional one
+    entry: Annotated[str, Field(pattern=r"^([^/:]+\.py:)?[A-Za-z_]\w*$", max_length=200)] | None = None
+    dialect: Annotated[str, AfterValidator(_known_dialect)] | None = None  # None: as it is registered, or auto
     files: tuple[str, ...] = ()  # beside run.yaml; each stands beside the source under its own name, read-only
     network: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]{1,5}$")], ...] = ()  # host:port
 
@@ -119,6 +133,11 @@ class RewardUse(Frozen):
         if number is not None:
             raise ValueError(f"network: must name hosts, which the reward connects to by name, got {number!r}")
         return self
+
+    @property
+    def called(self) -> Called:
+        """What it says of the function."""
+        return Called(self.entry, self.dialect)
 
 
 def _ref_or_map(value: Any) -> Any:

@@ -1,0 +1,158 @@
+"""`entry:` and `dialect:` of a reward in run.yaml: what is planned with, what is refused before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_app_fitting import Bench, Change
+
+from posttrain.app.runs import plan, submit
+from posttrain.domain.errors import InputError
+from posttrain.domain.manifest import InputRef
+
+TWO = (
+    '"""Two of them."""\n\n\ndef right(completion, answer):\n    return float(completion == answer)\n\n\n'
+    "def brief(solution_str, ground_truth):\n    return 1.0 / (1 + len(solution_str))\n"
+)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.workspace.close()
+
+
+def uses(**exact: Any) -> Change:
+    return lambda raw: raw["rewards"].update(exact=exact)
+
+
+def planned(at: Bench, change: Change) -> InputRef:
+    return plan(at.file(change), at.workspace).manifest.stage("grpo").inputs["reward"]
+
+
+@pytest.fixture(params=["path", "registered"])
+def ref(request: pytest.FixtureRequest, bench: Bench) -> str:
+    """A file of two functions, by its path and from the registry."""
+    (bench.folder / "reward.py").write_text(TWO)
+    if request.param == "path":
+        return "reward.py"
+    bench.workspace.catalog.add_reward(bench.folder / "reward.py", "two", entry="right")
+    return "reward:two"
+
+
+def test_two_rewards_of_one_file(bench: Bench, ref: str) -> None:
+    right, brief = planned(bench, uses(ref=ref, entry="right")), planned(bench, uses(ref=ref, entry="brief"))
+    assert right.digest == brief.digest
+    assert right.meta == {"entry": "right", "dialect": "auto", "source": "reward.py"}
+    assert brief.meta == {"entry": "brief", "dialect": "auto", "source": "reward.py"}
+    digests = {plan(bench.file(uses(ref=ref, entry=e)), bench.workspace).manifest.digest for e in ("right", "brief")}
+    assert len(digests) == 2, "the function decides results"
+
+
+def test_the_dialect_is_part_of_the_manifest(bench: Bench, ref: str) -> None:
+    said = planned(bench, uses(ref=ref, entry="brief", dialect="verl"))
+    assert said.meta["dialect"] == "verl"
+    assert planned(bench, uses(ref=ref, entry="brief", dialect="auto")).meta["dialect"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [
+        ({"entry": "rigth"}, "reward.py has no function 'rigth' (did you mean 'right'?); it defines right, brief"),
+        ({"entry": "nothing_like_it"}, "reward.py has no function 'nothing_like_it'; it defines right, brief"),
+        ({"entry": "other.py:right"}, "is one file, so entry must be a function's name, got 'other.py:right'"),
+        (
+            {"entry": "right", "dialect": "verl"},
+            "reward.py:4 (right) (dialect verl): parameter 'completion' is neither a column of the data set nor part",
+        ),
+        ({"entry": "right", "dialect": "verl"}, "reward.py also defines brief"),
+        ({"entry": "brief", "dialect": "row"}, "reward.py (brief): parameter 'solution_str' is neither a column of"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(
+    bench: Bench,
+    ref: str,
+    said: dict[str, str],
+    match: str,
+) -> None:
+    refused = bench.refused(uses(ref=ref, **said))
+    assert refused.startswith("rewards.exact: ")
+    assert match in refused
+    assert "\n" not in refused
+
+
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [
+        ({"dialect": "ver"}, "rewards.exact.dialect: must be one of auto, trl, openrlhf, verl_batch, row, areal"),
+        ({"dialect": "x" * 5000}, f"got {'x' * 60!r}"),
+        ({"entry": "a b"}, "rewards.exact.entry: "),
+        ({"entry": "f" * 300}, "rewards.exact.entry: "),
+        ({"entry": ""}, "rewards.exact.entry: "),
+        ({"entry": 3}, "rewards.exact.entry: must be text"),
+        ({"entrance": "right"}, "rewards.exact.entrance: unknown key (did you mean 'entry'?)"),
+    ],
+)
+def test_words_that_are_none_are_refused(bench: Bench, said: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError) as caught:
+        plan(bench.file(uses(ref="reward.py", **said)), bench.workspace)
+    assert match in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_file_of_several_says_how_to_name_one(bench: Bench) -> None:
+    (bench.folder / "reward.py").write_text(TWO)
+    refused = bench.refused(uses(ref="reward.py"))
+    assert refused.endswith("it defines right, brief; name the one with --entry right, in run.yaml with entry:")
+
+
+def test_the_run_file_counts_before_the_registration_and_says_so(bench: Bench) -> None:
+    (bench.folder / "reward.py").write_text(TWO)
+    bench.workspace.catalog.add_reward(bench.folder / "reward.py", "two", entry="brief", dialect="verl")
+    told = plan(bench.file(uses(ref="reward:two", entry="right")), bench.workspace)
+    assert told.manifest.stage("grpo").inputs["reward"].meta["dialect"] == "auto", "verl was said of another function"
+    assert told.warnings == (
+        "rewards.exact: reward:two@1 is registered with entry brief, dialect verl; this run calls right, dialect auto",
+    )
+    same = plan(bench.file(uses(ref="reward:two", entry="brief")), bench.workspace)
+    assert same.manifest.digest == plan(bench.file(uses(ref="reward:two")), bench.workspace).manifest.digest
+    assert same.warnings == ()
+
+
+def test_files_of_a_folder(bench: Bench) -> None:
+    folder = bench.folder / "both"
+    folder.mkdir()
+    (folder / "reward.py").write_text("def score(completion):\n    return 1.0\n")
+    (folder / "other.py").write_text(TWO)
+    bench.workspace.catalog.add_reward(folder, "both")
+    for ref in ("./both", "reward:both"):
+        assert planned(bench, uses(ref=ref)).meta["entry"] == "reward.py:score"
+        assert planned(bench, uses(ref=ref, entry="other.py:brief")).meta == {
+            "entry": "other.py:brief", "dialect": "auto", "source": "other.py",
+        }  # fmt: skip
+        assert "reward.py has no function 'brief'" in bench.refused(uses(ref=ref, entry="brief"))
+        assert "must hold 'gone.py', got other.py, reward.py" in bench.refused(uses(ref=ref, entry="gone.py:score"))
+
+
+def test_a_function_of_a_package_is_named_by_its_ref(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = bench.folder / "site"
+    (site / "rated_pairs-1.dist-info").mkdir(parents=True)
+    (site / "rated_pairs-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: rated-pairs\nVersion: 1\n")
+    (site / "rated_pairs-1.dist-info" / "top_level.txt").write_text("rated_pairs\n")
+    (site / "rated_pairs.py").write_text("def exact(completion, completions): ...\ndef odd(solution_str): ...\n")
+    monkeypatch.syspath_prepend(str(site))
+    said = planned(bench, uses(ref="rated_pairs:exact", dialect="areal"))
+    assert said.meta["dialect"] == "areal"
+    assert "entry must not stand beside rated_pairs:exact" in bench.refused(uses(ref="rated_pairs:exact", entry="odd"))
+    assert "(dialect slime)" in bench.refused(uses(ref="rated_pairs:exact", dialect="slime"))
+
+
+def test_nothing_of_it_is_executed(bench: Bench) -> None:
+    (bench.folder / "reward.py").write_text(TWO + "\nraise SystemExit('a plan must not execute')\n")
+    submitted = submit(bench.file(uses(ref="reward.py", entry="brief")), workspace=bench.workspace)
+    stored = submitted.manifest.stage("grpo").inputs["reward"]
+    assert bench.workspace.blobs.get(str(stored.digest)) == Path(bench.folder / "reward.py").read_bytes()
