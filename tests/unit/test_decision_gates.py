@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from posttrain.decision.gates import Evidence, judge, judge_all
+from posttrain.decision.gates import Baseline, Evidence, judge, judge_all
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule, Outcome, Verdict
 from posttrain.domain.measures import RATE, SHARE, ItemRange
@@ -377,9 +377,8 @@ def test_all_gates_are_judged_and_the_worst_counts() -> None:
     report = judge_all(
         [ACCURACY, MARGIN, SHORTER],
         {"heldout/accuracy": rate(200, 200)},
-        {"heldout/accuracy": rate(190, 200)},
+        {"channel": Baseline("sha256:b", {"heldout/accuracy": rate(190, 200)})},
         candidate_digest="sha256:c",
-        baseline_digest="sha256:b",
         evaluator_digest="sha256:e",
         seed=4,
     )
@@ -388,11 +387,28 @@ def test_all_gates_are_judged_and_the_worst_counts() -> None:
     assert (report.candidate, report.baseline, report.evaluator) == ("sha256:c", "sha256:b", "sha256:e")
 
 
+def test_each_rule_is_held_against_its_own_model() -> None:
+    """A model that nobody measured is an error, whatever the channel holds; an empty channel is no affair of theirs."""
+    rules = [MARGIN.model_copy(update={"name": word, "not_worse_than": word}) for word in ("sft", "base", "gone")]
+    rules = [GateRule.model_validate({**rule.model_dump(), "if_channel_empty": None}) for rule in rules]
+    known = {
+        "sft": Baseline("sha256:s", {"heldout/accuracy": rate(190, 200)}),
+        "base": Baseline("sha256:b", {"heldout/accuracy": rate(200, 200)}),
+    }
+    ours = {"heldout/accuracy": rate(190, 200)}
+    for channel in ({}, {"channel": Baseline("sha256:x", {"heldout/accuracy": rate(0, 200)})}):
+        report = judge_all(rules, ours, known | channel, candidate_digest="sha256:c", evaluator_digest=None, seed=4)
+        assert [v.outcome for v in report.verdicts] == [Outcome.PASS, Outcome.FAIL, Outcome.ERROR]
+        assert [v.baseline for v in report.verdicts] == ["sha256:s", "sha256:b", None]
+        assert report.baseline == ("sha256:x" if channel else None)
+        assert "against the base model's 1 on the same 200 items" in report.verdicts[1].reason
+        assert "was not measured on the model of stage gone" in report.verdicts[2].reason
+
+
 def test_no_rule_is_an_error_and_names_are_unique() -> None:
     def judged(rules: list[GateRule]) -> Outcome:
         return judge_all(
-            rules, {"heldout/accuracy": rate(99, 99)}, None, candidate_digest="sha256:c", baseline_digest=None,
-            evaluator_digest=None, seed=0,
+            rules, {"heldout/accuracy": rate(99, 99)}, {}, candidate_digest="sha256:c", evaluator_digest=None, seed=0
         ).outcome  # fmt: skip
 
     assert judged([]) is Outcome.ERROR

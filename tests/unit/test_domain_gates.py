@@ -39,6 +39,7 @@ def test_defaults_of_a_relative_rule_are_written_out() -> None:
     spelled_out = GateRule(**MARGIN, direction="higher", if_channel_empty="fail", confidence=0.95, min_items=20)
     assert spelled_out == rule
     assert GateRule(name="a", metric="m", better_than="channel").by == 0.0
+    assert GateRule(name="a", metric="m", better_than="sft").if_channel_empty is None, "that model is always there"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,11 @@ def test_an_absolute_rule_refuses(changes: dict[str, Any], message: str) -> None
         ({"margin": -0.1}, "margin must be >= 0, got -0.1"),
         ({"by": 0.1}, "by has no meaning beside not_worse_than, got 0.1"),
         ({"better_than": "channel"}, "got not_worse_than and better_than"),
-        ({"not_worse_than": "prod"}, "channel"),
+        ({"not_worse_than": "Prod"}, "not_worse_than"),
+        (
+            {"not_worse_than": "sft", "if_channel_empty": "fail"},
+            "if_channel_empty has no meaning beside not_worse_than",
+        ),
         ({"if_channel_empty": "human"}, "if_channel_empty"),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from posttrain.app.tracing import stage_attempts
 from posttrain.app.workspace import Workspace
+from posttrain.control.deciding import ADDED
 from posttrain.control.responses import Answered, Response, Responses, spread
 from posttrain.control.scores import EVALUATE, model_words, released
 from posttrain.domain.errors import IntegrityError, NotFoundError
@@ -61,13 +62,14 @@ def _evenly(count: int, most: int) -> list[int]:
 def suite_answers(
     workspace: Workspace, manifest: Manifest, rows: Sequence[StageRecord], troubles: list[str]
 ) -> Iterator[SuiteAnswers]:
-    """Of every evaluation but the channel's, the released model's first: wrong and right greedy answers of each suite.
+    """Wrong and right greedy answers of each suite of every evaluation that the run file asks for, the released model's
+    first.
 
     Args:
         troubles: gets a line for what cannot be read.
     """
     records = {row.name: row for row in rows}
-    evaluations = [s for s in manifest.stages if s.kind == EVALUATE and s.inputs["model"].source != "channel"]
+    evaluations = [s for s in manifest.stages if s.kind == EVALUATE and not s.name.startswith(ADDED)]
     for stage in sorted(evaluations, key=lambda one: one.inputs["model"].name != released(manifest)):
         made = records[stage.name].outputs.get("items")
         if made is None:

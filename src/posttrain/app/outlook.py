@@ -13,7 +13,8 @@ from pathlib import Path
 from posttrain.app.fitting import located, read_dataset
 from posttrain.app.workspace import Workspace
 from posttrain.control.cache import cache_key, usable
-from posttrain.control.planning import CONTROL, Planned
+from posttrain.control.deciding import CONTROL, measures
+from posttrain.control.planning import Planned
 from posttrain.data.rows import Row, prompt_text
 from posttrain.decision.power import PowerNote, gate_power, unknown_power
 from posttrain.domain.errors import InputError, IntegrityError
@@ -318,10 +319,9 @@ def _dataset(workspace: Workspace, ref: InputRef, word: str | None, base: Path) 
 def _power(planned: Planned, datasets: Mapping[str, Dataset], empty: bool) -> Iterator[PowerNote]:
     manifest = planned.manifest
     for rule in manifest.gates:
-        for stage in manifest.stages:
-            contract = planned.contracts.get(stage.name)
-            possible = contract.metrics.get(rule.metric) if contract else None
-            if possible is None or stage.inputs["model"].source == "channel":
+        for name in measures(rule, manifest.stage("gate"), planned.contracts):
+            stage, possible = manifest.stage(name), planned.contracts[name].metrics[rule.metric]
+            if possible is None:
                 continue
             suite = stage.inputs[f"suites.{rule.metric.rpartition('/')[0]}"]
             data = datasets[str(suite.digest)]

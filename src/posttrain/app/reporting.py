@@ -13,9 +13,9 @@ from posttrain.app.status import RunStatus, RunWatcher, baseline_run, run_scores
 from posttrain.app.workspace import Workspace
 from posttrain.control import budgets
 from posttrain.control.compare import Difference, compare
+from posttrain.control.deciding import CONTROL
 from posttrain.control.explain import explain_run
 from posttrain.control.lineage import Node, run_lineage
-from posttrain.control.planning import CONTROL
 from posttrain.control.scores import EVALUATE
 from posttrain.domain.gates import GateReport
 from posttrain.domain.manifest import Manifest

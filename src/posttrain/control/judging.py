@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from posttrain.control.deciding import BASELINE, EVIDENCE, RIVAL
 from posttrain.control.wiring import Wiring
-from posttrain.decision.gates import Evidence, judge_all
+from posttrain.decision.gates import Baseline, Evidence, judge_all
 from posttrain.decision.releases import promotion
 from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError, IntegrityError, NotFoundError, StaleWriteError
-from posttrain.domain.gates import GateReport, Outcome
+from posttrain.domain.gates import CHANNEL, GateReport, Outcome
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest, StageManifest
@@ -32,15 +33,12 @@ _REASONS = {Outcome.FAIL: "GateFailed", Outcome.INCONCLUSIVE: "GateInconclusive"
 def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
     """Judge every gate of the run on the bound evidence; only PASS lets the release stage start."""
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
-    candidate, baseline = _read(wiring, inputs, "evidence."), _read(wiring, inputs, "baseline.")
-    channel = inputs.get("channel")
     evaluators = {s.name: _evaluator(manifest, s) for s in manifest.stages if s.kind == "evaluate"}
     report = judge_all(
         manifest.gates,
-        candidate,
-        baseline,
+        _read(wiring, inputs, EVIDENCE),
+        {word: _baseline(wiring, inputs, word) for word in {CHANNEL, *(r.rival for r in manifest.gates if r.rival)}},
         candidate_digest=inputs["candidate"].digest,
-        baseline_digest=channel.digest if channel else None,
         evaluator_digest=digest_json(evaluators),
         seed=derive_seed(manifest.seed, "gate"),
     )
@@ -59,6 +57,13 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
             finished_at=wiring.clock.now(),
         )
     crashpoint("gate.after_commit")
+
+
+def _baseline(wiring: Wiring, inputs: Mapping[str, InputBlob], word: str) -> Baseline:
+    """What a rule compares with: a model, and what was measured of it."""
+    model = inputs.get(CHANNEL if word == CHANNEL else RIVAL + word)
+    evidence = _read(wiring, inputs, BASELINE if word == CHANNEL else f"{RIVAL}{word}.")
+    return Baseline(model.digest if model else None, evidence)
 
 
 def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from posttrain.control.judging import read_report
 from posttrain.control.models import MadeModel, stage_that_made
 from posttrain.control.wiring import Wiring
 from posttrain.decision.releases import release_states
@@ -83,13 +84,24 @@ def model_lineage(wiring: Wiring, made: MadeModel) -> Node:
 def _release_node(wiring: Wiring, entry: ReleaseEntry) -> Node:
     children: list[Node] = [_model_node(wiring, entry.model_digest, entry.run_id)]
     if entry.report_digest:
-        children.append(Node("report", "gate report", entry.report_digest, "file"))
+        children.append(_report_node(wiring, entry.report_digest))
     if entry.run_id:
         children += _evaluations(wiring, entry.run_id, entry.model_digest)
         children.append(_manifest_node(wiring, entry.run_id))
     state = release_states(wiring.ledger.history(entry.channel))[entry.model_digest]
     details = (("release", str(entry.sequence)), ("action", entry.action), ("by", entry.actor), ("state", str(state)))
     return Node("release", entry.channel, None, details=details, children=tuple(children))
+
+
+def _report_node(wiring: Wiring, digest: str) -> Node:
+    """The verdicts that a release rests on, and the models that they compared with."""
+    try:
+        verdicts = read_report(wiring, digest).verdicts
+    except (IntegrityError, NotFoundError):  # `verify` says what is wrong with it
+        verdicts = ()
+    compared = dict.fromkeys((v.against_words, v.baseline) for v in verdicts if v.baseline)
+    details = tuple(("against", f"{words} {str(baseline)[:19]}…") for words, baseline in compared)
+    return Node("report", "gate report", digest, "file", details)
 
 
 def _manifest_node(wiring: Wiring, run_id: str) -> Node:

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Protocol
 
+from posttrain.control.deciding import Decision
 from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, topological
-from posttrain.domain.measures import ItemRange
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, StageSpec
 from posttrain.domain.validation import nearest
 from posttrain.execution.ports import StageContract, Trainer
-
-CONTROL = "control"  # the "trainer" of stages that need no process
 
 
 class Resolve(Protocol):
@@ -56,14 +54,15 @@ def plan_run(
         InputError: naming file, field, constraint and value.
     """
     contracts = {name: _contract(source, name, stage, trainers) for name, stage in spec.stages.items()}
-    resolver = _Resolver(spec, source, contracts, resolve)
+    resolver = Resolver(spec, source, contracts, resolve)
     stages = {name: resolver.stage(name) for name in spec.stages}
     try:
         order = topological({name: stage.upstream() for name, stage in stages.items()})
     except InputError as error:
         raise InputError(f"{source}: {error}") from error
     ordered = [stages[name] for name in order]
-    ordered += _decision_stages(spec, source, stages, contracts)
+    decision = Decision(resolver, spec, source, stages, contracts)
+    ordered += decision.stages()
     manifest = Manifest(
         name=spec.name,
         owner=spec.owner,
@@ -74,11 +73,7 @@ def plan_run(
         release=spec.release,
         code={name: trainers[name].code_digest() for name in sorted({s.trainer for s in spec.stages.values()})},
     )
-    return Planned(
-        manifest,
-        contracts | {s.name: contracts[s.name.removeprefix("baseline-")] for s in _baselines(ordered)},
-        tuple(_new_channel(spec, channels)),
-    )
+    return Planned(manifest, contracts | decision.contracts, tuple(_new_channel(spec, channels)))
 
 
 def _new_channel(spec: RunSpec, channels: Collection[str]) -> Iterator[str]:
@@ -99,7 +94,7 @@ def _contract(source: str, name: str, stage: StageSpec, trainers: Mapping[str, T
         raise InputError(f"{source}: stages.{name}: {error}") from error
 
 
-class _Resolver:
+class Resolver:
     """Turns the words of one run file into input refs."""
 
     def __init__(self, spec: RunSpec, source: str, contracts: Mapping[str, StageContract], resolve: Resolve) -> None:
@@ -122,7 +117,7 @@ class _Resolver:
 
     def _input(self, field: str, kind: str, word: str) -> InputRef:
         if kind == "model":
-            return self._model(field, word)
+            return self.model(field, word)
         if kind == "recipe":  # code lies beside the run file: there is no section for it
             return self._asset(field, kind, word)
         if kind == "reward":
@@ -144,7 +139,12 @@ class _Resolver:
         files = self._spec.rewards[word].files
         return {f"{slot}/{PurePath(f).name}": self._asset(f"rewards.{word}.files", "file", f) for f in files}
 
-    def _model(self, field: str, word: str) -> InputRef:
+    def model(self, field: str, word: str) -> InputRef:
+        """`base`, or a stage that makes a model.
+
+        Raises:
+            InputError: there is no such stage, or no base.
+        """
         if word == "base":
             if self._spec.model is None:
                 raise InputError(
@@ -163,78 +163,6 @@ class _Resolver:
             return self._resolve(kind, ref, called) if called else self._resolve(kind, ref)
         except InputError as error:
             raise type(error)(f"{self._source}: {field}: {error}") from error
-
-
-def _decision_stages(
-    spec: RunSpec, source: str, stages: Mapping[str, StageManifest], contracts: Mapping[str, StageContract]
-) -> list[StageManifest]:
-    """The stages a release adds: the baseline's evaluation where a gate compares, the gate, the release."""
-    if spec.release is None:
-        return []
-    released, channel = spec.release.model, spec.release.channel
-    producers = {name for name, stage in stages.items() if "model" in stage.outputs}
-    if released not in producers:
-        raise InputError(f"{source}: release.model: no stage {released!r} makes a model{nearest(released, producers)}")
-    evaluators = [s for s in stages.values() if s.kind == "evaluate" and s.inputs["model"].name == released]
-    _check_metrics(spec, source, evaluators, contracts)
-    candidate = InputRef(source="stage", name=released, output="model")
-    evidence = {
-        f"evidence.{s.name}": InputRef(source="stage", name=s.name, output="metrics", form="file") for s in evaluators
-    }
-    added: list[StageManifest] = []
-    if any(gate.needs_baseline for gate in spec.gates):
-        live = InputRef(source="channel", name=channel)
-        for stage in evaluators:
-            inputs = {**stage.inputs, "model": live}
-            added.append(stage.model_copy(update={"name": f"baseline-{stage.name}", "inputs": inputs}))
-        evidence |= {
-            f"baseline.{s.name}": InputRef(source="stage", name=f"baseline-{s.name}", output="metrics", form="file")
-            for s in evaluators
-        }
-    gate_inputs = {"candidate": candidate, "channel": InputRef(source="channel", name=channel), **evidence}
-    report = InputRef(source="stage", name="gate", output="report", form="file")
-    added.append(_control_stage("gate", gate_inputs, {"report": "file"}))
-    added.append(_control_stage("release", {"candidate": candidate, "report": report}, {}))
-    return added
-
-
-def _control_stage(name: str, inputs: dict[str, InputRef], outputs: dict[str, str]) -> StageManifest:
-    return StageManifest(name=name, kind=name, trainer=CONTROL, inputs=inputs, params={}, outputs=outputs)
-
-
-def _check_metrics(
-    spec: RunSpec, source: str, evaluators: list[StageManifest], contracts: Mapping[str, StageContract]
-) -> None:
-    made: dict[str, str] = {}
-    ranges: dict[str, ItemRange | None] = {}
-    for stage in evaluators:
-        ranges |= contracts[stage.name].metrics
-        for metric in contracts[stage.name].metrics:
-            if metric in made:
-                raise InputError(
-                    f"{source}: stages.{stage.name}: {metric!r} is already made by {made[metric]!r}; rename a suite"
-                )
-            made[metric] = stage.name
-    for gate in spec.gates:
-        if gate.metric not in made:
-            raise InputError(
-                f"{source}: gates.{gate.name}.metric: no evaluate stage of the released model makes {gate.metric!r}"
-                f"{nearest(gate.metric, made)}"
-            )
-        possible = ranges[gate.metric]
-        if possible is None:
-            raise InputError(
-                f"{source}: gates.{gate.name}.metric: {gate.metric!r} must declare the range of its values to be"
-                f" judged, and stage {made[gate.metric]!r} declares none; gate another metric"
-            )
-        try:
-            gate.check_range(possible)
-        except InputError as error:
-            raise InputError(f"{source}: gates.{gate.name}: {error}") from error
-
-
-def _baselines(stages: list[StageManifest]) -> Iterator[StageManifest]:
-    return (stage for stage in stages if stage.inputs.get("model", None) and stage.inputs["model"].source == "channel")
 
 
 def manifest_from_json(value: Mapping[str, Any]) -> Manifest:

@@ -1,7 +1,7 @@
 """What a run measured: every metric of every suite, before and after, read from the evaluations' per-item results.
 
-*Before* is a model that the run started from: the channel's (which a gate compares with), the base model, or an earlier
-stage's, where an evaluation of this run measured it on the same suite. Nothing is estimated from training.
+*Before* is a model that the run started from: the channel's, the base model, or an earlier stage's, where an evaluation
+of this run measured it on the same suite; and whatever a gate compares with. Nothing is estimated from training.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.control.deciding import RIVAL
 from posttrain.control.judging import read_evidence
 from posttrain.control.wiring import Wiring
 from posttrain.decision.gates import Evidence
@@ -159,14 +160,25 @@ def model_words(manifest: Manifest, ref: InputRef) -> str:
 
 
 def _earlier(manifest: Manifest, one: Measured, found: list[Measured]) -> list[Measured]:
-    """Evaluations of models that this one's came from, and of the channel's: the channel's first, then the oldest."""
+    """Evaluations of models that this one's came from, and of what its gates compare with: the channel's first, then
+    those of no ancestors, then the oldest.
+    """
     line = list(_ancestors(manifest, one.model))
     others = [other for other in found if other.model != one.model]
     rivals = one.model.source == "stage" and released(manifest) in (None, one.model.name)
     channels = [other for other in others if other.model.source == "channel" and rivals]
     line = [model for model in line if model.source != "channel"]
+    gated = [model for model in _rivals(manifest) if rivals and model not in line]
+    beside = [other for other in others if other.model in gated]
     older = [(line.index(other.model), other) for other in others if other.model in line]
-    return channels + [other for _, other in sorted(older, key=lambda it: -it[0])]
+    return [*channels, *beside, *(other for _, other in sorted(older, key=lambda it: -it[0]))]
+
+
+def _rivals(manifest: Manifest) -> list[InputRef]:
+    """The models of this run that its gates compare with."""
+    inputs = [stage.inputs for stage in manifest.stages if stage.kind == "gate"]
+    named = [(RIVAL + rule.rival, own) for rule in manifest.gates if rule.rival for own in inputs]
+    return [own[slot] for slot, own in named if slot in own]
 
 
 def released(manifest: Manifest) -> str | None:

@@ -3,7 +3,7 @@
 ::
 
     evidence unusable ──────────────────────────▶ ERROR         nothing measured, NaN, items differ, no baseline
-    channel empty (relative rule) ──────────────▶ PASS | FAIL   as the rule's `if_channel_empty` says
+    channel empty (a rule against it) ──────────▶ PASS | FAIL   as the rule's `if_channel_empty` says
     fewer than `min_items` ─────────────────────▶ INCONCLUSIVE
     estimate misses the threshold ──────────────▶ FAIL
     estimate meets it, its limit does not ──────▶ INCONCLUSIVE
@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from posttrain.decision.statistics import Array, mcnemar_p, mean_lower, paired_lower, rate_lower
 from posttrain.domain.errors import InputError
-from posttrain.domain.gates import GateReport, GateRule, Outcome, Verdict
+from posttrain.domain.gates import CHANNEL, GateReport, GateRule, Outcome, Verdict, whose_words
 from posttrain.domain.measures import ItemRange
 from posttrain.domain.seeds import derive_seed
 
@@ -44,6 +44,14 @@ class Evidence:
     item_ids: tuple[str, ...]  # unique; the same items for candidate and baseline, in any order
     values: Array  # [items]
     range: ItemRange | None  # what a value can be, as the evaluation declared it; None: undeclared, not judged
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Baseline:
+    """A model that rules compare with: what it is, and what was measured of it."""
+
+    digest: str | None  # None: the channel is empty
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)  # metric → values
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +74,13 @@ def judge(
     Args:
         rule: the gate.
         candidate: the rule's metric, measured on the candidate; None when nobody produced it.
-        baseline: the same on the channel's current model; not looked at by an absolute rule.
-        channel_empty: the channel points at nothing.
+        baseline: the same on the model that the rule compares with; not looked at by an absolute rule.
+        channel_empty: the channel points at nothing; of no interest to a rule against another model.
         seed: the run's; the seed of a mean's limit is derived from it and the rule's name.
     """
     try:
         ours = _usable(rule, candidate, "the candidate")
-        if rule.needs_baseline and channel_empty:
+        if rule.meets_channel and channel_empty:
             return _judge_empty_channel(rule, ours, baseline)
         theirs = _usable_baseline(rule, ours, baseline) if rule.needs_baseline else None
     except InputError as error:
@@ -86,10 +94,9 @@ def judge(
 def judge_all(
     rules: Sequence[GateRule],
     candidate: Mapping[str, Evidence],
-    baseline: Mapping[str, Evidence] | None,
+    baselines: Mapping[str, Baseline],
     *,
     candidate_digest: str,
-    baseline_digest: str | None,
     evaluator_digest: str | None,
     seed: int,
 ) -> GateReport:
@@ -98,10 +105,10 @@ def judge_all(
     Args:
         rules: names unique; none at all makes the report an ERROR.
         candidate: metric name → evidence of the candidate.
-        baseline: metric name → evidence of the channel's model, measured by the same evaluator on the same items.
+        baselines: what rules compare with (`channel`, `base`, a stage) → that model, measured by the same evaluator on
+            the same items. Without `channel` the channel is empty; a promotion holds on to what it is here.
         candidate_digest: the model judged.
-        baseline_digest: the model the channel points at; None means that the channel is empty.
-        evaluator_digest: what measured both.
+        evaluator_digest: what measured them.
         seed: the run's.
 
     Raises:
@@ -110,17 +117,14 @@ def judge_all(
     twice = [name for name, count in Counter(rule.name for rule in rules).items() if count > 1]
     if twice:
         raise InputError(f"gates: names must be unique, got {twice[0]!r} more than once; rename one")
-    verdicts = [
-        judge(
-            rule,
-            candidate.get(rule.metric),
-            (baseline or {}).get(rule.metric),
-            channel_empty=baseline_digest is None,
-            seed=seed,
-        )
-        for rule in rules
-    ]
-    return GateReport.of(verdicts, candidate=candidate_digest, baseline=baseline_digest, evaluator=evaluator_digest)
+    live = baselines.get(CHANNEL, Baseline(None)).digest
+    verdicts = []
+    for rule in rules:
+        other = baselines.get(rule.rival or "", Baseline(None))
+        ours, theirs = candidate.get(rule.metric), other.evidence.get(rule.metric)
+        verdict = judge(rule, ours, theirs, channel_empty=live is None, seed=seed)
+        verdicts.append(verdict.model_copy(update={"baseline": other.digest}))
+    return GateReport.of(verdicts, candidate=candidate_digest, baseline=live, evaluator=evaluator_digest)
 
 
 def _usable(rule: GateRule, evidence: Evidence | None, whose: str) -> Evidence:
@@ -175,7 +179,7 @@ def _check_values(what: str, possible: ItemRange | None, ids: Sequence[str], val
 
 
 def _usable_baseline(rule: GateRule, ours: Evidence, baseline: Evidence | None) -> Evidence:
-    theirs = _usable(rule, baseline, "the channel's model")
+    theirs = _usable(rule, baseline, whose_words(str(rule.rival)))
     if ours.range != theirs.range:
         raise InputError(f"{rule.metric} has another declared range on the baseline; measure both by one evaluator")
     if ours.item_ids != theirs.item_ids:
@@ -275,7 +279,8 @@ def _sentence(rule: GateRule, outcome: Outcome, measured: _Measured, items: int,
     """What was measured, what was asked, how the limit stands to it."""
     if rule.needs_baseline:
         change = _signed(measured.quantity)
-        seen = f"{rule.metric} is {_number(measured.estimate)} against the channel's {_number(measured.baseline or 0)}"
+        theirs = f"{_whose(str(rule.rival))} {_number(measured.baseline or 0)}"
+        seen = f"{rule.metric} is {_number(measured.estimate)} against {theirs}"
         seen += f" on the same {items} items, a difference of {change}"
         asked = f"the {'least' if rule.higher_is_better else 'most'} allowed, {_signed(rule.threshold)}"
         if rule.strict:
@@ -325,8 +330,14 @@ def _verdict(
         confidence=rule.confidence,
         items=items,
         threshold=rule.threshold,
+        against=rule.rival,
         **numbers,
     )
+
+
+def _whose(rival: str) -> str:
+    named = {CHANNEL: "the channel's", "base": "the base model's"}
+    return named.get(rival) or f"stage {rival}'s"
 
 
 def _by(distance: float) -> str:

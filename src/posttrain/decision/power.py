@@ -15,7 +15,7 @@ import numpy as np
 
 from posttrain.decision.gates import MEAN_LIMIT, NOT_TESTED, PAIRED_LIMIT, RATE_LIMIT
 from posttrain.decision.statistics import difference_chance, paired_lower, rate_lower
-from posttrain.domain.gates import GateRule
+from posttrain.domain.gates import GateRule, whose_words
 from posttrain.domain.measures import ItemRange
 
 ENOUGH = 0.8  # the customary power; below it a good model is turned away more than one time in five
@@ -71,7 +71,7 @@ def gate_power(
     """
     hoped = expectation or Expectation()
     note = _note(rule, items, possible, channel_empty, hoped)
-    untested = rule.needs_baseline and channel_empty and items >= rule.min_items
+    untested = rule.meets_channel and channel_empty and items >= rule.min_items
     if untested or can_pass(rule, items, possible):
         return note
     return replace(note, refusal=_refusal(rule, items, possible))
@@ -133,7 +133,7 @@ def _ends(rule: GateRule, possible: ItemRange) -> tuple[float, float]:
 
 
 def _note(rule: GateRule, items: int, possible: ItemRange, channel_empty: bool, hoped: Expectation) -> PowerNote:
-    if rule.needs_baseline and channel_empty:
+    if rule.meets_channel and channel_empty:
         return _empty_channel(rule, items)
     if not possible.binary:
         return _unknown_spread(rule, items, possible)
@@ -215,12 +215,13 @@ def _rate_power(items: int, threshold: float, rate: float, confidence: float) ->
 def _paired(rule: GateRule, hoped: Expectation) -> tuple[_Power, float | None, str]:
     if rule.margin is not None:
         gain, threshold = 0.0, -rule.margin
-        assumption = f"assumed equal to the channel's model with discordance {hoped.discordance:.4g}"
+        assumption = f"assumed equal to {whose_words(str(rule.rival))} with discordance {hoped.discordance:.4g}"
     else:
         threshold = rule.by or 0.0
         likely = max(0.05, min(2 * threshold, (threshold + 1) / 2))
         gain = min(likely if hoped.improvement is None else hoped.improvement, 1.0)
-        assumption = f"assumed true improvement {gain:.4g} with discordance {max(hoped.discordance, gain):.4g}"
+        over = "" if rule.meets_channel else f" over {whose_words(str(rule.rival))}"
+        assumption = f"assumed true improvement {gain:.4g}{over} with discordance {max(hoped.discordance, gain):.4g}"
     discordance = min(max(hoped.discordance, gain), 1.0)
     better, worse = (discordance + gain) / 2, (discordance - gain) / 2
     distance, variance = gain - threshold, discordance - gain * gain

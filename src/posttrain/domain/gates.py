@@ -5,8 +5,10 @@ A rule takes exactly one of three forms::
     {name: accuracy,      metric: heldout/accuracy, at_least: 0.9}                       # absolute (or at_most)
     {name: no-regression, metric: heldout/accuracy, not_worse_than: channel, margin: 0.02, if_channel_empty: pass}
     {name: shorter,       metric: heldout/response_tokens, direction: lower, better_than: channel, by: 0.5}
+    {name: rl-helped,     metric: heldout/accuracy, better_than: sft, by: 0.02}
 
-`channel` is the model that the run's release channel points at when the gate looks.
+`channel` is the model that the run's release channel points at when the gate looks; any other word is a model as stages
+name it: a stage of the run, or `base`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from posttrain.domain.measures import ItemRange
 from posttrain.domain.validation import refuse_truth_values
 
 MOST_ITEMS = 10**7  # that a rule may want of a suite
+CHANNEL = "channel"  # the word for what the release channel points at; no stage is called so
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _FORMS = ("at_least", "at_most", "not_worse_than", "better_than")
 _RELATIVE_KEYS = ("margin", "by", "direction", "if_channel_empty")
@@ -55,6 +58,10 @@ class Direction(StrEnum):
     LOWER = "lower"
 
 
+# a model as a stage's `model` names it, or the word for the channel's
+Rival = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+
+
 class GateRule(BaseModel):
     """One gate of a run.
 
@@ -69,12 +76,12 @@ class GateRule(BaseModel):
     metric: str  # as the evaluation reports it, e.g. heldout/accuracy
     at_least: FiniteFloat | None = None  # in units of the metric
     at_most: FiniteFloat | None = None
-    not_worse_than: Literal["channel"] | None = None  # non-inferiority: the loss stays within `margin`
-    better_than: Literal["channel"] | None = None  # superiority: the gain is more than `by`
+    not_worse_than: Rival | None = None  # non-inferiority: the loss stays within `margin`
+    better_than: Rival | None = None  # superiority: the gain is more than `by`
     margin: FiniteFloat | None = None  # in units of the metric; required by `not_worse_than`
     by: FiniteFloat | None = None  # in units of the metric; `better_than` takes 0 when it is left out
     direction: Direction | None = None  # which way the metric improves; relative forms take `higher` when left out
-    if_channel_empty: Literal["pass", "fail"] | None = None  # relative forms take `fail` when left out
+    if_channel_empty: Literal["pass", "fail"] | None = None  # beside `channel` only, which takes `fail` when left out
     confidence: FiniteFloat = 0.95  # one-sided, so 0.95 is the lower end of a two-sided 90 % interval
     min_items: Annotated[int, Field(le=MOST_ITEMS)] = (
         20  # fewer items are not judged: limits of a handful of items say little
@@ -93,7 +100,8 @@ class GateRule(BaseModel):
             return data
         filled = {key: value for key, value in data.items() if value is not None}
         filled.setdefault("direction", Direction.HIGHER)
-        filled.setdefault("if_channel_empty", "fail")
+        if CHANNEL in (filled.get("not_worse_than"), filled.get("better_than")):
+            filled.setdefault("if_channel_empty", "fail")
         if "better_than" in filled:
             filled.setdefault("by", 0.0)
         return filled
@@ -118,6 +126,11 @@ class GateRule(BaseModel):
             "not_worse_than": ("margin", "direction", "if_channel_empty"),
             "better_than": ("by", "direction", "if_channel_empty"),
         }.get(form, ())
+        if self.if_channel_empty is not None and self.rival not in (None, CHANNEL):
+            raise ValueError(
+                f"gate {self.name!r}: if_channel_empty has no meaning beside {form}: {self.rival}, got "
+                f"{self.if_channel_empty}: this run makes that model; remove it"
+            )
         for key in _RELATIVE_KEYS:
             if getattr(self, key) is not None and key not in used:
                 raise ValueError(
@@ -160,8 +173,18 @@ class GateRule(BaseModel):
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether the rule compares with the channel's current model."""
-        return self.not_worse_than is not None or self.better_than is not None
+        """Whether the rule compares with another model."""
+        return self.rival is not None
+
+    @property
+    def rival(self) -> str | None:
+        """The model that the rule compares with, as written: `channel`, `base` or a stage; None: with no model."""
+        return self.not_worse_than or self.better_than
+
+    @property
+    def meets_channel(self) -> bool:
+        """Whether the rule compares with the channel's current model, which there may not be."""
+        return self.rival == CHANNEL
 
     @property
     def higher_is_better(self) -> bool:
@@ -181,6 +204,12 @@ class GateRule(BaseModel):
                 return bound
         gain = -self.margin if self.margin is not None else (self.by or 0.0)
         return (gain if self.higher_is_better else -gain) + 0.0  # + 0.0 turns -0.0 into 0.0
+
+
+def whose_words(rival: str) -> str:
+    """A gate's baseline as people call it: `the channel's model`, `the base model`, `the model of stage sft`."""
+    named = {CHANNEL: "the channel's model", "base": "the base model"}
+    return named.get(rival) or f"the model of stage {rival}"
 
 
 class Verdict(BaseModel):
@@ -206,6 +235,15 @@ class Verdict(BaseModel):
     threshold: FiniteFloat | None = None
     missed_by: FiniteFloat | None = None  # how far `limit` falls short: > 0 missed, < 0 met with that much to spare
     details: dict[str, FiniteFloat] = Field(default_factory=dict)  # e.g. discordance, mcnemar_p
+    against: str | None = None  # channel | base | a stage: what the rule compares with; None: no model, or written
+    # before there were others than the channel
+    baseline: str | None = None  # digest of that model; None: there was none
+
+    @property
+    def against_words(self) -> str:
+        """The model that was compared with, as people call it; empty where none was."""
+        rival = self.against or (CHANNEL if self.difference is not None else None)
+        return whose_words(rival) if rival else ""
 
 
 class GateReport(BaseModel):
@@ -220,7 +258,8 @@ class GateReport(BaseModel):
     outcome: Outcome
     verdicts: tuple[Verdict, ...]
     candidate: str  # digest of the model that was judged
-    baseline: str | None = None  # digest of the model the channel pointed at; None: the channel was empty
+    baseline: str | None = None  # digest of the model the channel pointed at, which a promotion replaces; None: the
+    # channel was empty. What each rule compared with is in its verdict
     evaluator: str | None = None  # digest of what measured both: suite, code, parameters
 
     @model_validator(mode="after")

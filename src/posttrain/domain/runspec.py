@@ -28,12 +28,12 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.gates import GateRule
+from posttrain.domain.gates import CHANNEL, GateRule
 from posttrain.domain.rewards import AUTO, DIALECTS, Called
 from posttrain.domain.validation import explain, nearest, refuse_truth_values
 
 _DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
-RESERVED_STAGES = frozenset({"base", "gate", "release"})
+RESERVED_STAGES = frozenset({"base", "gate", "release", CHANNEL})
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h|d)?$")
 MOST_TOKENS = 2**53 - 1  # that a run may declare

@@ -1,0 +1,187 @@
+"""The stages that a release adds to a run: evaluations of what gates compare with, the gate, the release.
+
+A gate compares item by item, so a baseline is measured by the very evaluators of the released model. They are called
+`baseline-EVALUATE` (the channel's model) and `baseline-MODEL.EVALUATE` (any other): no stage of a run file has a dot in
+its name. An evaluate stage of the run that measures the same is taken instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from posttrain.domain.errors import InputError
+from posttrain.domain.gates import CHANNEL, GateRule
+from posttrain.domain.manifest import InputRef, StageManifest
+from posttrain.domain.measures import ItemRange
+from posttrain.domain.runspec import ReleaseSpec, RunSpec
+from posttrain.domain.validation import nearest
+from posttrain.execution.ports import StageContract
+
+CONTROL = "control"  # the "trainer" of stages that need no process
+ADDED = "baseline-"  # how evaluations begin that no run file asks for
+EVIDENCE, BASELINE, RIVAL = "evidence.", "baseline.", "against."  # how the gate's inputs are called
+
+
+class Models(Protocol):
+    """Finds what a word for a model means."""
+
+    def model(self, field: str, word: str) -> InputRef:
+        """`base`, or a stage that makes a model; refuses any other word for `field`."""
+
+
+class Decision:
+    """What a run file's gates and release become.
+
+    Args:
+        models: finds models by the words of the file.
+        source: the file's name, for errors.
+        stages: those that the file has, resolved.
+        contracts: what their trainers said.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        spec: RunSpec,
+        source: str,
+        stages: Mapping[str, StageManifest],
+        contracts: Mapping[str, StageContract],
+    ) -> None:
+        self._models, self._spec, self._source = models, spec, source
+        self._stages, self._known = stages, contracts
+        self.contracts: dict[str, StageContract] = {}  # of the evaluations that were added
+
+    def stages(self) -> list[StageManifest]:
+        """What the release adds; nothing where there is none.
+
+        Raises:
+            InputError: a gate or the release names what there is not, or what cannot be judged.
+        """
+        release = self._spec.release
+        if release is None:
+            return []
+        candidate = self._candidate(release)
+        evaluators = [s for s in self._stages.values() if s.kind == "evaluate" and s.inputs["model"] == candidate]
+        made = _judged_metrics(self._spec, self._source, evaluators, self._known)
+        live = InputRef(source="channel", name=release.channel)
+        inputs = {"candidate": candidate, CHANNEL: live} | {EVIDENCE + s.name: _metrics_of(s) for s in evaluators}
+        added: list[StageManifest] = []
+        if any(rule.meets_channel for rule in self._spec.gates):
+            for stage in evaluators:
+                added.append(self._baseline(stage, live, ADDED + stage.name))
+                inputs[BASELINE + stage.name] = _metrics_of(added[-1])
+        for rival, rules in _by_rival(self._spec.gates).items():
+            model = self._rival(rules[0], candidate)
+            inputs[RIVAL + rival] = model
+            for name in dict.fromkeys(made[rule.metric] for rule in rules):
+                stage = self._measured(self._stages[name], model, rival)
+                inputs[f"{RIVAL}{rival}.{name}"] = _metrics_of(stage)
+                added += [stage] if stage.name not in self._stages else []
+        report = InputRef(source="stage", name="gate", output="report", form="file")
+        added.append(_control_stage("gate", inputs, {"report": "file"}))
+        added.append(_control_stage("release", {"candidate": candidate, "report": report}, {}))
+        return added
+
+    def _candidate(self, release: ReleaseSpec) -> InputRef:
+        producers = {name for name, stage in self._stages.items() if "model" in stage.outputs}
+        if release.model not in producers:
+            known = nearest(release.model, producers)
+            raise InputError(f"{self._source}: release.model: no stage {release.model!r} makes a model{known}")
+        return InputRef(source="stage", name=release.model, output="model")
+
+    def _rival(self, rule: GateRule, candidate: InputRef) -> InputRef:
+        """The model that a rule compares with."""
+        rival = str(rule.rival)
+        field = f"gates.{rule.name}.{'better_than' if rule.strict else 'not_worse_than'}"
+        model = self._models.model(field, rival)
+        if model == candidate:
+            raise InputError(
+                f"{self._source}: {field}: must be another model than the one that is released, got {rival!r}; "
+                "name another stage, base or channel"
+            )
+        if model.source == "stage" and self._stages[model.name].kind == "reward_model":
+            raise InputError(
+                f"{self._source}: {field}: must be a model that answers, got {rival!r}, which is a reward model; "
+                "name another stage, base or channel"
+            )
+        return model
+
+    def _measured(self, evaluator: StageManifest, model: InputRef, rival: str) -> StageManifest:
+        """The same evaluation of another model: one that the run has anyway, else one more."""
+        inputs = {**evaluator.inputs, "model": model}
+        wanted = (evaluator.kind, evaluator.trainer, evaluator.params, inputs)
+        for stage in self._stages.values():
+            if (stage.kind, stage.trainer, stage.params, stage.inputs) == wanted:
+                return stage
+        return self._baseline(evaluator, model, f"{ADDED}{rival}.{evaluator.name}", rival)
+
+    def _baseline(self, evaluator: StageManifest, model: InputRef, name: str, word: str | None = None) -> StageManifest:
+        contract = self._known[evaluator.name]
+        if word is not None:
+            contract = replace(contract, inputs={**contract.inputs, "model": ("model", word)})
+        self.contracts[name] = contract
+        return evaluator.model_copy(update={"name": name, "inputs": {**evaluator.inputs, "model": model}})
+
+
+def _by_rival(rules: tuple[GateRule, ...]) -> dict[str, list[GateRule]]:
+    """The rules against models of this run, by that model."""
+    found: dict[str, list[GateRule]] = {}
+    for rule in rules:
+        if rule.rival is not None and not rule.meets_channel:
+            found.setdefault(rule.rival, []).append(rule)
+    return found
+
+
+def _metrics_of(stage: StageManifest) -> InputRef:
+    return InputRef(source="stage", name=stage.name, output="metrics", form="file")
+
+
+def _control_stage(name: str, inputs: dict[str, InputRef], outputs: dict[str, str]) -> StageManifest:
+    return StageManifest(name=name, kind=name, trainer=CONTROL, inputs=inputs, params={}, outputs=outputs)
+
+
+def _judged_metrics(
+    spec: RunSpec, source: str, evaluators: list[StageManifest], contracts: Mapping[str, StageContract]
+) -> dict[str, str]:
+    """Metric of the released model → the stage that measures it; every gate's is one of them and can be judged."""
+    made: dict[str, str] = {}
+    ranges: dict[str, ItemRange | None] = {}
+    for stage in evaluators:
+        ranges |= contracts[stage.name].metrics
+        for metric in contracts[stage.name].metrics:
+            if metric in made:
+                raise InputError(
+                    f"{source}: stages.{stage.name}: {metric!r} is already made by {made[metric]!r}; rename a suite"
+                )
+            made[metric] = stage.name
+    for gate in spec.gates:
+        if gate.metric not in made:
+            raise InputError(
+                f"{source}: gates.{gate.name}.metric: no evaluate stage of the released model makes {gate.metric!r}"
+                f"{nearest(gate.metric, made)}"
+            )
+        possible = ranges[gate.metric]
+        if possible is None:
+            raise InputError(
+                f"{source}: gates.{gate.name}.metric: {gate.metric!r} must declare the range of its values to be"
+                f" judged, and stage {made[gate.metric]!r} declares none; gate another metric"
+            )
+        try:
+            gate.check_range(possible)
+        except InputError as error:
+            raise InputError(f"{source}: gates.{gate.name}: {error}") from error
+    return made
+
+
+def measures(rule: GateRule, gate: StageManifest, contracts: Mapping[str, StageContract]) -> Iterator[str]:
+    """The evaluations of the released model that make a rule's metric.
+
+    Args:
+        gate: the run's gate stage.
+    """
+    for slot, ref in gate.inputs.items():
+        contract = contracts.get(ref.name)
+        if slot.startswith(EVIDENCE) and contract and rule.metric in contract.metrics:
+            yield ref.name
