@@ -96,7 +96,7 @@ def test_what_is_not_carried_over_is_told(world: World) -> None:
     draft, _ = trl(world, "grpo.sh", GRPO_SH)
     assert draft.dropped == ["frobnicate: 3"]
     changed = " ".join(draft.changed)
-    for word in ("use_peft", "reward_funcs: accuracy_reward, think_format_reward", "seed: $SEED"):
+    for word in ("use_peft", "seed: $SEED"):
         assert word in changed
     assert "use_vllm" not in changed  # where responses are computed decides no result
     text = draft.text()
@@ -214,6 +214,42 @@ def test_rows_that_a_script_changes_and_rewards_in_it_are_told(world: World) -> 
     assert draft.run["rewards"] == {"reward": "trl.rewards:accuracy_reward"}
 
 
+def test_several_rewards_with_weights_are_one_map(world: World) -> None:
+    functions = "accuracy_reward my_lib.rules.Brief_Score mine"
+    text = f"trl grpo --reward_funcs {functions} --reward_weights 1.0 0.2 -1 --max_steps 3"
+    draft, stage = trl(world, "grpo.sh", text)
+    assert stage["reward"] == {"accuracy_reward": 1.0, "brief_score": 0.2, "mine": -1.0}
+    assert draft.run["rewards"] == {
+        "accuracy_reward": "trl.rewards:accuracy_reward",
+        "brief_score": "my_lib.rules:Brief_Score",
+        "mine": {"ref": "reward.py", "entry": "mine"},
+    }
+    assert draft.dropped == []
+    assert any("pip install my_lib" in item for item in draft.fill_in)
+    assert any("put mine into reward.py" in item for item in draft.fill_in)
+    assert not any("reward" in item for item in draft.changed)
+
+
+def test_functions_of_a_script_become_entries_and_computed_ones_are_told(world: World) -> None:
+    script = (
+        "from trl import GRPOConfig, GRPOTrainer\nfrom trl.rewards import accuracy_reward, get_cosine\n\n"
+        "GRPOTrainer(model='m', reward_funcs=[accuracy_reward, mine, get_cosine(3), 'org/judge.v1', mine],\n"
+        "            args=GRPOConfig(max_steps=3))\n"
+    )
+    draft, stage = trl(world, "grpo.py", script)
+    assert stage["reward"] == {"accuracy_reward": 1, "mine": 1, "reward-3": 1, "v1": 1, "mine-again": 1}
+    assert draft.run["rewards"]["reward-3"] == {"ref": "reward.py", "entry": "reward_3"}
+    told = " ".join(draft.changed)
+    assert "number 3 is computed in the script" in told
+    assert "org/judge.v1: is a model" in told
+
+
+def test_weights_that_are_all_zero_are_told(world: World) -> None:
+    draft, stage = trl(world, "c.yaml", "reward_funcs: [f, g]\nreward_weights: [0, 0]\nmax_steps: 3\n")
+    assert stage["reward"] == {"f": 1.0, "g": 0.0}
+    assert any("where all are 0 nothing is learnt" in item for item in draft.fill_in)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [
@@ -226,6 +262,8 @@ def test_rows_that_a_script_changes_and_rewards_in_it_are_told(world: World) -> 
         ("a.py", "print(1)", "must hold settings, and none was found"),
         ("a.sh", "echo 'open", "cannot be read as shell commands"),
         ("a.sh", "", "must hold settings"),
+        ("a.yaml", "reward_funcs: [f, g]\nreward_weights: [1]\n", "must be one for each of 2 reward_funcs, got 1"),
+        ("a.yaml", "reward_funcs: [f]\nreward_weights: [.inf]\n", "reward_weights must be finite numbers, got inf"),
     ],
 )
 def test_refused_in_one_line_with_nothing_written(world: World, name: str, text: str, line: str) -> None:

@@ -54,7 +54,12 @@ def check_confinement(planned: Planned, workspace: Workspace) -> Iterator[str]:
     Raises:
         InputError: they cannot be, and the workspace does not trust them.
     """
-    stages = [stage.name for stage in planned.manifest.stages if "reward" in stage.inputs]
+    stages = [
+        stage.name
+        for stage in planned.manifest.stages
+        if stage.name in planned.contracts
+        and any(kind == "reward" for kind, _ in planned.contracts[stage.name].inputs.values())
+    ]
     if stages:
         yield from _judged(stages, confinement(workspace.root / "cache"), trusted=workspace.trusts_rewards)
 

@@ -102,7 +102,8 @@ class Resolver:
 
     def stage(self, name: str) -> StageManifest:
         contract, written = self._contracts[name], self._spec.stages[name]
-        inputs = {slot: self._input(f"stages.{name}.{slot}", *wanted) for slot, wanted in contract.inputs.items()}
+        field = f"stages.{name}"
+        inputs = {slot: self._input(f"{field}.{slot.replace(':', '.')}", *w) for slot, w in contract.inputs.items()}
         for slot, (kind, word) in contract.inputs.items():
             if kind == "reward":
                 inputs |= self._reward_files(slot, word)

@@ -54,6 +54,18 @@ class Called:
 AS_FOUND = Called()
 
 
+def reward_slots(slot: str, reward: str | Mapping[str, float] | None) -> dict[str, tuple[str, str]]:
+    """The inputs of a stage's reward: slot → ("reward", its name under `rewards`).
+
+    One alone has the slot itself; of several with weights each has its own, `reward:right`.
+    """
+    if not reward:
+        return {}
+    if isinstance(reward, str):
+        return {slot: ("reward", reward)}
+    return {f"{slot}:{name}": ("reward", name) for name in sorted(reward)}
+
+
 class SignatureError(Exception):
     """The function asks for something that no call has; the text says what."""
 

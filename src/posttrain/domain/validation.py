@@ -101,6 +101,8 @@ def refuse_truth_values(model: type[BaseModel], value: Any) -> Any:
 
 
 def _takes(annotation: Any, kinds: tuple[Any, ...]) -> bool:
+    if typing.get_origin(annotation) is dict:  # whose own values are another matter
+        return False
     return annotation in kinds or any(_takes(part, kinds) for part in typing.get_args(annotation))
 
 

@@ -54,7 +54,9 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("loss_type", "loss_agg_mode"), ("aggregation",)),
         **dict.fromkeys(("adv_estimator", "advantage_estimator", "scale_rewards"), ("advantage",)),
         **dict.fromkeys(("lambd", "lambda", "gae_lambda"), ("lam",)),
-        **dict.fromkeys(("reward_funcs", "reward_func", "reward_fn", "reward_function"), ("reward", "rewards")),
+        **dict.fromkeys(
+            ("reward_funcs", "reward_func", "reward_fn", "reward_function", "reward_weights"), ("reward", "rewards")
+        ),
         **dict.fromkeys(("reward_model_path", "reward_pretrain", "rm"), ("reward_model",)),
         **dict.fromkeys(
             ("dataset", "datasets", "train_dataset", "dataset_name", "train_files", "prompt_data", "data_files"),

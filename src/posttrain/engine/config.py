@@ -12,7 +12,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from posttrain.domain.measures import RATE, SHARE, ItemRange
 from posttrain.domain.placement import Placement
+from posttrain.domain.rewards import reward_slots
 from posttrain.domain.runspec import Frozen
+from posttrain.domain.weights import Reward
 
 # Of anything that is counted or measured there is a most: more is a slip that would be found late, in a job's memory
 MOST_STEPS = 10**9
@@ -165,7 +167,7 @@ class GRPOConfig(_OnPolicyConfig):
     """GRPO with clip-higher (DAPO); groups without reward spread have no policy gradient and are not computed."""
 
     kind: ClassVar[str] = "grpo"
-    reward: Word
+    reward: Reward
     group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
@@ -177,7 +179,7 @@ class GRPOConfig(_OnPolicyConfig):
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""
-        return super().inputs() | {"reward": ("reward", self.reward)}
+        return super().inputs() | reward_slots("reward", self.reward)
 
 
 class PPOKLConfig(_Frozen):
@@ -220,7 +222,7 @@ class PPOConfig(_OnPolicyConfig):
     """PPO with a critic; scored by a reward function, or by a reward model that a `reward_model` stage trained."""
 
     kind: ClassVar[str] = "ppo"
-    reward: Word | None = None
+    reward: Reward | None = None
     reward_model: Word | None = None
     group_size: Rows = 4  # samples per prompt; no baseline comes from them, so one is enough
     epochs: Few = 1  # passes over a rollout batch
@@ -242,8 +244,8 @@ class PPOConfig(_OnPolicyConfig):
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""
-        judges = {"reward": ("reward", self.reward), "reward_model": ("model", self.reward_model)}
-        return super().inputs() | {slot: (kind, word) for slot, (kind, word) in judges.items() if word}
+        judge = {"reward_model": ("model", self.reward_model)} if self.reward_model else {}
+        return super().inputs() | reward_slots("reward", self.reward) | judge
 
 
 class DataflowConfig(_Frozen):
@@ -253,7 +255,7 @@ class DataflowConfig(_Frozen):
     recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:my_dataflow, beside run.yaml
     model: Word = "base"
     data: Word
-    reward: Word | None = None
+    reward: Reward | None = None
     steps: Positive
     prompts_per_step: Rows = 32
     group_size: Rows = 8  # samples per prompt
@@ -273,8 +275,7 @@ class DataflowConfig(_Frozen):
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""
         slots = {"model": ("model", self.model), "data": ("dataset", self.data), "recipe": ("recipe", self.recipe)}
-        if self.reward:
-            slots["reward"] = ("reward", self.reward)
+        slots |= reward_slots("reward", self.reward)
         if self.probe:
             slots["probe"] = ("dataset", self.probe.data)
         return slots

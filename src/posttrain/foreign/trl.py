@@ -31,7 +31,6 @@ _CHANGES = {
     **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "weights are trained as they are"),
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), "training samples from the whole distribution"),
     "num_iterations": "a rollout batch is passed over once; importance ratios of old batches do not arise",
-    "reward_weights": "a stage has one reward; add the functions up in one of your own",
     "mask_truncated_completions": "truncated responses are scored and learnt from",
     "entropy_coef": "there is no entropy bonus",
     "delta": "there is no second clip",
@@ -83,6 +82,7 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
     per_step = _batch(settings, draft)
     if kind in ("grpo", "rloo"):
         _on_policy(settings, draft, stage, per_step, kind)
+        draft.run["rewards"] = _rewards(settings, draft, stage)
     else:
         stage["batch_size"] = per_step
         draft.carry("per_device_train_batch_size × devices × accumulation", per_step, "batch_size", per_step)
@@ -93,8 +93,6 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
     stage["optimizer"] = _optimizer(settings, draft, kind, stage["steps"])
     runtime = _runtime(settings)
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
-    if kind in ("grpo", "rloo"):
-        draft.run["rewards"] = {"reward": _reward(settings, draft)}
     return draft.close(settings, _CHANGES, _HARMLESS)
 
 
@@ -236,21 +234,74 @@ def _runtime(settings: Settings) -> dict[str, Any]:
     return found
 
 
-def _reward(settings: Settings, draft: Draft) -> str:
+def _rewards(settings: Settings, draft: Draft, stage: dict[str, Any]) -> dict[str, Any]:
+    """`rewards` of the run file; the stage is told its one, or each with its weight.
+
+    Raises:
+        InputError: other weights than functions.
+    """
     given = settings.take("reward_funcs", "reward_func", "reward_model_name_or_path")
-    functions = [str(one) for one in (given if isinstance(given, list) else [given]) if one is not None]
-    if len(functions) > 1:
-        draft.changed.append(
-            f"reward_funcs: {', '.join(functions)}: a stage has one reward; write one that adds them up"
-        )
-    first = functions[0] if functions else ""
-    module, _, name = first.rpartition(".")
-    if first in _REWARDS or module:
+    functions = [one if one is None else str(one) for one in (given if isinstance(given, list) else [given])]
+    weights = settings.take("reward_weights")
+    weights = weights if isinstance(weights, list) else [1.0] * len(functions) if weights is None else [weights]
+    numbers = [_weight(settings, weight) for weight in weights]
+    if len(numbers) != len(functions):
+        wanted = f"one for each of {len(functions)} reward_funcs"
+        raise InputError(f"{settings.source}: reward_weights must be {wanted}, got {len(numbers)}; mend the list")
+    if numbers == [1.0]:
+        return {"reward": _reward(settings, draft, functions[0] or "")}
+    found: dict[str, Any] = {}
+    stage["reward"] = {}
+    for number, (function, weight) in enumerate(zip(functions, numbers, strict=True), start=1):
+        name = re.sub(r"[^a-z0-9_-]+", "-", (function or "").rpartition(".")[2].lower()).strip("-_")[:40]
+        name = name or f"reward-{number}"
+        while name in found:
+            name += "-again"
+        found[name] = _one_of_several(settings, draft, function, number)
+        stage["reward"][name] = weight
+        draft.carry("reward_funcs, reward_weights", f"{function}, {weight:g}", f"reward.{name}", weight)
+    if not any(numbers):
+        draft.fill_in.append("reward: give one of them a weight; where all are 0 nothing is learnt")
+        stage["reward"][next(iter(found))] = 1.0
+    return found
+
+
+def _weight(settings: Settings, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{settings.source}: reward_weights must be finite numbers, got {value!r}; write the numbers")
+    return number
+
+
+def _one_of_several(settings: Settings, draft: Draft, function: str | None, number: int) -> Any:
+    """Where one of several functions comes from: a package, or `reward.py` beside the run file."""
+    module, _, name = (function or "").rpartition(".")
+    if function in _REWARDS or (module and "/" not in module):
+        return _installed(draft, f"{module or 'trl.rewards'}:{name}")
+    entry = name if name.isidentifier() else f"reward_{number}"
+    if function and "/" in function:
+        draft.changed.append(f"reward_funcs: {function}: is a model; write a function {entry}, or use kind: ppo")
+    elif function is None:
+        draft.changed.append(f"reward_funcs: number {number} is computed in the script; write it as {entry}")
+    draft.fill_in.append(f"put {entry} into reward.py: importing {settings.source} would start the training")
+    return {"ref": "reward.py", "entry": entry}
+
+
+def _installed(draft: Draft, ref: str) -> str:
+    package = ref.partition(":")[0].partition(".")[0]
+    draft.fill_in.append(f"the reward {ref} comes from an installed package: pip install {package}")
+    return ref
+
+
+def _reward(settings: Settings, draft: Draft, function: str) -> str:
+    module, _, name = function.rpartition(".")
+    if function in _REWARDS or module:
         ref = f"{module or 'trl.rewards'}:{name}"
-        draft.carry("reward_funcs", first, "rewards.reward", ref)
-        package = ref.partition(":")[0].partition(".")[0]
-        draft.fill_in.append(f"the reward {ref} comes from an installed package: pip install {package}")
-        return ref
+        draft.carry("reward_funcs", function, "rewards.reward", ref)
+        return _installed(draft, ref)
     if settings.source.endswith(".py"):
         draft.fill_in.append(
             f"copy {name or 'the reward'} into reward.py: importing {settings.source} would start the training"

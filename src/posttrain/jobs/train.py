@@ -6,14 +6,12 @@ The controller runs in this process; the roles run where the stage's `placement`
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
 
 from posttrain.data.rows import prompt_text, read_rows, uniform
 from posttrain.domain.errors import InputError
@@ -30,6 +28,7 @@ from posttrain.engine.config import (
     stage_config,
 )
 from posttrain.jobs.entry import Job, failed, main
+from posttrain.jobs.rewards import open_rewards
 from posttrain.pacing.balancing import TOKENS, CostModel
 from posttrain.planner.residency import Shape
 from posttrain.store.trees import materialise
@@ -178,8 +177,8 @@ def _on_policy(
     scorer: Scorer | None = None
     if roles.reward_model:
         scorer = ModelScorer(roles.reward_model, tokenizer)
-    elif "reward" in job.order.inputs:
-        scorer = _reward_function(job, config, tokenizer, train, stack)
+    elif config.reward:
+        scorer = _reward_function(job, config, config.reward, tokenizer, train, stack)
     probe = _probe(job, config, tokenizer, context)
     seed = job.order.seed
     recipe: Recipe
@@ -198,44 +197,20 @@ def _on_policy(
 def _reward_function(
     job: Job,
     config: OnPolicyConfig,
+    reward: str | Mapping[str, float],
     tokenizer: PreTrainedTokenizerBase,
     train: list[Prompt],
     stack: ExitStack,
 ) -> Scorer:
     from posttrain.engine.recipes.scoring import RewardScorer
-    from posttrain.engine.rewards.layout import Provision
-    from posttrain.engine.rewards.parallel import ParallelReward
-    from posttrain.engine.rewards.process import open_reward
 
-    meta = job.order.inputs["reward"].meta
-    hidden = _workspace(job)
-    files = {slot.removeprefix("reward/"): job.input(slot) for slot in job.order.inputs if slot.startswith("reward/")}
-    provision = Provision(files, tuple(meta.get("network", ())))
     ranks = config.placement.pool_of("reward").resources.rank_count if config.placement.reward else 1
-    reward = ParallelReward(
-        [
-            open_reward(
-                job.input("reward"),
-                meta.get("entry"),
-                timeout=config.reward_timeout,
-                dialect=meta.get("dialect") or "auto",
-                name=job.label("reward"),
-                source=meta.get("source") or "",
-                hidden=hidden,
-                provision=provision,
-                confined=not job.order.trust_rewards,
-            )
-            for _ in range(ranks)
-        ]
-    )
-    stack.callback(reward.close)
+    opened = open_rewards(job, "reward", reward, stack, timeout=config.reward_timeout, ranks=ranks)
 
     def tell(line: str) -> None:
         job.sink(Note(line, time.time(), "warning"))
 
-    for note in reward.notes:
-        tell(note)
-    scorer = RewardScorer(reward, tokenizer, errors_max=config.reward_errors_max, tell=tell)
+    scorer = RewardScorer(opened, tokenizer, errors_max=config.reward_errors_max, tell=tell)
     scorer.rehearse(train)
     return scorer
 
@@ -277,15 +252,6 @@ def _same_tokenizer(policy: Path, judge: Path, name: str) -> None:
 
     if load_tokenizer(policy).get_vocab() != load_tokenizer(judge).get_vocab():
         raise InputError(f"reward model {name} must have the policy's tokenizer, got another vocabulary; train it anew")
-
-
-def _workspace(job: Job) -> list[Path]:
-    """What is no business of a reward's: attempts, cached inputs, the store where it is a folder, what they lie in."""
-    store = urlsplit(job.blobs.url)
-    folders = [job.folder.resolve(), Path(job.order.cache_dir).resolve()]
-    if store.scheme == "file":
-        folders.append(Path(unquote(store.path)))
-    return [Path(os.path.commonpath(folders[:2])), *folders]
 
 
 def _prompts(

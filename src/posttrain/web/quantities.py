@@ -7,15 +7,18 @@ from 0, and of what may have either sign the noise from step to step fills a thi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from posttrain.telemetry.curves import step_noise
 
+REWARD = "reward/mean"
+COMPONENTS = "reward components"  # one panel of all `reward/NAME/mean`
 # metric → words; the first ones are drawn first
 WORDS = {
-    "reward/mean": "mean training reward",
+    REWARD: "mean training reward",
     "probe/accuracy": "held-out accuracy (probe)",
     "loss": "training loss",
     "accuracy": "pairs ranked rightly",
@@ -35,7 +38,9 @@ WORDS = {
     "critic/loss": "critic: loss",
     "critic/grad_norm": "critic: gradient norm, before clipping",
     "tokens_per_second": "tokens per second",
+    COMPONENTS: "mean of each component of the reward",
 }
+_COMPONENT = re.compile(r"reward/(.+)/mean", re.DOTALL)
 MAIN = 8  # of WORDS: what is looked at first
 _RATES = ("accuracy", "truncated", "groups/zero_std", "reward/unscored", "reward/errors", "reward/timeouts")
 _SHARES = ("clip_fraction",)  # rates that are small when all is well
@@ -50,8 +55,16 @@ def rank(metric: str) -> tuple[int, str]:
     return (known.index(metric) if metric in known else len(known), metric)
 
 
+def component(metric: str) -> str:
+    """The name of the reward's component whose mean it is; empty: of none."""
+    found = _COMPONENT.fullmatch(metric)
+    return found[1] if found else ""
+
+
 def is_rate(metric: str) -> bool:
     """Whether its values are shares of 1."""
+    if metric.startswith("reward/") and metric.endswith(("/errors", "/timeouts")):
+        return True
     return metric.endswith(_RATES) or metric.partition("/")[2].startswith("pass@")
 
 
@@ -65,7 +78,8 @@ def extent(metric: str, values: Sequence[float]) -> tuple[float, float]:
     if not len(drawn):
         return 0.0, 1.0
     low, high = float(drawn.min()), float(drawn.max())
-    if is_rate(metric) or (metric == "reward/mean" and low >= 0 and high <= 1):
+    mean = metric == REWARD or metric.startswith(COMPONENTS) or component(metric)
+    if is_rate(metric) or (mean and low >= 0 and high <= 1):
         return min(0.0, low), max(1.0, high)
     if metric.endswith(_SHARES) and low >= 0:
         return 0.0, max(_LEAST_SHARE, 1.05 * high)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.control.responses import Response
@@ -11,8 +11,8 @@ from posttrain.control.scores import Scores
 from posttrain.domain.facts import Sample
 from posttrain.domain.gates import Verdict
 from posttrain.web.pages import Sizes, fitted, template, write_page
-from posttrain.web.panels import Panel, panel
-from posttrain.web.quantities import MAIN, rank
+from posttrain.web.panels import TONES, Panel, panel
+from posttrain.web.quantities import COMPONENTS, MAIN, REWARD, component, rank
 from posttrain.web.series import CurveSeries
 from posttrain.web.whiskers import whiskers
 
@@ -178,6 +178,7 @@ def _render(report: RunReport, sizes: Sizes) -> str:
         pictures=pictures,
         curves=_panels(report.curves, sizes),
         sizes=sizes,
+        components=COMPONENTS,
     )
 
 
@@ -186,12 +187,25 @@ def _panels(stages: Sequence[StageCurves], sizes: Sizes) -> list[CurvesView]:
     each = max(1, sizes.panels // max(1, len(stages)))
     views = []
     for one in stages[: sizes.panels]:
-        drawn = list(one.series)[:each]
-        panels = {metric: panel(metric, [one.series[metric]], sizes.points) for metric in drawn}
-        main = tuple(made for metric, made in panels.items() if rank(metric)[0] < MAIN)
-        more = tuple(made for metric, made in panels.items() if rank(metric)[0] >= MAIN)
-        views.append(CurvesView(one, main, more, len(one.series) - len(drawn)))
+        lines = _lines(one.series)
+        panels = {metric: panel(metric, lines[metric], sizes.points) for metric in list(lines)[:each]}
+        main = tuple(made for metric, made in panels.items() if _is_main(metric))
+        more = tuple(made for metric, made in panels.items() if not _is_main(metric))
+        views.append(CurvesView(one, main, more, len(lines) - len(panels)))
     return views
+
+
+def _lines(series: Mapping[str, CurveSeries]) -> dict[str, list[CurveSeries]]:
+    """Panel → its lines, what matters most first: a metric each, but the components of a reward share them."""
+    parts = [replace(one, run=component(metric)) for metric, one in series.items() if component(metric)]
+    found: dict[str, list[CurveSeries]] = {REWARD: [series[REWARD]]} if REWARD in series else {}
+    for start in range(0, len(parts), TONES):  # a colour each
+        found[f"{COMPONENTS} {1 + start // TONES}" if start else COMPONENTS] = parts[start : start + TONES]
+    return found | {metric: [one] for metric, one in series.items() if not component(metric)}
+
+
+def _is_main(metric: str) -> bool:
+    return metric.startswith(COMPONENTS) or rank(metric)[0] < MAIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, final
@@ -18,6 +19,8 @@ from posttrain.engine.rewards.port import Score
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
+
+_NAMED = re.compile(r"[\w.+-][\w.+ /-]{0,63}", re.ASCII)  # a component whose name may be part of a metric's
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ def rollout_metrics(sampled: Sampled, signal: Tensor) -> dict[str, float]:
     return {
         **reward,
         **_standard_error(rewards),
+        **_component_metrics(sampled.scores),
         "reward/unscored": 1.0 - len(scored) / rewards.numel(),
         "reward/errors": sum(score.status == "error" for score in sampled.scores) / rewards.numel(),
         "reward/timeouts": sum(score.status == "timeout" for score in sampled.scores) / rewards.numel(),
@@ -158,6 +162,20 @@ def rollout_metrics(sampled: Sampled, signal: Tensor) -> dict[str, float]:
         "truncated": sum(t.truncated for t in trajectories) / len(trajectories),
         "entropy": -sum(sum(t.logprobs) for t in trajectories) / max(tokens, 1),
     }
+
+
+def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """`reward/NAME/mean` and `/std` of every component over the completions that have it; of rewards with weights also
+    the shares that failed.
+    """
+    found: dict[str, float] = {}
+    for name in sorted({name for score in scores for name in score.components if _NAMED.fullmatch(name)}):
+        values = torch.tensor([s.components[name] for s in scores if name in s.components], dtype=torch.float64)
+        found |= {f"reward/{name}/mean": float(values.mean()), f"reward/{name}/std": float(values.std(correction=0))}
+    for name in scores[0].parts if scores else ():
+        for word, status in (("errors", "error"), ("timeouts", "timeout")):
+            found[f"reward/{name}/{word}"] = sum(s.parts[name].status == status for s in scores) / len(scores)
+    return found
 
 
 def _standard_error(rewards: Tensor) -> dict[str, float]:

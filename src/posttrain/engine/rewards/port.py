@@ -51,6 +51,7 @@ class Score:
     components: Mapping[str, float] = field(default_factory=dict)
     status: Status = "ok"  # none: no score and no failure; error: it raised, died or answered with no number
     message: str = ""  # of a failure: one line
+    parts: Mapping[str, Score] = field(default_factory=dict)  # of several with weights: each one's own
 
     def __post_init__(self) -> None:
         if self.score is None and self.status == "ok":

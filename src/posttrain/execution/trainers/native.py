@@ -153,9 +153,12 @@ def _version(library: str) -> str:
 
 def _name_by_slot(config: StageConfig) -> dict[str, Any]:
     params: dict[str, Any] = config.model_dump(mode="json")
-    for slot in config.inputs():
+    for slot, (kind, _) in config.inputs().items():
         first, _, rest = slot.partition(".")
-        if rest:
+        if kind == "reward":
+            if ":" not in slot:  # of several with weights the names tell them apart, also in metrics
+                params[slot] = slot
+        elif rest:
             params[first][rest]["data"] = slot
         elif isinstance(params[first], dict):
             params[first]["data"] = slot

@@ -1,0 +1,88 @@
+"""The reward functions of a stage, opened in their cells: one, or several with weights."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from posttrain.domain.facts import Note
+from posttrain.domain.rewards import reward_slots
+from posttrain.jobs.entry import Job
+
+if TYPE_CHECKING:
+    from posttrain.engine.rewards.port import RewardFunction
+
+
+def open_rewards(
+    job: Job, slot: str, reward: str | Mapping[str, float], stack: ExitStack, *, timeout: float, ranks: int = 1
+) -> RewardFunction:
+    """The reward of a slot; what could not be confined is told.
+
+    Args:
+        reward: as the stage's parameters have it: a name, or name → weight.
+        stack: closes it.
+        timeout: seconds for one batch of completions, of each function.
+        ranks: processes of each function.
+
+    Raises:
+        InputError, RewardError, InfrastructureError: see `engine.rewards.process.open_reward`.
+    """
+    from posttrain.engine.rewards.weighted import WeightedReward
+
+    opened = {
+        place: _open(job, place, name, stack, timeout, ranks) for place, (_, name) in reward_slots(slot, reward).items()
+    }
+    if isinstance(reward, str):
+        [found] = opened.values()
+    else:
+        places = {name: place for place, (_, name) in reward_slots(slot, reward).items()}
+        found = WeightedReward({name: (weight, opened[places[name]]) for name, weight in reward.items()})
+    for note in found.notes:
+        job.sink(Note(note, time.time(), "warning"))
+    return found
+
+
+def _open(job: Job, slot: str, name: str, stack: ExitStack, timeout: float, ranks: int) -> RewardFunction:
+    from posttrain.engine.rewards.layout import Provision
+    from posttrain.engine.rewards.parallel import ParallelReward
+    from posttrain.engine.rewards.process import open_reward
+
+    meta, label = job.order.inputs[slot].meta, job.label(slot)
+    files = {other.removeprefix(f"{slot}/"): job.input(other) for other in job.order.inputs if _beside(other, slot)}
+    provision = Provision(files, tuple(meta.get("network", ())))
+    functions = []
+    for _ in range(ranks):
+        function = open_reward(
+            job.input(slot),
+            meta.get("entry"),
+            timeout=timeout,
+            dialect=meta.get("dialect") or "auto",
+            name=f"{name} ({label})" if ":" in slot else label,
+            source=meta.get("source") or "",
+            hidden=_workspace(job),
+            provision=provision,
+            confined=not job.order.trust_rewards,
+        )
+        stack.callback(function.close)
+        functions.append(function)
+    reward = ParallelReward(functions)
+    stack.callback(reward.close)
+    return reward
+
+
+def _beside(other: str, slot: str) -> bool:
+    return other.startswith(f"{slot}/")
+
+
+def _workspace(job: Job) -> list[Path]:
+    """What is no business of a reward's: attempts, cached inputs, the store where it is a folder, what they lie in."""
+    store = urlsplit(job.blobs.url)
+    folders = [job.folder.resolve(), Path(job.order.cache_dir).resolve()]
+    if store.scheme == "file":
+        folders.append(Path(unquote(store.path)))
+    return [Path(os.path.commonpath(folders[:2])), *folders]
