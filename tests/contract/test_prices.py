@@ -27,7 +27,7 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "reward model": ("reward_model", {"batch_size": 4}),
     "grpo": ("grpo", {**JUDGED, "group_size": 4}),
     "ppo": ("ppo", {**JUDGED, "kl": None}),
-    "ppo of one sample in three epochs": ("ppo", {**JUDGED, "kl": None, "group_size": 1, "epochs": 3}),
+    "ppo of one sample in three epochs": ("ppo", {**JUDGED, "kl": None, "group_size": 1, "ppo_epochs": 3}),
     "ppo that warms its critic up": ("ppo", {**JUDGED, "kl": None, "critic": {"warmup": 1}, "steps": 2}),
     "dataflow": ("dataflow", {**SAMPLED, "recipe": "mine"}),
     "dataflow that says what it spends": ("dataflow", {**SAMPLED, "recipe": "mine", "tokens_per_step": 7}),

@@ -46,7 +46,7 @@ BASES: dict[str, dict[str, Any]] = {
     "reward_model": {"data": "pairs", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER},
     "grpo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "kl": {"coefficient": 0.2}},
     "ppo": {
-        **ON_POLICY, "reward": "reward", "mini_batches": 2, "epochs": 2, "critic": CRITIC,
+        **ON_POLICY, "reward": "reward", "mini_batches": 2, "ppo_epochs": 2, "critic": CRITIC,
         "kl": {"coefficient": 0.2, "estimator": "k3"},
     },
     "dataflow": {
@@ -89,7 +89,8 @@ VALUES: dict[str, Any] = {
     "probe.extract": r"(no such answer)",
     "kl": None,
     "kl.coefficient": 2.0,
-    "epochs": 1,
+    "ppo_epochs": 1,
+    "epochs": 2.0,  # in the place of steps
     "gae.gamma": 0.5,
     "gae.lam": 0.2,
     "critic.clip": 0.001,
@@ -118,7 +119,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "optimizer.schedule=constant": {},
 }
 # In the plan only: where and how large, which a result does not depend on but for rounding.
-PLANNED = ("placement", "runtime.sequence_parallel", "runtime.ray_address", "runtime.micro_batch_tokens",
+PLANNED = ("epochs", "placement", "runtime.sequence_parallel", "runtime.ray_address", "runtime.micro_batch_tokens",
            "runtime.activation_checkpointing")  # fmt: skip
 UNMOVED: dict[str, str] = {
     "runtime.device=cpu": "auto is cpu where there is no GPU",
@@ -238,7 +239,7 @@ def changed(kind: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in changes.items():
         *way, last = path.split(".")
         (pick(params, ".".join(way)) if way else params)[last] = value
-    return params
+    return {key: value for key, value in params.items() if key != "steps" or not params.get("epochs")}
 
 
 class Shop:
@@ -324,7 +325,8 @@ def _digest(folder: AttemptFolder) -> str:
 
 
 def _planned(kind: str, changes: Mapping[str, Any]) -> str:
-    return repr(NativeTrainer().check(kind, changed(kind, changes)).load)
+    contract = NativeTrainer().check(kind, changed(kind, changes))
+    return repr((contract.load, contract.length))
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def ppo(
 ) -> PPO:
     options: dict[str, Any] = {
         "data": "d", "steps": 4, "prompts_per_step": 3, "group_size": 2, "max_new_tokens": 4, "mini_batches": 2,
-        "epochs": 2, "critic": CriticConfig(optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2), warmup=1),
+        "ppo_epochs": 2, "critic": CriticConfig(optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2), warmup=1),
         "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=2),
         **({"reward_model": "m"} if judge else {"reward": "r"}), **changes,
     }  # fmt: skip
@@ -143,7 +143,7 @@ def _module() -> Any:
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "ppo": ppo,
     "ppo with a reward model and KL in the loss": lambda: ppo(
-        judge=scalar(5), kl=PPOKLConfig(place="loss", estimator="k3"), mini_batches=1, epochs=1
+        judge=scalar(5), kl=PPOKLConfig(place="loss", estimator="k3"), mini_batches=1, ppo_epochs=1
     ),
     "reward model": reward_model,
     "best of n": best_of_n,
@@ -244,7 +244,7 @@ class TestPPO:
         assert all(name.startswith("critic/") for name in moved)
 
     def test_learns_to_prefer_what_is_rewarded(self) -> None:
-        recipe = ppo(steps=30, prompts_per_step=8, group_size=4, kl=None, mini_batches=1, epochs=1)
+        recipe = ppo(steps=30, prompts_per_step=8, group_size=4, kl=None, mini_batches=1, ppo_epochs=1)
         means = [recipe.step(step, quiet(step)).metrics["reward/mean"] for step in range(30)]
         assert sum(means[-5:]) / 5 > sum(means[:5]) / 5 + 0.15
 
@@ -258,7 +258,7 @@ class TestPPO:
     def test_the_policys_schedule_begins_after_the_critics_warm_up(self) -> None:
         """Warm-up and decay take the policy's own steps: from a third of the peak, over the peak, down to the end."""
         optimizer = PolicyGradientOptimizerConfig(learning_rate=3e-2, warmup_steps=3, final_ratio=0.0)
-        recipe = ppo(steps=9, critic=CriticConfig(warmup=3), optimizer=optimizer, kl=None, mini_batches=1, epochs=1)
+        recipe = ppo(steps=9, critic=CriticConfig(warmup=3), optimizer=optimizer, kl=None, mini_batches=1, ppo_epochs=1)
         rates = [recipe.step(step, quiet(step)).metrics["learning_rate"] for step in range(9)]
         assert rates == pytest.approx([0, 0, 0, 1e-2, 2e-2, 3e-2, 3e-2, 2e-2, 1e-2])
 
@@ -266,7 +266,7 @@ class TestPPO:
         PPOKLConfig(place="loss", estimator=e) for e in ("k2", "k3", "k3-corrected")
     ])  # fmt: skip
     def test_the_distance_to_the_reference_is_reported(self, kl: PPOKLConfig) -> None:
-        recipe = ppo(kl=kl, critic=CriticConfig(), mini_batches=1, epochs=1)
+        recipe = ppo(kl=kl, critic=CriticConfig(), mini_batches=1, ppo_epochs=1)
         found = [recipe.step(step, quiet(step)).metrics["kl"] for step in range(3)]
         assert abs(found[0]) < 1e-5
         assert abs(found[2]) > 1e-4

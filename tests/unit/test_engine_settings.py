@@ -134,7 +134,7 @@ def test_ppo_estimates_what_its_stage_says(monkeypatch: pytest.MonkeyPatch, whit
         clip_low=0.11,
         clip_high=0.37,
         temperature=0.7,
-        epochs=3,
+        ppo_epochs=3,
         mini_batches=2,
     )
     for step in range(2):
@@ -155,7 +155,7 @@ def test_ppo_estimates_what_its_stage_says(monkeypatch: pytest.MonkeyPatch, whit
 
 def test_each_epoch_of_ppo_is_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = watched(monkeypatch, ppo_module, "mini_batches")
-    ppo(epochs=2).step(1, quiet(1))
+    ppo(ppo_epochs=2).step(1, quiet(1))
     assert len({arguments[2] for arguments, _ in calls}) == 2
 
 
@@ -171,7 +171,7 @@ def test_a_critic_learns_at_its_own_rate() -> None:
 
 
 def test_ppo_counts_what_policy_and_critic_train_on() -> None:
-    recipe = ppo(epochs=3, mini_batches=1)
+    recipe = ppo(ppo_epochs=3, mini_batches=1)
     sampled: list[int] = []
 
     class Counting(EvenTokens):

@@ -106,7 +106,7 @@ def test_what_is_not_carried_over_is_told(world: World) -> None:
 def test_a_python_script_is_read_and_not_run(world: World) -> None:
     draft, stage = trl(world, "sft.py", SFT_PY, rows=160)
     assert draft.run["model"] == "./base"
-    assert (draft.run["stages"]["sft"]["kind"], stage["batch_size"], stage["steps"]) == ("sft", 16, 20)
+    assert (draft.run["stages"]["sft"]["kind"], stage["batch_size"], stage["epochs"]) == ("sft", 16, 2)
     optimizer = stage["optimizer"]
     assert (optimizer["learning_rate"], optimizer["schedule"], optimizer["warmup_steps"]) == (3e-5, "cosine", 2)
     assert stage["max_length"] == 2048
@@ -117,7 +117,7 @@ def test_a_python_script_is_read_and_not_run(world: World) -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("num_generations: 4\n", {"steps": 100, "group_size": 4, "clip_high": 0.2, "kl": None}),
+        ("num_generations: 4\n", {"epochs": 3, "group_size": 4, "clip_high": 0.2, "kl": None}),
         ("reward_funcs: [f]\nepsilon_high: 0.28\n", {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token-mean"}),
         ("max_steps: 7\nlearning_rate: 2e-6\n", {"steps": 7, "batch_size": 8}),
     ],
@@ -138,13 +138,16 @@ def test_rloo_and_reward_models(world: World) -> None:
 def test_verls_settings_train_here_as_they_do_there(world: World) -> None:
     draft = from_verl(read_settings(Path(world.write("ppo.yaml", yaml.safe_dump(VERL)))), rows=40)
     stage = valid(draft)
-    assert (stage["prompts_per_step"], stage["group_size"], stage["mini_batches"], stage["epochs"]) == (16, 2, 4, 2)
+    assert (stage["prompts_per_step"], stage["group_size"], stage["mini_batches"], stage["ppo_epochs"]) == (16, 2, 4, 2)
     assert (stage["gae"]["gamma"], stage["gae"]["lam"]) == (0.99, 0.95)
     assert stage["kl"] == {"coefficient": 0.02, "estimator": "k1", "place": "reward"}
     assert (stage["critic"]["clip"], stage["critic"]["warmup"]) == (0.4, 1)
     assert stage["critic"]["optimizer"]["learning_rate"] == 3e-5
-    assert stage["steps"] == 6  # three epochs of two whole batches
-    assert (stage["optimizer"]["warmup_steps"], stage["optimizer"]["schedule"]) == (3, "constant")
+    assert stage["epochs"] == 3
+    assert any("verl leaves out rows of a pass that fill no step" in item for item in draft.changed), (
+        "40 rows, 16 a step"
+    )
+    assert (stage["optimizer"]["warmup_steps"], stage["optimizer"]["schedule"]) == (4, "constant")  # half of 8 steps
     assert (stage["runtime"]["sequence_parallel"], stage["runtime"]["activation_checkpointing"]) == (2, True)
     assert any("score.py --entry judge" in item for item in draft.fill_in)
     assert any(item.startswith("actor_rollout_ref.actor.entropy_coeff") for item in draft.changed)
@@ -172,11 +175,22 @@ def test_a_run_file_is_written_whose_epochs_are_steps(world: World) -> None:
     told = world.ok("init", "--from", "trl", "sft.yaml")
     raw = yaml.safe_load(Path("run.yaml").read_text())
     assert raw["data"] == {"train": "./train.jsonl"}
-    assert raw["stages"]["sft"]["steps"] == 19  # 3 x 50 / 8, rounded up
-    assert "num_train_epochs: 3 of 50 rows → steps: 19" in told
+    assert (raw["stages"]["sft"]["epochs"], "steps" in raw["stages"]["sft"]) == (3, False)
+    assert "num_train_epochs: 3 → epochs: 3" in told
     assert "posttrain plan run.yaml" in told
     again = world("init", "--from", "trl", "sft.yaml")
     assert (again.exit_code, "is there already" in again.stderr) == (2, True)
+
+
+def test_a_share_of_steps_that_nobody_knows_is_told(world: World) -> None:
+    draft, stage = trl(world, "a.yaml", "num_train_epochs: 2\nwarmup_ratio: 0.1\n")
+    assert (stage["epochs"], stage["optimizer"]["warmup_steps"]) == (2, 10)
+    assert any(
+        item.startswith("warmup_steps: warmup is 0.1 of the steps, which posttrain plan") for item in draft.fill_in
+    )
+    draft, stage = trl(world, "a.yaml", "num_train_epochs: 2\nwarmup_ratio: 0.1\n", rows=400)
+    assert stage["optimizer"]["warmup_steps"] == 10  # of 100 steps
+    assert not any(item.startswith("warmup_steps") for item in draft.fill_in)
 
 
 def test_a_command_as_people_write_it(world: World) -> None:

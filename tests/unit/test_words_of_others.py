@@ -28,6 +28,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     [
         ("steps: 4,", "steps: 4, lr: 1.0e-4,", "lr: unknown key (did you mean 'learning_rate' under 'optimizer'?)"),
         ("steps: 4,", "max_steps: 4,", "max_steps: unknown key (did you mean 'steps'?)"),
+        ("steps: 4,", "num_train_epochs: 4,", "num_train_epochs: unknown key (did you mean 'epochs'?)"),
+        ("steps: 6,", "total_epochs: 4,", "total_epochs: unknown key (did you mean 'epochs'?)"),
+        ("steps: 6,", "steps: 6, ppo_epochs: 4,", "ppo_epochs: unknown key (did you mean 'mini_batches'?)"),
         ("steps: 4,", "steps: 4, learning_rate: 1.0e-4,", "(did you mean 'learning_rate' under 'optimizer'?)"),
         ("steps: 6,", "steps: 6, num_generations: 4,", "num_generations: unknown key (did you mean 'group_size'?)"),
         ("steps: 6,", "steps: 6, beta: 0.04,", "beta: unknown key (did you mean 'coefficient' under 'kl'?)"),
@@ -61,5 +64,5 @@ def fields(model: type[BaseModel]) -> Iterator[str]:
 def test_every_hint_is_a_field_that_there_is_and_no_word_is_one_of_ours_already() -> None:
     known = {name for model in (RunSpec, *STAGE_CONFIGS.values()) for name in fields(model)}
     assert {word for words in FIELDS.values() for word in words} - known == set()
-    assert FIELDS.keys() & known == {"warmup", "epochs"}  # the critic's, and PPO's
+    assert FIELDS.keys() & known == {"warmup", "ppo_epochs"}  # the critic's, and PPO's
     assert KINDS.keys() & STAGE_CONFIGS.keys() == set()

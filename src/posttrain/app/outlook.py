@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from posttrain.app.counting import registered_rows
 from posttrain.app.fitting import located, read_dataset
 from posttrain.app.workspace import Workspace
 from posttrain.control.cache import cache_key, usable
@@ -257,7 +258,7 @@ def _history(workspace: Workspace, manifest: Manifest) -> Iterator[tuple[str | N
             except (InputError, KeyError):  # written by a version with other parameters
                 continue
             refs = [ref for _, ref in dataset_slots(stage)]
-            datasets = {str(ref.digest): Dataset(_registered_rows(workspace, ref), None) for ref in refs}
+            datasets = {str(ref.digest): Dataset(registered_rows(workspace, ref), None) for ref in refs}
             yield _base_model(earlier), Experience(workload(stage, work, datasets), *cost)
 
 
@@ -288,11 +289,6 @@ def dataset_slots(stage: StageManifest) -> list[tuple[str, InputRef]]:
     return [(slot, ref) for slot, ref in stage.inputs.items() if slot == "data" or slot.startswith("suites.")]
 
 
-def _registered_rows(workspace: Workspace, ref: InputRef) -> int | None:
-    metas = [asset.meta for asset in workspace.ledger.assets_by_digest(str(ref.digest)) if "rows" in asset.meta]
-    return int(metas[0]["rows"]) if metas else None
-
-
 def _datasets(planned: Planned, spec: RunSpec | None, workspace: Workspace, source: Path) -> dict[str, Dataset]:
     """Digest → data set, for everything that stages work through."""
     found: dict[str, Dataset] = {}
@@ -306,7 +302,7 @@ def _datasets(planned: Planned, spec: RunSpec | None, workspace: Workspace, sour
 
 
 def _dataset(workspace: Workspace, ref: InputRef, word: str | None, base: Path) -> Dataset:
-    rows = _registered_rows(workspace, ref)
+    rows = registered_rows(workspace, ref)
     if rows is not None and rows > READ_AT_MOST:
         return Dataset(rows, None)
     read = read_dataset(workspace, ref, word, base)

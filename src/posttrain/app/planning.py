@@ -18,9 +18,10 @@ from posttrain.app.runs import resolve_spec
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
 from posttrain.data.contamination import contamination
-from posttrain.data.rows import repeated_rows
+from posttrain.data.rows import demonstrations, repeated_rows
 from posttrain.decision.power import PowerNote
 from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.domain.passes import Passes
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.planner.estimate import Estimate
@@ -40,6 +41,7 @@ class StagePlan:
     estimate: Estimate
     load: Load | None = None  # of a training stage: its placement
     residency: Residency | None = None  # what is resident when; None: trains nothing, or a model of unknown shape
+    passes: Passes | None = None  # `epochs` as steps, where the file says them
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
         "inputs": [dict(zip(_INPUT, row, strict=True)) for row in stage.inputs],
         "cached_from": stage.cached_from,
         "estimate": asdict(stage.estimate),
+        **({"passes": asdict(stage.passes)} if stage.passes else {}),
     }
     if stage.load is None:
         return plain
@@ -105,11 +108,13 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> P
             ahead.estimates[stage.name],
             planned.contracts[stage.name].load if stage.name in planned.contracts else None,
             residencies.get(stage.name, (None, []))[0],
+            planned.passes.get(stage.name),
         )
         for stage in planned.manifest.stages
     )
     warnings = [*ahead.warnings, *planned.warnings]
     warnings += [*_repeated(planned, ahead.datasets), *_seen_in_training(planned, ahead.datasets)]
+    warnings += _wide_steps(planned, ahead.datasets)
     warnings += [f"{name}: {warning}" for name, (_, found) in residencies.items() for warning in found]
     warnings += _slower(planned, spec, workspace, path)
     run = existing[0] if existing else None
@@ -153,6 +158,22 @@ def _slower(planned: Planned, spec: RunSpec, workspace: Workspace, path: Path) -
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------
+
+
+def _wide_steps(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
+    """One line per training stage whose step takes more documents than there are."""
+    for stage in planned.manifest.stages:
+        length = planned.contracts[stage.name].length if stage.name in planned.contracts else None
+        if length is None:
+            continue
+        ref = stage.inputs[length.slot]
+        data = datasets[str(ref.digest)]
+        documents = sum(map(demonstrations, data.read)) if length.turns and data.read is not None else data.rows
+        if documents is not None and documents < length.per_step:
+            yield (
+                f"{stage.name}: {length.field} is {length.per_step}, and {ref.name} has {documents} documents, "
+                f"so every step takes some of them more than once; lower {length.field}"
+            )
 
 
 def _repeated(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from posttrain.app.confinement import check_confinement
+from posttrain.app.counting import counter
 from posttrain.app.fitting import check_fit
 from posttrain.app.locks import is_lock, read_lock, refuse_lock
 from posttrain.app.outlook import look_ahead, refuse_hopeless
@@ -195,7 +196,8 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
             raise InputError(f"seed must be a whole number from 0 to 2^53 - 1, got {seed}")
         spec = spec.model_copy(update={"seed": seed})
     resolve = _resolver(spec, workspace, source)
-    planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, workspace.ledger.channels())
+    count, channels = counter(workspace, spec, source), workspace.ledger.channels()
+    planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, channels, count)
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     refuse_oversized(planned.manifest, source)
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)

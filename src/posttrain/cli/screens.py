@@ -189,6 +189,8 @@ def plan_tree(view: PlanView) -> Tree:
         below = root.add(branch(head))
         for slot, name, full in stage.inputs if stage.kind not in _CONTROL else ():
             below.add(branch(Text(f"{slot}: {name}" + (f"  {digest(full)}" if full else ""), style="dim")))
+        if stage.passes:
+            below.add(branch(Text(str(stage.passes), style="dim")))
         for shown in _placement(stage):
             below.add(branch(shown) if isinstance(shown, Text) else shown)
     return root

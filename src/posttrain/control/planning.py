@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Protocol
 
 from posttrain.control.deciding import Decision
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, topological
+from posttrain.domain.passes import Passes, passes_of
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, StageSpec
 from posttrain.domain.validation import nearest
@@ -27,6 +28,18 @@ class Resolve(Protocol):
         """
 
 
+class Count(Protocol):
+    """Counts the documents of a data set."""
+
+    def __call__(self, ref: InputRef, word: str, turns: bool) -> int:
+        """Raises InputError, NotFoundError or IntegrityError.
+
+        Args:
+            word: the data set in the run file's `data`.
+            turns: every assistant turn of a conversation counts, and not the row.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A manifest and what the trainers said of its stages."""
@@ -35,6 +48,7 @@ class Planned:
     contracts: Mapping[str, StageContract]
     warnings: tuple[str, ...] = ()  # what could not be checked before the run, or will probably not do
     changes: tuple[str, ...] = ()  # what to change before the run is started
+    passes: Mapping[str, Passes] = field(default_factory=dict)  # stage → its `epochs` as steps, where it has them
 
 
 def plan_run(
@@ -43,18 +57,21 @@ def plan_run(
     resolve: Resolve,
     trainers: Mapping[str, Trainer],
     channels: Collection[str] = (),
+    count: Count | None = None,
 ) -> Planned:
     """Resolve a run file.
 
     Args:
         source: the file's name, for errors.
         channels: those that exist; of a new one beside them a warning tells.
+        count: the documents of a data set; needed for `epochs`.
 
     Raises:
         InputError: naming file, field, constraint and value.
     """
     contracts = {name: _contract(source, name, stage, trainers) for name, stage in spec.stages.items()}
     resolver = Resolver(spec, source, contracts, resolve)
+    passes = _resolve_epochs(spec, source, contracts, trainers, resolver, count)
     stages = {name: resolver.stage(name) for name in spec.stages}
     try:
         order = topological({name: stage.upstream() for name, stage in stages.items()})
@@ -73,7 +90,7 @@ def plan_run(
         release=spec.release,
         code={name: trainers[name].code_digest() for name in sorted({s.trainer for s in spec.stages.values()})},
     )
-    return Planned(manifest, contracts | decision.contracts, tuple(_new_channel(spec, channels)))
+    return Planned(manifest, contracts | decision.contracts, tuple(_new_channel(spec, channels)), passes=passes)
 
 
 def _new_channel(spec: RunSpec, channels: Collection[str]) -> Iterator[str]:
@@ -94,6 +111,34 @@ def _contract(source: str, name: str, stage: StageSpec, trainers: Mapping[str, T
         raise InputError(f"{source}: stages.{name}: {error}") from error
 
 
+def _resolve_epochs(
+    spec: RunSpec,
+    source: str,
+    contracts: dict[str, StageContract],
+    trainers: Mapping[str, Trainer],
+    resolver: Resolver,
+    count: Count | None,
+) -> dict[str, Passes]:
+    """Turn `epochs` into steps, in `contracts`; what they came to, by stage."""
+    found: dict[str, Passes] = {}
+    for name, contract in contracts.items():
+        length = contract.length
+        if length is None or length.epochs is None:
+            continue
+        if count is None:
+            raise InputError(f"{source}: stages.{name}.epochs: needs rows that can be counted, got none; write steps")
+        ref = resolver.input(name, length.slot)
+        try:
+            documents = count(ref, contract.inputs[length.slot][1], length.turns)
+        except PosttrainError as error:
+            raise type(error)(f"{source}: stages.{name}.{length.slot}: {error}") from error
+        found[name] = passes_of(length.epochs, documents, length.per_step)
+        stage = spec.stages[name]
+        params = {key: value for key, value in stage.params.items() if key != "epochs"} | {"steps": found[name].steps}
+        contracts[name] = _contract(source, name, stage.model_copy(update={"params": params}), trainers)
+    return found
+
+
 class Resolver:
     """Turns the words of one run file into input refs."""
 
@@ -102,8 +147,7 @@ class Resolver:
 
     def stage(self, name: str) -> StageManifest:
         contract, written = self._contracts[name], self._spec.stages[name]
-        field = f"stages.{name}"
-        inputs = {slot: self._input(f"{field}.{slot.replace(':', '.')}", *w) for slot, w in contract.inputs.items()}
+        inputs = {slot: self.input(name, slot) for slot in contract.inputs}
         for slot, (kind, word) in contract.inputs.items():
             if kind == "reward":
                 inputs |= self._reward_files(slot, word)
@@ -115,6 +159,10 @@ class Resolver:
             params=dict(contract.params),
             outputs=dict(contract.outputs),
         )
+
+    def input(self, name: str, slot: str) -> InputRef:
+        """One input of a stage, pinned."""
+        return self._input(f"stages.{name}.{slot.replace(':', '.')}", *self._contracts[name].inputs[slot])
 
     def _input(self, field: str, kind: str, word: str) -> InputRef:
         if kind == "model":

@@ -185,6 +185,14 @@ def _check_content(value: Any, key: str, place: str) -> None:
             raise InputError(f"{place}: {key} must hold messages with role and content, got {message!r:.60}")
 
 
+def demonstrations(row: Mapping[str, Any]) -> int:
+    """How many documents a canonical row is to learn from: one for every assistant turn of a conversation."""
+    paired = row.get("prompt") is not None and row.get("completion") is not None
+    if paired or row.get("messages") is None:
+        return 1
+    return sum(message["role"] == "assistant" for message in row["messages"])
+
+
 def prompt_text(row: Mapping[str, Any]) -> str:
     """What makes two rows the same task: the prompt's text, every message as `role: content`.
 

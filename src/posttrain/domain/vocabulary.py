@@ -14,24 +14,14 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("min_lr_ratio", "min_lr"), ("final_ratio",)),
         **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_betas"), ("betas",)),
         **dict.fromkeys(("grad_clip", "gradient_clipping", "clip_grad_norm", "max_norm"), ("max_grad_norm",)),
-        **dict.fromkeys(
-            (
-                "max_steps",
-                "num_steps",
-                "total_training_steps",
-                "num_train_epochs",
-                "num_epochs",
-                "total_epochs",
-                "epochs",
-            ),
-            ("steps",),
-        ),
+        **dict.fromkeys(("max_steps", "num_steps", "total_training_steps"), ("steps",)),
+        **dict.fromkeys(("num_train_epochs", "num_epochs", "total_epochs", "max_epochs"), ("epochs",)),
         **dict.fromkeys(
             ("per_device_train_batch_size", "train_batch_size", "rollout_batch_size"),
             ("batch_size", "prompts_per_step"),
         ),
         **dict.fromkeys(("ppo_mini_batch_size", "num_mini_batches"), ("mini_batches",)),
-        **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations"), ("epochs", "mini_batches")),
+        **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations"), ("ppo_epochs", "mini_batches")),
         **dict.fromkeys(
             ("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu"),
             ("micro_batch_tokens",),
@@ -75,11 +65,9 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-_EPOCHS = "which are epochs × rows / batch size"
 # words whose number is in another unit than the field's
 UNITS: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("epochs", "num_train_epochs", "num_epochs", "total_epochs"), _EPOCHS),
         **dict.fromkeys(("warmup_ratio", "lr_warmup_steps_ratio"), "a number of steps, not a share"),
         **dict.fromkeys(("ppo_mini_batch_size",), "a number of optimiser steps, not a size"),
         **dict.fromkeys(("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size"), "in tokens"),

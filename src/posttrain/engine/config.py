@@ -6,7 +6,7 @@ One class per stage kind. A field's comment gives meaning, unit and the reason f
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -24,6 +24,7 @@ MOST_TIMEOUT = 604800.0  # seconds, of one batch of completions: a week
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
 Positive = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Passes = Annotated[float, Field(gt=0, le=10**6)]  # over a data set; half a one is 0.5
 Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Width = Annotated[int, Field(ge=1, le=10**7)]  # of a layer
@@ -90,13 +91,33 @@ class RuntimeConfig(InferenceRuntimeConfig):
     ray_address: Word | None = None  # of a Ray cluster that runs already; None: one on this machine, where needed
 
 
-class SFTConfig(_Frozen):
+class _TrainingConfig(_Frozen):
+    """How long every kind of training is. `epochs` needs the rows, so a plan turns it into `steps`, which jobs read.
+
+    Batches go on over the end of a pass, so N passes are the least number of steps that take N × rows documents.
+    """
+
+    per_step: ClassVar[str]  # the field that says how many documents a step takes
+    more_passes: ClassVar[str] = ""  # what an error adds where `epochs` was another word before
+
+    steps: Positive = 0  # optimiser steps, or rollout batches; 0: not known before `epochs` is held against the rows
+    epochs: Passes | None = None  # passes over the data
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps > 0) == (self.epochs is not None):
+            given = "both" if self.steps else "neither"
+            raise ValueError(f"exactly one of steps and epochs must be given, got {given}{self.more_passes}")
+        return self
+
+
+class SFTConfig(_TrainingConfig):
     """Supervised fine-tuning on prompt + completion (or messages) rows; loss on completion tokens, token mean."""
 
     kind: ClassVar[str] = "sft"
+    per_step: ClassVar[str] = "batch_size"
     model: Word = "base"
     data: Word
-    steps: Positive
     batch_size: Rows = 64  # documents per optimiser step
     max_length: Tokens | None = None  # tokens; None: the model's context. A longer row is refused, never cut
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -136,12 +157,12 @@ class KLConfig(_Frozen):
     estimator: Literal["k2", "k3", "k3-corrected"] = "k3"
 
 
-class _OnPolicyConfig(_Frozen):
+class _OnPolicyConfig(_TrainingConfig):
     """What every recipe has that learns from responses which its own policy sampled."""
 
+    per_step: ClassVar[str] = "prompts_per_step"
     model: Word = "base"
     data: Word
-    steps: Positive
     prompts_per_step: Rows = 32
     max_new_tokens: Tokens = 64
     temperature: Temperature = 1.0
@@ -222,10 +243,11 @@ class PPOConfig(_OnPolicyConfig):
     """PPO with a critic; scored by a reward function, or by a reward model that a `reward_model` stage trained."""
 
     kind: ClassVar[str] = "ppo"
+    more_passes: ClassVar[str] = "; epochs are passes over the prompts, and those over a rollout batch are ppo_epochs"
     reward: Reward | None = None
     reward_model: Word | None = None
     group_size: Rows = 4  # samples per prompt; no baseline comes from them, so one is enough
-    epochs: Few = 1  # passes over a rollout batch
+    ppo_epochs: Few = 1  # passes over a rollout batch
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
     gae: AdvantageConfig = AdvantageConfig()
     kl: PPOKLConfig | None = PPOKLConfig()
@@ -236,7 +258,7 @@ class PPOConfig(_OnPolicyConfig):
         if (self.reward is None) == (self.reward_model is None):
             given = "neither" if self.reward is None else "both"
             raise ValueError(f"exactly one of reward and reward_model must be given, got {given}")
-        if self.critic.warmup >= self.steps:
+        if self.steps and self.critic.warmup >= self.steps:
             raise ValueError(
                 f"critic.warmup must be < steps ({self.steps}), got {self.critic.warmup}: the policy would never learn"
             )
@@ -248,15 +270,15 @@ class PPOConfig(_OnPolicyConfig):
         return super().inputs() | reward_slots("reward", self.reward) | judge
 
 
-class DataflowConfig(_Frozen):
+class DataflowConfig(_TrainingConfig):
     """A dataflow of the user's own: a Python function over the roles policy and rollout (`recipes.dataflow`)."""
 
     kind: ClassVar[str] = "dataflow"
+    per_step: ClassVar[str] = "prompts_per_step"
     recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:my_dataflow, beside run.yaml
     model: Word = "base"
     data: Word
     reward: Reward | None = None
-    steps: Positive
     prompts_per_step: Rows = 32
     group_size: Rows = 8  # samples per prompt
     max_new_tokens: Tokens = 64
@@ -281,13 +303,13 @@ class DataflowConfig(_Frozen):
         return slots
 
 
-class RewardModelConfig(_Frozen):
+class RewardModelConfig(_TrainingConfig):
     """A scalar reward model from preference pairs (Bradley-Terry), saved as a sequence classifier of one label."""
 
     kind: ClassVar[str] = "reward_model"
+    per_step: ClassVar[str] = "batch_size"
     model: Word = "base"
     data: Word  # rows of prompt, chosen and rejected
-    steps: Positive
     batch_size: Rows = 64  # pairs per optimiser step
     max_length: Tokens | None = None  # tokens of prompt and response; None: the model's context. Never cut
     optimizer: OptimizerConfig = OptimizerConfig()

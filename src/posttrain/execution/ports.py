@@ -79,6 +79,17 @@ class RowNeeds:
 
 
 @dataclass(frozen=True, slots=True)
+class Length:
+    """How a training stage goes through its data."""
+
+    slot: str  # the data set
+    field: str  # batch_size | prompts_per_step
+    per_step: int  # documents that a step takes
+    epochs: float | None = None  # passes that were asked for; the plan turns them into steps and asks again with these
+    turns: bool = False  # of a conversation every assistant turn is a document; else a row is one
+
+
+@dataclass(frozen=True, slots=True)
 class StageContract:
     """What a trainer says of a stage before anything runs."""
 
@@ -89,6 +100,7 @@ class StageContract:
     work: Mapping[str, float] = field(default_factory=dict)  # for the planner: steps, documents, max_new_tokens …
     rows: Mapping[str, RowNeeds] = field(default_factory=dict)  # data set slot → what its rows must be
     load: Load | None = None  # what it makes of memory and asks of devices; None: one process that trains nothing
+    length: Length | None = None  # of a training stage
 
 
 class Trainer(Protocol):

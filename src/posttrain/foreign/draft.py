@@ -69,6 +69,21 @@ class Draft:
         return "\n".join([*lines, "", body])
 
 
+def plainly(number: float) -> float:
+    """2 for 2.0, as people write it."""
+    return int(number) if number.is_integer() else number
+
+
+def share_of_steps(draft: Draft, theirs: str, share: float, steps: int | None) -> int:
+    """A share of a stage's steps as steps; where nobody knows how many there are, a number to be replaced."""
+    if share and steps is None:
+        draft.fill_in.append(
+            f"warmup_steps: {theirs} is {share:g} of the steps, which posttrain plan tells; "
+            f"{round(share * 100)} stands there now"
+        )
+    return round(share * (steps or 100))
+
+
 class _Plain(yaml.SafeDumper):
     """Numbers as people write them."""
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.passes import passes_of
 from posttrain.domain.vocabulary import KINDS
-from posttrain.foreign.draft import Draft
+from posttrain.foreign.draft import Draft, plainly, share_of_steps
 from posttrain.foreign.settings import Settings
 
 _TRAINERS = {"sft": "sft", "grpo": "grpo", "reward": "reward_model", "rloo": "grpo"}
@@ -67,7 +68,7 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
     """A run file of one stage that trains as the TRL file does.
 
     Args:
-        rows: of the training data, where it is known; None: epochs cannot be turned into steps.
+        rows: of the training data, where it is known; None: shares of the steps cannot be turned into steps.
 
     Raises:
         InputError: a trainer that has no counterpart here, or a value that is no number.
@@ -89,8 +90,8 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
         if settings.given("max_length", "max_seq_length"):
             stage["max_length"] = settings.count("max_length", "max_seq_length", default=1024)
             draft.changed.append("max_length: a longer row is refused by `plan`, never cut; drop or split it")
-    stage["steps"] = _steps(settings, draft, stage, rows)
-    stage["optimizer"] = _optimizer(settings, draft, kind, stage["steps"])
+    steps = _length(settings, draft, stage, rows)
+    stage["optimizer"] = _optimizer(settings, draft, kind, steps)
     runtime = _runtime(settings)
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
     return draft.close(settings, _CHANGES, _HARMLESS)
@@ -185,22 +186,21 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
     draft.carry("loss_type, scale_rewards", f"{loss}, {scale}", "aggregation, advantage", ours)
 
 
-def _steps(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int:
+def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int | None:
+    """`steps` or `epochs` of the stage; how many steps that are, where it is known."""
     most = settings.count("max_steps", default=-1)
     epochs = settings.number("num_train_epochs", default=3.0)
     if most > 0:
         draft.carry("max_steps", most, "steps", most)
+        stage["steps"] = most
         return most
     per_step = int(stage.get("batch_size") or stage["prompts_per_step"])
-    if rows is None:
-        draft.fill_in.append(f"steps: {epochs:g} epochs are {epochs:g} × rows / {per_step}; 100 stands there now")
-        return 100
-    found = max(1, math.ceil(epochs * rows / per_step))
-    draft.carry("num_train_epochs", f"{epochs:g} of {rows} rows", "steps", found)
-    return found
+    stage["epochs"] = plainly(epochs)
+    draft.carry("num_train_epochs", plainly(epochs), "epochs", plainly(epochs))
+    return passes_of(epochs, rows, per_step).steps if rows else None
 
 
-def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int) -> dict[str, Any]:
+def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None) -> dict[str, Any]:
     rate = settings.number("learning_rate", default=_RATES[kind])
     schedule = str(settings.take("lr_scheduler_type", default="linear"))
     known = {"linear": ("linear", 0.0), "cosine": ("cosine", 0.0), "constant": ("constant", 1.0)}
@@ -209,8 +209,10 @@ def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int) -> dict[
     if schedule not in known:
         draft.changed.append(f"lr_scheduler_type: {schedule}: is linear here")
     warmup = settings.number("warmup_steps", default=0.0)
-    warmup = warmup * steps if 0 < warmup < 1 else warmup  # a share of the steps, as of transformers 5
-    warmup = warmup or settings.number("warmup_ratio", default=0.0) * steps
+    share = settings.number("warmup_ratio", default=0.0)
+    if 0 < warmup < 1:  # a share of the steps, as of transformers 5
+        warmup, share = 0.0, warmup
+    warmup = warmup or share_of_steps(draft, "warmup", share, steps)
     draft.carry("learning_rate, lr_scheduler_type", f"{rate:g}, {schedule}", "optimizer", f"{rate:g}, {ours}")
     return {
         "learning_rate": rate,

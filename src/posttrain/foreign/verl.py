@@ -5,13 +5,13 @@ What verl's default decides and run.yaml's decides otherwise is written out.
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError
-from posttrain.foreign.draft import Draft
+from posttrain.domain.passes import passes_of
+from posttrain.foreign.draft import Draft, plainly, share_of_steps
 from posttrain.foreign.settings import Settings
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -64,7 +64,7 @@ def from_verl(settings: Settings, rows: int | None = None) -> Draft:
     """A run file of one stage that trains as the verl settings do.
 
     Args:
-        rows: of the training data, where it is known; None: epochs cannot be turned into steps.
+        rows: of the training data, where it is known; None: shares of the steps cannot be turned into steps.
 
     Raises:
         InputError: an advantage estimator that has no counterpart here, or a value that is no number.
@@ -92,10 +92,10 @@ def from_verl(settings: Settings, rows: int | None = None) -> Draft:
     else:
         _critic(settings, stage)
     _kl(settings, draft, stage, kind)
-    stage["steps"] = _steps(settings, draft, stage, rows)
-    stage["optimizer"] = _optimizer(settings, f"{_ACTOR}.", 1e-6, stage["steps"])
+    steps = _length(settings, draft, stage, rows)
+    stage["optimizer"] = _optimizer(settings, draft, f"{_ACTOR}.", 1e-6, steps)
     if kind == "ppo":
-        critic = stage["critic"]["optimizer"] = _optimizer(settings, "critic.", 1e-5, stage["steps"])
+        critic = stage["critic"]["optimizer"] = _optimizer(settings, draft, "critic.", 1e-5, steps)
         draft.carry("critic.optim", f"lr {critic['learning_rate']:g}", "critic.optimizer", critic["schedule"])
     draft.carry(
         f"{_ACTOR}.optim", f"lr {stage['optimizer']['learning_rate']:g}", "optimizer", stage["optimizer"]["schedule"]
@@ -155,7 +155,7 @@ def _stage(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
     stage["clip_high"] = settings.number(f"{_ACTOR}.clip_ratio_high", default=both)
     epochs = settings.count(f"{_ACTOR}.ppo_epochs", default=1)
     if kind == "ppo":
-        stage["epochs"] = epochs
+        stage["ppo_epochs"] = epochs
     elif epochs > 1:
         draft.changed.append(f"{_ACTOR}.ppo_epochs: {epochs}: a rollout batch is passed over once")
     draft.carry("data.train_batch_size", prompts, "prompts_per_step", prompts)
@@ -195,22 +195,25 @@ def _kl(settings: Settings, draft: Draft, stage: dict[str, Any], kind: str) -> N
             stage["kl"] = {"coefficient": in_reward, "estimator": _ESTIMATES.get(penalty, "k1"), "place": "reward"}
 
 
-def _steps(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int:
+def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int | None:
+    """`steps` or `epochs` of the stage; how many steps that are, where it is known."""
     most = settings.count("trainer.total_training_steps", default=-1)
     epochs = settings.number("trainer.total_epochs", default=30.0)
     if most > 0:
         draft.carry("trainer.total_training_steps", most, "steps", most)
+        stage["steps"] = most
         return most
     per_step = int(stage["prompts_per_step"])
-    if rows is None:
-        draft.fill_in.append(f"steps: {epochs:g} epochs are {epochs:g} × rows / {per_step}; 100 stands there now")
-        return 100
-    found = max(1, math.floor(rows / per_step)) * max(1, round(epochs))  # verl drops the last part of an epoch
-    draft.carry("trainer.total_epochs", f"{epochs:g} of {rows} rows", "steps", found)
-    return found
+    stage["epochs"] = plainly(epochs)
+    draft.carry("trainer.total_epochs", plainly(epochs), "epochs", plainly(epochs))
+    if rows is None or rows % per_step:
+        draft.changed.append(
+            f"total_epochs: {epochs:g}: verl leaves out rows of a pass that fill no step; here the next pass fills it"
+        )
+    return passes_of(epochs, rows, per_step).steps if rows else None
 
 
-def _optimizer(settings: Settings, place: str, rate: float, steps: int) -> dict[str, Any]:
+def _optimizer(settings: Settings, draft: Draft, place: str, rate: float, steps: int | None) -> dict[str, Any]:
     style = str(settings.take(f"{place}optim.warmup_style", f"{place}optim.lr_scheduler_type", default="constant"))
     warmup = settings.count(f"{place}optim.lr_warmup_steps", default=-1)
     share = settings.number(f"{place}optim.lr_warmup_steps_ratio", default=0.0)
@@ -218,7 +221,9 @@ def _optimizer(settings: Settings, place: str, rate: float, steps: int) -> dict[
         "learning_rate": settings.number(f"{place}optim.lr", default=rate),
         "betas": [0.9, 0.999],
         "weight_decay": settings.number(f"{place}optim.weight_decay", default=0.01),
-        "warmup_steps": warmup if warmup >= 0 else round(share * steps),
+        "warmup_steps": warmup
+        if warmup >= 0
+        else share_of_steps(draft, f"{place}optim.lr_warmup_steps_ratio", share, steps),
         "schedule": "cosine" if style == "cosine" else "constant",
         "final_ratio": settings.number(f"{place}optim.min_lr_ratio", default=0.0) if style == "cosine" else 1.0,
         "max_grad_norm": settings.number(f"{place}grad_clip", default=1.0),

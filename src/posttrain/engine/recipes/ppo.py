@@ -85,13 +85,13 @@ class PPO:
         self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
 
     def price(self, step: int) -> int:
-        """Every prompt read once, every response at the token limit, all of it trained on in every epoch, twice over:
-        by the policy and by the critic.
+        """Every prompt read once, every response at the token limit, all of it trained on `ppo_epochs` times, by the
+        policy and by the critic.
         """
         c = self._config
         prompts = sum(len(self._prompts[row].tokens) for row in self.journal.peek(c.prompts_per_step))
         generated = c.prompts_per_step * c.group_size * c.max_new_tokens
-        return prompts + generated + 2 * c.epochs * (c.group_size * prompts + generated)
+        return prompts + generated + 2 * c.ppo_epochs * (c.group_size * prompts + generated)
 
     def step(self, step: int, trace: Trace) -> StepReport:
         """prompts → trajectories → scores → values → advantages → updates."""
@@ -184,7 +184,7 @@ class PPO:
         c = self._config
         reports: list[dict[str, float]] = []
         trained, part = 0, 0
-        for epoch in range(c.epochs):
+        for epoch in range(c.ppo_epochs):
             seed = derive_seed(self._seed, "ppo", "mini_batches", step, epoch)
             for documents in mini_batches(len(batch), c.mini_batches, seed):
                 mini = batch if len(documents) == len(batch) else batch.select(documents)

@@ -32,7 +32,7 @@ from posttrain.engine.config import (
     TrainingConfig,
     stage_config,
 )
-from posttrain.execution.ports import RowNeeds, StageContract
+from posttrain.execution.ports import Length, RowNeeds, StageContract
 from posttrain.planner.residency import Load
 from posttrain.store.attempts import AttemptFolder
 
@@ -86,6 +86,7 @@ class NativeTrainer:
             work=_work(config),
             rows=_row_needs(config),
             load=_load(config),
+            length=_length(config),
         )
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
@@ -152,7 +153,7 @@ def _version(library: str) -> str:
 
 
 def _name_by_slot(config: StageConfig) -> dict[str, Any]:
-    params: dict[str, Any] = config.model_dump(mode="json")
+    params: dict[str, Any] = config.model_dump(mode="json", exclude={"epochs"})  # steps say it
     for slot, (kind, _) in config.inputs().items():
         first, _, rest = slot.partition(".")
         if kind == "reward":
@@ -189,6 +190,13 @@ def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
     if config.probe:
         needs["probe"] = RowNeeds(reserve=config.max_new_tokens, answer=True, first=config.probe.items)
     return needs
+
+
+def _length(config: StageConfig) -> Length | None:
+    if not isinstance(config, TrainingConfig):
+        return None
+    per_step = int(getattr(config, config.per_step))
+    return Length("data", config.per_step, per_step, config.epochs, turns=isinstance(config, SFTConfig))
 
 
 def _load(config: object) -> Load | None:
@@ -252,6 +260,8 @@ def _work(config: StageConfig) -> dict[str, float]:
     `least` is what the stage spends in any case, at one token for every document; before its last step there must be
     room for that step's price (`recipes`), or the job does not begin it.
     """
+    if isinstance(config, TrainingConfig) and not config.steps:
+        return {}  # the plan asks again once it knows
     if isinstance(config, SFTConfig):
         documents = config.steps * config.batch_size
         return {"steps": config.steps, "documents": documents, "least": documents}
@@ -260,7 +270,7 @@ def _work(config: StageConfig) -> dict[str, float]:
         return {"steps": config.steps, "documents": documents, "least": documents}
     if isinstance(config, GRPOConfig | PPOConfig | DataflowConfig):
         samples = config.prompts_per_step * config.group_size
-        passes = 2 * config.epochs if isinstance(config, PPOConfig) else 1
+        passes = 2 * config.ppo_epochs if isinstance(config, PPOConfig) else 1
         prompts, generated = config.prompts_per_step, samples * config.max_new_tokens
         last = prompts + generated + passes * (samples + generated)
         before = (config.steps - 1) * (prompts + samples)
