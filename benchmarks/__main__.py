@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SUITES = ("rollout", "training", "dispatch", "controller", "tracing", "ledger")
+SUITES = ("rollout", "training", "dispatch", "controller", "tracing", "ledger", "starting")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain.execution.executors import supervisor
+from posttrain.execution.executors.local import supervisor
 
 PATIENCE = 60.0
 
@@ -32,4 +32,4 @@ def held_up(step: Callable[..., Any]) -> Callable[..., Any]:
 if __name__ == "__main__":
     late_for = os.environ["LATE_FOR"]
     setattr(supervisor, late_for, held_up(getattr(supervisor, late_for)))
-    sys.exit(supervisor.main(*sys.argv[1:]))
+    sys.exit(supervisor.main(sys.argv[1], sys.argv[2]))

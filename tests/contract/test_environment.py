@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.domain.jobs import JobSpec, JobState
 from posttrain.execution.environment import Environment, pin, pinned, read_environment
-from posttrain.execution.executors.local import LocalExecutor
+from posttrain.execution.executors.local.executor import LocalExecutor
 
 PATIENCE = 300.0  # seconds for what must happen, on a machine as busy as it likes
 JOB = """

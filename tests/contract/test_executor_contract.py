@@ -17,15 +17,16 @@ import pytest
 from posttrain.domain.errors import InfrastructureError, WorkspaceError
 from posttrain.domain.jobs import JobSpec, JobState, Observation
 from posttrain.execution import processes
-from posttrain.execution.executors import local
 from posttrain.execution.executors.fake import FakeExecutor
-from posttrain.execution.executors.local import LocalExecutor
+from posttrain.execution.executors.local import executor as local
+from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.ports import Executor
 from posttrain.store.attempts import AttemptFolder
 
 HERE = Path(__file__).parent
 PATIENCE = 300.0  # seconds; a machine may be as busy as it likes
 NEVER_SECONDS = 0.1  # given to what will never happen
+PRELOAD = "executor_preload"
 ENDED = (JobState.EXITED, JobState.LOST)
 
 
@@ -42,8 +43,8 @@ class Harness(Protocol):
 
 
 class LocalHarness:
-    def __init__(self) -> None:
-        self.executor: Executor = LocalExecutor()
+    def __init__(self, preload: str | None = None) -> None:
+        self.executor: Executor = LocalExecutor(preload)
 
     def finish(self, spec: JobSpec, code: int) -> None:
         folder = Path(spec.attempt_dir)
@@ -109,9 +110,11 @@ def spec(tmp_path: Path) -> Iterator[Callable[..., JobSpec]]:
             LocalExecutor().observe(each)  # kills what a lost supervisor left
 
 
-@pytest.fixture(params=["local", "fake"])
+@pytest.fixture(params=["local", "forked", "fake"])
 def harness(request: pytest.FixtureRequest) -> Harness:
-    return LocalHarness() if request.param == "local" else FakeHarness()
+    if request.param == "fake":
+        return FakeHarness()
+    return LocalHarness(PRELOAD if request.param == "forked" else None)
 
 
 Make = Callable[..., JobSpec]
@@ -190,13 +193,13 @@ def test_jobs_do_not_touch_each_other(harness: Harness, spec: Make) -> None:
     assert harness.executor.observe(second).exit_code == 5
 
 
-@pytest.fixture
-def running(spec: Make) -> Callable[..., JobSpec]:
-    """Launches a job and waits until it has said that it is ready."""
+@pytest.fixture(params=["cold", "forked"])
+def running(request: pytest.FixtureRequest, spec: Make) -> Callable[..., JobSpec]:
+    """Launches a job and waits until it has said that it is ready; who launched it is gone then."""
 
     def launch(*args: str, **words: str) -> JobSpec:
         job = spec(*args, **words)
-        LocalExecutor().launch(job)
+        LocalExecutor(PRELOAD if request.param == "forked" else None).launch(job)
         wait_until((Path(job.attempt_dir) / "ready").exists)
         return job
 
@@ -210,9 +213,10 @@ def test_the_job_gets_its_environment_its_folder_and_a_log(running: Make) -> Non
     assert LocalExecutor().cancel(job, PATIENCE) == Observation(JobState.EXITED, exit_code=0)
 
 
-def test_a_module_that_is_not_there_is_an_exit_code_and_a_log(spec: Make) -> None:
+@pytest.mark.parametrize("preload", [None, PRELOAD])
+def test_a_module_that_is_not_there_is_an_exit_code_and_a_log(spec: Make, preload: str | None) -> None:
     job = spec(module="no_such_module")
-    LocalExecutor().launch(job)
+    LocalExecutor(preload).launch(job)
     wait_until(lambda: LocalExecutor().observe(job).state == JobState.EXITED)
     assert LocalExecutor().observe(job).exit_code == 1
     assert "No module named no_such_module" in AttemptFolder(Path(job.attempt_dir)).log.read_text()
@@ -281,7 +285,7 @@ def test_a_stopped_supervisor_cannot_keep_a_job_alive(running: Make, monkeypatch
 _LAUNCHER = """
 import json, sys
 from posttrain.domain.jobs import JobSpec
-from posttrain.execution.executors.local import LocalExecutor
+from posttrain.execution.executors.local.executor import LocalExecutor
 
 spec = JobSpec(**json.loads(sys.argv[1]))
 print("here", flush=True)
@@ -329,16 +333,17 @@ def test_a_job_outlives_who_launched_it(spec: Make) -> None:
     assert LocalExecutor().cancel(job, PATIENCE).exit_code == 0
 
 
+@pytest.mark.parametrize("preload", [None, PRELOAD])
 @pytest.mark.parametrize(
     ("place", "most_starts"),
     [("supervisor.before_spawn", 0), ("supervisor.after_spawn", 1), ("supervisor.before_exit_record", 1)],
 )
 def test_a_supervisor_that_dies_anywhere_leaves_a_lost_attempt(
-    spec: Make, monkeypatch: pytest.MonkeyPatch, place: str, most_starts: int
+    spec: Make, monkeypatch: pytest.MonkeyPatch, place: str, most_starts: int, preload: str | None
 ) -> None:
     job = spec()
     monkeypatch.setenv("POSTTRAIN_CRASHPOINT", place)
-    LocalExecutor().launch(job)
+    LocalExecutor(preload).launch(job)
     monkeypatch.delenv("POSTTRAIN_CRASHPOINT")
     if place == "supervisor.before_exit_record":
         (Path(job.attempt_dir) / "go").write_text("0")
@@ -438,7 +443,7 @@ def test_a_pid_that_belongs_to_another_process_is_left_alone() -> None:
 
 
 def test_the_supervisor_loads_little(tmp_path: Path) -> None:
-    program = "import sys, posttrain.execution.executors.supervisor; print(*sorted(sys.modules))"
+    program = "import sys, posttrain.execution.executors.local.supervisor; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     foreign = {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"posttrain"}
     assert {name for name in foreign if not name.startswith("_")} <= {"sitecustomize", "usercustomize"}

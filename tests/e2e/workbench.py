@@ -26,7 +26,8 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.store.sealer import verify_chain
 
 PATIENCE = 400.0  # seconds any single step may take, on a machine as busy as it likes
-_MODULES = {"job": "posttrain.jobs.", "supervisor": "posttrain.execution.executors.supervisor"}
+_MODULES = {"job": "posttrain.jobs.", "supervisor": "posttrain.execution.executors.local.supervisor"}
+_PRELOAD = "posttrain.jobs.preload"  # a fork server names it, and the attempt that it was started for
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,7 @@ def _processes(root: Path) -> Iterator[Live]:
             continue
         kind = next((kind for kind, module in _MODULES.items() if any(w.startswith(module) for w in words)), None)
         attempt = next((Path(word) for word in words if word.startswith(f"{root}/")), None)
-        if kind and attempt:
+        if kind and attempt and _PRELOAD not in words:
             yield Live(pid, kind, attempt)
 
 

@@ -34,6 +34,8 @@ ALLOWED = {
     ("contract/test_cluster.py", "time.sleep(0.1)"): POLL,
     ("contract/test_cluster.py", "with open_cluster(address, seconds=5):"): NEVER,
     ("contract/test_environment.py", "time.sleep(0.02)"): POLL,
+    ("contract/test_forkserver.py", "NEVER_SECONDS = 0.1"): NEVER,
+    ("contract/test_forkserver.py", "time.sleep(0.01)"): POLL,
     ("contract/test_executor_contract.py", "NEVER_SECONDS = 0.1"): NEVER,
     ("contract/test_executor_contract.py", "time.sleep(0.01)"): POLL,
     ("contract/test_foreground.py", "time.sleep(0.02)"): POLL,
@@ -146,7 +148,8 @@ SHORT_WAITS = {
     "data/fitting.py:_MEAN_SECONDS": "a mean over rows, looked at after ten seconds; a rendering takes a thousandth",
     "engine/recipes/answers.py:_SECONDS": "a hundred thousand times what it takes, so that a pattern cannot hang a run",
     "engine/rewards/session.py:END_TIMEOUT": "then the keeper is killed, which ends its namespace all the same",
-    "execution/executors/local.py:_POLL_SECONDS": "between two looks",
+    "execution/executors/local/executor.py:_POLL_SECONDS": "between two looks",
+    "execution/executors/local/forkserver.py:_END_SECONDS": "then an idle process is killed",
     "execution/processes.py:HEARTBEAT_SECONDS": "between two signs of life",
 }
 

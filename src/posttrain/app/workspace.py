@@ -16,7 +16,7 @@ from posttrain.data.catalog import Catalog
 from posttrain.domain.errors import PosttrainError, WorkspaceError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord
-from posttrain.execution.executors.local import LocalExecutor
+from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer, gpu_visible
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.blobs import blobs_url, open_blobs
@@ -61,7 +61,7 @@ class Workspace:
         self.wiring = Wiring(
             ledger=self.ledger,
             blobs=self.blobs,
-            executor=LocalExecutor(),
+            executor=LocalExecutor("posttrain.jobs.preload"),
             trainers={trainer.name: trainer for trainer in trainers},
             clock=clock,
             root=self.root,

@@ -122,19 +122,19 @@ def _own_roots() -> tuple[str, ...]:
 
 def _importable(roots: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
     """Every regular file that an import may read, once; links are followed."""
-    visited: set[str] = set()
+    visited: set[tuple[int, int]] = set()
     for root in roots:
         if os.path.isfile(root):
             yield root, os.stat(root)
         waiting = [root] if os.path.isdir(root) else []
         while waiting:
             folder = waiting.pop()
-            real = os.path.realpath(folder)
-            if real in visited:
-                continue
-            visited.add(real)
             passed = {"__pycache__", *(_NOT_THE_LIBRARY if folder == root else ())}
             with contextlib.suppress(PermissionError), os.scandir(folder) as entries:
+                status = os.stat(folder)
+                if (status.st_dev, status.st_ino) in visited:
+                    continue
+                visited.add((status.st_dev, status.st_ino))
                 for entry in entries:
                     with contextlib.suppress(OSError):  # a link to nowhere, or to itself
                         if entry.is_dir():

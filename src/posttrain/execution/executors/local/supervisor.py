@@ -1,6 +1,6 @@
 """The parent of one local job: starts it, outlives whoever asked for it, and writes down how it ended.
 
-`python -m posttrain.execution.executors.supervisor ATTEMPT_DIR SPEC.json`
+`python -m posttrain.execution.executors.local.supervisor ATTEMPT_DIR SPEC.json`
 
 ::
 
@@ -31,7 +31,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,10 +45,15 @@ _FAILED = 70
 _CANNOT_EXECUTE = 127
 _PR_SET_PDEATHSIG = 1
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+Start = Callable[[Path, dict[str, Any]], NoReturn]
 
 
-def main(attempt_dir: str, spec_file: str) -> int:
-    """Detach a supervisor for the attempt; the exit code says who has it."""
+def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
+    """Detach a supervisor for the attempt; the exit code says who has it.
+
+    Args:
+        start: how the forked process becomes the job; by default `execute`.
+    """
     folder = Path(attempt_dir)
     spec = json.loads(Path(spec_file).read_bytes())
     reading, writing = os.pipe()
@@ -64,7 +69,7 @@ def main(attempt_dir: str, spec_file: str) -> int:
         os.write(writing, b"0" if lock is None else b"1")
     os.close(writing)
     if lock is not None:
-        _supervise(folder, spec)
+        _supervise(folder, spec, start or execute)
         os.close(lock)  # after exit.json: whoever sees the lock free finds the record
     os._exit(0)
 
@@ -85,11 +90,11 @@ def _self() -> dict[str, Any]:
     return {"pid": os.getpid(), "identity": identity(os.getpid())}
 
 
-def _supervise(folder: Path, spec: dict[str, Any]) -> None:
+def _supervise(folder: Path, spec: dict[str, Any], start: Start) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     os.umask(0o077)  # what a job leaves is its owner's alone
     crashpoint("supervisor.before_spawn")
-    job, release = _fork_job(folder, spec)
+    job, release = _fork_job(folder, spec, start)
     started, begun = time.time(), time.monotonic()
     claim = {**_self(), "job_pid": job, "job_identity": identity(job), "started_at": started}
     os.utime(folder / "supervisor.lock", (started, started))
@@ -113,7 +118,7 @@ def _beat(folder: Path, started: float, begun: float) -> None:
         os.utime(folder / "supervisor.lock", (at, at))
 
 
-def _fork_job(folder: Path, spec: dict[str, Any]) -> tuple[int, int]:
+def _fork_job(folder: Path, spec: dict[str, Any], start: Start) -> tuple[int, int]:
     """The pid of the job-to-be and the descriptor whose first byte lets it run."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # before the fork: nothing is loaded in the child
     supervisor = os.getpid()
@@ -125,7 +130,7 @@ def _fork_job(folder: Path, spec: dict[str, Any]) -> tuple[int, int]:
             os.setpgid(0, 0)
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == supervisor and os.read(waiting, 1):
-                _execute(folder, spec)
+                start(folder, spec)
         finally:
             os._exit(_CANNOT_EXECUTE)
     os.close(waiting)
@@ -134,25 +139,40 @@ def _fork_job(folder: Path, spec: dict[str, Any]) -> tuple[int, int]:
     return job, release
 
 
-def _execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
+def execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
+    """Become the job: another Python."""
+    settle(folder)
+    # -P: the attempt folder, where the job runs, is no place to import modules from; -s: nor is a home; -S: nothing of
+    # site-packages runs before it is compared. Compiled files have a place of their own: a forged one beside its source
+    # would be believed
+    command = [sys.executable, "-s", "-S", "-P", "-X", f"pycache_prefix={compiled()}"]
+    command += [str(Path(__file__).with_name("bootstrap.py")), spec["module"], str(folder)]
+    os.execve(sys.executable, command, job_environment(spec["environment"]))
+
+
+def settle(folder: Path) -> None:
+    """Read from nothing, write to the attempt's log, hear signals."""
     log = os.open(folder / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-    # -P: the attempt folder, where the job runs, is no place to import modules from; -s: nor is a home; -S: nothing of
-    # site-packages runs before it is compared. Compiled files have a place of their own: a forged one beside its source
-    # would be believed
-    bootstrap = Path(__file__).with_name("bootstrap.py")
-    command = [sys.executable, "-s", "-S", "-P", "-X", f"pycache_prefix={_compiled()}"]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    command += [str(bootstrap), spec["module"], str(folder)]
-    os.execve(sys.executable, command, {**inherited, **spec["environment"]})
 
 
-def _compiled() -> str:
+def job_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a job gets: this process's but for those that steer Python, and what it is given."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | dict(given)
+
+
+def compiled() -> str:
+    """The folder of this user's compiled files."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "posttrain", "compiled")
+
+
+def private(path: str, flags: int) -> int:
+    """An opener: the file is its owner's alone."""
+    return os.open(path, flags, 0o600)
 
 
 def _wait(job: int, result: Path, beat: Callable[[], None]) -> int:
@@ -175,4 +195,4 @@ def _wait(job: int, result: Path, beat: Callable[[], None]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[3]))  # behind the standard library
+sys.path.append(str(Path(__file__).resolve().parents[4]))  # behind the standard library
 
 from posttrain.execution.environment import pinned, read_environment
 from posttrain.store.atomic import create_json
@@ -21,18 +21,27 @@ from posttrain.store.atomic import create_json
 
 def main(module: str, folder: str) -> None:
     """Compare, then become the job."""
-    trouble = _trouble(Path(folder))
-    if trouble:
-        failure = {"kind": "bad_input", "message": trouble, "signature": "EnvironmentChanged"}
+    if not refused(Path(folder)):
+        os.execv(sys.executable, [sys.executable, "-s", "-P", *compiled_flags(), "-m", module, folder])
+
+
+def compiled_flags() -> list[str]:
+    """Python's options that keep compiled files where this process keeps them."""
+    return ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
+
+
+def refused(folder: Path) -> bool:
+    """Whether the environment is another one; then that is the job's answer."""
+    different = trouble(folder)
+    if different:
+        failure = {"kind": "bad_input", "message": different, "signature": "EnvironmentChanged"}
         result = {"status": "failed", "outputs": {}, "metrics": {}, "tokens": 0, "seconds": 0.0, "failure": failure}
-        create_json(Path(folder) / "result.json", result)
-        print(trouble, file=sys.stderr)
-        return
-    compiled = ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
-    os.execv(sys.executable, [sys.executable, "-s", "-P", *compiled, "-m", module, folder])
+        create_json(folder / "result.json", result)
+        print(different, file=sys.stderr)
+    return bool(different)
 
 
-def _trouble(folder: Path) -> str:
+def trouble(folder: Path) -> str:
     """How the environment differs from the one that the job was ordered for; empty where it does not."""
     try:
         order = json.loads((folder / "job.json").read_bytes())

@@ -21,12 +21,13 @@ from typing import Any, ClassVar
 from posttrain.domain.errors import DeadlineError, InfrastructureError
 from posttrain.domain.jobs import JobSpec, JobState, Observation
 from posttrain.execution import processes
+from posttrain.execution.executors.local.forkserver import ForkServer
+from posttrain.execution.executors.local.supervisor import ALREADY_CLAIMED, job_environment, private
 from posttrain.execution.processes import HEARTBEAT_SECONDS
 from posttrain.store.atomic import create_json, make_folder, read_json, unwritable, write_json
 from posttrain.store.attempts import AttemptFolder
 
-_SUPERVISOR = "posttrain.execution.executors.supervisor"
-_ALREADY_CLAIMED = 75  # the supervisor's exit code for: another one has this attempt
+_SUPERVISOR = "posttrain.execution.executors.local.supervisor"
 _LAUNCH_SECONDS = 60.0  # a cold start of Python on a busy machine
 _TERMINATE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 _KILL_SECONDS = 10.0  # for the kernel to take a killed process away
@@ -38,6 +39,12 @@ class LocalExecutor:
 
     name: ClassVar[str] = "local"
     attests: ClassVar[bool] = True
+
+    def __init__(self, preload: str | None = None) -> None:
+        """Args:
+        preload: a module that imports what jobs need (see `ForkServer`); None: every job imports for itself.
+        """
+        self._forks = ForkServer(preload) if preload else None
 
     def launch(self, spec: JobSpec) -> str:
         """See `Executor.launch`; the handle is the supervisor's pid."""
@@ -52,7 +59,7 @@ class LocalExecutor:
                 return str(claim["pid"])
             if time.monotonic() >= deadline:
                 _withdraw(folder, spec)
-            elif _start_supervisor(folder, spec) == _ALREADY_CLAIMED:
+            elif self._start(folder, spec) == ALREADY_CLAIMED:
                 time.sleep(_POLL_SECONDS)  # somebody holds the lock and has not written the claim yet
 
     def observe(self, spec: JobSpec) -> Observation:
@@ -106,6 +113,13 @@ class LocalExecutor:
                 return seen
         raise DeadlineError(f"job {spec.name} is still there after SIGKILL; look at its process, then cancel again")
 
+    def _start(self, folder: Path, spec: JobSpec) -> int:
+        write_json(folder / "spec.json", {**asdict(spec), "environment": dict(spec.environment)})
+        code = None
+        if self._forks is not None:
+            code = self._forks.start(folder, job_environment(spec.environment), _LAUNCH_SECONDS)
+        return code if code in (0, ALREADY_CLAIMED) else _start_supervisor(folder, spec)
+
     def _over(self, spec: JobSpec) -> bool:
         return self.observe(spec).state not in (JobState.STARTING, JobState.RUNNING)
 
@@ -120,10 +134,9 @@ def _start_supervisor(folder: Path, spec: JobSpec) -> int:
     Raises:
         InfrastructureError: it could do neither, and will not.
     """
-    write_json(folder / "spec.json", {**asdict(spec), "environment": dict(spec.environment)})
     command = [sys.executable, "-s", "-P", "-m", _SUPERVISOR, str(folder), str(folder / "spec.json")]
     try:
-        with open(folder / "log.txt", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+        with open(folder / "log.txt", "ab", opener=private) as log:
             # a session of its own from the start: Ctrl-C at the terminal is not for the job
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -133,10 +146,10 @@ def _start_supervisor(folder: Path, spec: JobSpec) -> int:
         process.kill()  # what it has forked is in a session of its own, and lives
         process.wait()
         _withdraw(folder, spec)
-        return _ALREADY_CLAIMED
+        return ALREADY_CLAIMED
     except OSError as error:
         raise unwritable(folder, error) from error
-    if code not in (0, _ALREADY_CLAIMED):
+    if code not in (0, ALREADY_CLAIMED):
         raise InfrastructureError(
             f"the supervisor of {spec.name} failed with exit code {code}; see {folder / 'log.txt'}"
         )

@@ -1,0 +1,237 @@
+"""Starts supervisors, and through them jobs, in forks of a process that has imported the engine already.
+
+::
+
+    driver ──socketpair──▶ fork server (imports the engine once, computes nothing, one thread)
+                               └─fork─▶ intermediate ──fork──▶ supervisor ──fork──▶ job: no exec, nothing to import
+
+What a supervisor does, and who is killed with whom, is in `supervisor`: only how its job becomes Python differs. A fork
+server lives as long as its driver: the end of the socket ends it; what it has started lives on.
+
+A job must import what its run pinned (ADR 0014). So a fork server is for one environment digest and one set of
+environment variables, compares the files before it imports any of them, as a cold job does, and each job compares anew
+before it runs. Whatever does not fit (another digest, threads that the engine was not loaded for, a GPU, a fork server
+that is dead or slow) starts cold, by `bootstrap`: that takes seconds longer and is otherwise the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+_HERE = Path(__file__).resolve()
+if not __package__:  # as a script, before site-packages are on the path
+    sys.path.append(str(_HERE.parents[4]))
+
+from posttrain.execution.executors.local import bootstrap, supervisor  # noqa: E402  the path comes first
+
+_MODULE = "posttrain.execution.executors.local.forkserver"
+_GPU = ("/dev/nvidiactl", "/dev/kfd")  # a driver that was opened before a fork does not work after it
+_END_SECONDS = 5.0
+_CANNOT = 1
+
+
+class ForkServer:
+    """The driver's end.
+
+    Args:
+        preload: a module that imports what jobs need, with `ready(attempt_dir) -> bool`: whether a job may run on it.
+    """
+
+    def __init__(self, preload: str) -> None:
+        self._preload = preload
+        self._key: tuple[str, dict[str, str]] | None = None  # what the running one serves
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+        self._given_up = "there is a GPU" if any(os.path.exists(device) for device in _GPU) else ""
+
+    def start(self, folder: Path, environment: Mapping[str, str], seconds: float) -> int | None:
+        """Start the supervisor of an attempt whose `spec.json` is there.
+
+        Args:
+            environment: the job's, whole.
+            seconds: how long it may take; after that nobody asks this driver's fork server again.
+
+        Returns:
+            The supervisor's exit code; None: there is no answer, so start it cold.
+        """
+        if self._given_up:
+            _cold(folder, self._given_up)
+            return None
+        key = (_pinned(folder), dict(environment))
+        try:
+            if self._socket is None or self._key != key:
+                self.close()
+                self._open(folder, key)
+            assert self._socket is not None
+            self._socket.settimeout(seconds)
+            self._socket.sendall(json.dumps(str(folder)).encode() + b"\n")
+            answer = self._socket.recv(16)
+        except OSError as error:  # dead, too slow, or there is no memory for another process
+            self._give_up(folder, error.strerror or str(error))
+            return None
+        if not answer:
+            self._give_up(folder, "it ended")
+            return None
+        return int(answer)
+
+    def _give_up(self, folder: Path, why: str) -> None:
+        self._given_up = f"the fork server of its driver serves no more: {why}"
+        if self._process is not None:
+            self._process.kill()
+        self.close()
+        _cold(folder, self._given_up)
+
+    def close(self) -> None:
+        """End it; what it has started lives on."""
+        if self._end is not None:
+            self._end()
+        self._socket = self._process = self._end = self._key = None
+
+    def _open(self, folder: Path, key: tuple[str, dict[str, str]]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, open(folder / "log.txt", "ab", opener=supervisor.private) as log:
+            command = [sys.executable, "-s", "-S", "-P", "-X", f"pycache_prefix={supervisor.compiled()}", str(_HERE)]
+            process = subprocess.Popen(
+                [*command, str(folder), self._preload, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                env=key[1],
+                cwd="/",
+                start_new_session=True,  # Ctrl-C at the terminal is not for it
+            )
+        self._socket, self._process, self._key = ours, process, key
+        self._end = weakref.finalize(self, _end, ours, process)
+
+
+def _cold(folder: Path, why: str) -> None:
+    """Say in an attempt's log that its job starts cold."""
+    with contextlib.suppress(OSError), open(folder / "log.txt", "a", opener=supervisor.private) as log:
+        log.write(f"this job imports for itself: {why}\n")
+
+
+def _end(ours: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    ours.close()
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _pinned(folder: Path) -> str:
+    """The digest of the environment that an attempt's order names; empty: nobody compares."""
+    try:
+        return str(json.loads((folder / "job.json").read_bytes()).get("environment") or "")
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
+def attest(folder: str, preload: str, descriptor: str) -> NoReturn:
+    """Compare the environment with the one that the first attempt's order names, then become the server."""
+    if bootstrap.trouble(Path(folder)):
+        os._exit(_CANNOT)  # the attempt starts cold, and says it
+    flags = ["-s", "-P", *bootstrap.compiled_flags()]
+    os.execv(sys.executable, [sys.executable, *flags, "-m", _MODULE, "serve", folder, preload, descriptor])
+
+
+def serve(folder: str, preload: str, descriptor: str) -> None:
+    """Import, then fork for each line that names an attempt's folder, until the other end is closed."""
+    digest = _pinned(Path(folder))
+    ready = importlib.import_module(preload).ready
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:  # a fork has only the thread that forked, and the locks of all
+        print(f"the fork server must have one thread, got {len(threads)}; jobs start cold", file=sys.stderr)
+        os._exit(_CANNOT)
+    gc.collect()
+    gc.freeze()  # the collector would write on pages that forks share
+
+    def start(attempt: Path, spec: dict[str, Any]) -> NoReturn:
+        if _pinned(attempt) != digest or not ready(str(attempt)):
+            _cold(attempt, "its order asks for what the fork server has not loaded")
+            supervisor.execute(attempt, spec)
+        supervisor.settle(attempt)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the supervisor's lock among them, which the job must not hold
+        _run(attempt, spec["module"])
+
+    with socket.socket(fileno=int(descriptor)) as theirs:
+        for line in theirs.makefile("r"):
+            attempt = Path(json.loads(line))
+            child = os.fork()
+            if child == 0:
+                _intermediate(attempt, theirs, start)
+            _, status = os.waitpid(child, 0)
+            theirs.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _intermediate(attempt: Path, theirs: socket.socket, start: supervisor.Start) -> NoReturn:
+    code = _CANNOT
+    try:
+        os.close(theirs.detach())
+        retitle(["python", "-m", supervisor.__name__, str(attempt), str(attempt / "spec.json")])
+        supervisor.settle(attempt)
+        code = supervisor.main(str(attempt), str(attempt / "spec.json"), start)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(attempt: Path, module: str) -> NoReturn:
+    """What `python -m MODULE ATTEMPT_DIR` does, in this process."""
+    code: object = 0
+    retitle(["python", "-m", module, str(attempt)])
+    try:
+        if not bootstrap.refused(attempt):
+            sys.argv = [module, str(attempt)]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as leaving:
+        code = leaving.code if leaving.code is not None else 0
+    except BaseException as error:
+        if isinstance(error, ImportError) and error.name == module:
+            print(error, file=sys.stderr)
+        else:
+            traceback.print_exc()
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def retitle(words: list[str]) -> None:
+    """Change what `ps` shows of this process; longer than its first command line it cannot become."""
+    try:
+        text = Path("/proc/self/stat").read_text()
+        begin, end = (int(word) for word in text[text.rindex(")") + 2 :].split()[45:47])
+        if 0 < begin < end:
+            written = "\0".join(words).encode()[: end - begin - 1]
+            ctypes.memmove(begin, written.ljust(end - begin, b"\0"), end - begin)
+    except (OSError, ValueError):
+        pass
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(*sys.argv[2:])
+    else:
+        attest(*sys.argv[1:])

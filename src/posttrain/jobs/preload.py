@@ -1,0 +1,39 @@
+"""Imports what every job imports: torch, transformers and the engine take seconds. For the executor's fork server.
+
+Nothing here may start a thread or open a device: what comes after is forked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posttrain.domain.errors import PosttrainError
+from posttrain.jobs.entry import settle_environment
+from posttrain.store.attempts import AttemptFolder
+
+_THREADS = 1
+settle_environment(_THREADS)  # OpenMP reads it when torch is loaded
+
+import transformers  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+import posttrain.engine.controller  # noqa: E402
+import posttrain.engine.recipes.evaluate  # noqa: E402
+import posttrain.engine.recipes.grpo  # noqa: E402
+import posttrain.engine.recipes.opening  # noqa: E402
+import posttrain.engine.recipes.ppo  # noqa: E402
+import posttrain.engine.recipes.sft  # noqa: E402
+import posttrain.engine.rewards.process  # noqa: E402
+import posttrain.jobs.pools  # noqa: E402,F401
+
+_LOADED = (transformers, AutoModelForCausalLM, AutoTokenizer)  # lazy names of transformers: touched, so imported
+
+
+def ready(attempt_dir: str) -> bool:
+    """Whether a job can run in a fork of this process: it wants the number of threads that torch was loaded for."""
+    try:
+        order = AttemptFolder(Path(attempt_dir)).read_order()
+    except PosttrainError:
+        return False  # the job says what is wrong with its order
+    runtime = order.params.get("runtime", {})
+    return isinstance(runtime, dict) and runtime.get("threads", _THREADS) == _THREADS
