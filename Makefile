@@ -69,7 +69,7 @@ fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz S
 ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 3000
 
-ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets
+ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets; trackers
 	$(BIN)/python -m pytest -m ecosystem --timeout 3000
 
 browser: $(VENV)/.browser ## report, comparison and trace in a real Chromium; screenshots in .screenshots/

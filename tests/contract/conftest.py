@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from reward_bench import PATIENCE, Opener
 
 from posttrain.engine.rewards.process import ProcessReward, open_reward
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))  # its scripted world
 
 
 @pytest.fixture

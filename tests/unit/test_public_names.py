@@ -15,7 +15,7 @@ from posttrain.cli.main import app
 from posttrain.domain import errors
 
 COMMANDS = {
-    "init": ["--from", "--rewards", "[DIR]"],
+    "init": ["--from", "--rewards", "--tracker", "[DIR]"],
     "demo": ["--seed", "--task", "--workspace"],
     "examples": ["--output", "--to", "-o", "[NAME]"],
     "plan": ["--output", "--seed", "-o", "RUN.yaml"],
@@ -44,6 +44,7 @@ COMMANDS = {
     "lineage": ["--output", "-o", "CHANNEL|RUN"],
     "verify": ["--output", "-o", "CHANNEL|RUN"],
     "trace": ["--out", "--output", "--sample", "--samples", "--stage", "--step", "-o", "run"],
+    "track": ["--follow", "--output", "--tracker", "-o", "run"],
     "asset add": ["--dialect", "--entry", "--guideline", "KIND:NAME", "PATH..."],
     "asset create": ["--seed", "MODEL.yaml", "model:NAME"],
     "asset ls": ["--output", "-o", "[KIND]"],
@@ -92,7 +93,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
     verbs = "init demo examples plan lock run ls get logs why diff compare attach stop retry"
-    verbs += " sample eval export promote rollback lineage verify trace asset doctor"
+    verbs += " sample eval export promote rollback lineage verify trace track asset doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -113,6 +114,7 @@ def test_every_reading_command_speaks_json() -> None:
         "lineage",
         "verify",
         "trace",
+        "track",
         "asset ls",
         "asset get",
         "doctor",

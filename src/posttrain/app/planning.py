@@ -15,6 +15,7 @@ from posttrain.app.machine import this_machine
 from posttrain.app.outlook import READ_AT_MOST, Dataset, dataset_slots, look_ahead, refuse_hopeless, workload
 from posttrain.app.placing import fallback_warnings, memory_warnings, role_shapes, stage_residency
 from posttrain.app.runs import resolve_spec
+from posttrain.app.tracking import describe, of_workspace
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
 from posttrain.data.contamination import contamination
@@ -53,6 +54,7 @@ class PlanView:
     power: tuple[PowerNote, ...]
     warnings: tuple[str, ...]
     changes: tuple[str, ...]  # what to change before the run is started; empty: nothing
+    trackers: tuple[tuple[str, str], ...]  # kind, where
     existing: RunRecord | None  # a run of this very manifest: submitting attaches to it
 
     def to_json(self) -> dict[str, Any]:
@@ -65,6 +67,7 @@ class PlanView:
             "power": [asdict(note) for note in self.power],
             "warnings": list(self.warnings),
             "changes": list(self.changes),
+            "trackers": [{"kind": kind, "where": where} for kind, where in self.trackers],
             "manifest": self.manifest.to_json(),
         }
 
@@ -118,7 +121,8 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> P
     warnings += [f"{name}: {warning}" for name, (_, found) in residencies.items() for warning in found]
     warnings += _slower(planned, spec, workspace, path)
     run = existing[0] if existing else None
-    return PlanView(planned.manifest, stages, ahead.power, tuple(warnings), ahead.changes, run)
+    trackers = tuple(describe(planned.trackers or of_workspace(workspace)))
+    return PlanView(planned.manifest, stages, ahead.power, tuple(warnings), ahead.changes, trackers, run)
 
 
 def _origin(record: StageRecord | None) -> str | None:

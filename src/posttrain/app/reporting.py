@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.app.answers import stage_samples, suite_answers
 from posttrain.app.drawing import LOSS, PANELS, main_curves, stage_curves
 from posttrain.app.status import RunStatus, RunWatcher, baseline_run, run_scores
+from posttrain.app.tracked import flat
 from posttrain.app.workspace import Workspace
 from posttrain.control import budgets
 from posttrain.control.compare import Difference, compare
@@ -155,17 +156,9 @@ def _stage_curves(
 def _parameters(manifest: Manifest) -> Iterator[StageParameters]:
     for stage in manifest.stages:
         inputs = tuple((slot, ref.name, ref.digest or "") for slot, ref in sorted(stage.inputs.items()))
-        params = tuple((path, _said(value)) for path, value in _flat("", stage.params))
+        params = tuple((path, _said(value)) for path, value in flat(stage.params))
         if stage.trainer != CONTROL:
             yield StageParameters(stage.name, stage.kind, inputs, params)
-
-
-def _flat(path: str, value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(f"{path}.{key}" if path else str(key), item)
-    else:
-        yield path, value
 
 
 def _said(value: object) -> str:

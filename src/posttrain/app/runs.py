@@ -10,9 +10,11 @@ from pathlib import Path
 from posttrain.app.confinement import check_confinement
 from posttrain.app.counting import counter
 from posttrain.app.fitting import check_fit
+from posttrain.app.following import Scribe
 from posttrain.app.locks import is_lock, read_lock, refuse_lock
 from posttrain.app.outlook import look_ahead, refuse_hopeless
 from posttrain.app.placing import refuse_infeasible, refuse_oversized
+from posttrain.app.tracking import check_trackers, of_workspace, record_trackers, resolved
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.control import actions, compare, explain
 from posttrain.control.lineage import Node, VerifyReport, release_lineage, verify
@@ -27,6 +29,7 @@ from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.records import ReleaseEntry, RunRecord
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
+from posttrain.domain.trackers import Trackers
 
 JUDGING = ("pyarrow.dataset", "scipy.optimize", "scipy.special", "scipy.stats")  # what gates import when they judge
 REPORTING = ("posttrain.app.reporting",)
@@ -80,9 +83,15 @@ class Run:
         """
         if any(stage.kind == "gate" for stage in self.workspace.ledger.stages(self.id)):
             load_ahead(JUDGING)
-        reconciler = self.workspace.reconciler
+        reconciler, scribe = self.workspace.reconciler, Scribe(self.workspace, self.id)
+
+        def look(now: RunRecord) -> None:
+            scribe.keep()
+            if watch:
+                watch(now)
+
         try:
-            record = reconciler.drive(self.id, timeout=timeout, watch=watch)
+            record = reconciler.drive(self.id, timeout=timeout, watch=look)
         finally:
             reconciler.release(self.id)
             self.workspace.seal()
@@ -202,7 +211,21 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     refuse_oversized(planned.manifest, source)
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
     found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
-    return replace(planned, warnings=(*planned.warnings, *found))
+    return replace(planned, warnings=(*planned.warnings, *found), trackers=_trackers(spec, workspace, source))
+
+
+def _trackers(spec: RunSpec, workspace: Workspace, source: Path) -> Trackers | None:
+    """What the run file names, each with its place; None: the workspace's are taken, which are checked as well.
+
+    Raises:
+        InputError: one that could not be written.
+    """
+    if spec.trackers is None:
+        check_trackers(of_workspace(workspace), str(workspace.root))
+        return None
+    named = resolved(spec.trackers, source.absolute().parent, workspace.root)
+    check_trackers(named, str(source))
+    return named
 
 
 def _refuse_bare_word(text: str, workspace: Workspace, folder: Path) -> None:
@@ -265,6 +288,9 @@ def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = Fals
     """Record a run of an already resolved manifest. A stopped run of it goes on. See `control.submission.submit`."""
     workspace.catalog.publish(planned.manifest)
     submitted = submit_manifest(workspace.wiring, planned.manifest, again=again, exact=exact)
+    makes_model = all(stage.kind == "init_model" for stage in planned.manifest.stages)  # and reports nothing
+    trackers = Trackers() if makes_model else planned.trackers
+    record_trackers(workspace, submitted.run.id, trackers, attached=submitted.attached)
     if submitted.run.state == RunState.STOPPED:
         actions.retry(workspace.wiring, submitted.run.id)
     warnings = () if submitted.attached else planned.warnings

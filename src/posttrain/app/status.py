@@ -132,11 +132,11 @@ class RunWatcher:
         if self._manifest is None and not self._trouble:
             self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
         waiting = _waiting_for(self._manifest, rows) if self._manifest else {}
-        driven = _driven(run, now)
+        is_driven = driven(run, now)
         stages = tuple(self._stage(run, row, own, waiting, now) for row, own in zip(rows, attempts, strict=True))
         seconds = (run.finished_at or now) - run.started_at if run.started_at else 0.0
-        action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driven)
-        return RunStatus(run, stages, max(0.0, seconds), driven, action, self._trouble)
+        action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, is_driven)
+        return RunStatus(run, stages, max(0.0, seconds), is_driven, action, self._trouble)
 
     def watcher(self, stage: str) -> StageWatcher:
         """The facts of one stage that were read so far."""
@@ -185,7 +185,7 @@ class Vigil:
         run, now = self._workspace.ledger.run(self._run_id), self._workspace.ledger.clock.now()
         if is_final("run", run.state):
             return run
-        if _driven(run, now):
+        if driven(run, now):
             self._driven_at, self._told = now, False
         elif not self._told and now - self._driven_at >= _ALONE:
             self._told = True
@@ -236,7 +236,8 @@ def _stage_words(run: RunRecord, row: StageRecord, waiting: str) -> tuple[str, s
     return row.message or row.state, row.next_action or f"posttrain why {run.id}"
 
 
-def _driven(run: RunRecord, now: float) -> bool:
+def driven(run: RunRecord, now: float) -> bool:
+    """Whether a live process holds the run's lease."""
     held = run.lease_owner is not None and (run.lease_expires or 0.0) > now
     return held and process_alive(str(run.lease_owner))
 

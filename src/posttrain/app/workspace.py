@@ -6,7 +6,9 @@ import functools
 import getpass
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -28,7 +30,7 @@ from posttrain.store.sealer import seal
 FOLDER = ".posttrain"
 VARIABLE = "POSTTRAIN_WORKSPACE"
 STORE_VARIABLE = "POSTTRAIN_STORE"
-_RECORD = "workspace.json"  # {"format", "store"}: written once; "rewards": "trusted" where a person said so
+SETTINGS = "workspace.json"  # {"format", "store"}: written once; "rewards" and "trackers" as a person said
 TRUSTED = "trusted"
 _FORMAT = "posttrain.workspace/1"
 _OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
@@ -43,7 +45,13 @@ class Workspace:
     """
 
     def __init__(
-        self, root: Path, *, create: bool = False, actor: str | None = None, rewards: str | None = None
+        self,
+        root: Path,
+        *,
+        create: bool = False,
+        actor: str | None = None,
+        rewards: str | None = None,
+        trackers: Mapping[str, Any] | None = None,
     ) -> None:
         self.root = root.resolve()
         if not create and not has_ledger(self.root):
@@ -54,8 +62,9 @@ class Workspace:
         if create:
             _refuse_lost_ledger(self.root)
             _make(self.root)
-            _record_store(self.root, self.blobs.url, rewards)
-        self.trusts_rewards = (read_json(self.root / _RECORD) or {}).get("rewards") == TRUSTED
+            _record_store(self.root, self.blobs.url, rewards, trackers)
+        self.settings: Mapping[str, Any] = read_json(self.root / SETTINGS) or {}
+        self.trusts_rewards = self.settings.get("rewards") == TRUSTED
         self.ledger = Ledger(Database(self.root / "ledger.db", create=create), clock)
         trainers = (NativeTrainer(),)
         self.wiring = Wiring(
@@ -136,15 +145,18 @@ def has_ledger(root: Path) -> bool:
         ) from error
 
 
-def init_workspace(path: Path | None = None, *, rewards: str | None = None) -> Workspace:
+def init_workspace(
+    path: Path | None = None, *, rewards: str | None = None, trackers: Mapping[str, Any] | None = None
+) -> Workspace:
     """Make a workspace below `path` (default: here). Doing it again changes nothing but what is given.
 
     Args:
         rewards: `trusted`: rewards may run where the kernel cannot confine them; `confined` takes that back.
+        trackers: of every run that names none itself, in place of those that were chosen before.
     """
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
-    return Workspace(root, create=True, rewards=rewards)
+    return Workspace(root, create=True, rewards=rewards, trackers=trackers)
 
 
 def process_name() -> str:
@@ -172,13 +184,13 @@ def _store(root: Path) -> str:
     """
     own = blobs_url(root / _OWN_STORE)
     wanted = blobs_url(os.environ[STORE_VARIABLE]) if os.environ.get(STORE_VARIABLE) else None
-    record = read_json(root / _RECORD)
+    record = read_json(root / SETTINGS)
     if record is None:
         return wanted or own
     try:
         found = own if record["store"] == _OWN_STORE else str(record["store"])
     except (KeyError, TypeError) as error:
-        raise WorkspaceError(f"{root / _RECORD}: must name the artifact store as `store`, got {record!r}") from error
+        raise WorkspaceError(f"{root / SETTINGS}: must name the artifact store as `store`, got {record!r}") from error
     if wanted not in (None, found):
         raise WorkspaceError(
             f"{root}: its artifacts are in {found}, {STORE_VARIABLE} names {wanted}; unset it or make another workspace"
@@ -186,15 +198,18 @@ def _store(root: Path) -> str:
     return found
 
 
-def _record_store(root: Path, url: str, rewards: str | None) -> None:
-    known = read_json(root / _RECORD)
+def _record_store(root: Path, url: str, rewards: str | None, trackers: Mapping[str, Any] | None) -> None:
+    known = read_json(root / SETTINGS)
     own = blobs_url(root / _OWN_STORE)
     record = known or {"format": _FORMAT, "store": _OWN_STORE if url == own else url}
     if rewards is not None:
         record = {key: value for key, value in record.items() if key != "rewards"}
         record |= {"rewards": TRUSTED} if rewards == TRUSTED else {}
+    if trackers is not None:
+        record = {key: value for key, value in record.items() if key != "trackers"}
+        record |= {"trackers": dict(trackers)} if trackers else {}
     if record != known:
-        write_json(root / _RECORD, record)
+        write_json(root / SETTINGS, record)
 
 
 def _make(root: Path) -> None:

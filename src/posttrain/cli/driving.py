@@ -25,6 +25,7 @@ RunArgument = Annotated[
     ),
 ]
 _STOP_SECONDS = 90.0
+_TRACKERS_SECONDS = 10.0  # that the end of `run` waits for trackers; they go on without it
 
 
 def _positive(timeout: float | None) -> float | None:
@@ -150,9 +151,11 @@ def greet(handle: Run, again: str = "") -> None:
 
 
 def _summary(workspace: Workspace, handle: Run, status: RunStatus) -> None:
+    from posttrain.app.following import settled
     from posttrain.app.reporting import write_report
     from posttrain.app.status import run_scores
-    from posttrain.cli.screens import score_lines, stage_table, verdict_lines
+    from posttrain.app.tracking import WRITING
+    from posttrain.cli.screens import score_lines, stage_table, tracker_lines, verdict_lines
 
     screen = console()
     screen.print(stage_table(status))
@@ -166,3 +169,8 @@ def _summary(workspace: Workspace, handle: Run, status: RunStatus) -> None:
         say(f"warning: no report: {error}")
     else:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
+    trackers = settled(workspace, handle.id, _TRACKERS_SECONDS)
+    for line in tracker_lines(trackers):
+        screen.print(line)
+    if any(one.state == WRITING for one in trackers):
+        say(f"posttrain track {handle.id} waits until its trackers are written")

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from posttrain._version import __version__
-from posttrain.cli import assets, compare, demo, driving, models, plans, releases, runs, trace, workspace
+from posttrain.cli import assets, compare, demo, driving, models, plans, releases, runs, trace, tracking, workspace
 from posttrain.cli.console import aside, harmless
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError
 from posttrain.store.atomic import unwritable
@@ -34,7 +34,7 @@ _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "ls", "get", "logs", "why", "diff"),
     *("compare", "attach", "stop", "retry"),
-    *("sample", "eval", "export", "promote", "rollback", "lineage", "verify", "trace", "asset", "doctor"),
+    *("sample", "eval", "export", "promote", "rollback", "lineage", "verify", "trace", "track", "asset", "doctor"),
 ]
 
 
@@ -133,7 +133,7 @@ def options(
     """Declare a post-training run once; train, judge, ship, roll back."""
 
 
-for room in (workspace, demo, plans, driving, runs, compare, models, releases, trace):
+for room in (workspace, demo, plans, driving, runs, compare, models, releases, trace, tracking):
     room.register(app)
 app.add_typer(assets.app, name="asset")
 

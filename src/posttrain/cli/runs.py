@@ -84,6 +84,7 @@ def get(
 ) -> None:
     """Show one run (stages, scores, reason, next action), or the release history of a channel."""
     from posttrain.app.status import read_status, run_scores
+    from posttrain.app.tracking import states
     from posttrain.app.workspace import open_workspace
 
     if watch and output is Output.JSON:
@@ -103,16 +104,17 @@ def get(
 
         written = write_report(workspace, run_id)
     status = read_status(workspace, run_id)
-    scores = run_scores(workspace, status)
+    scores, trackers = run_scores(workspace, status), states(workspace, status.run)
     workspace.close()
     if output is Output.JSON:
         paths = {"report": str(written.report), "curves": str(written.curves)} if written else {}
-        emit_json(status.to_json() | {"scores": scores.to_json()} | paths)
+        emit_json(status.to_json() | {"scores": scores.to_json(), "trackers": [t.to_json() for t in trackers]} | paths)
         return
-    from posttrain.cli.screens import run_footer, run_tree, score_lines
+    from posttrain.cli.screens import run_footer, run_tree, score_lines, tracker_lines
 
     screen = console()
-    screen.print(run_tree(status), *score_lines(scores), *run_footer(status), sep="\n")
+    told = (*score_lines(scores), *tracker_lines(trackers), *run_footer(status))
+    screen.print(run_tree(status), *told, sep="\n")
     if written:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
 
@@ -173,13 +175,14 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     """Say why a run is where it is. Which number missed, by how much, with what confidence; what to do next."""
     from posttrain.app import runs
     from posttrain.app.status import baseline_run, read_status, run_scores
+    from posttrain.app.tracking import states
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
     handle = runs.run(run, workspace)
     found, status = handle.why(), read_status(workspace, handle.id)
     scores, other = run_scores(workspace, status), baseline_run(workspace, handle.manifest, found.report)
-    action = status.next_action
+    action, trackers = status.next_action, states(workspace, status.run)
     if action.startswith("posttrain why"):
         action = f"posttrain diff {other} {handle.id}" if other else f"posttrain get {handle.id} --report"
     workspace.close()
@@ -189,10 +192,11 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
             | {"next_action": action, "compared_with": other}
             | {"gates": found.report.model_dump(mode="json") if found.report else None}
             | {"scores": scores.to_json()}
+            | {"trackers": [tracker.to_json() for tracker in trackers]}
             | {"lost": [asdict(attempt) for attempt in found.lost]}
         )
         return
-    from posttrain.cli.screens import attempt_line, run_tree, score_lines, verdict_lines
+    from posttrain.cli.screens import attempt_line, run_tree, score_lines, tracker_lines, verdict_lines
 
     screen = console()
     screen.print(run_tree(status))
@@ -204,6 +208,8 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
         screen.print(line)
     for attempt in found.lost:
         screen.print(f"{attempt.stage}:", attempt_line(attempt))
+    for line in tracker_lines(trackers):
+        screen.print(line)
     say(f"next:   {action}")
 
 

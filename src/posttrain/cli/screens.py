@@ -10,6 +10,7 @@ from rich.tree import Tree
 
 from posttrain.app.planning import PlanView, StagePlan
 from posttrain.app.status import RunStatus, StageStatus
+from posttrain.app.tracking import TROUBLE, TrackerState
 from posttrain.cli.console import branch, count, digest, duration, excerpt, glyph, moment, style
 from posttrain.control.compare import Difference
 from posttrain.control.scores import Scores
@@ -47,6 +48,16 @@ def run_footer(status: RunStatus) -> list[Text]:
     run = status.run
     lines = [Text(f"reason: {run.message or run.reason}"), Text(f"next:   {status.next_action}", style="bold")]
     return [Text(f"error:  {status.trouble}", style=style("error")), *lines] if status.trouble else lines
+
+
+def tracker_lines(trackers: Iterable[TrackerState]) -> Iterator[Text]:
+    """Where each tracker is; of one in trouble, what it is and what to do."""
+    for one in trackers:
+        if one.state == TROUBLE:
+            yield Text(f"warning: tracker {one.kind} ({one.where}): {one.message}", style=style("warn"))
+        else:
+            said = f" ({one.message})" if one.message else ""
+            yield Text(f"tracker: {one.kind} {one.state}: {one.where}{said}", style="dim")
 
 
 def attempt_line(attempt: AttemptRecord) -> Text:
@@ -247,6 +258,8 @@ def plan_lines(view: PlanView) -> Iterator[Text]:
         yield Text(
             f"power:    gate {note.gate}: {power} on {note.items} items{needed} ({note.assumption}); {note.test}"
         )
+    for kind, where in view.trackers:
+        yield Text(f"tracker:  {kind}: {where}")
     for warning in view.warnings:
         yield Text(f"warning:  {warning}", style="yellow")
     if view.existing:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posttrain.cli.console import Output, OutputOption, console, emit_json, glyph, say, style
+from posttrain.cli.tracking import TrackerOption, read_choice, refuse_unwritable_choice
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,15 +49,21 @@ def init(
             show_default=False,
         ),
     ] = None,
+    tracker: TrackerOption = None,
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
+    from posttrain.app.tracking import describe, of_workspace
     from posttrain.app.workspace import init_workspace
 
     written = _adopt(*adopted, folder or Path()) if adopted else None
-    workspace = init_workspace(folder, rewards=rewards)
+    chosen = read_choice(tracker) if tracker else None
+    if chosen:
+        refuse_unwritable_choice(chosen, folder)
+    workspace = init_workspace(folder, rewards=rewards, trackers=chosen)
     if workspace.trusts_rewards:
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
     say(f"workspace {workspace.root}")
+    say(*(f"tracker {kind}: {where}" for kind, where in describe(of_workspace(workspace))))
     if written is None:
         say("next: posttrain asset add dataset:NAME FILE, or posttrain demo")
     else:

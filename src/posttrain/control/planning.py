@@ -13,6 +13,7 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest, topolog
 from posttrain.domain.passes import Passes, passes_of
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, StageSpec
+from posttrain.domain.trackers import Trackers
 from posttrain.domain.validation import nearest
 from posttrain.execution.ports import StageContract, Trainer
 
@@ -49,6 +50,7 @@ class Planned:
     warnings: tuple[str, ...] = ()  # what could not be checked before the run, or will probably not do
     changes: tuple[str, ...] = ()  # what to change before the run is started
     passes: Mapping[str, Passes] = field(default_factory=dict)  # stage → its `epochs` as steps, where it has them
+    trackers: Trackers | None = None  # what the run file names; they decide nothing, so the manifest knows none
 
 
 def plan_run(

@@ -30,6 +30,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateRule
 from posttrain.domain.rewards import AUTO, DIALECTS, Called
+from posttrain.domain.trackers import Trackers
 from posttrain.domain.validation import explain, nearest, refuse_truth_values
 
 _DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
@@ -175,6 +176,7 @@ class RunSpec(Frozen):
     gates: tuple[GateRule, ...] = ()
     budget: Budget = Budget()
     release: ReleaseSpec | None = None
+    trackers: Trackers | None = None  # None: the workspace's
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:

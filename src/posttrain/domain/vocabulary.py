@@ -60,6 +60,11 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("save_steps", "save_freq", "checkpoint_interval"), ("checkpoint_every",)),
         **dict.fromkeys(("eval_steps", "test_freq"), ("every", "probe")),
         **dict.fromkeys(("gate", "checks"), ("gates",)),
+        **dict.fromkeys(("report_to", "logger", "loggers", "tracker", "log_with", "use_wandb"), ("trackers",)),
+        **dict.fromkeys(("uri", "tracking-uri"), ("tracking_uri",)),
+        **dict.fromkeys(("experiment_name", "run_name"), ("experiment",)),
+        **dict.fromkeys(("project_name", "wandb_project"), ("project",)),
+        **dict.fromkeys(("log_dir", "logging_dir", "tensorboard_dir"), ("logdir",)),
         **dict.fromkeys(("max_tokens_total", "token_budget"), ("tokens", "budget")),
         **dict.fromkeys(("timeout", "time_limit", "max_time"), ("wall_clock", "reward_timeout", "budget")),
     }

@@ -26,6 +26,7 @@ from posttrain.domain.errors import (
     PosttrainError,
     WorkspaceError,
 )
+from posttrain.execution.processes import without_trackers
 
 _ERRORS: dict[int, type[PosttrainError]] = {
     kind.exit_code: kind for kind in (InputError, JobFailedError, InfrastructureError, IntegrityError, WorkspaceError)
@@ -43,7 +44,8 @@ def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Itera
         PosttrainError: the one that the program ended with.
         InfrastructureError: it ended without a word. DeadlineError: it took longer than `timeout`.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    given = without_trackers(os.environ)
+    environment = {name: value for name, value in given.items() if not name.startswith("PYTHON")}
     command = [sys.executable, "-s", "-P", "-m", module]
     late = threading.Event()
     with tempfile.TemporaryFile("w+") as log:

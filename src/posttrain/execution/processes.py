@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 HEARTBEAT_SECONDS = 0.25  # between two signs of life of a supervisor
 LEAVING_SECONDS = 60.0  # that a job may take to go once its result is there: freeing a GPU, leaving a cluster
+_TRACKERS = ("WANDB_", "MLFLOW_")  # keys and addresses of trackers: the control side's alone
 _PROC = Path("/proc")
 _DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
 
@@ -19,6 +21,11 @@ _DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
 def supported() -> bool:
     """Whether this machine has what the functions here read."""
     return (_PROC / "self" / "stat").exists()
+
+
+def without_trackers(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for jobs and whatever works for them: a job needs no tracker's key, so it gets none."""
+    return {name: value for name, value in environment.items() if not name.startswith(_TRACKERS)}
 
 
 def identity(pid: int) -> str | None:

@@ -139,8 +139,9 @@ def _start_supervisor(folder: Path, spec: JobSpec) -> int:
         with open(folder / "log.txt", "ab", opener=private) as log:
             # a session of its own from the start: Ctrl-C at the terminal is not for the job
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=processes.without_trackers(os.environ),
+            )  # fmt: skip
             code = process.wait(_LAUNCH_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()  # what it has forked is in a session of its own, and lives

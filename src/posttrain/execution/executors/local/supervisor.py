@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.execution.processes import HEARTBEAT_SECONDS, LEAVING_SECONDS, identity
+from posttrain.execution.processes import HEARTBEAT_SECONDS, LEAVING_SECONDS, identity, without_trackers
 from posttrain.store.atomic import create_json, write_json
 
 ALREADY_CLAIMED = 75
@@ -160,8 +160,9 @@ def settle(folder: Path) -> None:
 
 
 def job_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a job gets: this process's but for those that steer Python, and what it is given."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | dict(given)
+    """The variables that a job gets: this process's but for those of Python and of trackers, and what it is given."""
+    own = without_trackers(os.environ)
+    return {name: value for name, value in own.items() if not name.startswith("PYTHON")} | dict(given)
 
 
 def compiled() -> str:

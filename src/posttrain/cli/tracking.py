@@ -1,0 +1,84 @@
+"""`track`: what trackers are missing of a run, written now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, console, emit_json
+from posttrain.cli.driving import RunArgument
+from posttrain.domain.errors import InputError
+
+TrackerOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tracker",
+        metavar="KIND[=WHERE]",
+        help="csv, parquet, tensorboard (=DIR), mlflow (=URI), wandb (=[ENTITY/]PROJECT); repeat it. none: no tracker.",
+        show_default=False,
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("track")(track)
+
+
+def track(
+    run: RunArgument,
+    tracker: TrackerOption = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on until the run ends, as whoever drives a run has it done.")
+    ] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Write to a run's trackers what is missing there. `--tracker` adds one to those that it has."""
+    from posttrain.app import following
+    from posttrain.app.tracking import add_trackers
+    from posttrain.app.workspace import open_workspace
+
+    if follow and (tracker or output is Output.JSON):
+        raise InputError("track: --follow goes with neither --tracker nor -o json; ask again without it")
+    workspace = open_workspace()
+    run_id = workspace.ledger.find_run(run).id
+    if follow:
+        workspace.close()
+        following.follow(workspace.root, run_id)
+        return
+    if tracker:
+        add_trackers(workspace, run_id, read_choice(tracker))
+    found = following.track(workspace, run_id)
+    workspace.close()
+    if output is Output.JSON:
+        emit_json({"run": run_id, "trackers": [one.to_json() for one in found]})
+        return
+    from posttrain.cli.screens import tracker_lines
+
+    for line in tracker_lines(found):
+        console().print(line)
+
+
+def read_choice(words: list[str]) -> dict[str, Any]:
+    """What `--tracker` says, valid and with paths that do not depend on where a later command is typed.
+
+    Raises:
+        InputError: an unknown tracker, one named twice, or a target that it cannot have.
+    """
+    from posttrain.app.tracking import parse_choice
+
+    return parse_choice(words, Path.cwd())
+
+
+def refuse_unwritable_choice(chosen: dict[str, Any], folder: Path | None) -> None:
+    """Refuse what could not be written before it is recorded.
+
+    Raises:
+        InputError: a package is missing, or a place cannot be written.
+    """
+    from posttrain.app.tracking import check_trackers, parse_trackers, resolved
+
+    root = (folder or Path.cwd()).resolve()
+    check_trackers(resolved(parse_trackers(chosen, "--tracker"), root, root), "--tracker")

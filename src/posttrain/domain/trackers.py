@@ -1,0 +1,138 @@
+"""Which trackers a run's metrics are written to: `trackers:` of run.yaml, and of the workspace.
+
+    trackers: [csv, tensorboard]
+    trackers:
+      tensorboard: {logdir: curves}
+      mlflow: {tracking_uri: "http://127.0.0.1:5000", experiment: sort}
+      wandb: team/sort
+
+They decide no result, so they are no part of the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Text = Annotated[str, Field(min_length=1, max_length=1000)]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,127}$")]
+NONE = "none"  # on the command line: no tracker at all
+_LONE = ("csv", "parquet", "tensorboard", "mlflow", "wandb")
+
+
+class _Choice(BaseModel):
+    """One tracker's words. Where a single word is given, it is the `target`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    target: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        if value is None:
+            return {}
+        return {cls.target: value} if isinstance(value, str) else value
+
+
+class FileChoice(_Choice):
+    """`csv` and `parquet`: a file for each run."""
+
+    target = "dir"
+    dir: Text | None = None  # relative to the run file; None: tracking/csv or tracking/parquet in the workspace
+
+
+class TensorBoardChoice(_Choice):
+    """A folder that `tensorboard --logdir` is given; each run has a folder in it."""
+
+    target = "logdir"
+    logdir: Text | None = None  # None: tracking/tensorboard in the workspace
+
+
+class MlflowChoice(_Choice):
+    """An experiment on a tracking server, in a database file or in a folder."""
+
+    target = "tracking_uri"
+    tracking_uri: Text | None = None  # None: sqlite, tracking/mlflow.db in the workspace
+    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9/][A-Za-z0-9 ./_@-]{0,149}$")] = "posttrain"
+    registered_model: Word | None = None  # that released models are versions of; None: the experiment's name
+
+    @model_validator(mode="after")
+    def _no_credentials(self) -> MlflowChoice:
+        given = self.tracking_uri or ""
+        if "@" in urlsplit(given).netloc:
+            shown = f"{urlsplit(given).scheme}://…@{urlsplit(given).netloc.rpartition('@')[2]}"
+            raise ValueError(
+                f"tracking_uri must hold no credentials, got {shown}; set MLFLOW_TRACKING_USERNAME and _PASSWORD"
+            )
+        return self
+
+
+class WandbChoice(_Choice):
+    """A project of Weights & Biases."""
+
+    target = "project"
+    project: Word = "posttrain"
+    entity: Word | None = None  # None: the account's own
+    mode: Literal["offline", "online"] = "offline"  # offline needs no key; `wandb sync` uploads it
+    dir: Text | None = None  # None: tracking in the workspace, to which wandb adds its folder `wandb`
+
+    @model_validator(mode="before")
+    @classmethod
+    def _entity(cls, value: Any) -> Any:
+        """`team/sort` names both."""
+        project = value.get("project") if isinstance(value, Mapping) else None
+        if isinstance(project, str) and project.count("/") == 1 and "entity" not in value:
+            entity, _, name = project.partition("/")
+            return {**value, "project": name, "entity": entity}
+        return value
+
+
+class Trackers(BaseModel):
+    """The trackers of a run, by kind. A list of kinds stands for each with its defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    csv: FileChoice | None = None
+    parquet: FileChoice | None = None
+    tensorboard: TensorBoardChoice | None = None
+    mlflow: MlflowChoice | None = None
+    wandb: WandbChoice | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_kind(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, list | tuple):
+            twice = next((kind for kind in value if value.count(kind) > 1), None)
+            if twice is not None:
+                raise ValueError(f"must name each tracker once, got {twice!r} twice")
+            value = {} if list(value) == [NONE] else {str(kind): {} for kind in value}
+        if isinstance(value, Mapping):  # a tracker without words of its own is there all the same
+            return {kind: {} if words is None else words for kind, words in value.items()}
+        return value
+
+    @classmethod
+    def of(cls, chosen: Mapping[str, Any]) -> Trackers:
+        """Of choices that are valid already."""
+        return cls.model_construct(None, **chosen)
+
+    def chosen(self) -> dict[str, BaseModel]:
+        """Kind → its words, of those that there are."""
+        return {kind: words for kind in _LONE if (words := getattr(self, kind)) is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; `Trackers.model_validate` is its inverse."""
+        return {kind: words.model_dump(mode="json", exclude_none=True) for kind, words in self.chosen().items()}
+
+
+def from_words(words: Sequence[str]) -> dict[str, Any]:
+    """`["csv", "mlflow=http://…"]`, as the command line has them, for `Trackers`."""
+    found: dict[str, Any] = {}
+    for word in words:
+        kind, _, target = word.partition("=")
+        found[kind] = target or None
+    return {} if set(found) == {NONE} else found

@@ -1,0 +1,1 @@
+"""Back-ends of the `Tracker` port, one file each."""

@@ -1,0 +1,73 @@
+"""A tracker in memory, for tests: targets by run, kept by whoever made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun
+
+
+@dataclass
+class Target:
+    """What outlives a tracker: the points in the order of writing, endings, versions and aliases."""
+
+    points: list[tuple[str, str, int, float]] = field(default_factory=list)
+    endings: list[str] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+class FakeTracker:
+    """The `Tracker` of a `Target`.
+
+    Args:
+        trouble: called before every write; raises to be a target in trouble.
+    """
+
+    kind: ClassVar[str] = "fake"
+
+    def __init__(self, target: Target, trouble: Callable[[], None] = lambda: None) -> None:
+        self._target, self._trouble = target, trouble
+
+    @property
+    def where(self) -> str:
+        """See `Tracker.where`."""
+        return "memory"
+
+    def name(self, metric: str) -> str:
+        """See `Tracker.name`."""
+        return metric
+
+    def begin(self, run: TrackedRun) -> Cursor:
+        """See `Tracker.begin`."""
+        self._trouble()
+        found: dict[tuple[str, str], int] = {}
+        for stage, metric, step, _ in self._target.points:
+            found[stage, metric] = max(step, found.get((stage, metric), -1))
+        return found
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """See `Tracker.log`."""
+        for row in rows:
+            for metric, value in row.values.items():
+                self._trouble()
+                self._target.points.append((row.stage, metric, row.step, value))
+
+    def flush(self) -> None:
+        """See `Tracker.flush`."""
+
+    def end(self, ending: Ending) -> None:
+        """See `Tracker.end`."""
+        self._trouble()
+        self._target.endings.append(ending.state)
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+
+    def follow(self, channel: ChannelState) -> None:
+        """See `Registry.follow`."""
+        self._trouble()
+        self._target.versions += [v.digest for v in channel.versions if v.digest not in self._target.versions]
+        self._target.aliases[channel.channel] = channel.live

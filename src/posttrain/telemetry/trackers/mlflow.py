@@ -1,0 +1,216 @@
+"""Points as metrics `stage/metric` of an MLflow run, released models as versions whose aliases are the channels.
+
+The MLflow run is the one with the tag `posttrain.run`; which points it has, its metrics say. Names are in the letters
+that MLflow takes: `@` becomes `_at_`, any other one `_`. Of a file store a line that was cut short is cut away.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import unquote, urlsplit
+
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.store.atomic import make_folder
+from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun, Version
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+RUN_TAG, DIGEST_TAG = "posttrain.run", "posttrain.digest"
+_SQLITE = "sqlite:///"
+_ALIEN = re.compile(r"[^\w.\- /]", re.ASCII)
+_NAME, _VALUE = 250, 6000  # characters that MLflow takes of a name, of a parameter
+_METRICS, _PARAMS = 500, 100  # in a request
+_STATUS = {"succeeded": "FINISHED", "rejected": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+_RESERVED = re.compile(r"latest|[vV]\d+")  # that MLflow takes for no alias
+# MLflow would wait for minutes for a server that is away, and tell its makers what is used
+_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # a folder was asked for in so many words
+}
+
+
+class MlflowTracker:
+    """The `Tracker` and `Registry` of an experiment.
+
+    Args:
+        uri: of the tracking server, or `sqlite:///…`, or a folder.
+        experiment: made if it is not there.
+        model: the registered model that releases are versions of.
+    """
+
+    kind: ClassVar[str] = "mlflow"
+
+    def __init__(self, uri: str, experiment: str, model: str) -> None:
+        self._uri, self._experiment, self._model = uri, experiment, model
+        self._opened: MlflowClient | None = None
+        self._id = ""
+        self._status = ""
+
+    @property
+    def where(self) -> str:
+        """See `Tracker.where`."""
+        return f"{self._uri}, experiment {self._experiment}" + (f", run {self._id}" if self._id else "")
+
+    def name(self, metric: str) -> str:
+        """See `Tracker.name`."""
+        parts = _ALIEN.sub("_", metric.replace("@", "_at_")).split("/")
+        return posixpath.join(*(part if part.strip(".") else "_" for part in parts))[: _NAME - 70]
+
+    @property
+    def _client(self) -> MlflowClient:
+        if self._opened is None:
+            for setting, value in _SETTINGS.items():
+                os.environ.setdefault(setting, value)
+            from mlflow.tracking import MlflowClient
+
+            for library in ("mlflow", "alembic"):
+                logging.getLogger(library).setLevel(logging.WARNING)
+            if self._folder is not None:
+                make_folder(self._folder)
+            self._opened = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
+        return self._opened
+
+    @property
+    def _folder(self) -> Path | None:
+        """Of a store on this machine."""
+        if self._uri.startswith(_SQLITE):
+            return Path(self._uri.removeprefix(_SQLITE)).parent
+        return None if "://" in self._uri or self._uri.startswith("databricks") else Path(self._uri)
+
+    def begin(self, run: TrackedRun) -> Cursor:
+        """See `Tracker.begin`."""
+        experiment = self._experiment_id()
+        found = self._run_of(run.id, experiment)
+        if found is None:
+            tags = {RUN_TAG: run.id, "posttrain.manifest": run.manifest, "posttrain.owner": run.owner}
+            made = self._client.create_run(experiment, round(run.created_at * 1000), tags, run.id)
+            crashpoint("track.inside_log")
+            found = self._client.get_run(made.info.run_id)
+        self._id, self._status = found.info.run_id, found.info.status
+        self._mend(str(found.info.artifact_uri))
+        found = self._client.get_run(self._id)
+        self._params(run, found)
+        return dict(self._there(found))
+
+    def _experiment_id(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(self._experiment)
+        if found is None:
+            sqlite = self._uri.startswith(_SQLITE) and self._folder is not None
+            artifacts = str(Path(str(self._folder)) / "mlartifacts" / self._experiment) if sqlite else None
+            try:
+                return str(self._client.create_experiment(self._experiment, artifacts))
+            except MlflowException:  # another run's tracker was first
+                found = self._client.get_experiment_by_name(self._experiment)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _run_of(self, run_id: str, experiment: str) -> Run | None:
+        found = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1)
+        return found[0] if found else None
+
+    def _mend(self, artifacts: str) -> None:
+        """Cut away lines that were cut short, which a file store could not read."""
+        if self._folder is None or self._uri.startswith(_SQLITE):
+            return
+        for path in (Path(unquote(urlsplit(artifacts).path)).parent / "metrics").rglob("*"):
+            data = path.read_bytes() if path.is_file() else b""
+            if data and not data.endswith(b"\n"):
+                os.truncate(path, data.rfind(b"\n") + 1)
+
+    def _there(self, run: Run) -> Iterator[tuple[tuple[str, str], int]]:
+        for key in run.data.metrics:
+            stage, _, metric = key.partition("/")
+            history = self._client.get_metric_history(self._id, key)
+            yield (stage, metric), max((point.step for point in history), default=-1)
+
+    def _params(self, run: TrackedRun, there: Run) -> None:
+        from mlflow.entities import Param
+
+        named = {self.name(key)[:_NAME]: str(value)[:_VALUE] for key, value in run.params.items()}
+        new = [Param(key, value) for key, value in named.items() if key not in there.data.params]
+        for at in range(0, len(new), _PARAMS):
+            self._client.log_batch(self._id, params=new[at : at + _PARAMS])
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """See `Tracker.log`."""
+        from mlflow.entities import Metric
+
+        self._set_status("RUNNING")
+        points = [
+            Metric(f"{row.stage}/{name}", value, round(row.at * 1000), row.step)
+            for row in rows
+            for name, value in row.values.items()
+        ]
+        for at in range(0, len(points), _METRICS):
+            self._client.log_batch(self._id, metrics=points[at : at + _METRICS])
+            crashpoint("track.inside_log")
+
+    def _set_status(self, status: str) -> None:
+        if self._status != status:
+            self._client.update_run(self._id, status=status)
+            self._status = status
+
+    def flush(self) -> None:
+        """See `Tracker.flush`: every request is carried out when it returns."""
+
+    def end(self, ending: Ending) -> None:
+        """See `Tracker.end`."""
+        tags = {"state": ending.state, "message": ending.message[:_VALUE]}
+        tags |= {f"gate.{gate}": verdict for gate, verdict in ending.verdicts.items()}
+        for key, value in tags.items():
+            self._client.set_tag(self._id, f"posttrain.{key}", value)
+        self._status = _STATUS.get(ending.state, "FINISHED")
+        self._client.set_terminated(self._id, self._status, round((ending.finished_at or 0.0) * 1000))
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+
+    # --- released models ---------------------------------------------------------------------------------------------
+
+    def follow(self, channel: ChannelState) -> None:
+        """See `Registry.follow`. A version is known by the digest that it is tagged with."""
+        from mlflow.exceptions import MlflowException
+
+        known = {str(v.tags.get(DIGEST_TAG)): str(v.version) for v in self._versions()}
+        for version in channel.versions:
+            if version.digest not in known:
+                if not known:
+                    try:
+                        self._client.create_registered_model(self._model)
+                    except MlflowException as error:
+                        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                            raise
+                known[version.digest] = self._register(version, channel)
+                crashpoint("track.inside_log")
+        alias = channel.channel if not _RESERVED.fullmatch(channel.channel) else f"channel-{channel.channel}"
+        aliases = self._client.get_registered_model(self._model).aliases
+        if str(aliases.get(alias)) != known[channel.live]:
+            self._client.set_registered_model_alias(self._model, alias, known[channel.live])
+
+    def _versions(self) -> list[Any]:
+        return list(self._client.search_model_versions(f"name='{self._model}'", max_results=10_000))
+
+    def _register(self, version: Version, channel: ChannelState) -> str:
+        run = self._run_of(version.run_id, self._experiment_id()) if version.run_id else None
+        tags = {DIGEST_TAG: version.digest, **{f"posttrain.{key}": value for key, value in version.tags.items()}}
+        made = self._client.create_model_version(
+            self._model,
+            f"posttrain:{version.digest}",
+            run.info.run_id if run else None,
+            tags,
+            description=f"{version.digest} of run {version.run_id}, in {channel.source}",
+        )
+        return str(made.version)

@@ -1,0 +1,273 @@
+"""Points as history of a W&B run of the same id: keys `stage/metric` over `stage/step`.
+
+Offline, the target is one folder `offline-run-…-ID`, which `wandb sync` uploads. It cannot be added to, so a run that
+goes on after a kill is copied into a new folder first, from the old one's own records::
+
+    offline-run-1-ID                            the only one: the target
+    offline-run-1-ID (marked) offline-run-2-ID  copying; a kill leaves the marked one as the target, and the other goes
+    .old-offline-run-1-ID     offline-run-2-ID  copied: the rename was the moment
+
+Online, the service keeps the run, and its history says what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import WorkspaceError
+from posttrain.store.atomic import make_folder, write_atomic
+from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun
+
+STEP = "step"
+_MARK = "posttrain.copied"  # in a folder whose records are being copied into a new one
+_HEADER, _BLOCK, _CHUNK = 7, 32768, 7  # bytes: of the file; of a block; before a chunk (CRC, length, kind)
+_WHOLE, _LAST = 1, 4  # kinds of a chunk that end a record
+_STATE = "posttrain/state"
+_TIME = "_timestamp"
+_ARRIVING = 60.0  # seconds that what was written may take to be in the file
+
+
+class WandbTracker:
+    """The `Tracker` of a project.
+
+    Args:
+        folder: where wandb makes its folder `wandb`.
+        project: of the account.
+        entity: the account or team; None: the key's own.
+        mode: `offline` or `online`.
+    """
+
+    kind: ClassVar[str] = "wandb"
+
+    def __init__(self, folder: Path, project: str, entity: str | None, mode: str) -> None:
+        self._base, self._project, self._entity, self._mode = folder, project, entity, mode
+        self._run: Any = None
+        self._about: TrackedRun | None = None
+        self._old: Path | None = None  # the target of before, until it is copied
+        self._known = 0  # rows of it that `begin` saw
+        self._cursor: dict[tuple[str, str], int] = {}
+        self._ended = ""
+
+    @property
+    def where(self) -> str:
+        """See `Tracker.where`."""
+        path = "/".join(filter(None, (self._entity, self._project, self._about.id if self._about else "")))
+        target = self._target()
+        return f"online {path}" if self._mode == "online" else str(target or self._base / "wandb")
+
+    def name(self, metric: str) -> str:
+        """See `Tracker.name`."""
+        return f"{STEP}_" if metric == STEP else metric
+
+    def begin(self, run: TrackedRun) -> Cursor:
+        """See `Tracker.begin`."""
+        self._about = run
+        make_folder(self._base)
+        if self._mode == "online":
+            self._open()
+            self._cursor = dict(self._online())
+            return dict(self._cursor)
+        self._old = self._target(tidy=True)
+        if self._old is not None:
+            for row in self._rows(self._old):
+                self._seen(row)
+                self._known += 1
+        return dict(self._cursor)
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """See `Tracker.log`: handed to wandb, which writes by itself; `end` looks whether it did."""
+        self._open()
+        for row in rows:
+            self._say(row)
+            crashpoint("track.inside_log")
+
+    def _say(self, row: Row) -> None:
+        values = {f"{row.stage}/{name}": value for name, value in row.values.items()}
+        self._run.log({f"{row.stage}/{STEP}": row.step, **values, _TIME: row.at})
+        self._seen(row)
+
+    def _seen(self, row: Row) -> None:
+        for name in row.values:
+            place = row.stage, name
+            self._cursor[place] = max(row.step, self._cursor.get(place, -1))
+
+    def flush(self) -> None:
+        """See `Tracker.flush`."""
+
+    def end(self, ending: Ending) -> None:
+        """See `Tracker.end`."""
+        if self._mode == "offline" and self._old is not None and self._run is None and self._ended == ending.state:
+            return
+        self._open()
+        self._run.summary.update(
+            {_STATE: ending.state, "posttrain/message": ending.message, **ending.summary}
+            | {f"posttrain/gate/{gate}": verdict for gate, verdict in ending.verdicts.items()}
+        )
+        self._finish(0 if ending.state in ("succeeded", "rejected") else 1)
+        if self._mode == "offline":
+            self._check_arrived()
+
+    def _check_arrived(self) -> None:
+        """Wandb writes in another process, a while after it said so, and says nothing of a disk that is full."""
+        target, wanted = self._target(), dict(self._cursor)
+        until = time.monotonic() + _ARRIVING
+        while True:
+            self._cursor, self._ended = {}, ""
+            for row in self._rows(target) if target else ():
+                self._seen(row)
+            if self._cursor == wanted and self._ended:
+                return
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.1)
+        raise WorkspaceError(f"{target}: not all that was handed to wandb arrived; is the disk full?")
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._finish(0)
+
+    def _finish(self, code: int) -> None:
+        if self._run is not None:
+            run, self._run = self._run, None
+            run.finish(exit_code=code)
+            self._old = self._target()
+
+    def _open(self) -> None:
+        """Start wandb's run, with what the target has."""
+        if self._run is not None:
+            return
+        import wandb
+
+        assert self._about is not None
+        about = self._about
+        if self._old is not None:
+            write_atomic(self._old / _MARK, b"")
+        while self._mode == "offline" and (self._base / "wandb" / _folder_name(about.id)).exists():
+            time.sleep(0.05)  # names are of seconds
+        quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
+        self._run = wandb.init(
+            project=self._project, entity=self._entity, id=about.id, name=about.id, dir=str(self._base),
+            mode="online" if self._mode == "online" else "offline",
+            resume="allow" if self._mode == "online" else None, reinit="create_new",
+            config={**about.params, "posttrain": {"manifest": about.manifest, "owner": about.owner}},
+            settings=wandb.Settings(**quiet, x_disable_stats=True, x_disable_meta=True),
+        )  # fmt: skip
+        for stage in about.stages:
+            self._run.define_metric(f"{stage}/{STEP}", hidden=True)
+            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/{STEP}")
+        if self._old is not None:
+            for row in islice(self._rows(self._old), self._known):  # a killed writer's wandb may be adding to it still
+                self._say(row)
+            self._old.rename(self._old.with_name(f".old-{self._old.name}"))
+            self._old = None
+            self._target(tidy=True)
+
+    # --- what is there -----------------------------------------------------------------------------------------------
+
+    def _target(self, *, tidy: bool = False) -> Path | None:
+        """The run's folder. `tidy`: what a killed writer left beside it goes."""
+        if self._about is None:
+            return None
+        found = sorted((self._base / "wandb").glob(f"offline-run-*-{self._about.id}"))
+        found = [path for path in found if _id_of(path.name) == self._about.id]
+        marked = [path for path in found if (path / _MARK).exists()]
+        kept = marked[0] if marked else max(found, key=_bytes, default=None)
+        if tidy and self._run is None:
+            for other in found:
+                if other != kept:
+                    shutil.rmtree(other)
+            if kept is not None:
+                (kept / _MARK).unlink(missing_ok=True)
+        if tidy:
+            for left in (self._base / "wandb").glob(f".old-offline-run-*-{self._about.id}"):
+                shutil.rmtree(left, ignore_errors=True)
+        return kept
+
+    def _rows(self, folder: Path) -> Iterator[Row]:
+        from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined, unused-ignore]
+
+        self._ended = state = ""
+        for data in _records(folder / f"run-{self._about.id if self._about else ''}.wandb"):
+            record = Record.FromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                row = _row({key: json.loads(value) for key, value in items.items()})
+                if row is not None:
+                    yield row
+            elif kind == "summary":
+                for item in record.summary.update:
+                    if (item.key or "/".join(item.nested_key)) == _STATE:
+                        state = str(json.loads(item.value_json))
+            elif kind == "exit":
+                self._ended = state
+
+    def _online(self) -> Iterator[tuple[tuple[str, str], int]]:
+        import wandb
+
+        if not self._run.resumed:
+            return
+        seen: dict[tuple[str, str], int] = {}
+        history = wandb.Api().run("/".join((self._run.entity, self._run.project, self._run.id))).scan_history()
+        for item in history:
+            row = _row(item)
+            for name in row.values if row else ():
+                assert row is not None
+                seen[row.stage, name] = max(row.step, seen.get((row.stage, name), -1))
+        yield from seen.items()
+
+
+def _row(said: Mapping[str, Any]) -> Row | None:
+    """A line of history as the row it was made from; None: it is none of ours."""
+    step = next((key for key in said if key.endswith(f"/{STEP}") and key.count("/") == 1 and said[key] is not None), "")
+    stage = step.removesuffix(f"/{STEP}")
+    values = {key.removeprefix(f"{stage}/"): value for key, value in said.items() if key.startswith(f"{stage}/")}
+    values.pop(STEP, None)
+    if not step or not values:
+        return None
+    numbers = {name: float(value) for name, value in values.items() if value is not None}
+    return Row(stage, int(said[step]), float(said.get(_TIME, 0.0)), numbers)
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """The whole records of wandb's file: LevelDB's log format behind a header; ends before one that is cut short."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        place, parts = len(file.read(_HEADER)), b""
+        while True:
+            left = _BLOCK - place % _BLOCK
+            if left < _CHUNK:
+                place += len(file.read(left))
+                continue
+            head = file.read(_CHUNK)
+            if len(head) < _CHUNK:
+                return
+            _, length, kind = struct.unpack("<IHB", head)
+            data = file.read(length)
+            if len(data) < length or kind == 0:
+                return
+            place += _CHUNK + length
+            parts += data
+            if kind in (_WHOLE, _LAST):
+                yield parts
+                parts = b""
+
+
+def _folder_name(run_id: str) -> str:
+    return f"offline-run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}"
+
+
+def _id_of(name: str) -> str:
+    return name.removeprefix("offline-run-").partition("-")[2]
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.wandb"))

@@ -1,0 +1,120 @@
+"""What every tracker must honour: nothing twice and nothing lost, whatever ended the writer before."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tracker_targets import BENCHES, RUN, Bench, Point, each
+
+from posttrain.telemetry.tracking import Ending, Row, TrackedRun, Tracker, missing
+
+STAGES = ("sft", "grpo", "gate")
+ABOUT = TrackedRun(RUN, "sort", "ada", "sha256:" + "ab" * 32, 1.7e9, {"seed": 3, "sft.steps": 6}, STAGES)
+ROWS = [
+    *(Row("sft", step, 1.7e9 + step, {"loss": 1 / step, "grad_norm": step * 0.1}) for step in range(1, 7)),
+    *(Row("grpo", step, 1.7e9 + 10 + step, {"reward/mean": step / 3}) for step in range(1, 4)),
+    Row("grpo", 3, 1.7e9 + 13, {"probe/pass@4": 0.75}),
+    Row("gate", 0, 1.7e9 + 20, {"accuracy/passed": 1.0}),
+]
+DONE = Ending("succeeded", "shipped", 1.7e9 + 21, {"evaluate/accuracy": 0.98}, {"accuracy": "pass"})
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
+    made: Bench = BENCHES[request.param](tmp_path / "target")
+    return made
+
+
+def expected(rows: Sequence[Row], tracker: Tracker) -> list[Point]:
+    return [(row.stage, tracker.name(name), row.step, value) for row in rows for name, value in row.values.items()]
+
+
+def close(found: Sequence[Point], wanted: Sequence[Point]) -> None:
+    """Equal as float32, in the order of each metric."""
+    first, second = sorted(found, key=lambda p: p[:2]), sorted(wanted, key=lambda p: p[:2])
+    assert [point[:3] for point in first] == [point[:3] for point in second]
+    assert [float32(point[3]) for point in first] == [float32(point[3]) for point in second]
+
+
+def float32(value: float) -> str:
+    return repr(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def write(bench: Bench, rows: Sequence[Row], ending: Ending | None = None, *, about: TrackedRun = ABOUT) -> None:
+    """What a process writes that reads all the rows there are, and ends well."""
+    tracker = bench.tracker()
+    cursor = dict(tracker.begin(about))
+    named = (Row(r.stage, r.step, r.at, {tracker.name(m): v for m, v in r.values.items()}) for r in rows)
+    fresh = list(missing(named, cursor))
+    for row in fresh:
+        tracker.log([row])
+    tracker.flush()
+    if ending:
+        tracker.end(ending)
+    tracker.close()
+
+
+@pytest.mark.parametrize("bench", each(), indirect=True)
+def test_everything_said_is_there_once(bench: Bench) -> None:
+    write(bench, ROWS, DONE)
+    close(bench.points(), expected(ROWS, bench.tracker()))
+    assert bench.state() in ("succeeded", "")
+    for _ in range(2):
+        write(bench, ROWS, DONE)
+    close(bench.points(), expected(ROWS, bench.tracker()))
+
+
+@pytest.mark.parametrize("bench", each(), indirect=True)
+def test_a_writer_goes_on_where_the_one_before_ended(bench: Bench) -> None:
+    for many in (0, 1, 5, 8):
+        write(bench, ROWS[:many])
+    write(bench, ROWS, Ending("failed", "", 1.0))
+    close(bench.points(), expected(ROWS, bench.tracker()))
+    more = [*ROWS, Row("grpo", 4, 1.7e9 + 30, {"reward/mean": 0.5})]  # the failed run was retried
+    write(bench, more, DONE)
+    close(bench.points(), expected(more, bench.tracker()))
+    assert bench.state() in ("succeeded", "")
+
+
+@pytest.mark.parametrize("bench", each(), indirect=True)
+def test_what_was_cut_short_is_mended_and_written_again(bench: Bench) -> None:
+    write(bench, ROWS[:6])
+    for _ in range(2):
+        bench.tear()
+        write(bench, ROWS[:6])
+    bench.tear()
+    write(bench, ROWS, DONE)
+    close(bench.points(), expected(ROWS, bench.tracker()))
+
+
+@pytest.mark.parametrize("bench", each(), indirect=True)
+def test_two_runs_do_not_meet(bench: Bench) -> None:
+    if bench.tracker().kind == "fake":
+        pytest.skip("a fake's target is of one run")
+    other = TrackedRun("sort-12", "sort", "ada", "sha256:cd", 1.7e9, {}, ("sft",))  # its id begins with the first's
+    write(bench, ROWS[:2], DONE)
+    write(bench, ROWS[:3], DONE, about=other)
+    write(bench, ROWS[:4], DONE)
+    close(bench.points(), expected(ROWS[:4], bench.tracker()))
+    close(bench.points("sort-12"), expected(ROWS[:3], bench.tracker()))
+
+
+@pytest.mark.parametrize("bench", each(), indirect=True)
+def test_odd_names_and_values_arrive(bench: Bench) -> None:
+    names = ["pass@1", "a b", 'quo"te', "kom,ma", "größe", "../up", "step", "50%", "x" * 60, "a.b", "_under", "日本"]
+    odd = [Row("sft", step, 1.7e9 + step, dict.fromkeys(names, step / 4)) for step in (0, 1)]
+    odd += [Row("sft", 5, 1.7e9, {"loss": math.nan}), Row("sft", 6, 1.7e9, {"loss": math.inf})]
+    odd += [Row("sft", 2**40, 1.7e9, {"loss": -1e-12, "tokens": 1e30})]
+    write(bench, odd[:2])
+    write(bench, odd, DONE)
+    wanted, found = expected(odd, bench.tracker()), bench.points()
+    assert sorted(p[:3] for p in found) == sorted({p[:3] for p in wanted})
+    assert len({p[1] for p in wanted}) == len(names) + 2, "no two of these names are one in the target"
+    values = {p[:3]: p[3] for p in found}
+    assert math.isnan(values["sft", "loss", 5])
+    assert values["sft", "loss", 6] > 1e300
+    assert values["sft", "tokens", 2**40] == pytest.approx(1e30)

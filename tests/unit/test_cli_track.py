@@ -1,0 +1,228 @@
+"""Trackers as a person chooses and looks at them: `init --tracker`, `trackers:`, plan, run, get, why, track."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import RUN, World, make_world
+
+from posttrain.app import tracking
+from posttrain.app.following import Scribe
+from posttrain.app.workspace import Workspace
+from posttrain.domain.facts import Metric
+from posttrain.store.atomic import write_json
+from posttrain.store.attempts import AttemptFolder, EventWriter
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A prepared workspace whose drivers start no process beside them: tests call `track`."""
+    made = make_world(tmp_path, monkeypatch)
+    made.prepare()
+    monkeypatch.setattr(Scribe, "start", lambda self: None)
+    return made
+
+
+def points(path: Path) -> list[tuple[str, str, int, float]]:
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [(row["stage"], row["metric"], int(row["step"]), float(row["value"])) for row in rows]
+
+
+def tracker(world: World, run: str) -> Any:
+    (one,) = world.json("get", run)["trackers"]
+    return one
+
+
+def test_the_workspaces_trackers_are_those_of_its_runs(world: World) -> None:
+    assert "tracker csv:" in world.ok("init", "--tracker", "csv")
+    assert f"tracker:  csv: {world.root}/.posttrain/tracking/csv" in world.ok("plan", "run.yaml")
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    assert "posttrain track" in tracker(world, run)["message"]
+    assert "csv written" in world.ok("track", run)
+    found = points(world.root / ".posttrain" / "tracking" / "csv" / f"{run}.csv")
+    assert [p[2:] for p in found if p[:2] == ("grpo", "loss")] == [(step, 1 / step) for step in range(1, 7)]
+    assert ("evaluate", "heldout/accuracy", 0, 0.98) in found
+    assert ("gate", "accuracy/passed", 0, 1.0) in found
+    assert tracker(world, run)["state"] == "written"
+    assert "tracker: csv written" in world.ok("get", run)
+    world.ok("track", run)
+    assert points(world.root / ".posttrain" / "tracking" / "csv" / f"{run}.csv") == found
+
+
+def test_trackers_decide_nothing(world: World) -> None:
+    plain = world.json("plan", "run.yaml")["digest"]
+    world.write("run.yaml", RUN + "trackers: {csv: here, tensorboard: null}\n")
+    if tracking._installed("tensorboard"):
+        assert world.json("plan", "run.yaml")["digest"] == plain
+    world.write("run.yaml", RUN + "trackers: {csv: here}\n")
+    assert world.json("plan", "run.yaml")["trackers"] == [{"kind": "csv", "where": str(world.root / "here")}]
+    assert world.json("plan", "run.yaml")["digest"] == plain
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    world.write("run.yaml", RUN + "trackers: [parquet]\n")  # the same run, written elsewhere from now on
+    assert "attached" in world.ok("run", "run.yaml")
+    assert tracker(world, run)["kind"] == "parquet"
+    world.write("run.yaml", RUN)
+    world.ok("run", "run.yaml")
+    assert tracker(world, run)["kind"] == "parquet", "who names none leaves what was chosen"
+
+
+def test_a_run_may_have_none_where_the_workspace_has_some(world: World) -> None:
+    world.ok("init", "--tracker", "csv")
+    world.write("run.yaml", RUN + "trackers: []\n")
+    assert world.json("plan", "run.yaml")["trackers"] == []
+    world.ok("run", "run.yaml")
+    assert world.json("get", world.newest())["trackers"] == []
+    refused = world("track", world.newest())
+    assert refused.exit_code == 2
+    assert "has no tracker" in refused.stderr
+    added = world.ok("track", world.newest(), "--tracker", "csv=late")
+    assert f"csv written: {world.root}/late" in added
+    world.ok("init", "--tracker", "none")
+    assert world.ok("init").count("tracker") == 0
+
+
+@pytest.mark.parametrize(
+    ("trackers", "said"),
+    [
+        ("[nope]", "nope: unknown key (known: csv, mlflow, parquet, tensorboard, wandb)"),
+        ("[csv, csv]", "must name each tracker once"),
+        ("{csv: {folder: x}}", "folder: unknown key"),
+        ("{mlflow: {uri: x}}", "did you mean 'tracking_uri'?"),
+        ("{mlflow: 'http://me:secret@host'}", "must hold no credentials"),
+        ("{wandb: {mode: sometimes}}", "must be one of 'offline', 'online'"),
+        ("7", "trackers"),
+        ("{csv: train.jsonl}", "is a file; choose another folder"),
+        ("{csv: train.jsonl/deeper}", "is a file; choose another folder"),
+        ("{mlflow: 'ftp://host'}", "tracking_uri must be a folder or begin with http"),
+        ("{wandb: {mode: online}}", "WANDB_API_KEY is not set"),
+    ],
+)
+def test_a_tracker_that_cannot_be_written_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch, trackers: str, said: str
+) -> None:
+    monkeypatch.setattr(tracking, "_installed", lambda package: True)
+    monkeypatch.delenv(tracking.KEY, raising=False)
+    world.write("run.yaml", RUN + f"trackers: {trackers}\n")
+    for command in ("plan", "run"):
+        refused = world(command, "run.yaml")
+        assert refused.exit_code == 2
+        assert said in refused.stderr
+        assert "secret" not in refused.stderr
+        assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "mlflow", "wandb"])
+def test_a_missing_package_is_told_with_the_command_that_brings_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(tracking, "_installed", lambda package: False)
+    (world.root / kind).mkdir()  # a folder of that name, as wandb makes one, is no package
+    world.write("run.yaml", RUN + f"trackers: [{kind}]\n")
+    for words in (("plan", "run.yaml"), ("run", "run.yaml"), ("init", "--tracker", kind)):
+        refused = world(*words)
+        assert refused.exit_code == 2
+        assert f"pip install 'posttrain[{kind}]'" in refused.stderr
+
+
+def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nosuchtracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not tracking._installed("nosuchtracker")
+    assert tracking._installed("json")
+
+
+def test_a_redone_step_counts_once_and_is_told_where_it_differs(world: World) -> None:
+    world.write("run.yaml", RUN + "trackers: {csv: here}\n")
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    attempt = AttemptFolder(world.root / ".posttrain" / "runs" / run / "sft" / "001")
+    with EventWriter(attempt) as sink:  # what an attempt that resumed from step 2 would say
+        for step, loss in ((3, 1 / 3), (4, 0.2), (5, 0.15)):
+            sink(Metric(step, {"loss": loss}, 1.0))
+    said = world.ok("track", run)
+    found = [p[2:] for p in points(world.root / "here" / f"{run}.csv") if p[:2] == ("sft", "loss")]
+    assert found == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25), (5, 0.15)]
+    assert "1 values of steps done again differ" in said
+    assert "sft/loss at step 4: first 0.25, redone 0.2" in tracker(world, run)["message"]
+
+
+def test_trouble_is_one_line_and_hurts_neither_run_nor_other_trackers(world: World) -> None:
+    world.write("run.yaml", RUN + "trackers: {csv: here, parquet: there}\n")
+    (world.root / "there").mkdir()
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    (world.root / "there" / f"{run}.parquet").write_bytes(b"somebody's")
+    failed = world("track", run)
+    assert failed.exit_code == 6
+    assert failed.stderr.count("\n") == 1
+    assert f"tracker parquet: {world.root}/there/{run}.parquet: cannot be read" in failed.stderr
+    assert len(points(world.root / "here" / f"{run}.csv")) > 20
+    shown = world.ok("get", run)
+    assert shown.count("warning: tracker parquet") == 1
+    assert "tracker: csv written" in shown
+    assert f"posttrain track {run} writes what is missing" in world.ok("why", run)
+    assert world.json("get", run)["state"] == "succeeded"
+    (world.root / "there" / f"{run}.parquet").unlink()
+    world.ok("track", run)
+    assert "warning" not in world.ok("get", run)
+
+
+def test_a_damaged_segment_is_told_and_the_rest_is_written(world: World) -> None:
+    world.write("run.yaml", RUN + "trackers: {csv: here}\n")
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    events = world.root / ".posttrain" / "runs" / run / "sft" / "001" / "events"
+    (events / "000001.jsonl").write_text("{half")
+    assert "parts could not be read and are missing" in world.ok("track", run)
+    assert {p[0] for p in points(world.root / "here" / f"{run}.csv")} == {"grpo", "evaluate", "gate"} | (
+        {"sft"} if len(list(events.iterdir())) > 1 else set()
+    )
+
+
+def test_a_reused_stage_is_written_from_where_it_was_computed(world: World) -> None:
+    world.ok("run", "run.yaml")
+    world.write("run.yaml", RUN.replace("name: sort", "name: other") + "trackers: {csv: here}\n")
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    world.ok("track", run)
+    found = points(world.root / "here" / f"{run}.csv")
+    assert len([p for p in found if p[0] == "sft"]) == 4
+    assert ("evaluate", "heldout/accuracy", 0, 0.98) in found
+
+
+def test_one_process_writes_a_run_at_a_time(world: World) -> None:
+    world.hold.add("grpo")
+    world.write("run.yaml", RUN + "trackers: {csv: here}\n")
+    world("run", "run.yaml", "--timeout", "300")
+    run = world.newest()
+    folder = world.root / ".posttrain" / "runs" / run
+    with open(folder / tracking.LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "csv writing" in world.ok("track", run)
+        assert not (world.root / "here").exists()
+    assert "csv waiting" in world.ok("track", run)  # the run goes on, and so does what is written of it
+    assert {p[0] for p in points(world.root / "here" / f"{run}.csv")} == {"sft"}
+
+
+def test_what_was_recorded_by_hand_is_checked(world: World) -> None:
+    path = world.root / ".posttrain" / "workspace.json"
+    write_json(path, {**json.loads(path.read_text()), "trackers": ["csv", "nope"]})
+    refused = world("plan", "run.yaml")
+    assert refused.exit_code == 2
+    assert "workspace.json: trackers" in refused.stderr
+
+
+def test_a_workspace_that_moved_keeps_its_trackers(world: World) -> None:
+    world.ok("init", "--tracker", "csv")
+    (world.root / ".posttrain").rename(world.root / "moved")
+    moved = Workspace(world.root / "moved")
+    assert tracking.of_workspace(moved).to_json() == {"csv": {"dir": f"{world.root}/moved/tracking/csv"}}
+    moved.close()
