@@ -55,7 +55,10 @@ BASES: dict[str, dict[str, Any]] = {
     "evaluate": {
         "model": "model",
         "suites": {
-            "held": {"data": "probe", "extract": r"(?s)(.)", "samples": 3, "pass_at": [1, 2], "max_new_tokens": 4}
+            "held": {
+                "data": "probe", "extract": r"(?s)(.)", "samples": 3, "pass_at": [1, 2], "max_new_tokens": 4,
+                "reward": "reward",
+            }
         },
     },
     "init_model": {
@@ -64,6 +67,8 @@ BASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FLOW = (Path(__file__).resolve().parents[2] / "examples" / "04-best-of-n" / "best_of_n.py").read_text(encoding="utf-8")
 
+# slot → the path that names it, where that is another
+WRITTEN = {"probe": "probe.data", "suites.held": "suites.held.data", "rewards.held": "suites.held.reward"}
 # Path, or "kind path", or the last two words of a path → the other value, and what must stand beside both values.
 VALUES: dict[str, Any] = {
     "optimizer.learning_rate": 1e-2,
@@ -102,6 +107,8 @@ VALUES: dict[str, Any] = {
     "suites.held.temperature": 1.7,
     "suites.held.pass_at": [1],
     "suites.held.max_new_tokens": 2,
+    "suites.held.reward_range": [-1.0, 1.0],
+    "suites.held.reward_timeout": 60.0,
     "init_model characters": LETTERS,
     "init_model hidden_size": 16,
     "init_model intermediate_size": 16,
@@ -202,7 +209,7 @@ def cases() -> tuple[list[Case], list[Case], list[str]]:
     moved, unmoved, forgotten = [], [], []
     for kind, model in STAGE_CONFIGS.items():
         slots = stage_config(kind, BASES[kind]).inputs()
-        words = {f"{slot}.data" if slot in ("probe", "suites.held") else slot for slot in slots}
+        words = {WRITTEN.get(slot, slot) for slot in slots}
         for path, annotation in leaves(model):
             if path in words:
                 moved.append(Case(kind, path, None, swap=True))
@@ -307,7 +314,9 @@ def _spending_more(flow: str) -> str:
 
 def _shelf(kind: str, slot: str) -> str:
     name = slot.removeprefix("suites.")
-    return {"held": "probe", "data": "pairs" if kind == "reward_model" else "data"}.get(name, name)
+    return {"rewards.held": "reward", "held": "probe", "data": "pairs" if kind == "reward_model" else "data"}.get(
+        name, name
+    )
 
 
 def _digest(folder: AttemptFolder) -> str:
@@ -366,7 +375,7 @@ def test_the_bases_run(shop: Shop, kind: str) -> None:
 
 @pytest.mark.parametrize("case", [c for c in MOVED if c.path not in PLANNED], ids=str)
 def test_a_field_that_claims_to_matter_changes_the_result(shop: Shop, case: Case) -> None:
-    slot = case.path.removesuffix(".data") if case.swap else ""
+    slot = next((slot for slot, path in WRITTEN.items() if path == case.path), case.path) if case.swap else ""
     changes = dict(case.beside) if case.swap else {**case.beside, **case.alone, case.path: case.value}
     assert shop.result(case.kind, changes, slot) != shop.result(case.kind, dict(case.beside))
 

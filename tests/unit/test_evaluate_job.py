@@ -149,7 +149,7 @@ class TestSuite:
 
     def test_a_response_without_a_match_is_wrong_whatever_the_answer(self, tokenizer: PreTrainedTokenizerFast) -> None:
         config = SuiteConfig(data="d", extract=LAST_ANSWER, max_new_tokens=5)
-        items = [replace(item, answer=None) for item in items_of(tokenizer, config, ("q", "13"))]  # type: ignore[arg-type]
+        items = [replace(item, answer="") for item in items_of(tokenizer, config, ("q", "13"))]
         rollout = says(tokenizer, {"q": ["no"]})
         result = evaluated(evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=Meter()))
         assert result.metrics()["h/accuracy"] == [0.0]

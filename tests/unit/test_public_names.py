@@ -35,8 +35,9 @@ COMMANDS = {
         *("--temperature", "--text", "--threads", "--timeout", "-n", "-o", "MODEL", "PROMPT..."),
     ],
     "eval": [
-        *("--again", "--device", "--dtype", "--extract", "--max-new-tokens", "--output", "--pass-at", "--samples"),
-        *("--seed", "--temperature", "--threads", "--timeout", "-n", "-o", "MODEL", "SUITE..."),
+        *("--again", "--device", "--dialect", "--dtype", "--entry", "--extract", "--max-new-tokens", "--output"),
+        *("--pass-at", "--reward", "--reward-range", "--reward-timeout", "--samples", "--seed", "--temperature"),
+        *("--threads", "--timeout", "-n", "-o", "MODEL", "SUITE..."),
     ],
     "export": ["--dtype", "--output", "-o", "DIR", "MODEL"],
     "promote": ["--channel", "run"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from posttrain.app.tracing import stage_attempts
 from posttrain.app.workspace import Workspace
@@ -84,22 +85,31 @@ def suite_answers(
 
 
 def _suite(found: Responses, greedy: Sequence[Answered], stage: str, suite: str, of: str) -> SuiteAnswers:
-    wrong, right = [one for one in greedy if not one.correct], [one for one in greedy if one.correct]
+    wrong = [one for one in greedy if one.correct is False]
+    right = [one for one in greedy if one.correct]
+    scored = [one for one in greedy if one.correct is None and one.reward is not None]
+    scored.sort(key=lambda one: one.reward or 0.0)
     shown_wrong, shown_right = spread(wrong, _WRONG), spread(right, _RIGHT)
-    texts = found.texts({*shown_wrong, *shown_right})
+    low, high = scored[: _WRONG // 2], scored[_WRONG // 2 :][-_RIGHT:]
+    texts = found.texts({*shown_wrong, *shown_right, *low, *high})
     return SuiteAnswers(
         stage=stage,
         suite=suite,
         of=of,
-        items=len(greedy),
+        items=len(wrong) + len(right),
         wrong=len(wrong),
         cut=sum(one.truncated for one in wrong),
         wrong_shown=tuple(shortened(texts[one.row]) for one in shown_wrong),
         right_shown=tuple(shortened(texts[one.row]) for one in shown_right),
+        scored=len(scored),
+        low_shown=tuple(shortened(texts[one.row]) for one in low),
+        high_shown=tuple(shortened(texts[one.row]) for one in reversed(high)),
     )
 
 
 def shortened(one: Response) -> Response:
     """With texts of a length that a page may be given."""
     extracted = None if one.extracted is None else one.extracted[:_CUT]
-    return Response(one.answered, one.prompt[:_CUT], one.answer[:_CUT], one.response[:_CUT], extracted)
+    return replace(
+        one, prompt=one.prompt[:_CUT], answer=one.answer[:_CUT], response=one.response[:_CUT], extracted=extracted
+    )

@@ -102,8 +102,8 @@ def _of(metric: str) -> str:
 def _suite(ours: Responses, theirs: Responses, suite: str, there: str, label: str) -> Changed:
     known = {one.item_id: one for one in ours.greedy(suite)}
     pairs = [(known[one.item_id], one) for one in theirs.greedy(there) if one.item_id in known]
-    won = [pair for pair in pairs if pair[1].correct and not pair[0].correct]
-    lost = [pair for pair in pairs if pair[0].correct and not pair[1].correct]
+    won = [pair for pair in pairs if _worth(pair[1]) > _worth(pair[0])]
+    lost = [pair for pair in pairs if _worth(pair[0]) > _worth(pair[1])]
     shown = [_spread(won), _spread(lost)]
     texts = ours.texts({mine for part in shown for mine, _ in part})
     answers = theirs.texts({one for part in shown for _, one in part})
@@ -111,6 +111,11 @@ def _suite(ours: Responses, theirs: Responses, suite: str, there: str, label: st
         tuple(ItemPair(shortened(texts[mine.row]), shortened(answers[one.row])) for mine, one in part) for part in shown
     )
     return Changed(label, suite, len(won), len(lost), won_shown, lost_shown)
+
+
+def _worth(one: Answered) -> float:
+    """Whether it is right; of an item without an answer what its reward says."""
+    return (one.reward or 0.0) if one.correct is None else float(one.correct)
 
 
 def _spread(pairs: Sequence[tuple[Answered, Answered]]) -> list[tuple[Answered, Answered]]:

@@ -17,6 +17,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.runspec import RunSpec, parse_run_spec
 
 STAGE = "evaluate"
+_REWARD = "reward"  # what it is called in that run
 _USUAL_TOKENS = 256  # of a response at most
 _SOURCE = Path("posttrain eval")  # what errors call the file that nobody wrote; relative paths start here
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9_-]+")
@@ -29,6 +30,7 @@ def submit_evaluation(
     *,
     settings: Mapping[str, Any],
     runtime: Mapping[str, Any],
+    reward: Mapping[str, Any] | None = None,
     seed: int = 0,
     again: bool = False,
 ) -> Run:
@@ -38,8 +40,9 @@ def submit_evaluation(
         model: a channel, run, run/stage, or a ref of run.yaml.
         suites: data sets: `heldout`, `dataset:heldout@1`, a path or a hub ref.
         settings: of every suite: `max_new_tokens` (None: 256, or half the context), `samples`, `temperature`,
-            `pass_at`, `extract`.
+            `pass_at`, `extract`, and with a reward `reward_range` and `reward_timeout`.
         runtime: `device`, `dtype`, `threads`.
+        reward: scores every response: `ref` (`right`, `reward:right@1`, a path, `MODULE:FUNCTION`), `entry`, `dialect`.
         again: another run of the same question.
 
     Raises:
@@ -48,8 +51,13 @@ def submit_evaluation(
     if settings.get("max_new_tokens") is None:
         settings = {**settings, "max_new_tokens": _room(workspace, model)}
     names = _suite_names(suites)
+    settings = {**settings, **({"reward": _REWARD} if reward else {})}
     stage = {"suites": {name: {"data": name, **settings} for name in names}, "runtime": dict(runtime)}
-    source = {"owner": workspace.actor.removeprefix("user:"), "seed": seed}
+    source: dict[str, Any] = {"owner": workspace.actor.removeprefix("user:"), "seed": seed}
+    if reward:
+        ref = str(reward["ref"])
+        named = NAME.fullmatch(ref) and not Path(ref).suffix
+        source["rewards"] = {_REWARD: {**reward, "ref": f"reward:{ref}" if named else ref}}
     spec = _spec(source, model_word(workspace, model), names, stage)
     return submit_planned(plan_spec(spec, workspace, _SOURCE), workspace, again=again, exact=True)
 

@@ -231,7 +231,9 @@ def _scores(manifest: Manifest, digest: str, rows: Mapping[str, StageRecord]) ->
     for stage in manifest.stages:
         if stage.kind != "evaluate" or rows[stage.name].inputs.get("model", {}).get("digest") != digest:
             continue
-        suites = {slot.removeprefix("suites."): ref.name for slot, ref in stage.inputs.items() if slot != "model"}
+        suites = {
+            slot.removeprefix("suites."): ref.name for slot, ref in stage.inputs.items() if slot.startswith("suites.")
+        }
         for metric, value in rows[stage.name].metrics.items():
             suite = metric.partition("/")[0]
             if suite in suites:

@@ -32,6 +32,7 @@ from posttrain.data.rows import Row, Rows, canonical_row, distinct_items, read_r
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, IntegrityError, WorkspaceError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.rewards import scored_slot
 from posttrain.domain.runspec import RunSpec
 from posttrain.execution.ports import RowNeeds
 from posttrain.store.atomic import make_folder, write_atomic
@@ -199,9 +200,9 @@ def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tup
                 yield f"rewards.{word}: {otherwise}"
             if used.unknown:
                 yield f"rewards.{word}: {used.unknown}"
-            elif "data" in stage.inputs and used.needs_columns:
-                data = stage.inputs["data"]
-                columns = {name for row in shelf.data(data, inputs["data"][1]) for name in row}
+            elif used.needs_columns and (rows := scored_slot(slot)) in stage.inputs:
+                data = stage.inputs[rows]
+                columns = {name for row in shelf.data(data, inputs[rows][1]) for name in row}
                 used.refuse_missing(columns, data.name)
 
 
@@ -239,7 +240,7 @@ def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> Non
     if needs.answer:
         check_answers(rows, name)
     if needs.distinct:
-        distinct_items(rows, name)
+        distinct_items(rows, name, whole=needs.whole)
     if needs.pairs:
         check_responses_differ(rows, name)
     if base.tokenizer and needs.pairs:

@@ -14,16 +14,16 @@ from posttrain.app.counting import registered_rows
 from posttrain.app.fitting import located, read_dataset
 from posttrain.app.workspace import Workspace
 from posttrain.control.cache import cache_key, usable
-from posttrain.control.deciding import CONTROL, measures
+from posttrain.control.deciding import ADDED, CONTROL, measures
 from posttrain.control.planning import Planned
-from posttrain.data.rows import Row, prompt_text
+from posttrain.data.rows import Row, has_answer, prompt_text
 from posttrain.decision.power import PowerNote, gate_power, unknown_power
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.gates import GateRule
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import RunState, StageState
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
-from posttrain.domain.measures import ItemRange
+from posttrain.domain.measures import ItemRange, compares
 from posttrain.domain.records import StageRecord
 from posttrain.domain.runspec import RunSpec
 from posttrain.planner.estimate import Estimate, Experience, Workload, comparable, estimate
@@ -51,6 +51,13 @@ class Dataset:
         """Of a suite: rows that repeat another count once. Rows that were not read are taken to be distinct."""
         return self.rows if self.read is None else len({prompt_text(row) for row in self.read})
 
+    @property
+    def answered(self) -> int | None:
+        """Of these the items with an answer to compare with."""
+        if self.read is None:
+            return self.rows
+        return len({prompt_text(row) for row in self.read if has_answer(row)})
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -62,11 +69,16 @@ class Outlook:
     least: Mapping[str, int]  # stage that will certainly compute → tokens it spends at the least
     power: tuple[PowerNote, ...]
     concerns: tuple[Concern, ...]
+    unanswered: tuple[str, ...] = ()  # suites whose rows are not all compared with an answer, in words
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """One line each."""
-        return (*(n.warning for n in self.power if n.warning), *(concern.warning for concern in self.concerns))
+        return (
+            *self.unanswered,
+            *(n.warning for n in self.power if n.warning),
+            *(concern.warning for concern in self.concerns),
+        )
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -103,7 +115,8 @@ def look_ahead(
     )
     power = tuple(_power(planned, datasets, empty))
     cached = {name: standing.record for name, standing in standings.items()}
-    return Outlook(datasets, cached, estimates, sure, power, tuple(c for c in concerns if c is not None))
+    known = tuple(c for c in concerns if c is not None)
+    return Outlook(datasets, cached, estimates, sure, power, known, tuple(_unanswered(planned, datasets)))
 
 
 def refuse_hopeless(manifest: Manifest, outlook: Outlook, source: Path) -> None:
@@ -321,13 +334,34 @@ def _power(planned: Planned, datasets: Mapping[str, Dataset], empty: bool) -> It
                 continue
             suite = stage.inputs[f"suites.{rule.metric.rpartition('/')[0]}"]
             data = datasets[str(suite.digest)]
-            if data.items is None:
+            items = data.answered if compares(rule.metric) else data.items
+            if data.items is None or items is None:
                 continue
-            note = _forecast(rule, data.items, possible, empty)
+            note = _forecast(rule, items, possible, empty)
+            if not items:
+                why = f"{rule.metric} compares with answers, and {suite.name} has none; gate the suite's reward"
+                note = replace(note, refusal=why)
             repeated = (data.rows or 0) - data.items
             if note.refusal and repeated > 0:
                 note = replace(note, refusal=f"{note.refusal} ({repeated} of {data.rows} rows repeat another)")
             yield note
+
+
+def _unanswered(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
+    """One line for every suite of a run file with rows that only a reward scores."""
+    for stage in planned.manifest.stages:
+        if stage.kind != "evaluate" or stage.name.startswith(ADDED):
+            continue
+        for slot, ref in dataset_slots(stage):
+            data, suite = datasets[str(ref.digest)], slot.removeprefix("suites.")
+            if data.items is None or data.answered is None or data.answered == data.items:
+                continue
+            names = [name for name in planned.contracts[stage.name].metrics if compares(name)]
+            mine = [name for name in names if name.rpartition("/")[0] == suite]
+            rest = f"of the other {data.answered} only" if data.answered else "not measured"
+            told = f"{', '.join(mine)} {'is' if len(mine) == 1 else 'are'} {rest}"
+            count = f"{data.items - data.answered} of {data.items} items of {ref.name}"
+            yield f"{stage.name}: {count} have no answer to compare with, so {told}"
 
 
 def _forecast(rule: GateRule, items: int, possible: ItemRange, empty: bool) -> PowerNote:

@@ -127,7 +127,9 @@ def evaluate(
     suites: Annotated[
         list[str],
         typer.Argument(
-            metavar="SUITE...", help="dataset:NAME or a file with answers.", autocompletion=lazily("datasets")
+            metavar="SUITE...",
+            help="dataset:NAME or a file with answers, or without where a reward scores.",
+            autocompletion=lazily("datasets"),
         ),
     ],
     max_new_tokens: MaxNewTokens = None,
@@ -136,6 +138,23 @@ def evaluate(
     pass_at: Annotated[list[int] | None, typer.Option("--pass-at", help="k, at most --samples; repeat it.")] = None,
     extract: Annotated[
         str | None, typer.Option(help="Regular expression; group 1 of its last match is the answer.")
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            help="Scores every response, and rows need no answer: reward:NAME, a Python file or MODULE:FUNCTION."
+        ),
+    ] = None,
+    entry: Annotated[str | None, typer.Option(help="Reward: the function, or FILE.py:FUNCTION.")] = None,
+    dialect: Annotated[
+        str | None, typer.Option(help="Reward: how it is called, when its parameters do not tell.")
+    ] = None,
+    reward_range: Annotated[
+        tuple[float, float] | None,
+        typer.Option(metavar="LOW HIGH", help="What a response may be worth: 0 1 by default; another value fails."),
+    ] = None,
+    reward_timeout: Annotated[
+        float | None, typer.Option(help="Reward: seconds for one batch of responses; 10 by default.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what was measured before.")] = False,
@@ -152,9 +171,17 @@ def evaluate(
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "samples": samples, "temperature": temperature}
     settings |= {"pass_at": pass_at} if pass_at else {}
     settings |= {"extract": extract} if extract is not None else {}
+    settings |= {"reward_range": list(reward_range)} if reward_range is not None else {}
+    settings |= {"reward_timeout": reward_timeout} if reward_timeout is not None else {}
+    called = {key: value for key, value in (("entry", entry), ("dialect", dialect)) if value is not None}
+    if reward is None and called:
+        raise InputError(f"eval: --{min(called)} is of a reward, and there is none; name it with --reward")
+    judge = {"ref": reward, **called} if reward is not None else None
     runtime = {"device": device, "dtype": dtype, "threads": threads}
     workspace = open_workspace()
-    handle = submit_evaluation(workspace, model, suites, settings=settings, runtime=runtime, seed=seed, again=again)
+    handle = submit_evaluation(
+        workspace, model, suites, settings=settings, runtime=runtime, reward=judge, seed=seed, again=again
+    )
     if output is Output.JSON:
         for warning in handle.warnings:
             aside(f"warning: {warning}")

@@ -198,6 +198,7 @@ def _metrics(subjects: Sequence[Subject]) -> dict[str, Measured]:
 
 def _cells(subjects: Sequence[Subject], metric: str, owner: Measured) -> tuple[Cell, ...]:
     first: Evidence | None = None
+    told = ""  # what the first is, where another may be measured by another reward
     cells = []
     for place, one in enumerate(subjects):
         held = one.measured(metric, owner)
@@ -210,9 +211,12 @@ def _cells(subjects: Sequence[Subject], metric: str, owner: Measured) -> tuple[C
         except InputError as error:
             cells.append(Cell(None, None, str(error)))
             continue
+        alike = held[0].identity(held[1])[1]
         if place == 0:
-            first = evidence
+            first, told = evidence, alike
             cells.append(Cell(value))
+        elif first is not None and alike != told:
+            cells.append(Cell(value, None, f"scored by another reward than {subjects[0].label}"))
         elif first is None:
             cells.append(Cell(value, None, f"{subjects[0].label} did not measure it"))
         else:

@@ -68,7 +68,7 @@ def _baseline(wiring: Wiring, inputs: Mapping[str, InputBlob], word: str) -> Bas
 
 def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:
     """What measured: code, parameters, and the suites' data."""
-    suites = {slot: ref.digest for slot, ref in stage.inputs.items() if slot != "model"}
+    suites = {slot: [ref.digest, ref.meta] for slot, ref in stage.inputs.items() if slot != "model"}
     return {"code": manifest.code[stage.trainer], "params": stage.params, "suites": suites}
 
 

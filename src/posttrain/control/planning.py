@@ -11,7 +11,7 @@ from posttrain.control.deciding import Decision
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, topological
 from posttrain.domain.passes import Passes, passes_of
-from posttrain.domain.rewards import AS_FOUND, Called
+from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
 from posttrain.domain.runspec import RunSpec, StageSpec
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.validation import nearest
@@ -164,7 +164,7 @@ class Resolver:
 
     def input(self, name: str, slot: str) -> InputRef:
         """One input of a stage, pinned."""
-        return self._input(f"stages.{name}.{slot.replace(':', '.')}", *self._contracts[name].inputs[slot])
+        return self._input(f"stages.{name}.{_place(slot)}", *self._contracts[name].inputs[slot])
 
     def _input(self, field: str, kind: str, word: str) -> InputRef:
         if kind == "model":
@@ -214,6 +214,14 @@ class Resolver:
             return self._resolve(kind, ref, called) if called else self._resolve(kind, ref)
         except InputError as error:
             raise type(error)(f"{self._source}: {field}: {error}") from error
+
+
+def _place(slot: str) -> str:
+    """Where in a stage a slot is written: `rewards.heldout:right` stands in `suites.heldout.reward.right`."""
+    head, _, part = slot.partition(":")
+    if head.startswith(JUDGES):
+        head = f"suites.{head.removeprefix(JUDGES)}.reward"
+    return f"{head}.{part}" if part else head
 
 
 def manifest_from_json(value: Mapping[str, Any]) -> Manifest:

@@ -6,8 +6,9 @@ Texts are read in batches and only those that were chosen are kept, so long resp
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from posttrain.domain.errors import IntegrityError
 
 _LIGHT = ("suite", "item_id", "kind", "sample_index", "correct", "truncated", "tokens")
 _TEXTS = ("prompt", "answer", "response", "extracted")
+_REWARD, _COMPONENTS = "reward", "components"  # the second as JSON
 _BATCH = 512  # rows
 
 
@@ -29,9 +31,10 @@ class Answered:
     item_id: str
     kind: str  # greedy | sample
     sample: int
-    correct: bool
+    correct: bool | None  # None: there is no answer to compare with
     truncated: bool
     tokens: int
+    reward: float | None = None  # None: the suite has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Response:
     answer: str  # what it is compared with
     response: str
     extracted: str | None  # what of the response was compared; None: nothing was found in it
+    components: Mapping[str, float] = field(default_factory=dict)  # of its reward
 
 
 class Responses:
@@ -63,10 +67,12 @@ class Responses:
             missing = [name for name in (*_LIGHT, *_TEXTS) if name not in self._file.schema_arrow.names]
             if missing:
                 raise ValueError(f"column {missing[0]} is missing")
-            columns = self._file.read(columns=list(_LIGHT)).to_pydict()
+            known = self._file.schema_arrow.names
+            self._scored = [name for name in (_REWARD, _COMPONENTS) if name in known]  # earlier versions had none
+            columns = self._file.read(columns=[*_LIGHT, *self._scored[:1]]).to_pydict()
         except (OSError, ValueError, pa.ArrowException) as error:
             raise IntegrityError(f"{source}: responses cannot be read: {error}; evaluate again") from error
-        rows = zip(*(columns[name] for name in _LIGHT), strict=True)
+        rows = zip(*columns.values(), strict=True)
         self.all: Sequence[Answered] = [Answered(place, *row) for place, row in enumerate(rows)]
 
     def greedy(self, suite: str) -> list[Answered]:
@@ -94,14 +100,17 @@ class Responses:
                     if row in wanted:
                         said: dict[str, Any] = {name: batch[name][row - start].as_py() for name in _TEXTS}
                         prompt, answer, response = (said[name] or "" for name in _TEXTS[:3])
-                        found[row] = Response(wanted[row], prompt, answer, response, said["extracted"])
+                        parts = batch[_COMPONENTS][row - start].as_py() if _COMPONENTS in self._scored else None
+                        found[row] = Response(
+                            wanted[row], prompt, answer, response, said["extracted"], json.loads(parts or "{}")
+                        )
         except (OSError, ValueError, pa.ArrowException) as error:
             raise IntegrityError(f"{self._source}: responses cannot be read: {error}; evaluate again") from error
         return found
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
         start = 0
-        for batch in self._file.iter_batches(batch_size=_BATCH, columns=list(_TEXTS)):
+        for batch in self._file.iter_batches(batch_size=_BATCH, columns=[*_TEXTS, *self._scored[1:]]):
             yield start, batch
             start += batch.num_rows
 

@@ -6,6 +6,7 @@ of this run measured it on the same suite; and whatever a gate compares with. No
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,14 @@ from posttrain.control.judging import read_evidence
 from posttrain.control.wiring import Wiring
 from posttrain.decision.gates import Evidence
 from posttrain.decision.intervals import CONFIDENCE, Estimate, Paired, estimate, paired
+from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.records import StageRecord
+from posttrain.domain.rewards import JUDGES
 
 EVALUATE = "evaluate"
+JUDGED = ("reward", "sampled_reward")  # metrics of a suite that its reward decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,21 @@ class Measured:
         """What makes it the same measurement in another evaluation: the suite's data, and the metric in it."""
         suite, _, quantity = metric.partition("/")
         data = self.stage.inputs.get(f"suites.{suite}")
-        return (data.digest or data.name if data else suite), quantity
+        judged = f" {self.judge(suite)}" if quantity in JUDGED else ""
+        return (data.digest or data.name if data else suite), f"{quantity}{judged}"
+
+    def judge(self, suite: str) -> str:
+        """Digest of what decides a suite's rewards: functions, weights and range; empty where it has none."""
+        params, own = self.stage.params.get("suites", {}).get(suite, {}), f"{JUDGES}{suite}"
+        slots = {slot: ref for slot, ref in self.stage.inputs.items() if re.split("[:/]", slot)[0] == own}
+        if not slots:
+            return ""
+        called = {
+            slot.removeprefix(own): [ref.digest, {k: v for k, v in ref.meta.items() if k != "source"}]
+            for slot, ref in slots.items()
+        }
+        weights = params.get("reward") if isinstance(params.get("reward"), Mapping) else None
+        return digest_json([called, weights, params.get("reward_range")])
 
 
 def run_scores(wiring: Wiring, manifest: Manifest, rows: Mapping[str, StageRecord]) -> Scores:

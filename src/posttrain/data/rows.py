@@ -212,7 +212,7 @@ def prompt_text(row: Mapping[str, Any]) -> str:
     return "\n".join(f"{message['role']}: {_content_text(message['content'])}" for message in prompt)
 
 
-def distinct_items(rows: Sequence[Row], name: str) -> list[Row]:
+def distinct_items(rows: Sequence[Row], name: str, *, whole: bool = False) -> list[Row]:
     """The rows of an evaluation suite without those that repeat an earlier prompt and its answer.
 
     A greedy answer to a repeated prompt is the same answer, so a gate must not count it twice: 20 rows ten times over
@@ -220,9 +220,10 @@ def distinct_items(rows: Sequence[Row], name: str) -> list[Row]:
 
     Args:
         name: how errors call the data set.
+        whole: a reward reads the rows, so one that repeats a prompt must repeat every column.
 
     Raises:
-        InputError: one prompt with two answers; names data set and rows (from 1).
+        InputError: one prompt with two answers, or with `whole` two of anything; names data set and rows (from 1).
     """
     first: dict[str, int] = {}
     for index, row in enumerate(rows):
@@ -231,6 +232,13 @@ def distinct_items(rows: Sequence[Row], name: str) -> list[Row]:
             raise InputError(
                 f"{name} row {index + 1} must have the answer of row {earlier + 1}, whose prompt it repeats, got"
                 f" another: no response can be right on both; drop one"
+            )
+        columns = sorted({*row, *rows[earlier]}) if whole else ()
+        other = next((column for column in columns if rows[earlier].get(column) != row.get(column)), None)
+        if other is not None:
+            raise InputError(
+                f"{name} row {index + 1} must have the {other} of row {earlier + 1}, whose prompt it repeats, got"
+                f" another: the reward reads it, and one prompt is one item; drop one"
             )
     return [rows[index] for index in first.values()]
 

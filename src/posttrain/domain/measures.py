@@ -38,6 +38,15 @@ RATE = ItemRange(0.0, 1.0, binary=True)  # an item is right or wrong
 SHARE = ItemRange(0.0, 1.0)  # a share of an item's samples
 
 
+_COMPARED = ("accuracy", "sampled_accuracy")
+
+
+def compares(metric: str) -> bool:
+    """Whether a metric of an evaluation compares responses with the rows' answers."""
+    quantity = metric.rpartition("/")[2]
+    return quantity in _COMPARED or quantity.startswith("pass@")
+
+
 def better(metric: str) -> Literal["higher", "lower"] | None:
     """Which way a metric of an evaluation improves; None where that is a matter of taste, as with lengths."""
     quantity = metric.partition("/")[2] or metric

@@ -54,6 +54,15 @@ class Called:
 AS_FOUND = Called()
 
 
+JUDGES = "rewards."  # before a suite's name: the slot of its reward
+
+
+def scored_slot(slot: str) -> str:
+    """The data set whose rows the reward of a slot reads: `data`, or a suite's."""
+    suite = slot.partition(":")[0]
+    return f"suites.{suite.removeprefix(JUDGES)}" if suite.startswith(JUDGES) else "data"
+
+
 def reward_slots(slot: str, reward: str | Mapping[str, float] | None) -> dict[str, tuple[str, str]]:
     """The inputs of a stage's reward: slot → ("reward", its name under `rewards`).
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from posttrain.domain.measures import RATE, SHARE, ItemRange
 from posttrain.domain.placement import Placement
-from posttrain.domain.rewards import reward_slots
+from posttrain.domain.rewards import JUDGES, reward_slots
 from posttrain.domain.runspec import Frozen
 from posttrain.domain.weights import Reward
 
@@ -29,6 +29,7 @@ Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Width = Annotated[int, Field(ge=1, le=10**7)]  # of a layer
 Few = Annotated[int, Field(ge=1, le=10**5)]  # layers, heads, threads, ranks
+Worth = Annotated[float, Field(ge=-1e9, le=1e9)]  # of a response to a reward
 Seconds = Annotated[float, Field(gt=0, le=MOST_TIMEOUT)]
 Temperature = Annotated[float, Field(gt=0, le=1000)]
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # a part of metrics' names
@@ -322,7 +323,7 @@ class RewardModelConfig(_TrainingConfig):
 
 
 class SuiteConfig(_Frozen):
-    """One evaluation suite: rows with a prompt and an answer (JSONL or Parquet)."""
+    """One evaluation suite: rows with a prompt and an answer, or with a prompt and a reward that scores responses."""
 
     data: Word
     extract: Extract = r"(?s)(.*)"
@@ -330,6 +331,19 @@ class SuiteConfig(_Frozen):
     temperature: Temperature = 1.0  # of the sampled responses
     pass_at: tuple[Positive, ...] = ()  # k values, each <= samples
     max_new_tokens: Tokens = 64
+    reward: Reward | None = None  # scores every response; then rows may be without an answer
+    reward_range: tuple[Worth, Worth] = (0.0, 1.0)  # the least and the most that a response may be worth
+    reward_timeout: Seconds = 10.0  # seconds for one batch of responses
+
+    @model_validator(mode="after")
+    def _rewards_have_a_range(self) -> SuiteConfig:
+        low, high = self.reward_range
+        if not low < high:
+            raise ValueError(f"reward_range must be the least and the greatest value, got [{low:g}, {high:g}]")
+        for name in ("reward_range", "reward_timeout"):
+            if self.reward is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs a reward, got one without; name the suite's reward")
+        return self
 
     @model_validator(mode="after")
     def _sampling_is_consumed(self) -> SuiteConfig:
@@ -340,12 +354,19 @@ class SuiteConfig(_Frozen):
                 raise ValueError(f"pass_at must be <= samples ({self.samples}), got {k}")
         return self
 
+    @property
+    def worth(self) -> ItemRange:
+        """What a response may be worth."""
+        return ItemRange(*self.reward_range)
+
     def metrics(self, suite: str) -> dict[str, ItemRange]:
         """Metric name → what one item can be. A response has at least its end, so one token."""
         ranges = {"accuracy": RATE, "response_tokens": ItemRange(1.0, self.max_new_tokens), "truncated": RATE}
         if self.samples:
             ranges["sampled_accuracy"] = SHARE
         ranges |= {f"pass@{k}": SHARE for k in self.pass_at}
+        if self.reward:
+            ranges |= dict.fromkeys(["reward", *(["sampled_reward"] if self.samples else [])], self.worth)
         return {f"{suite}/{name}": possible for name, possible in ranges.items()}
 
 
@@ -359,7 +380,10 @@ class EvaluateConfig(_Frozen):
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""
-        return {"model": ("model", self.model)} | {f"suites.{n}": ("dataset", s.data) for n, s in self.suites.items()}
+        slots = {"model": ("model", self.model)} | {f"suites.{n}": ("dataset", s.data) for n, s in self.suites.items()}
+        for name, suite in self.suites.items():
+            slots |= reward_slots(f"{JUDGES}{name}", suite.reward)
+        return slots
 
 
 class InitModelConfig(_Frozen):

@@ -75,6 +75,7 @@ class RowNeeds:
     reserve: int = 0  # tokens of the context kept free for a response
     answer: bool = False  # every row needs a reference answer
     distinct: bool = False  # rows are items that a gate counts: one prompt has one answer
+    whole: bool = False  # with distinct: one prompt has one row, since a reward reads all of it
     first: int | None = None  # only so many rows are used; None: all
 
 

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.data.rows import distinct_items, prompt_text, read_rows, repeated_rows
+from posttrain.data.rows import distinct_items, prompt_text, read_rows, repeated_rows, uniform
+from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import JobResult, Output, seconds_short
+from posttrain.domain.rewards import JUDGES
 from posttrain.engine.config import EvaluateConfig, InferenceRuntimeConfig
 from posttrain.jobs.entry import Job, failed, main
 from posttrain.jobs.pools import settled_device
+from posttrain.jobs.rewards import open_rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.engine.models.language_model import LanguageModel
-    from posttrain.engine.recipes.evaluate import Item, Meter, SuiteResult
+    from posttrain.engine.recipes.evaluate import Item, Judge, Meter, SuiteResult
     from posttrain.engine.rollout.port import RolloutEngine
 
 OUTPUTS = {"metrics": Output("outputs/metrics.parquet", "file"), "items": Output("outputs/items.parquet", "file")}
@@ -41,7 +45,8 @@ def body(job: Job) -> JobResult:
     for name, suite in config.suites.items():
         label = job.label(suite.data)
         written = read_rows(job.input(suite.data), name=label)
-        rows = distinct_items(written, label)
+        rows = distinct_items(written, label, whole=bool(suite.reward))
+        rows = uniform(rows) if suite.reward else rows
         if len(rows) < len(written):
             job.sink(Note(repeated_rows(label, len(written), len(rows)), time.time(), "warning"))
         texts = [prompt_text(row) for row in rows]
@@ -50,7 +55,9 @@ def body(job: Job) -> JobResult:
     late = seconds_short(order.seconds_allowance, order.seconds_declared)
     meter = Meter(order.token_allowance, job.deadline, job.meter, order.tokens_declared, late)
     try:
-        results = _answer(job, config, suites, open_rollout(model), tokenizer, meter)
+        with ExitStack() as stack:
+            judges = _judges(job, config, suites, stack)
+            results = _answer(job, config, suites, open_rollout(model), tokenizer, meter, judges)
     except Exception as error:
         return failed(error, meter.tokens)
     if results is None:
@@ -60,6 +67,26 @@ def body(job: Job) -> JobResult:
     return JobResult("succeeded", OUTPUTS, means | slower, meter.tokens)
 
 
+def _judges(
+    job: Job, config: EvaluateConfig, suites: Mapping[str, Sequence[Item]], stack: ExitStack
+) -> dict[str, Judge]:
+    """The rewards that score suites, each tried on its first items: a broken one costs no token.
+
+    Raises:
+        RewardError, InputError: see `open_rewards` and `RewardJudge.rehearse`.
+    """
+    from posttrain.engine.recipes.judging import RewardJudge
+
+    judges: dict[str, Judge] = {}
+    for name, suite in config.suites.items():
+        if suite.reward:
+            reward = open_rewards(job, f"{JUDGES}{name}", suite.reward, stack, timeout=suite.reward_timeout)
+            judge = RewardJudge(reward, name, suite.worth)
+            judge.rehearse(suites[name])
+            judges[name] = judge
+    return judges
+
+
 def _answer(
     job: Job,
     config: EvaluateConfig,
@@ -67,6 +94,7 @@ def _answer(
     rollout: RolloutEngine,
     tokenizer: PreTrainedTokenizerBase,
     meter: Meter,
+    judges: Mapping[str, Judge],
 ) -> list[SuiteResult] | None:
     """Answers to all suites; None when somebody asked for a stop."""
     from posttrain.engine.recipes.evaluate import evaluate_suite
@@ -83,7 +111,10 @@ def _answer(
     results = []
     for name, items in suites.items():
         suite, seed = config.suites[name], job.order.seed
-        result = evaluate_suite(name, suite, items, rollout, tokenizer, seed=seed, meter=meter, between=between)
+        judge = judges.get(name)
+        result = evaluate_suite(
+            name, suite, items, rollout, tokenizer, seed=seed, meter=meter, between=between, judge=judge
+        )
         if result is None:
             return None
         results.append(result)
@@ -105,7 +136,7 @@ def write_tables(results: Sequence[SuiteResult], folder: Path) -> dict[str, floa
                 raise InputError(f"metric {metric} is made by two suites; rename one")
             means[metric] = sum(values) / len(values)
             columns["metric"] += [metric] * len(values)
-            columns["item_id"] += [item.id for item in result.items]
+            columns["item_id"] += [item.id for item in result.items_of(metric)]
             columns["value"] += values
             for name in ("binary", "low", "high"):
                 columns[name] += [getattr(ranges[metric], name)] * len(values)
@@ -130,6 +161,8 @@ _ITEM_TYPES = {
     "tokens": "int32",
     "truncated": "bool",
     "logprob": "float64",
+    "reward": "float64",  # null where the suite has none
+    "components": "string",  # of the reward: a JSON map
 }
 
 
@@ -148,6 +181,8 @@ def _item_columns(results: Sequence[SuiteResult]) -> dict[str, list[Any]]:
         "tokens": [r.tokens for _, r in rows],
         "truncated": [r.truncated for _, r in rows],
         "logprob": [r.logprob for _, r in rows],
+        "reward": [r.reward for _, r in rows],
+        "components": [canonical_json(dict(r.components)).decode() if r.components else None for _, r in rows],
     }
 
 

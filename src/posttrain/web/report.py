@@ -86,11 +86,14 @@ class SuiteAnswers:
     stage: str
     suite: str
     of: str  # whose answers
-    items: int
+    items: int  # with an answer to compare with
     wrong: int
     cut: int  # of the wrong ones, how many met the limit of tokens
     wrong_shown: tuple[Response, ...]
     right_shown: tuple[Response, ...]
+    scored: int = 0  # items without an answer, which only a reward scored
+    low_shown: tuple[Response, ...] = ()  # of these the least first
+    high_shown: tuple[Response, ...] = ()  # the greatest first
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,23 +8,26 @@ others.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.jobs import tokens_short
+from posttrain.domain.measures import compares
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.batch import Trajectory
 from posttrain.engine.config import SuiteConfig
 from posttrain.engine.models.chat import decode_response, encode_prompts
 from posttrain.engine.recipes.answers import Extractor, is_correct, reference_answer
+from posttrain.engine.rewards.port import Score
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 
 _ROWS_PER_CALL = 512  # responses between two looks at budget and stop orders
@@ -37,7 +40,8 @@ class Item:
     id: str
     text: str
     prompt: tuple[int, ...]
-    answer: str
+    answer: str | None  # None: nothing to compare with, so a reward scores it
+    row: Mapping[str, Any] = field(default_factory=dict)  # what a reward reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,21 @@ class Response:
     sample: int  # 0 for greedy
     text: str
     extracted: str | None
-    correct: bool
+    correct: bool | None  # None: of an item without an answer
     tokens: int
     truncated: bool  # the limit came before the end of sequence
     logprob: float  # of the whole response, under the sampling temperature
+    reward: float | None = None  # None: the suite has none
+    components: Mapping[str, float] = field(default_factory=dict)  # of the reward
+
+
+class Judge(Protocol):
+    """Scores responses to items."""
+
+    def __call__(
+        self, items: Sequence[Item], texts: Sequence[str], trajectories: Sequence[Trajectory]
+    ) -> Sequence[Score]:
+        """One score per response; the arguments are parallel."""
 
 
 @dataclass(slots=True)
@@ -102,20 +117,32 @@ class SuiteResult:
     items: Sequence[Item]
     responses: Sequence[Response] = field(repr=False)
 
+    def items_of(self, metric: str) -> Sequence[Item]:
+        """Those that have a value of a metric: what compares with an answer has none where there is none."""
+        return [item for item in self.items if item.answer is not None] if compares(metric) else self.items
+
     def metrics(self) -> dict[str, list[float]]:
-        """Metric name → one value per item, in the order of `items`; the names of `SuiteConfig.metrics`."""
+        """Metric name → one value for each of `items_of(name)`; the names of `SuiteConfig.metrics`, but for those that
+        no item has.
+        """
         greedy = [r for r in self.responses if r.kind == "greedy"]
         values = {
-            "accuracy": [float(r.correct) for r in greedy],
+            "accuracy": [float(r.correct) for r in greedy if r.correct is not None],
             "response_tokens": [float(r.tokens) for r in greedy],
             "truncated": [float(r.truncated) for r in greedy],
+            "reward": [r.reward for r in greedy if r.reward is not None],
         }
-        n = self.config.samples
+        n, sampled = self.config.samples, [r for r in self.responses if r.kind == "sample"]
         if n:
-            hits = Counter(r.item.id for r in self.responses if r.kind == "sample" and r.correct)
-            values["sampled_accuracy"] = [hits[item.id] / n for item in self.items]
-            values |= {f"pass@{k}": [pass_at_k(n, hits[i.id], k) for i in self.items] for k in self.config.pass_at}
-        return {f"{self.suite}/{name}": column for name, column in values.items()}
+            hits, asked = Counter(r.item.id for r in sampled if r.correct), self.items_of("accuracy")
+            values["sampled_accuracy"] = [hits[item.id] / n for item in asked]
+            values |= {f"pass@{k}": [pass_at_k(n, hits[i.id], k) for i in asked] for k in self.config.pass_at}
+            worth: dict[str, list[float]] = {}
+            for response in sampled:
+                if response.reward is not None:
+                    worth.setdefault(response.item.id, []).append(response.reward)
+            values["sampled_reward"] = [_mean(worth[item.id]) for item in self.items if item.id in worth]
+        return {f"{self.suite}/{name}": column for name, column in values.items() if column}
 
 
 def suite_items(
@@ -136,14 +163,17 @@ def suite_items(
         context: the model's context length, tokens.
 
     Raises:
-        InputError: a row without a usable answer, a prompt that does not fit the context with its response, or a row
-            that repeats another.
+        InputError: a row without a usable answer, where no reward scores; a prompt that does not fit the context with
+            its response, or a row that repeats another.
     """
-    answers = [reference_answer(row, name, number) for number, row in enumerate(rows, start=1)]
+    answers = [
+        None if config.reward and not isinstance(row.get("answer"), str) else reference_answer(row, name, number)
+        for number, row in enumerate(rows, start=1)
+    ]
     prompts = encode_prompts(tokenizer, rows, name=name, limit=context, reserve=config.max_new_tokens)
     items = [
-        Item(digest_json({"prompt": text, "answer": answer}), text, prompt, answer)
-        for answer, text, prompt in zip(answers, texts, prompts, strict=True)
+        Item(digest_json({"prompt": text, "answer": answer}), text, prompt, answer, row)
+        for answer, text, prompt, row in zip(answers, texts, prompts, rows, strict=True)
     ]
     twice = next((row for row, count in Counter(item.id for item in items).items() if count > 1), None)
     if twice is not None:
@@ -161,6 +191,7 @@ def evaluate_suite(
     seed: int,
     meter: Meter,
     between: Callable[[int], bool] = lambda _: True,
+    judge: Judge | None = None,
 ) -> SuiteResult | None:
     """Answer every item: greedily once, then `config.samples` times by sampling.
 
@@ -168,6 +199,7 @@ def evaluate_suite(
         seed: the stage's seed.
         meter: refuses what could exceed the budget, and counts what is spent.
         between: called after every batch with the number of responses it gave; False stops.
+        judge: scores every response, batch by batch.
 
     Returns:
         None when it was stopped.
@@ -190,10 +222,24 @@ def evaluate_suite(
             keys = [derive_seed(0, item.id) for item in chunk]
             found = rollout.generate([i.prompt for i in chunk], samples=samples, sampling=sampling, prompt_keys=keys)
             meter.add(read + sum(len(t.tokens) for t in found))
-            responses += [read_back(chunk[t.prompt_index], kind, t) for t in found]
+            said = [read_back(chunk[t.prompt_index], kind, t) for t in found]
+            responses += _judged(said, found, judge) if judge else said
             if not between(len(found)):
                 return None
     return SuiteResult(suite, config, items, responses)
+
+
+def _judged(responses: Sequence[Response], trajectories: Sequence[Trajectory], judge: Judge) -> list[Response]:
+    scores = judge([r.item for r in responses], [r.text for r in responses], trajectories)
+    return [
+        replace(response, reward=score.score, components=score.components)
+        for response, score in zip(responses, scores, strict=True)
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean, which rounding must not take beyond the least and the greatest value: a range is declared for it."""
+    return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +258,7 @@ class _Reader:
             sample=trajectory.sample_index,
             text=text,
             extracted=extracted,
-            correct=is_correct(extracted, item.answer),
+            correct=None if item.answer is None else is_correct(extracted, item.answer),
             tokens=len(trajectory.tokens),
             truncated=trajectory.truncated,
             logprob=float(sum(trajectory.logprobs)),

@@ -19,6 +19,7 @@ from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
 from posttrain.domain.measures import ItemRange
+from posttrain.domain.rewards import JUDGES
 from posttrain.domain.validation import explain, unknown_kind
 from posttrain.engine.config import (
     STAGE_CONFIGS,
@@ -158,7 +159,7 @@ def _name_by_slot(config: StageConfig) -> dict[str, Any]:
         first, _, rest = slot.partition(".")
         if kind == "reward":
             if ":" not in slot:  # of several with weights the names tell them apart, also in metrics
-                params[slot] = slot
+                (params["suites"][rest] if slot.startswith(JUDGES) else params)["reward"] = slot
         elif rest:
             params[first][rest]["data"] = slot
         elif isinstance(params[first], dict):
@@ -179,7 +180,7 @@ def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
         return {"data": RowNeeds(learn=True, max_length=config.max_length)}
     if isinstance(config, EvaluateConfig):
         return {
-            f"suites.{n}": RowNeeds(reserve=s.max_new_tokens, answer=True, distinct=True)
+            f"suites.{n}": RowNeeds(reserve=s.max_new_tokens, answer=not s.reward, distinct=True, whole=bool(s.reward))
             for n, s in config.suites.items()
         }
     if isinstance(config, RewardModelConfig):

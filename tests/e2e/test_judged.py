@@ -1,0 +1,70 @@
+"""`posttrain eval MODEL SUITE --reward …` as a user does it: rows without answers, scores, comparison, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from workbench import Workbench
+
+from posttrain.app.workspace import init_workspace
+from posttrain.engine.config import InitModelConfig
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+RULES = (
+    "def digits(completion):\n    return sum(map(str.isdigit, completion)) / max(1, len(completion))\n\n\n"
+    "def brief(solution_str, ground_truth):\n    return 1 / (1 + len(solution_str))\n\n\n"
+    "def much(completion):\n    return 3.0\n"
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Workbench:
+    workspace = init_workspace(tmp_path)
+    config = InitModelConfig(hidden_size=16, intermediate_size=16, layers=1, context_length=64)
+    tokenizer = character_tokenizer(config.characters)
+    initial_model(config, tokenizer, seed=1).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    workspace.catalog.add_model(tmp_path / "model", "tiny")
+    workspace.close()
+    rows = [{"prompt": f"Q: sort {i}"} for i in range(40)]
+    (tmp_path / "open.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rules.py").write_text(RULES)
+    return Workbench(tmp_path)
+
+
+def test_a_model_is_measured_by_a_reward(home: Workbench) -> None:
+    asked = ("eval", "model:tiny", "./open.jsonl", "--max-new-tokens", "8", "-o", "json")
+    first = home.run(*asked, "--reward", "rules.py", "--entry", "digits", "--samples", "2")
+    assert set(first.json["scores"]) == {
+        f"evaluate/open/{name}" for name in ("reward", "sampled_reward", "response_tokens", "truncated")
+    }
+    assert "40 of 40 items of path:open.jsonl have no answer to compare with" in first.err
+    rows = home.run("get", first.json["run"], "-o", "json").json["scores"]["rows"]
+    score = next(row for row in rows if row["metric"] == "open/reward")
+    assert score["value"] == pytest.approx(first.json["scores"]["evaluate/open/reward"])
+    assert 0 <= score["low"] <= score["value"] <= score["high"] <= 1
+    other = home.run(*asked, "--reward", "rules.py", "--entry", "brief", "--dialect", "verl")
+    compared = home.run("compare", first.json["run"], other.json["run"], "-o", "json").json
+    cell = next(row for row in compared["metrics"] if row["metric"] == "open/reward")["values"]["B"]
+    assert (cell["difference"], cell["unpaired"]) == (None, "scored by another reward than A")
+    home.run(*asked[:-2], "--reward", "rules.py", "--entry", "digits", "--samples", "2")  # attaches, and reports
+    page = (home.root / "runs" / first.json["run"] / "report.html").read_text()
+    assert "40 greedy answers are scored by the suite's reward alone" in page
+    assert "lowest rewards: " in page
+
+
+def test_what_cannot_be_measured_is_one_line(home: Workbench) -> None:
+    asked = ("eval", "model:tiny", "./open.jsonl", "--max-new-tokens", "8")
+    assert (
+        "rules.py has no function 'digit' (did you mean 'digits'?)"
+        in home.run(*asked, "--reward", "rules.py", "--entry", "digit", code=2).error
+    )
+    assert "--entry is of a reward, and there is none" in home.run(*asked, "--entry", "digits", code=2).error
+    assert "must have an answer" in home.run(*asked, code=2).error
+    failed = home.run(*asked, "--reward", "rules.py", "--entry", "much", "-o", "json", code=2)
+    assert "must be worth 0 to 1 (reward_range), got 3 for" in failed.err
+    done = home.run(*asked, "--reward", "rules.py", "--entry", "much", "--reward-range", "0", "5", "-o", "json")
+    assert done.json["scores"]["evaluate/open/reward"] == 3.0
