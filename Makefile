@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demos dist test fast slow fuzz ray ecosystem browser mutants bench levels lint types contracts format setup clean gpu
+.PHONY: demo demos dist test fast slow fuzz ray ecosystem site browser mutants bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -31,8 +31,12 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
-$(VENV)/.browser: $(VENV)/.dev
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,browser]'
+$(VENV)/.browser: $(VENV)/.docs
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,docs,browser]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	@touch $@
 
 # verifiers 0.1 and 0.4 are different libraries of one name: the older one lies in a folder of its own, without what it
@@ -72,7 +76,11 @@ ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets; trackers
 	$(BIN)/python -m pytest -m ecosystem --timeout 3000
 
-browser: $(VENV)/.browser ## report, comparison and trace in a real Chromium; screenshots in .screenshots/
+site: $(VENV)/.docs ## the documentation as a site in .site/, made anew; a broken link ends it
+	rm -rf .site && $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c handbook -d .site/.doctrees docs .site
+	@echo "open .site/index.html"
+
+browser: $(VENV)/.browser ## report, comparison, trace and the site in a real Chromium; screenshots in .screenshots/
 	@for name in "$$CHROMIUM" chromium chromium-browser google-chrome; do command -v "$$name" >/dev/null && exit; done; \
 	  echo "make browser needs Chromium: apt-get install -y chromium (or set CHROMIUM=/path/to/it)" >&2; exit 1
 	$(BIN)/python -m pytest -m browser tests/browser
@@ -104,4 +112,4 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .demo .site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

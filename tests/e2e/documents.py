@@ -33,7 +33,7 @@ def commands() -> Iterator[Command]:
     for page in PAGES:
         fenced = False
         for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
-            if line.startswith("```"):
+            if line.lstrip().startswith("```"):
                 fenced = not fenced
             elif fenced:
                 found = [line[2:]] if line.startswith("$ ") else []

@@ -1,0 +1,48 @@
+"""The names that `import posttrain` offers as a page, from their docstrings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import posttrain
+from handbook.comments import summary
+
+
+def page() -> str:
+    """The whole reference in Markdown."""
+    named = [(name, getattr(posttrain, name)) for name in posttrain.__all__ if not name.startswith("_")]
+    functions = [_function(name, value) for name, value in named if inspect.isfunction(value)]
+    return "\n\n".join([*functions, *(_class(name, value) for name, value in named if inspect.isclass(value))])
+
+
+def members(owner: type) -> Iterator[tuple[str, Any]]:
+    """Public methods and properties that a class defines itself, in the order of its source."""
+    for name, value in vars(owner).items():
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+            yield name, value
+
+
+def _function(name: str, value: Any) -> str:
+    return f"## {name}\n\n```python\nposttrain.{name}{_signature(value)}\n```\n\n{summary(value)}"
+
+
+def _class(name: str, owner: type) -> str:
+    rows = [
+        f"| `{one}{_signature(value) if inspect.isfunction(value) else ''}` | {_told(value)} |"
+        for one, value in members(owner)
+    ]
+    table = ["", "| member | |", "|---|---|", *rows] if rows else []
+    return "\n".join([f"## {name}\n\n{summary(owner)}", *table])
+
+
+def _told(value: Any) -> str:
+    return summary(value).replace("|", "\\|")
+
+
+def _signature(value: Any) -> str:
+    """Arguments and defaults; types stand in the source."""
+    signature = inspect.signature(value)
+    kept = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values() if p.name != "self"]
+    return str(signature.replace(parameters=kept, return_annotation=inspect.Signature.empty))

@@ -1,0 +1,72 @@
+"""Every field of run.yaml as a page, from the models that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from handbook.comments import comment, summary
+from handbook.meanings import meaning
+from handbook.types import anchor, default, described, models
+from posttrain.domain.gates import GateRule
+from posttrain.domain.runspec import Budget, ReleaseSpec, RewardUse, RunSpec, StageSpec
+from posttrain.engine.config import STAGE_CONFIGS
+
+_PLACES = {
+    RunSpec: "The file",
+    RewardUse: "rewards.NAME",
+    StageSpec: "stages.NAME",
+    GateRule: "gates[]",
+    Budget: "budget",
+    ReleaseSpec: "release",
+}
+_FLATTENED = {(StageSpec, "params")}  # written beside `kind`: the tables of the kinds
+
+
+def documented() -> dict[str, type[BaseModel]]:
+    """Title → model of every section of the page, in its order."""
+    found: dict[str, type[BaseModel]] = {title: model for model, title in _PLACES.items()}
+    found |= {f"kind: {kind}": config for kind, config in STAGE_CONFIGS.items()}
+    waiting = list(found.values())
+    for model in waiting:
+        for field in model.model_fields.values():
+            for inner in models(field.annotation):
+                if inner not in waiting:
+                    waiting.append(inner)
+                    found[_parts(inner)] = inner
+    return found
+
+
+def page() -> str:
+    """The whole reference in Markdown."""
+    return "\n\n".join(_section(title, model) for title, model in documented().items())
+
+
+def rows(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
+    """Field, type with bounds, default, meaning."""
+    for name, info in model.model_fields.items():
+        if (model, name) not in _FLATTENED:
+            word = info.alias or name
+            yield word, described(info), default(info), comment(model, name) or meaning(model.__name__, word)
+
+
+def _parts(model: type[BaseModel]) -> str:
+    """`optimizer (OptimizerConfig)`: two parts of one name differ by their model."""
+    users = {
+        field.alias or name
+        for config in (*_PLACES, *STAGE_CONFIGS.values())
+        for name, field in config.model_fields.items()
+        if model in models(field.annotation)
+    }
+    return f"{', '.join(sorted(users)) or 'resources of a role'}: {model.__name__}"
+
+
+def _section(title: str, model: type[BaseModel]) -> str:
+    head = f"({anchor(model)})=\n\n## {title}\n\n{summary(model)}"
+    table = ["| field | value | default | meaning |", "|---|---|---|---|"]
+    table += [
+        f"| `{name}` | {kind} | {usual} | {said.replace('|', chr(92) + '|')} |"
+        for name, kind, usual, said in rows(model)
+    ]
+    return f"{head}\n\n" + "\n".join(table)

@@ -1,0 +1,77 @@
+"""What fields mean whose name says most of it: where the source has no comment beside them, this stands on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# field, or Model.field where one name means several things → one line
+MEANINGS: Mapping[str, str] = {
+    "RunSpec.name": "the run's id is NAME-<8 digits of the manifest's digest>",
+    "owner": "who answers for it; recorded",
+    "RunSpec.seed": "every random number is derived from it; `--seed` replaces it",
+    "RunSpec.data": "name in this file → ref: `dataset:NAME@VERSION`, a path, `hf:…`",
+    "rewards": "name in this file → a ref, or a map with what its code gets besides",
+    "stages": "name → stage; `base`, `gate`, `release` and `baseline-…` are reserved",
+    "gates": "all must pass before anything is released; they need a release",
+    "budget": "hard limits of the run",
+    "RunSpec.release": "where the model goes; needs at least one gate",
+    "StageSpec.kind": "one of the kinds below, whose fields stand beside it",
+    "StageSpec.trainer": "what computes it",
+    "at_most": "in units of the metric",
+    "ReleaseSpec.channel": "the channel that is moved",
+    "ReleaseSpec.model": "the stage whose model the gates judge and the channel gets",
+    "model": "what it starts from: `base`, or a stage of this file that makes a model",
+    "EvaluateConfig.model": "what is measured: `base`, or a stage of this file that makes a model",
+    "data": "a name of `data:`",
+    "reward": "a name of `rewards:`",
+    "PPOConfig.reward_model": "a stage of that kind; exactly one of it and `reward` is given",
+    "steps": "rounds of the recipe; for `sft` and `reward_model` optimiser steps",
+    "prompts_per_step": "prompts that a step samples responses to",
+    "max_new_tokens": "tokens of a response at most",
+    "temperature": "of sampling; 1 is the policy's own distribution",
+    "clip_low": "the ratio's lower bound is 1 - this",
+    "clip_high": "the ratio's upper bound is 1 + this",
+    "probe": "a small measurement every so many steps, for the curve",
+    "trace": "whose samples are recorded whole",
+    "optimizer": "AdamW, its rate and its schedule",
+    "runtime": "device, types, checkpoints",
+    "placement": "`collocated`, or which role runs in which pool",
+    "advantage": "`grpo`: by the group's mean and spread; `dr_grpo`: by its mean; `rloo`: by the mean of the others",
+    "aggregation": "losses are averaged over all tokens, over responses each by its length, or by `max_new_tokens`",
+    "kl": "a penalty for leaving the starting policy; none: no reference is loaded",
+    "PPOConfig.kl": "a penalty for leaving the starting policy; null: no reference is loaded",
+    "gae": "how advantages come from values",
+    "critic": "the value model's optimiser, clip and warm-up",
+    "suites": "name → suite; the name is the first part of its metrics",
+    "learning_rate": "the peak, after the warm-up",
+    "betas": "AdamW's decays of first and second moment",
+    "schedule": "of the rate, over the steps after the warm-up",
+    "final_ratio": "where the schedule ends, as a share of the peak",
+    "max_grad_norm": "a longer gradient is scaled down to it",
+    "device": "auto: cuda where there is one",
+    "coefficient": "weight of the penalty",
+    "place": "taken off the reward of every token, or added to the loss",
+    "ProbeConfig.data": "a name of `data:`; its rows need answers",
+    "items": "rows that are answered, the first so many",
+    "extract": "group 1 of its last match in the response is compared with the row's answer",
+    "SuiteConfig.data": "a name of `data:`; its rows need prompt and answer",
+    "policy": "its pool; roles that are not mentioned live here",
+    "Placement.critic": "its pool, or whose it shares",
+    "reference": "its pool, or whose it shares",
+    "Placement.reward_model": "its pool, or whose it shares",
+    "rollout": "its pool, or whose it shares",
+    "gpus": "of the whole pool, dealt out evenly to its ranks",
+    "with": "another role, in whose pool this one lives; stands alone",
+    "architecture": "whose modelling code of transformers it is",
+    "hidden_size": "width of the residual stream; a multiple of `heads`",
+    "intermediate_size": "width of the MLP",
+    "layers": "transformer layers",
+    "heads": "attention heads; a multiple of `kv_heads`",
+    "kv_heads": "heads of keys and values",
+    "context_length": "tokens of prompt and response together",
+}
+
+
+def meaning(model: str, field: str) -> str:
+    """The line for a field of a model; empty where there is none."""
+    return MEANINGS.get(f"{model}.{field}") or MEANINGS.get(field, "")

@@ -1,0 +1,52 @@
+"""What the site does to a page before it is rendered; on disk a page stays plain Markdown.
+
+A line `<!-- made by handbook.NAME -->` becomes what `handbook.NAME.page()` returns, so that no copy of the reference
+can grow stale. A Mermaid state diagram becomes a table, which needs no script. A link to a folder outside docs/ becomes
+text.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MADE = re.compile(r"^<!-- made by handbook\.(\w+) -->$", re.MULTILINE)
+_DIAGRAM = re.compile(r"^```mermaid\nstateDiagram-v2\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[([^\]\n]+)\]\(((?:\.\./)+[^)\s#]+)\)")
+
+
+def woven(text: str, folder: Path) -> str:
+    """A page as it is rendered.
+
+    Args:
+        text: its Markdown.
+        folder: where it lies.
+    """
+    text = MADE.sub(lambda found: import_module(f"handbook.{found[1]}").page(), text)
+    text = _DIAGRAM.sub(lambda found: _table(found[1]), text)
+    return _LINK.sub(lambda found: found[1] if (folder / found[2]).is_dir() else found[0], text)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Sphinx calls this."""
+    app.connect("source-read", _read)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _read(app: Any, name: str, source: list[str]) -> None:
+    source[0] = woven(source[0], Path(app.env.doc2path(name)).parent)
+
+
+def _table(diagram: str) -> str:
+    onward: dict[str, list[str]] = {}
+    for state, following in re.findall(r"^ +(\S+) --> (\S+)$", diagram, re.MULTILINE):
+        onward.setdefault(state, []).append(following)
+    named = {"[*]": "*begins as*"}
+    rows = [
+        f"| {named.get(state, state)} | {', '.join(found).replace('[*]', '*ends*')} |"
+        for state, found in onward.items()
+    ]
+    return "\n".join(["| state | goes on to |", "|---|---|", *rows])

@@ -1,0 +1,218 @@
+"""Every block of code in README and docs is what it says: run files are planned, rewards score, commands parse.
+
+What a reader types is run in tests/e2e (test_doc_commands.py, test_from_trl.py); here every block is looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+from cli_world import RUN, World, make_world
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+from documents import ROOT, fences
+from pages import Block, blocks
+
+from posttrain.cli.main import app
+from posttrain.data.assets import inspect_reward
+from posttrain.domain.runspec import RunSpec, parse_run_spec
+from posttrain.engine.config import InitModelConfig, stage_config
+from posttrain.engine.rewards.port import RewardCall
+from posttrain.engine.rewards.process import open_reward
+
+YAML = list(blocks("yaml"))
+PYTHON = list(blocks("python"))
+SHELL = [block for block in blocks("bash") if "<<" not in block.text]  # with files in it: run whole, end to end
+REWARDS = [
+    block for block in PYTHON if re.search(r"^def (compute_)?score\(|^def \w+\(completions", block.text, re.MULTILINE)
+]
+KNOWN = {"yaml", "python", "bash", "sh", "text", "mermaid"}
+
+
+def test_every_block_says_its_language() -> None:
+    pages = {page for block in blocks(*KNOWN) for page in [block.page]}
+    assert len(YAML) > 10
+    assert len(PYTHON) > 8
+    assert len(SHELL) > 8
+    for page in sorted(pages):
+        marks = re.findall(r"^ *```(\S*)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert {mark for mark in marks[::2] if not mark.startswith("{")} <= KNOWN | {""}, page
+
+
+# --- YAML -------------------------------------------------------------------------------------------------------------
+
+
+def merged(part: dict[str, Any]) -> dict[str, Any]:
+    """A run file that has these keys; what a page leaves out, and what it writes as `…`, is a small run's."""
+    run: dict[str, Any] = yaml.safe_load(RUN)
+    if any(stage.get("kind") == "evaluate" for stage in part.get("stages", {}).values() if stage):
+        del run["stages"]["evaluate"]
+    for key, value in part.items():
+        if value in ({"…": None}, ["…"]):
+            continue
+        run[key] = {**run[key], **value} if isinstance(run.get(key), dict) and isinstance(value, dict) else value
+    return run
+
+
+def parts(block: Block) -> Iterator[dict[str, Any]]:
+    """The maps of a block; one in which a key stands several times shows as many ways to write it."""
+    keys = re.findall(r"^(\w+):", block.text, re.MULTILINE)
+    if len(set(keys)) < len(keys):
+        assert len(set(keys)) == 1
+        yield from (yaml.safe_load(line) for line in block.text.splitlines())
+    else:
+        yield yaml.safe_load(block.text)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A workspace with every asset and file that the pages name."""
+    world = make_world(tmp_path, monkeypatch)
+    world.prepare()
+    world.ok("asset", "add", "dataset:sort-train", "train.jsonl")
+    world.ok("asset", "add", "dataset:sort-heldout", "heldout.jsonl")
+    world.ok("asset", "add", "model:tiny-sort", "base")
+    for name in ("exact", "judge"):
+        world.ok("asset", "add", f"reward:{name}", "reward.py")
+    world.write("words.txt", "yes")
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "a.txt").write_text("no")
+    return world
+
+
+def check(part: dict[str, Any], world: World) -> None:
+    """Read a part of a run file, with a small run around it, as `plan` does."""
+    assert set(part) <= set(RunSpec.model_fields), "it is no part of a run file"
+    run = merged(part)
+    spec = parse_run_spec(run, "run.yaml")
+    for stage in spec.stages.values():
+        stage_config(stage.kind, stage.params)
+    uses = [use for one in spec.rewards.values() for use in (one if isinstance(one, tuple | list) else [one])]
+    packages = {str(use.ref).split(".")[0] for use in uses if re.match(r"\w+\.[\w.]+:\w+$", str(use.ref))}
+    if all(importlib.util.find_spec(name) for name in packages):
+        world.write("run.yaml", yaml.safe_dump(run, sort_keys=False))
+        planned = world.ok("plan", "run.yaml")
+        assert all(name in planned for name in spec.stages)
+
+
+@pytest.mark.parametrize("block", YAML, ids=str)
+def test_every_yaml_block_is_planned(block: Block, world: World) -> None:
+    for part in parts(block):
+        if block.file == "model.yaml":
+            InitModelConfig.model_validate(part)
+        elif "placement" not in part:  # of a stage; test_docs_run_yaml validates each
+            check(part, world)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"stages": {"grpo": {"kind": "grpo", "data": "train", "reward": "exact", "steps": 3, "lr": 1.0}}},
+        {"gates": [{"name": "a", "metric": "heldout/accuracy", "at_least": 90}]},
+        {"data": {"train": "dataset:nobody"}},
+        {"stage": {}},
+    ],
+)
+def test_a_block_that_cannot_be_planned_is_noticed(part: dict[str, Any], world: World) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        check(part, world)
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_every_python_block_compiles(block: Block) -> None:
+    ast.parse(block.text, str(block))
+
+
+@pytest.mark.parametrize("block", REWARDS, ids=str)
+def test_every_reward_scores(block: Block, tmp_path: Path) -> None:
+    tree = ast.parse(block.text)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    source = "\n".join(ast.unparse(node) for node in functions)  # of a training script only the reward
+    path = tmp_path / "reward.py"
+    path.write_text(source)
+    meta = inspect_reward(path, functions[0].name)
+    chat = [{"role": "user", "content": "6 times 7 ="}]
+    row = {"prompt": chat if "'content'" in source else "6 times 7 =", "answer": "42", "ground_truth": "42", "level": 2}
+    row |= {"info": {}, "task": "", "data_source": "x"}
+    given = RewardCall(["6 times 7 ="] * 2, ["42", "no idea"], [row] * 2, [(1,)] * 2, [(1, 2)] * 2)
+    reward = open_reward(path, meta["entry"], timeout=300.0, dialect=meta["dialect"])
+    try:
+        scored = reward.score(given)
+    finally:
+        reward.close()
+    assert [score.status for score in scored] == ["ok", "ok"], scored
+    assert all(isinstance(score.score, float) for score in scored)
+
+
+def test_the_rewards_of_all_pages_are_found() -> None:
+    assert {block.page for block in REWARDS} >= {
+        f"docs/howto/{name}.md" for name in ("from-trl", "from-verl", "from-verifiers", "reward")
+    }
+
+
+# --- shell ------------------------------------------------------------------------------------------------------------
+
+
+def typed(block: Block) -> list[list[str]]:
+    """The commands of a block, as words."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def parse(words: list[str]) -> None:
+    """Hold a command against the command line's own parser; nothing is run."""
+    command = typer.main.get_command(app)
+    rest = words[1:]
+    while hasattr(command, "commands"):
+        assert rest, words
+        assert rest[0] in command.commands, f"{' '.join(words)}: no such verb"
+        command = command.commands[rest.pop(0)]
+    command.make_context(" ".join(words), rest).close()
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_every_command_of_a_shell_block_is_one_that_there_is(block: Block) -> None:
+    commands = typed(block)
+    assert commands
+    for words in commands:
+        if words[0] == "posttrain":
+            parse(words)
+        else:
+            assert words[:2] in (["git", "clone"], ["pip", "install"]), f"{block}: {' '.join(words)}: no test knows it"
+
+
+@pytest.mark.parametrize(
+    "text", ["posttrain ship", "posttrain run", "posttrain plan run.yaml --fast", "posttrain asset"]
+)
+def test_a_command_that_there_is_not_is_noticed(text: str) -> None:
+    with pytest.raises(BaseException):  # noqa: B017, PT011 - the parser's own usage error
+        parse(shlex.split(text))
+
+
+def test_the_first_run_of_the_site_is_the_readmes() -> None:
+    """Which is run end to end in tests/e2e/test_doc_commands.py."""
+    (block,) = fences(ROOT / "README.md", "bash")
+    assert fences(ROOT / "docs" / "get-started.md", "bash") == [block]
+
+
+def test_what_init_says_of_the_verl_script_stands_on_its_page(world: World) -> None:
+    page = ROOT / "docs" / "howto" / "from-verl.md"
+    (script,) = fences(page, "sh")
+    world.write("run_verl.sh", script)
+    (world.root / "run.yaml").unlink()
+    said = world.ok("init", "--from", "verl", "run_verl.sh")
+    (shown,) = fences(page, "text")
+    assert said.partition("\n")[2] == shown

@@ -1,0 +1,153 @@
+"""The generated pages have every field, verb, option, exit code and state that there is, with its default and meaning.
+
+What they are held against is found in another way than the pages are made: JSON schemas, and what `--help` prints.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from handbook import api, codes, fields, verbs
+from handbook.meanings import MEANINGS
+from handbook.weaving import woven
+from typer.testing import CliRunner
+
+import posttrain
+from posttrain.cli.main import app
+from posttrain.domain import errors
+from posttrain.domain.lifecycle import TABLES
+from posttrain.domain.runspec import RunSpec
+from posttrain.engine.config import STAGE_CONFIGS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def schemas() -> dict[str, dict[str, Any]]:
+    """Model → its properties, of everything that run.yaml is made of."""
+    found: dict[str, dict[str, Any]] = {}
+    for model in (RunSpec, *STAGE_CONFIGS.values()):
+        schema = model.model_json_schema(mode="validation")
+        for name, part in {**schema.get("$defs", {}), model.__name__: schema}.items():
+            if "properties" in part:
+                found[name] = {"properties": part["properties"], "required": part.get("required", [])}
+    return found
+
+
+@cache
+def sections() -> dict[str, dict[str, list[str]]]:
+    """Model → field → the cells beside it, as the page has them."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for part in re.split(r"^\(fields-", fields.page(), flags=re.MULTILINE)[1:]:
+        rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", part, re.MULTILINE)
+        found[part.partition(")")[0]] = {name: re.split(r" (?<!\\)\| ?", cells) for name, cells in rows}
+    return found
+
+
+@pytest.mark.parametrize("model", schemas())
+def test_every_field_of_the_models_is_on_the_page_and_no_other(model: str) -> None:
+    shown, known = sections()[model.lower()], schemas()[model]
+    assert set(shown) == set(known["properties"]) - ({"params"} if model == "StageSpec" else set())
+    for name, cells in shown.items():
+        written, property_ = cells[1], known["properties"][name]
+        assert (written == "required") == (name in known["required"]), name
+        usual = property_.get("default")
+        if isinstance(usual, str | int | float) and not isinstance(usual, bool):
+            assert written.strip("`").replace("\\n", "\n") in (str(usual), f"{usual!r}".replace("e-0", ".0e-")), name
+
+
+@pytest.mark.parametrize("model", schemas())
+def test_every_field_is_explained(model: str) -> None:
+    silent = [name for name, cells in sections()[model.lower()].items() if not cells[2].strip()]
+    assert not silent, f"{model}: write a comment beside {', '.join(silent)}"
+
+
+def test_no_meaning_is_kept_for_a_field_that_is_gone() -> None:
+    known = {f"{model}.{name}" for model, schema in schemas().items() for name in schema["properties"]}
+    known |= {key.partition(".")[2] for key in known}
+    assert set(MEANINGS) <= known
+
+
+def test_bounds_and_choices_are_those_of_the_models() -> None:
+    shown = sections()
+    assert shown["grpoconfig"]["group_size"][:2] == ["whole number, ≥ 2, ≤ 10⁶", "`8`"]
+    assert shown["grpoconfig"]["advantage"][0] == "`grpo` · `dr_grpo` · `rloo`"
+    assert shown["optimizerconfig"]["learning_rate"][:2] == ["number, > 0, ≤ 1", "`1.0e-5`"]
+    assert shown["budget"]["tokens"][0].startswith("whole number (`5000000`, `5e6`), ≥ 1, < 2⁵³")
+    assert shown["runtimeconfig"]["micro_batch_tokens"][:2] == ["whole number, ≥ 1, ≤ 10⁹ or `auto`", "`auto`"]
+    assert "[OptimizerConfig](#fields-optimizerconfig)" in shown["sftconfig"]["optimizer"][0]
+
+
+@cache
+def helps() -> dict[str, str]:
+    """ "asset add" → what `posttrain asset add --help` prints, in one line."""
+    found, waiting = {}, [([], typer.main.get_command(app))]
+    for words, command in waiting:
+        children = getattr(command, "commands", {})
+        waiting += [([*words, name], child) for name, child in children.items()]
+        if not children:
+            shown = CliRunner().invoke(app, [*words, "--help"], terminal_width=1000)
+            found[" ".join(words)] = " ".join(shown.output.split())
+    return found
+
+
+def test_every_verb_is_on_the_page() -> None:
+    assert set(re.findall(r"^## posttrain (.+)$", verbs.page(), re.MULTILINE)) == set(helps())
+
+
+@pytest.mark.parametrize("verb", sorted(helps()))
+def test_every_option_and_its_text_is_on_the_page(verb: str) -> None:
+    section = re.split(r"^## ", verbs.page().split(f"## posttrain {verb}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+    printed = helps()[verb]
+    switches = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", printed.partition("Options:")[2])) - {"--help"}
+    rows = re.findall(r"^\| (.+?) \| .* \| (.*) \|$", section, re.MULTILINE)[1:]
+    assert switches <= set(re.findall(r"--[a-z][a-z-]+", " ".join(words for words, _ in rows)))
+    for words, told in rows:
+        assert re.sub(r"\\(?=\|)", "", told) in printed, words
+    assert section.strip().partition("\n\n")[0] in printed
+
+
+def test_every_exit_code_failure_verdict_and_state_is_on_the_page() -> None:
+    text = codes.page()
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.PosttrainError) and kind is not errors.PosttrainError:
+            assert re.search(rf"^\| {kind.exit_code} \|.*`{kind.__name__}`", text, re.MULTILINE), kind
+    assert {0, 1, 130, 141} <= set(codes.exit_codes())
+    for failure in errors.FailureClass:
+        assert f"| `{failure.value}` | {failure.error.exit_code} |" in text
+    for table in TABLES.values():
+        for state, onward in table.items():
+            row = f"| `{state}` | {', '.join(f'`{name}`' for name in sorted(onward)) or 'nothing: final'} |"
+            assert row in text
+
+
+def test_every_public_name_of_the_package_is_on_the_page() -> None:
+    shown = set(re.findall(r"^## (\w+)$", api.page(), re.MULTILINE))
+    assert shown == {name for name in posttrain.__all__ if not name.startswith("_")}
+
+
+def test_the_pages_are_the_same_at_every_build() -> None:
+    names = "api, codes, fields, picture, verbs"
+    command = [sys.executable, "-c", f"from handbook import {names}; print(*[made.page() for made in ({names})])"]
+    made = [
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True)
+        for seed in ("1", "2")
+    ]
+    assert made[0].stdout == made[1].stdout
+    assert len(made[0].stdout) > 20_000
+
+
+def test_a_diagram_becomes_a_table_and_a_folder_no_link() -> None:
+    diagram = "```mermaid\nstateDiagram-v2\n    [*] --> a\n    a --> b\n    a --> c\n    c --> [*]\n```\n"
+    shown = woven(f"{diagram}[roles/](../src/posttrain/engine/roles)", ROOT / "docs")
+    assert "| a | b, c |" in shown
+    assert "| c | *ends* |" in shown
+    assert shown.endswith("\nroles/")
