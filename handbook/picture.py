@@ -116,7 +116,7 @@ def _stages(top: int) -> Iterator[str]:
     lines = [
         "M 68 15 H 90",
         "M 150 15 H 172",
-        "M 148 59 H 172",
+        "M 124 59 H 172",
         "M 256 15 H 284 V 32 H 308",
         "M 256 59 H 284 V 42 H 308",
     ]
