@@ -69,7 +69,7 @@ def parts(block: Block) -> Iterator[dict[str, Any]]:
     keys = re.findall(r"^(\w+):", block.text, re.MULTILINE)
     if len(set(keys)) < len(keys):
         assert len(set(keys)) == 1
-        yield from (yaml.safe_load(line) for line in block.text.splitlines())
+        yield from (yaml.safe_load(way) for way in re.split(rf"^(?={keys[0]}:)", block.text, flags=re.MULTILINE) if way)
     else:
         yield yaml.safe_load(block.text)
 
@@ -99,6 +99,7 @@ def check(part: dict[str, Any], world: World) -> None:
         stage_config(stage.kind, stage.params)
     uses = [use for one in spec.rewards.values() for use in (one if isinstance(one, tuple | list) else [one])]
     packages = {str(use.ref).split(".")[0] for use in uses if re.match(r"\w+\.[\w.]+:\w+$", str(use.ref))}
+    packages |= {name for name in spec.trackers.chosen() if name not in ("csv", "parquet")} if spec.trackers else set()
     if all(importlib.util.find_spec(name) for name in packages):
         world.write("run.yaml", yaml.safe_dump(run, sort_keys=False))
         planned = world.ok("plan", "run.yaml")
