@@ -41,8 +41,8 @@ def test_the_report_shows_what_came_of_the_run(shown: tuple[World, str]) -> None
         "grpo: responses while it trained", "step 1: 3 of the 3", "step 1500: 3 of the 3", "exact 2", "reward: error",
         "evaluate: answers to heldout (stage grpo)", "4 of 200 greedy answers are wrong",
         "base-eval: answers to heldout", "180 of 200 greedy answers are wrong", "Q: sort 1199", "nothing", "(empty)",
-        "Time and throughput", "rollout 500 ms 63 %", "Hyperparameters", "prompts_per_step", "dataset:heldout@1",
-        "Budget", "150,420", "Lineage",
+        "Time, throughput and memory", "rollout 500 ms 63 %", "2200 MiB", "704 MiB", "Hyperparameters",
+        "prompts_per_step", "dataset:heldout@1", "Budget", "150,420", "Lineage",
     ):  # fmt: skip
         assert words in text, words
     assert text.index("evaluate: answers") < text.index("base-eval: answers"), "the released model's first"

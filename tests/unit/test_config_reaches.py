@@ -24,6 +24,7 @@ from posttrain.domain.facts import Metric
 from posttrain.domain.jobs import InputBlob, JobOrder
 from posttrain.domain.placement import Placement
 from posttrain.engine.config import STAGE_CONFIGS, stage_config
+from posttrain.engine.controller import CONTROLLER_METRICS
 from posttrain.engine.rewards.port import RewardCall
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.execution.trainers.native import NativeTrainer
@@ -323,7 +324,7 @@ def _digest(folder: AttemptFolder) -> str:
     result = folder.read_result()
     assert result is not None
     told = [
-        {name: value for name, value in fact.values.items() if name != "tokens_per_second"}
+        {name: value for name, value in fact.values.items() if name not in CONTROLLER_METRICS}
         for fact in folder.facts()[0]
         if isinstance(fact, Metric)
     ]

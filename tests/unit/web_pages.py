@@ -46,7 +46,16 @@ def rich_train(folder: AttemptFolder, order: JobOrder) -> None:
             reward = {"reward/mean": 0.5 + 0.3 * step / steps + 0.02 * noise, "reward/std": 0.3, "reward/stderr": 0.02}
             sampled = {**extra, **reward, "response_tokens/mean": 12 + noise, f"own/{SAID[:40]}": noise}
             sink(
-                Metric(step, {**learned, **(sampled if grpo else {}), "tokens_per_second": 900 + 10 * noise}, at + step)
+                Metric(
+                    step,
+                    {
+                        **learned,
+                        **(sampled if grpo else {}),
+                        "tokens_per_second": 900 + 10 * noise,
+                        "memory/peak_resident_mib": 700.0 + step,
+                    },
+                    at + step,
+                )
             )
             if grpo and step % 100 == 0:
                 sink(Metric(step, {"probe/accuracy": step / steps}, at + step))

@@ -182,6 +182,8 @@ def _system_rows(watcher: RunWatcher, status: RunStatus) -> Iterator[SystemRow]:
             step_seconds=statistics.median(step.seconds for step in steps) if steps else None,
             steps=len(steps),
             phases=tuple(_phase(name, steps, whole) for name in names),
+            resident=max(seen.curves.get("memory/peak_resident_mib", {}).values(), default=None),
+            allocated=max(seen.curves.get("memory/peak_allocated_mib", {}).values(), default=None),
         )
 
 

@@ -29,11 +29,12 @@ from posttrain.domain.errors import BudgetExceededError, IntegrityError
 from posttrain.domain.facts import FactSink, Metric, Note, Progress
 from posttrain.domain.jobs import seconds_short, tokens_short
 from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.memory import peak_memory
 from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
 from posttrain.engine.weights.checkpoint import TrainState, begin_checkpoint, commit_checkpoint, read_state
 from posttrain.engine.weights.view import PolicyVersion
 
-CONTROLLER_METRICS = ("tokens_per_second",)
+CONTROLLER_METRICS = ("tokens_per_second", "memory/peak_resident_mib", "memory/peak_allocated_mib")
 
 
 class Order(Enum):
@@ -151,7 +152,7 @@ class Controller:
         self._step += 1
         self._serve()
         speed = report.tokens / max(time.perf_counter() - started, 1e-9)
-        self._report(report, {"tokens_per_second": speed})
+        self._report(report, {"tokens_per_second": speed, **peak_memory()})
         self.sink(Progress(self._step, self.recipe.steps, self.recipe.phase, self.tokens, time.time()))
 
     def _serve(self) -> None:

@@ -35,6 +35,7 @@ OUTPUTS = {"metrics": Output("outputs/metrics.parquet", "file"), "items": Output
 
 def body(job: Job) -> JobResult:
     """Evaluate every suite, write both tables, answer with the means."""
+    from posttrain.engine.memory import peak_memory
     from posttrain.engine.recipes.evaluate import Meter, suite_items
     from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 
@@ -63,7 +64,7 @@ def body(job: Job) -> JobResult:
     if results is None:
         return JobResult("stopped", tokens=meter.tokens)
     means = write_tables(results, job.folder / "outputs")
-    job.sink(Metric(0, means, time.time()))
+    job.sink(Metric(0, {**means, **peak_memory()}, time.time()))
     return JobResult("succeeded", OUTPUTS, means | slower, meter.tokens)
 
 

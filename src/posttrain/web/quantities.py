@@ -38,6 +38,8 @@ WORDS = {
     "critic/loss": "critic: loss",
     "critic/grad_norm": "critic: gradient norm, before clipping",
     "tokens_per_second": "tokens per second",
+    "memory/peak_resident_mib": "most memory of the job's process so far, MiB",
+    "memory/peak_allocated_mib": "most memory of its CUDA device so far, MiB",
     COMPONENTS: "mean of each component of the reward",
 }
 _COMPONENT = re.compile(r"reward/(.+)/mean", re.DOTALL)

@@ -117,6 +117,8 @@ class SystemRow:
     step_seconds: float | None  # the median
     steps: int  # that the times are of
     phases: tuple[tuple[str, float, float], ...]  # hand-off, median seconds, share of the time
+    resident: float | None = None  # MiB that the job's process took at the most; None: it said nothing
+    allocated: float | None = None  # MiB of its CUDA device; None: it had none
 
 
 @dataclass(frozen=True, slots=True)
