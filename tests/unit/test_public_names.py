@@ -18,14 +18,15 @@ COMMANDS = {
     "init": ["--from", "--rewards", "--tracker", "[DIR]"],
     "demo": ["--seed", "--task", "--workspace"],
     "examples": ["--output", "--to", "-o", "[NAME]"],
-    "plan": ["--output", "--seed", "-o", "RUN.yaml"],
-    "lock": ["--out", "--output", "--seed", "-o", "RUN.yaml"],
-    "run": ["--again", "--seed", "--timeout", "RUN.yaml"],
+    "plan": ["--output", "--seed", "--set", "-o", "RUN.yaml"],
+    "lock": ["--out", "--output", "--seed", "--set", "-o", "RUN.yaml"],
+    "run": ["--again", "--seed", "--set", "--timeout", "RUN.yaml"],
     "ls": ["--limit", "--output", "-o"],
     "get": ["--output", "--report", "--timeout", "--watch", "-o", "RUN|CHANNEL"],
     "logs": ["--follow", "--output", "--timeout", "-f", "-o", "[STAGE]", "run"],
     "why": ["--output", "-o", "run"],
     "diff": ["--output", "-o", "A", "B"],
+    "sweep": ["--better", "--dry-run", "--metric", "--output", "--seeds", "--set", "-o", "RUN.yaml"],
     "compare": ["--html", "--output", "-o", "A B [C …]"],
     "attach": ["--timeout", "run"],
     "stop": ["run"],
@@ -93,7 +94,7 @@ def test_verbs_and_options_are_frozen() -> None:
 def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
-    verbs = "init demo examples plan lock run ls get logs why diff compare attach stop retry"
+    verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry"
     verbs += " sample eval export promote rollback lineage verify trace track asset doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
@@ -109,6 +110,7 @@ def test_every_reading_command_speaks_json() -> None:
         "why",
         "diff",
         "compare",
+        "sweep",
         "sample",
         "eval",
         "export",

@@ -22,6 +22,7 @@ from posttrain.data.contamination import contamination
 from posttrain.data.rows import demonstrations, repeated_rows
 from posttrain.decision.power import PowerNote
 from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.domain.overrides import Setting
 from posttrain.domain.passes import Passes
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.runspec import RunSpec, load_run_spec
@@ -88,14 +89,14 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
     return {**plain, "pools": placed, "residency": asdict(stage.residency) if stage.residency else None}
 
 
-def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None) -> PlanView:
+def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
     """Validate a run file and look ahead.
 
     Raises:
         InputError: naming file, field, constraint and value.
     """
     refuse_lock(path)
-    spec = load_run_spec(path)
+    spec = load_run_spec(path, setting)
     planned = resolve_spec(spec, workspace, path, seed=seed)
     existing = workspace.ledger.runs(manifest_digest=planned.manifest.digest)
     ahead = look_ahead(planned, spec, workspace, path)

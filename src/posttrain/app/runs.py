@@ -26,6 +26,7 @@ from posttrain.decision.releases import release_states
 from posttrain.domain.errors import InputError
 from posttrain.domain.lifecycle import ReleaseState, RunState
 from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.domain.overrides import Setting
 from posttrain.domain.records import ReleaseEntry, RunRecord
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
@@ -164,18 +165,21 @@ class Channel:
         return verify(self.workspace.wiring, self.lineage())
 
 
-def plan(path: str | Path, workspace: Workspace | None = None, *, seed: int | None = None) -> Planned:
+def plan(
+    path: str | Path, workspace: Workspace | None = None, *, seed: int | None = None, setting: Setting = ()
+) -> Planned:
     """Validate a run file and resolve it to a manifest. Writes nothing.
 
     Args:
         seed: instead of the file's.
+        setting: values in the place of the file's.
 
     Raises:
         InputError: naming file, field, constraint and value.
     """
     at, source = workspace or open_workspace(), Path(path)
     refuse_lock(source)
-    return plan_spec(load_run_spec(source), at, source, seed=seed)
+    return plan_spec(load_run_spec(source, setting), at, source, seed=seed)
 
 
 def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | None = None) -> Planned:
@@ -268,19 +272,26 @@ def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
 
 
 def submit(
-    path: str | Path, *, again: bool = False, workspace: Workspace | None = None, seed: int | None = None
+    path: str | Path,
+    *,
+    again: bool = False,
+    workspace: Workspace | None = None,
+    seed: int | None = None,
+    setting: Setting = (),
 ) -> Run:
     """Record a run of a run file or of a locked manifest; one that was submitted before attaches to its run.
 
     Nothing computes until somebody drives the run: `run.wait()`, or `posttrain run` in any terminal.
 
     Raises:
-        InputError: as `plan` and `read_lock`; a seed for a manifest that is locked already.
+        InputError: as `plan` and `read_lock`; a seed or a setting for a manifest that is locked already.
     """
     at, source = workspace or open_workspace(), Path(path)
     if is_lock(source) and seed is not None:
         raise InputError(f"{path}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
-    planned = read_lock(source, at) if is_lock(source) else plan(source, at, seed=seed)
+    if is_lock(source) and setting:
+        raise InputError(f"{path}: --set cannot change a locked manifest, got {setting[0][0]}; lock the run file anew")
+    planned = read_lock(source, at) if is_lock(source) else plan(source, at, seed=seed, setting=setting)
     return submit_planned(planned, at, again=again, exact=is_lock(source))
 
 

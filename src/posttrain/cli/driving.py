@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import ago, console, digest, duration, say
-from posttrain.cli.plans import SeedOption
+from posttrain.cli.console import Output, ago, console, digest, duration, say
+from posttrain.cli.plans import SeedOption, SetOption, changes
 from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.domain.overrides import single
 
 if TYPE_CHECKING:
     from posttrain.app.runs import Run
     from posttrain.app.status import RunStatus
     from posttrain.app.workspace import Workspace
+    from posttrain.domain.records import RunRecord
 
 DETACHED = 130
 RunArgument = Annotated[
@@ -52,15 +56,16 @@ def run(
     ] = False,
     timeout: TimeoutOption = None,
     seed: SeedOption = None,
+    sets: SetOption = None,
 ) -> None:
     """Submit a run and drive it to its end. One submitted before is attached to; the exit code is the outcome."""
     from posttrain.app.runs import submit
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
-    handle = submit(file, again=again, workspace=workspace, seed=seed)
+    handle = submit(file, again=again, workspace=workspace, seed=seed, setting=single(sets or ()))
     greet(handle, again=" (--again starts another)")
-    drive(workspace, handle, timeout, f"posttrain run {file}" + (f" --seed {seed}" if seed is not None else ""))
+    drive(workspace, handle, timeout, f"posttrain run {file}{changes(seed, sets)}")
 
 
 def attach(run: RunArgument, timeout: TimeoutOption = None) -> None:
@@ -134,6 +139,18 @@ def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: st
     if error:  # its line says the reason and the next action
         raise error
     console().print(*run_footer(status), sep="\n")
+
+
+@contextmanager
+def open_quietly(workspace: Workspace, run_id: str, output: Output) -> Iterator[Callable[[RunRecord], None]]:
+    """The display of a driven run; none where the output is for programs."""
+    from posttrain.cli.live import open_display
+
+    if output is Output.JSON:
+        yield lambda _: None
+        return
+    with open_display(workspace, run_id) as display:
+        yield display
 
 
 def greet(handle: Run, again: str = "") -> None:

@@ -21,7 +21,20 @@ import typer
 from typer.core import TyperGroup
 
 from posttrain._version import __version__
-from posttrain.cli import assets, compare, demo, driving, models, plans, releases, runs, trace, tracking, workspace
+from posttrain.cli import (
+    assets,
+    compare,
+    demo,
+    driving,
+    models,
+    plans,
+    releases,
+    runs,
+    sweep,
+    trace,
+    tracking,
+    workspace,
+)
 from posttrain.cli.console import aside, harmless
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError
 from posttrain.store.atomic import unwritable
@@ -32,7 +45,7 @@ _ROOT = Path(__file__).parents[1]
 _LONGEST = 900  # characters of an error
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
-    *("init", "demo", "examples", "plan", "lock", "run", "ls", "get", "logs", "why", "diff"),
+    *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
     *("compare", "attach", "stop", "retry"),
     *("sample", "eval", "export", "promote", "rollback", "lineage", "verify", "trace", "track", "asset", "doctor"),
 ]
@@ -133,7 +146,7 @@ def options(
     """Declare a post-training run once; train, judge, ship, roll back."""
 
 
-for room in (workspace, demo, plans, driving, runs, compare, models, releases, trace, tracking):
+for room in (workspace, demo, plans, driving, sweep, runs, compare, models, releases, trace, tracking):
     room.register(app)
 app.add_typer(assets.app, name="asset")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +10,21 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.console import Output, OutputOption, console, emit_json, say
+from posttrain.domain.overrides import single
 
 FileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run file.")]
 SeedOption = Annotated[int | None, typer.Option(help="Instead of the file's seed.")]
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Instead of the file's, e.g. grpo.steps=100; repeat it."),
+]
+
+
+def changes(seed: int | None, sets: Sequence[str] | None) -> str:
+    """The options that change a run file, as typed."""
+    words = [f"--seed {seed}"] if seed is not None else []
+    return "".join(f" {word}" for word in (*words, *(f"--set {shlex.quote(one)}" for one in sets or ())))
 
 
 def register(app: typer.Typer) -> None:
@@ -20,13 +33,15 @@ def register(app: typer.Typer) -> None:
         app.command(command.__name__)(command)
 
 
-def plan(file: FileArgument, seed: SeedOption = None, output: OutputOption = Output.TEXT) -> None:
+def plan(
+    file: FileArgument, seed: SeedOption = None, sets: SetOption = None, output: OutputOption = Output.TEXT
+) -> None:
     """Validate a run file; show stages, cache, cost, power. Writes nothing."""
     from posttrain.app.planning import view_plan
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
-    view = view_plan(file, workspace, seed=seed)
+    view = view_plan(file, workspace, seed=seed, setting=single(sets or ()))
     workspace.close()
     if output is Output.JSON:
         emit_json(view.to_json())
@@ -38,8 +53,7 @@ def plan(file: FileArgument, seed: SeedOption = None, output: OutputOption = Out
     for line in plan_lines(view):
         screen.print(line)
     if not view.existing:
-        command = f"posttrain run {file}" + (f" --seed {seed}" if seed is not None else "")
-        say(f"next:     {_first(view.changes, command)}")
+        say(f"next:     {_first(view.changes, f'posttrain run {file}{changes(seed, sets)}')}")
 
 
 def lock(
@@ -48,6 +62,7 @@ def lock(
         Path | None, typer.Option(help="A name ending in .lock.json; by default RUN.lock.json beside the run file.")
     ] = None,
     seed: SeedOption = None,
+    sets: SetOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write the immutable manifest. The SHA-256 of the file is the run's identity."""
@@ -56,7 +71,7 @@ def lock(
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
-    planned = runs.plan(file, workspace, seed=seed)
+    planned = runs.plan(file, workspace, seed=seed, setting=single(sets or ()))
     manifest = planned.manifest
     workspace.close()
     path = out or lock_path(file)

@@ -29,6 +29,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateRule
+from posttrain.domain.overrides import Setting, overridden, setting_words
 from posttrain.domain.rewards import AUTO, DIALECTS, Called
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.validation import explain, nearest, refuse_truth_values
@@ -194,13 +195,17 @@ class RunSpec(Frozen):
         return self
 
 
-def load_run_spec(path: Path) -> RunSpec:
+def load_run_spec(path: Path, setting: Setting = ()) -> RunSpec:
     """Read and validate a `run.yaml`.
+
+    Args:
+        setting: values in the place of its own.
 
     Raises:
         InputError: no such file, not YAML, an unknown key (with the nearest known one), a value out of range.
     """
-    return parse_run_spec(read_yaml(path), str(path))
+    source = str(path) + (f" with {setting_words(setting)}" if setting else "")
+    return parse_run_spec(overridden(read_yaml(path), setting), source)
 
 
 def parse_run_spec(raw: Any, source: str) -> RunSpec:

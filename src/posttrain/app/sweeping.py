@@ -1,0 +1,175 @@
+"""A sweep: one run file under several settings and seeds, each point a run like any other.
+
+A sweep is no object of the ledger. Its points are the runs that its words name, so the same command attaches to them,
+goes on where a kill left it, and shows the table of what is there; stages that two points share are computed once, by
+the stage cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from posttrain.app.locks import refuse_lock
+from posttrain.app.runs import MAX_SEED, Run, plan_spec, submit_planned
+from posttrain.app.workspace import Workspace
+from posttrain.control.planning import Planned
+from posttrain.control.sweeping import metric_direction, rank_runs, swept_metric
+from posttrain.decision.ranking import Ranking
+from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.domain.overrides import Override, Setting, setting_words, settings
+from posttrain.domain.records import RunRecord
+from posttrain.domain.runspec import RunSpec, load_run_spec
+from posttrain.domain.seeds import derive_seed
+
+MOST_RUNS = 1000
+_KEPT = "a sweep ships nothing: release and gates of the file are left out; ship what you choose with posttrain run"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run of a sweep."""
+
+    place: int  # of its setting
+    setting: Setting
+    seed: int
+    planned: Planned
+
+
+@dataclass(slots=True)
+class Sweep:
+    """All points, by setting and then seed, and how they are ranked."""
+
+    source: Path
+    points: tuple[Point, ...]
+    metric: str
+    better: str  # higher | lower
+    released: str | None  # the stage whose model the file releases
+    notes: tuple[str, ...]
+    runs: dict[tuple[int, int], str] = field(default_factory=dict)  # (place, seed) → run id, of those submitted
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """Each once, in order."""
+        return tuple({point.place: point.setting for point in self.points}.values())
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Each once, in order."""
+        return tuple(dict.fromkeys(point.seed for point in self.points))
+
+    def submit(self, point: Point, workspace: Workspace) -> Run:
+        """The run of a point: a new one, or the one that exists."""
+        handle = submit_planned(point.planned, workspace)
+        self.runs[point.place, point.seed] = handle.id
+        return handle
+
+    def ranking(self, workspace: Workspace) -> tuple[Ranking, tuple[str, ...]]:
+        """The settings, ranked by what was measured so far; and what could not be read."""
+        runs = [
+            {seed: self.runs[place, seed] for seed in self.seeds if (place, seed) in self.runs}
+            for place in range(len(self.settings))
+        ]
+        return rank_runs(workspace.wiring, runs, self.released, self.metric, self.better)
+
+
+def plan_sweep(
+    source: Path,
+    workspace: Workspace,
+    overrides: Sequence[Override],
+    *,
+    seeds: int = 1,
+    metric: str | None = None,
+    better: str | None = None,
+    planned: Callable[[int, int], None] = lambda done, total: None,
+) -> Sweep:
+    """Resolve every point of a sweep. Writes nothing; one point that cannot run refuses the sweep.
+
+    Args:
+        seeds: of each setting: the file's own, and others derived from it.
+        metric: to rank by; None: the first gate's, else the evaluation's first.
+        better: "higher" or "lower"; None: as a gate or the metric itself says.
+        planned: told how many points of how many are resolved.
+
+    Raises:
+        InputError: as `plan`, naming the setting; nothing to vary, too many points, or no metric to rank by.
+    """
+    refuse_lock(source)
+    chosen = list(settings(overrides))
+    if len(chosen) * seeds < 2:
+        raise InputError("sweep: needs something that varies, got one point; give --set PATH=A,B or --seeds 2")
+    if len(chosen) * seeds > MOST_RUNS:
+        raise InputError(f"sweep: must be at most {MOST_RUNS} runs, got {len(chosen)} settings x {seeds} seeds")
+    if seeds > 1 and any(one.path == "seed" for one in overrides):
+        raise InputError("sweep: --seeds and --set seed=… say the same; give one of them")
+    points: list[Point] = []
+    gated, specs = False, [load_run_spec(source, setting) for setting in chosen]  # words first: they cost nothing
+    for place, (setting, spec) in enumerate(zip(chosen, specs, strict=True)):
+        gated = gated or spec.release is not None
+        for seed in _seeds(spec, seeds):
+            bare = spec.model_copy(update={"gates": (), "release": None, "seed": seed})
+            points.append(Point(place, setting, seed, _planned(bare, workspace, source, setting)))
+            planned(len(points), len(chosen) * seeds)
+    _refuse_equal(points)
+    first = specs[0]
+    released = first.release.model if first.release else None
+    name = swept_metric(points[0].planned, first.gates, released, metric)
+    direction = metric_direction(name, first.gates, better)
+    warnings = dict.fromkeys(line for point in points for line in point.planned.warnings)
+    notes = (*warnings, *([_KEPT] if gated else []))
+    return Sweep(source, tuple(points), name, direction, released, notes)
+
+
+def drive_sweep(
+    sweep: Sweep,
+    workspace: Workspace,
+    *,
+    begun: Callable[[int, Point, Run], None],
+    drive: Callable[[Run], RunRecord],
+) -> list[tuple[Point, RunRecord]]:
+    """Drive one run after the other; one that fails stops no other.
+
+    Args:
+        begun: told each point's number, from 1, before it is driven.
+        drive: takes a run to its end.
+
+    Returns:
+        How each ended.
+    """
+    ended = []
+    for number, point in enumerate(sweep.points, start=1):
+        handle = sweep.submit(point, workspace)
+        begun(number, point, handle)
+        ended.append((point, drive(handle)))
+    return ended
+
+
+def _seeds(spec: RunSpec, count: int) -> list[int]:
+    return [spec.seed, *(derive_seed(spec.seed, "sweep", place) % MAX_SEED for place in range(1, count))]
+
+
+def _planned(spec: RunSpec, workspace: Workspace, source: Path, setting: Setting) -> Planned:
+    try:
+        found = plan_spec(spec, workspace, source)
+    except PosttrainError as error:
+        if not setting:
+            raise
+        raise type(error)(f"{setting_words(setting)}: {error}") from error
+    return replace(found, changes=())
+
+
+def _refuse_equal(points: Sequence[Point]) -> None:
+    """Refuse two points of one manifest: they would be one run, counted twice.
+
+    Raises:
+        InputError: naming both.
+    """
+    known: dict[str, Point] = {}
+    for point in points:
+        other = known.setdefault(point.planned.manifest.digest, point)
+        if other is not point:
+            raise InputError(
+                f"sweep: settings must differ in what they run, got {setting_words(other.setting)} and "
+                f"{setting_words(point.setting)}, which are the same run; leave one out"
+            )

@@ -1,0 +1,203 @@
+"""`sweep`: one run file under several settings and seeds, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, aside, console, emit_json, say, style
+from posttrain.cli.driving import DETACHED, open_quietly
+from posttrain.cli.plans import FileArgument
+from posttrain.domain.overrides import parse_overrides, setting_words, value_words
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from posttrain.app.runs import Run
+    from posttrain.app.sweeping import Point, Sweep
+    from posttrain.app.workspace import Workspace
+    from posttrain.decision.ranking import Ranking
+    from posttrain.domain.records import RunRecord
+
+Better = Literal["higher", "lower"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("sweep")(sweep)
+
+
+def sweep(
+    file: FileArgument,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=A,B", help="Values to try, e.g. grpo.optimizer.learning_rate=1e-4,3e-4."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Seeds of each setting; the first is the file's.")] = 1,
+    metric: Annotated[str | None, typer.Option(help="Rank by it; by default the first gate's.")] = None,
+    better: Annotated[str | None, typer.Option(metavar="higher|lower", help="Which way the metric improves.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which runs it would be.")] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Run a file under several settings and seeds, and rank them as far as intervals allow. Nothing is released."""
+    from posttrain.app.sweeping import drive_sweep, plan_sweep
+    from posttrain.app.workspace import open_workspace
+    from posttrain.domain.errors import InputError
+
+    if better not in (None, "higher", "lower"):
+        raise InputError(f"--better must be higher or lower, got {better!r}")
+    workspace = open_workspace()
+    found = plan_sweep(file, workspace, parse_overrides(sets or ()), seeds=seeds, metric=metric, better=better)
+    tell = aside if output is Output.JSON else say
+    count = f"{len(found.settings)} settings x {len(found.seeds)} seeds = {len(found.points)} runs"
+    tell(f"{count}; ranked by {found.metric}, {found.better} is better")
+    for note in found.notes:
+        tell(f"note: {note}")
+    if dry_run:
+        _show_points(found, output)
+        workspace.close()
+        return
+
+    def begun(number: int, point: Point, handle: Run) -> None:
+        words = setting_words(point.setting)
+        tell(f"[{number}/{len(found.points)}] {words}, seed {point.seed}: run {handle.id}")
+
+    def drive(handle: Run) -> RunRecord:
+        with open_quietly(workspace, handle.id, output) as display:
+            return handle.wait(watch=display)
+
+    try:
+        ended = drive_sweep(found, workspace, begun=begun, drive=drive)
+    except KeyboardInterrupt:
+        tell("detached; the job goes on. The same command goes on with the sweep")
+        raise typer.Exit(DETACHED) from None
+    _show(found, workspace, output)
+    _raise_first(ended, workspace)
+
+
+def _raise_first(ended: Sequence[tuple[Point, RunRecord]], workspace: Workspace) -> None:
+    """Raise the outcome of the first run that did not succeed."""
+    from posttrain.control.explain import outcome_error
+
+    errors = [outcome_error(record, tuple(workspace.ledger.stages(record.id))) for _, record in ended]
+    workspace.close()
+    first = next((error for error in errors if error is not None), None)
+    if first is not None:
+        raise first
+
+
+def _show_points(found: Sweep, output: Output) -> None:
+    rows = [
+        {"set": dict(point.setting), "seed": point.seed, "manifest": point.planned.manifest.digest}
+        for point in found.points
+    ]
+    if output is Output.JSON:
+        emit_json({"metric": found.metric, "better": found.better, "runs": rows, "notes": list(found.notes)})
+        return
+    for point in found.points:
+        say(f"{setting_words(point.setting)}, seed {point.seed}")
+
+
+def _show(found: Sweep, workspace: Workspace, output: Output) -> None:
+    from posttrain.control.sweeping import ranking_json
+
+    ranking, troubles = found.ranking(workspace)
+    states = {key: workspace.ledger.run(run).state for key, run in found.runs.items()}
+    if output is Output.JSON:
+        own: list[dict[str, Any]] = [
+            {
+                "set": dict(setting),
+                "runs": [
+                    {"seed": seed, "run": found.runs[place, seed], "state": states[place, seed]} for seed in found.seeds
+                ],
+            }
+            for place, setting in enumerate(found.settings)
+        ]
+        head = {"metric": found.metric, "better": found.better, "seeds": list(found.seeds)}
+        emit_json(head | ranking_json(ranking, own) | {"troubles": list(troubles)})
+        return
+    screen = console()
+    screen.print(ranking_table(found, ranking, states))
+    screen.print(*_footnotes(found, ranking, troubles), sep="\n")
+    _next(found, ranking)
+
+
+def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], str]) -> Table:
+    """A row for each setting, the best mean first; with what each seed gave."""
+    from rich.table import Table
+    from rich.text import Text
+
+    arrow = {"higher": "↑", "lower": "↓"}[found.better]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    paths = [path for path, _ in found.settings[0]]
+    for title in ("rank", *paths, f"{found.metric} {arrow}", "each seed", "to the best"):
+        table.add_column(title, overflow="fold")
+    order = _order(found, ranking)
+    for place in order:
+        one, setting = ranking.settings[place], dict(found.settings[place])
+        rank = f"{one.best}" if one.best == one.worst else f"{one.best}-{one.worst}"
+        mean = str(one.mean) if one.mean else "not measured"
+        seeds = [_seed_words(one.values.get(seed), states.get((place, seed), "")) for seed in found.seeds]
+        words = [Text(value_words(setting[path])) for path in paths]
+        table.add_row(
+            Text(rank, style=style("pass") if one.worst == 1 else ""),
+            *words,
+            mean,
+            "  ".join(seeds),
+            _to(ranking, order[0], place),
+        )
+    return table
+
+
+def _order(found: Sweep, ranking: Ranking) -> list[int]:
+    sign = -1 if found.better == "higher" else 1
+    places = range(len(ranking.settings))
+    return sorted(
+        places,
+        key=lambda place: (not (one := ranking.settings[place]).mean, sign * one.mean.value if one.mean else 0.0),
+    )
+
+
+def _seed_words(value: float | None, state: str) -> str:
+    return f"{value:.4g}" if value is not None else state or "not run"
+
+
+def _to(ranking: Ranking, best: int, place: int) -> str:
+    """The difference to the setting with the best mean."""
+    if place == best:
+        return ""
+    for one in ranking.differences:
+        if (one.first, one.second) == (best, place):
+            return str(one)
+        if (one.first, one.second) == (place, best):
+            return str(one.turned())
+    return "not compared"
+
+
+def _footnotes(found: Sweep, ranking: Ranking, troubles: Sequence[str]) -> Iterator[Any]:
+    from rich.text import Text
+
+    methods = dict.fromkeys(one.mean.method for one in ranking.settings if one.mean)
+    pairs = len(ranking.differences)
+    all_held = f"; differences: {100 * ranking.confidence:g} % for all {pairs} pairs together" if pairs > 1 else ""
+    yield Text(
+        f"means: {100 * ranking.confidence:g} % intervals, {'; '.join(methods) or 'none'}{all_held}", style="dim"
+    )
+    for note in (*ranking.notes, *troubles):
+        yield Text(f"note: {note}", style=style("warn"))
+
+
+def _next(found: Sweep, ranking: Ranking) -> None:
+    best = _order(found, ranking)[0]
+    one = ranking.settings[best]
+    sets = "".join(f" --set {path}={value_words(value)}" for path, value in found.settings[best])
+    if one.mean is None:
+        say("nothing was measured; next: posttrain ls")
+    elif one.worst == 1:
+        say(f"next: posttrain run {found.source}{sets}")
+    else:
+        tied = sum(other.best == 1 for other in ranking.settings)
+        say(f"{tied} settings may be the best; more seeds or items tell them apart")
+        say(f"next: posttrain run {found.source}{sets}, the best mean")

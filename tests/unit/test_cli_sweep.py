@@ -1,0 +1,121 @@
+"""`posttrain sweep`: points, runs, cache, table, what is refused; and `--set` of plan, run and lock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_world import BAD_REWARD, GOOD_REWARD, RUN, World, make_world
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = make_world(tmp_path, monkeypatch)
+    made.prepare()
+    made.ok("asset", "add", "reward:sort", made.write("reward.py", GOOD_REWARD))
+    made.ok("asset", "add", "reward:sort", made.write("bad.py", BAD_REWARD))
+    made.write("run.yaml", RUN)
+    return made
+
+
+REWARDS = "rewards.exact=reward:sort@1,reward:sort@2"
+
+
+def test_settings_are_ranked_nothing_ships_and_the_cache_is_shared(world: World) -> None:
+    shown = world.ok("sweep", "run.yaml", "--set", REWARDS)
+    assert "2 settings x 1 seeds = 2 runs; ranked by heldout/accuracy, higher is better" in shown
+    assert "[2/2] rewards.exact reward:sort@2, seed 17: run sort-" in shown
+    assert "note: a sweep ships nothing" in shown
+    assert "sft succeeded; reused from" in shown
+    assert "another seed may order the settings otherwise" in shown
+    assert "next: posttrain run run.yaml --set rewards.exact=reward:sort@1" in shown
+    assert world.json("ls")["channels"] == []
+    started = len(world.executor.launched)
+    found = world.json("sweep", "run.yaml", "--set", REWARDS)
+    assert len(world.executor.launched) == started, "the same command attaches to its runs"
+    assert [one["rank"] for one in found["settings"]] == [[1, 1], [2, 2]]
+    assert [one["mean"]["value"] for one in found["settings"]] == [0.98, 0.3]
+    assert [one["set"] for one in found["settings"]] == [
+        {"rewards.exact": "reward:sort@1"},
+        {"rewards.exact": "reward:sort@2"},
+    ]
+    (pair,) = found["differences"]
+    assert pair["difference"] == pytest.approx(-0.68)
+    assert found["metric"] == "heldout/accuracy"
+
+
+def test_the_best_setting_is_run_as_the_table_says(world: World) -> None:
+    world.ok("sweep", "run.yaml", "--set", REWARDS)
+    computed = len(world.executor.launched)
+    world.ok("run", "run.yaml", "--set", "rewards.exact=reward:sort@1")
+    assert len(world.executor.launched) == computed, "sft, grpo and its evaluation are reused"
+    assert world.json("ls")["channels"][0]["channel"] == "prod"
+
+
+def test_seeds_are_derived_and_the_first_is_the_files(world: World) -> None:
+    points = world.json("sweep", "run.yaml", "--set", "grpo.steps=4,6", "--seeds", "3", "--dry-run")["runs"]
+    assert len(points) == len({point["manifest"] for point in points}) == 6
+    seeds = [point["seed"] for point in points]
+    assert seeds[:3] == seeds[3:]
+    assert seeds[0] == 17
+    assert len(set(seeds)) == 3
+    assert world.json("ls")["runs"] == [], "a dry run submits nothing"
+    again = world.json("sweep", "run.yaml", "--set", "grpo.steps=4,6", "--seeds", "2", "--dry-run")["runs"]
+    assert [point["manifest"] for point in again] == [points[n]["manifest"] for n in (0, 1, 3, 4)]
+
+
+def test_a_run_that_fails_stops_no_other(world: World) -> None:
+    world.write("half.py", GOOD_REWARD.replace("return 1.0", "return 0.5"))
+    world.ok("asset", "add", "reward:sort", "half.py")
+    world.broken["grpo"] = [9, 9]  # the same twice: nobody tries again
+    ended = world("sweep", "run.yaml", "--set", "rewards.exact=reward:sort@1,reward:sort@2,reward:sort@3")
+    assert ended.exit_code == 6, ended.output
+    assert "stage grpo" in ended.stderr.strip().splitlines()[-1]
+    assert "not measured" in ended.output
+    assert "[3/3]" in ended.output
+    assert "settings 1 and 2 are not compared" in ended.output
+    assert "0.5 " in ended.output or "0.50" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "needs something that varies"),
+        (["--set", "grpo.steps=5"], "needs something that varies"),
+        (["--set", "grpo.stepz=5,6"], "did you mean 'steps'"),
+        (["--set", "grpo.steps=0,6"], "grpo.steps 0"),
+        (["--set", "dpo.steps=1,2"], "run.yaml with dpo.steps 1"),
+        (["--set", "grpo.steps=1,2", "--metric", "heldout/acuracy"], "did you mean 'heldout/accuracy'"),
+        (["--set", "grpo.steps=1,2", "--metric", "heldout/response_tokens"], "--better must say which way"),
+        (["--set", "grpo.steps=1,2", "--better", "up"], "--better must be higher or lower, got 'up'"),
+        (["--set", "seed=1,2", "--seeds", "2"], "say the same; give one"),
+        (["--set", "owner=ada,bob"], "needs an evaluation"),
+        (["--set", "grpo.steps=" + ",".join(map(str, range(1, 501))), "--seeds", "3"], "at most 1000 runs, got 500"),
+    ],
+)
+def test_what_cannot_be_swept_is_one_line_before_anything_runs(world: World, words: list[str], error: str) -> None:
+    if "needs an evaluation" in error:
+        world.write("run.yaml", RUN.split("  evaluate:")[0])
+    ended = world("sweep", "run.yaml", *words)
+    assert ended.exit_code == 2, ended.output
+    assert error in ended.stderr.strip().splitlines()[-1]
+    assert world.json("ls")["runs"] == []
+
+
+def test_equal_points_are_refused(world: World) -> None:
+    ended = world("sweep", "run.yaml", "--set", "rewards.exact=reward:sort,reward:sort@2")
+    assert ended.exit_code == 2
+    assert "which are the same run; leave one out" in ended.stderr
+
+
+def test_set_changes_a_plan_a_lock_and_no_locked_manifest(world: World) -> None:
+    plain, changed = world.json("plan", "run.yaml"), world.json("plan", "run.yaml", "--set", "grpo.steps=9")
+    assert plain["digest"] != changed["digest"]
+    steps = {stage["name"]: stage["params"].get("steps") for stage in changed["manifest"]["stages"]}
+    assert (steps["sft"], steps["grpo"]) == (4, 9)
+    locked = world.json("lock", "run.yaml", "--set", "grpo.steps=9")
+    assert locked["digest"] == changed["digest"]
+    ended = world("run", "run.lock.json", "--set", "grpo.steps=8")
+    assert ended.exit_code == 2
+    assert "--set cannot change a locked manifest" in ended.stderr
+    assert "posttrain run run.yaml --set grpo.steps=9" in world.ok("plan", "run.yaml", "--set", "grpo.steps=9")
