@@ -51,6 +51,14 @@ def test_what_is_asked_arrives_and_answers_come_one_by_one(program: Callable[[st
     assert said[1] == {"more": 1}
 
 
+def test_no_key_of_a_tracker_reaches_it(program: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "OTHER_WORD"):
+        monkeypatch.setenv(name, "secret")
+    said = list(answers(program("print(json.dumps({'names': sorted(os.environ)}))"), {}, timeout=PATIENCE))
+    assert "OTHER_WORD" in said[1]["names"]
+    assert not [name for name in said[1]["names"] if name.startswith(("WANDB_", "MLFLOW_"))]
+
+
 def test_an_error_is_the_one_that_the_program_names(program: Callable[[str], str]) -> None:
     for code, kind in ((2, InputError), (8, IntegrityError)):
         name = program(f"print(json.dumps({{'error': 'no such thing', 'exit_code': {code}}}))")

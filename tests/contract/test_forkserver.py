@@ -94,6 +94,17 @@ def test_jobs_share_one_server_and_find_what_a_cold_one_finds(driver: Driver, tm
     assert (tmp_path / "job-2" / "log.txt").read_text() == "out\n"
 
 
+@pytest.mark.parametrize("preload", ["executor_preload", None], ids=["forked", "cold"])
+def test_no_key_of_a_tracker_reaches_a_job_or_its_supervisor(
+    tmp_path: Path, preload: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "OTHER_WORD"):
+        monkeypatch.setenv(name, "secret")
+    found = Driver(tmp_path, preload=preload).run()
+    assert found["keys"] == ["OTHER_WORD"]
+    assert not found["parents_keys"]
+
+
 @pytest.mark.parametrize(
     ("end", "code", "log"), [("7", 7, "out\n"), ("raise", 1, "ValueError: as told\n"), ("a word", 1, "a word\n")]
 )

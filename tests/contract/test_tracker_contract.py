@@ -6,11 +6,21 @@ import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tracker_targets import BENCHES, RUN, Bench, Point, each
 
-from posttrain.telemetry.tracking import Ending, Row, TrackedRun, Tracker, missing
+from posttrain.telemetry.tracking import (
+    ChannelState,
+    Ending,
+    Registry,
+    Row,
+    TrackedRun,
+    Tracker,
+    Version,
+    missing,
+)
 
 STAGES = ("sft", "grpo", "gate")
 ABOUT = TrackedRun(RUN, "sort", "ada", "sha256:" + "ab" * 32, 1.7e9, {"seed": 3, "sft.steps": 6}, STAGES)
@@ -118,3 +128,42 @@ def test_odd_names_and_values_arrive(bench: Bench) -> None:
     assert math.isnan(values["sft", "loss", 5])
     assert values["sft", "loss", 6] > 1e300
     assert values["sft", "tokens", 2**40] == pytest.approx(1e30)
+
+
+MODELS = [f"sha256:{letter * 64}" for letter in "abc"]
+
+
+def channel(live: int, *models: int, name: str = "prod") -> ChannelState:
+    versions = [Version(MODELS[m], RUN, {"run": RUN, "lineage": "dataset train"}) for m in models]
+    return ChannelState(name, versions, MODELS[live], "file:///store")
+
+
+@pytest.mark.parametrize("bench", each("csv", "parquet", "tensorboard", "wandb"), indirect=True)
+def test_versions_and_aliases_follow_the_channels(bench: Bench) -> None:
+    write(bench, ROWS[:1], DONE)
+    moves = [channel(0, 0), channel(1, 0, 1), channel(0, 0, 1), channel(2, 2, name="latest"), channel(2, 0, 1, 2)]
+    for move in moves:
+        for _ in range(2):  # asked twice, or killed and asked again
+            registry = bench.tracker()
+            assert isinstance(registry, Registry)
+            registry.follow(move)
+        digests, aliases = released(bench)
+        assert aliases["prod" if move.channel == "prod" else "channel-latest"] == move.live
+        assert len(digests) == len(set(digests))
+    assert digests == [MODELS[0], MODELS[1], MODELS[2]]
+
+
+def released(bench: Any) -> tuple[list[str], dict[str, str]]:
+    """Digests of versions in their order, and alias → digest."""
+    if bench.tracker().kind == "fake":
+        aliases = dict(bench.target.aliases)
+        return bench.target.versions, aliases | {"channel-latest": aliases.get("latest", "")}
+    client = bench.client()
+    versions = sorted(client.search_model_versions("name='sorter'"), key=lambda v: int(v.version))
+    for version in versions:
+        assert version.source == f"posttrain:{version.tags['posttrain.digest']}"
+        assert version.run_id == bench.run(RUN).info.run_id
+        assert version.tags["posttrain.lineage"] == "dataset train"
+    by_number = {str(v.version): v.tags["posttrain.digest"] for v in versions}
+    found = client.get_registered_model("sorter").aliases
+    return list(by_number.values()), {alias: by_number[str(number)] for alias, number in found.items()}

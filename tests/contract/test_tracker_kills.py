@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import World, make_world
+from cli_world import GOOD_REWARD, RUN, World, make_world
 from tracker_targets import BENCHES, Bench, Point, each
 
 pytestmark = pytest.mark.slow
@@ -91,3 +91,29 @@ def test_a_writer_killed_anywhere_doubles_and_loses_nothing(kind: str, world: Wo
     assert bench.state(run) in ("succeeded", "")
     (one,) = world.json("get", run)["trackers"]
     assert one["state"] == "written"
+
+
+@pytest.mark.ecosystem
+@pytest.mark.parametrize("kind", ["mlflow", "mlflow-folder"])
+def test_a_channels_versions_are_made_once_whatever_is_killed(kind: str, world: World) -> None:
+    good = world.newest()
+    bench: Any = choose(world, kind, good)
+    world.ok("asset", "add", "reward:sort", world.write("other.py", GOOD_REWARD.replace("1.0", "0.97")))
+    lenient = "".join(line for line in RUN.splitlines(keepends=True) if "no-regression" not in line)
+    world.write("second.yaml", lenient.replace("name: sort", "name: second"))
+    world.ok("run", "second.yaml")
+    choose(world, kind, world.newest())
+    for nth in (1, 2, 1, 2):
+        assert command(world, "track", "prod", POSTTRAIN_CRASHPOINT=f"track.inside_log@{nth}") in (0, -signal.SIGKILL)
+    assert command(world, "track", "prod") == 0
+    assert alias(world, bench) == world.json("get", "prod")["live"]
+    world.ok("rollback", "prod")  # tells MLflow by a process of its own
+    assert command(world, "track", "prod") == 0
+    assert alias(world, bench) == world.json("get", "prod")["live"]
+    digests = [v.tags["posttrain.digest"] for v in bench.client().search_model_versions("name='sorter'")]
+    assert len(digests) == len(set(digests)) == len({e["model_digest"] for e in world.json("get", "prod")["history"]})
+    assert "warning" not in world.ok("get", "prod")
+
+
+def alias(world: World, bench: Any) -> str:
+    return str(bench.client().get_model_version_by_alias("sorter", "prod").tags["posttrain.digest"])

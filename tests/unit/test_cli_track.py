@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +228,44 @@ def test_a_workspace_that_moved_keeps_its_trackers(world: World) -> None:
     moved = Workspace(world.root / "moved")
     assert tracking.of_workspace(moved).to_json() == {"csv": {"dir": f"{world.root}/moved/tracking/csv"}}
     moved.close()
+
+
+def test_a_full_disk_is_told_and_the_rest_follows_once_there_is_room(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.write("run.yaml", RUN + "trackers: {csv: here}\n")
+    world.ok("run", "run.yaml")
+    run, room, write = world.newest(), [500], os.write
+
+    def written(file: int, data: bytes) -> int:
+        if not os.readlink(f"/proc/self/fd/{file}").endswith(".csv"):
+            return write(file, data)
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(file, data[: room[0]])
+        room[0] -= done
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", written)
+        failed = world("track", run)
+    assert failed.exit_code == 6
+    assert "the disk is full; free some space" in failed.stderr
+    assert failed.stderr.count("\n") == 1
+    cut = (world.root / "here" / f"{run}.csv").read_bytes()
+    assert not cut.endswith(b"\n")
+    assert f"posttrain track {run} writes what is missing" in world.ok("why", run)
+    world.ok("track", run)
+    found = [p[:3] for p in points(world.root / "here" / f"{run}.csv")]
+    assert len(found) == len(set(found)) > 20
+    assert "warning" not in world.ok("get", run)
+
+
+def test_a_record_that_cannot_be_read_keeps_no_command_from_looking(world: World) -> None:
+    world.write("run.yaml", RUN + "trackers: {csv: here}\n")
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    record = world.root / ".posttrain" / "runs" / run / "trackers.json"
+    record.write_text("{half")
+    assert "trackers.json is not JSON" in world.ok("get", run)
+    assert world("track", run).exit_code == 8

@@ -25,6 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from posttrain.app.registering import REGISTRIES, register_channel
 from posttrain.app.status import driven
 from posttrain.app.tracked import RunSource
 from posttrain.app.tracking import (
@@ -37,13 +38,14 @@ from posttrain.app.tracking import (
     TrackerState,
     check_trackers,
     describe,
+    line,
     make_tracker,
     of_run,
     states,
 )
 from posttrain.app.workspace import VARIABLE, Workspace, open_workspace
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.domain.errors import InputError, PosttrainError, TrackerError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import make_folder, read_json, write_json
@@ -130,9 +132,11 @@ def _attempt(
         source = RunSource(workspace, run_id)
         ended = write(made, source, lambda said: standing.tell(kind, WRITING, made.where, said), wait)
         if ended is not None:
+            if kind in REGISTRIES:
+                _register(workspace, run_id)
             standing.tell(kind, WRITTEN, made.where, source.remarks(), ended)
     except Exception as error:
-        said = _line(error)
+        said = line(error)
         standing.tell(kind, TROUBLE, tracker.where if tracker else "", said)
         raise TrackerError(f"run {run_id}: tracker {kind}: {said}; posttrain track {run_id} tries again") from error
     finally:
@@ -141,16 +145,12 @@ def _attempt(
                 tracker.close()
 
 
-class TrackerError(PosttrainError):
-    """A tracker could not be written; the run is not touched by that."""
-
-    exit_code = 6
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = text if isinstance(error, PosttrainError) else f"{type(error).__name__}: {text}"
-    return text if len(text) <= 400 else f"{text[:400]}…"
+def _register(workspace: Workspace, run_id: str) -> None:
+    """A run that moved a channel at its end has the registries told."""
+    for name in workspace.ledger.channels():
+        live = workspace.ledger.channel(name)
+        if live is not None and live.run_id == run_id:
+            register_channel(workspace, name)
 
 
 # --- a run's trackers -------------------------------------------------------------------------------------------------

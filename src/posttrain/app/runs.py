@@ -14,6 +14,7 @@ from posttrain.app.following import Scribe
 from posttrain.app.locks import is_lock, read_lock, refuse_lock
 from posttrain.app.outlook import look_ahead, refuse_hopeless
 from posttrain.app.placing import refuse_infeasible, refuse_oversized
+from posttrain.app.registering import announce
 from posttrain.app.tracking import check_trackers, of_workspace, record_trackers, resolved
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.control import actions, compare, explain
@@ -120,7 +121,9 @@ class Run:
 
     def promote(self, channel: str) -> ReleaseEntry:
         """Point a channel at this run's model, if its gates pass."""
-        return actions.promote(self.workspace.wiring, self.id, channel)
+        entry = actions.promote(self.workspace.wiring, self.id, channel)
+        announce(self.workspace, channel)
+        return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,7 @@ class Channel:
         """
         entry = actions.rollback(self.workspace.wiring, self.name, to, since=since)
         self.workspace.seal()
+        announce(self.workspace, self.name)
         return entry
 
     def lineage(self) -> Node:

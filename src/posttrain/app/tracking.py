@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import ValidationError
 
 from posttrain.app.workspace import SETTINGS, Workspace
-from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
 from posttrain.domain.trackers import NONE, MlflowChoice, TensorBoardChoice, Trackers, WandbChoice, from_words
@@ -39,6 +39,7 @@ PLACE = "tracking"  # in the workspace: where trackers write that are told no pl
 KEY = "WANDB_API_KEY"
 WRITING, WRITTEN, TROUBLE = "writing", "written", "trouble"
 _PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+_LONGEST = 400  # characters of a trouble
 _SCHEMES = ("http", "https", "sqlite", "file", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
 
 
@@ -272,6 +273,13 @@ def make_tracker(kind: str, words: Any) -> Tracker:
     from posttrain.telemetry.trackers.wandb import WandbTracker
 
     return WandbTracker(Path(words.dir), words.project, words.entity, words.mode)
+
+
+def line(error: Exception) -> str:
+    """What is wrong with a target, in one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if isinstance(error, PosttrainError) else f"{type(error).__name__}: {text}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 # --- how they stand ---------------------------------------------------------------------------------------------------

@@ -121,17 +121,21 @@ def get(
 
 def _get_channel(workspace: Workspace, name: str, output: Output) -> None:
     from posttrain.app import runs
-    from posttrain.cli.screens import history_table
+    from posttrain.app.registering import channel_states
+    from posttrain.cli.screens import history_table, tracker_lines
 
     channel = runs.channel(name, workspace)
     history, states = channel.history, channel.states
+    trackers = channel_states(workspace, name)
     workspace.close()
     if output is Output.JSON:
         rows = [{**asdict(entry), "state": states[entry.model_digest]} for entry in history]
-        emit_json({"channel": name, "live": history[-1].model_digest, "history": rows})
+        told = {"channel": name, "live": history[-1].model_digest, "history": rows}
+        emit_json({**told, "trackers": [one.to_json() for one in trackers]})
         return
     back = f"posttrain rollback {name}, " if len({entry.model_digest for entry in history}) > 1 else ""
-    console().print(history_table(history, states), f"next:   {back}posttrain lineage {name}", sep="\n")
+    lines = tracker_lines(trackers)
+    console().print(history_table(history, states), *lines, f"next:   {back}posttrain lineage {name}", sep="\n")
 
 
 def logs(

@@ -1,15 +1,19 @@
-"""`track`: what trackers are missing of a run, written now."""
+"""`track`: what trackers are missing of a run or a channel, written now."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from posttrain.cli.console import Output, OutputOption, console, emit_json
-from posttrain.cli.driving import RunArgument
+from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.app.tracking import TrackerState
+    from posttrain.app.workspace import Workspace
 
 TrackerOption = Annotated[
     list[str] | None,
@@ -28,21 +32,27 @@ def register(app: typer.Typer) -> None:
 
 
 def track(
-    run: RunArgument,
+    run: Annotated[str, typer.Argument(metavar="RUN|CHANNEL", autocompletion=lazily("runs_and_channels"))],
     tracker: TrackerOption = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on until the run ends, as whoever drives a run has it done.")
     ] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write to a run's trackers what is missing there. `--tracker` adds one to those that it has."""
+    """Write what is missing in a run's trackers, or in the model registries of a channel. `--tracker` adds one."""
     from posttrain.app import following
+    from posttrain.app.registering import register_channel
     from posttrain.app.tracking import add_trackers
     from posttrain.app.workspace import open_workspace
 
     if follow and (tracker or output is Output.JSON):
         raise InputError("track: --follow goes with neither --tracker nor -o json; ask again without it")
     workspace = open_workspace()
+    if run in workspace.ledger.channels():
+        if follow or tracker:
+            raise InputError(f"track {run}: --follow and --tracker are for runs, got a channel; leave them out")
+        _told(workspace, {"channel": run}, register_channel(workspace, run), output)
+        return
     run_id = workspace.ledger.find_run(run).id
     if follow:
         workspace.close()
@@ -50,10 +60,13 @@ def track(
         return
     if tracker:
         add_trackers(workspace, run_id, read_choice(tracker))
-    found = following.track(workspace, run_id)
+    _told(workspace, {"run": run_id}, following.track(workspace, run_id), output)
+
+
+def _told(workspace: Workspace, what: dict[str, str], found: list[TrackerState], output: Output) -> None:
     workspace.close()
     if output is Output.JSON:
-        emit_json({"run": run_id, "trackers": [one.to_json() for one in found]})
+        emit_json({**what, "trackers": [one.to_json() for one in found]})
         return
     from posttrain.cli.screens import tracker_lines
 

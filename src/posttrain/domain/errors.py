@@ -75,6 +75,10 @@ class BudgetExceededError(PosttrainError):
     exit_code = 7
 
 
+class TrackerError(InfrastructureError):
+    """A tracker could not be written; the run is not touched by that."""
+
+
 class IntegrityError(PosttrainError):
     """Bytes do not match their digest, or a chain is broken."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 Cursor = Mapping[tuple[str, str], int]  # (stage, metric) → the last step that is there
 
@@ -104,6 +104,7 @@ class Tracker(Protocol):
         """Let go of files and connections."""
 
 
+@runtime_checkable
 class Registry(Protocol):
     """A tracker that also keeps released models."""
 
