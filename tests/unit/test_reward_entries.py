@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 from test_app_fitting import Bench, Change
 
+from posttrain.app.planning import view_plan
 from posttrain.app.runs import plan, submit
+from posttrain.control.compare import compare
+from posttrain.control.lineage import _input_node
 from posttrain.domain.errors import InputError
+from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import InputRef
 
 TWO = (
@@ -156,3 +160,28 @@ def test_nothing_of_it_is_executed(bench: Bench) -> None:
     submitted = submit(bench.file(uses(ref="reward.py", entry="brief")), workspace=bench.workspace)
     stored = submitted.manifest.stage("grpo").inputs["reward"]
     assert bench.workspace.blobs.get(str(stored.digest)) == Path(bench.folder / "reward.py").read_bytes()
+
+
+def test_diff_tells_which_function_and_how_it_is_called(bench: Bench) -> None:
+    (bench.folder / "reward.py").write_text(TWO)
+    said = [{"entry": "right"}, {"entry": "brief"}, {"entry": "brief", "dialect": "verl"}]
+    manifests = [plan(bench.file(uses(ref="reward.py", **one)), bench.workspace).manifest for one in said]
+    (change,) = compare(bench.workspace.wiring, manifests[0], manifests[1])
+    assert (change.before, change.after) == ("path:reward.py (right)", "path:reward.py (brief)")
+    assert change.notes == ("entry: right → brief",)
+    (change,) = compare(bench.workspace.wiring, manifests[1], manifests[2])
+    assert change.notes == ("dialect: auto → verl",)
+
+
+def test_plan_and_lineage_name_the_function(bench: Bench) -> None:
+    (bench.folder / "reward.py").write_text(TWO)
+    view = view_plan(bench.file(uses(ref="reward.py", entry="brief")), bench.workspace)
+    grpo = next(stage for stage in view.stages if stage.name == "grpo")
+    assert ("reward", "path:reward.py (brief)") in [(slot, name) for slot, name, _ in grpo.inputs]
+    bench.workspace.catalog.add_reward(bench.folder / "reward.py", "two", entry="right")
+    for entry, told in (("right", None), ("brief", ("entry", "brief"))):
+        pinned = planned(bench, uses(ref="reward:two", entry=entry))
+        blob = InputBlob(str(pinned.digest), pinned.form, pinned.name, pinned.meta)
+        node = _input_node(bench.workspace.wiring, "reward", blob)
+        assert node.name == "reward:two@1"
+        assert (told in node.details) if told else not dict(node.details).get("entry")

@@ -131,7 +131,8 @@ def _origin(record: StageRecord | None) -> str | None:
 
 
 def _shown(ref: InputRef) -> str:
-    return {"stage": f"stage {ref.name}", "channel": f"channel {ref.name}"}.get(ref.source, ref.name)
+    called = f" ({ref.meta['entry']})" if "dialect" in ref.meta and ref.name.startswith("path:") else ""
+    return {"stage": f"stage {ref.name}", "channel": f"channel {ref.name}"}.get(ref.source, ref.name + called)
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

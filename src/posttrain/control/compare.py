@@ -68,12 +68,26 @@ def _show(value: Any) -> str:
 def _asset_difference(wiring: Wiring, path: str, before: Any, after: Any) -> Difference | None:
     if not (isinstance(before, InputRef) and isinstance(after, InputRef) and before.digest and after.digest):
         return None
-    notes = [f"digest: {before.digest} → {after.digest}"]
+    notes = [f"digest: {before.digest} → {after.digest}"] if before.digest != after.digest else []
+    for key in sorted(before.meta.keys() | after.meta.keys()):
+        if before.meta.get(key) != after.meta.get(key):
+            notes.append(f"{key}: {_meant(before, key)} → {_meant(after, key)}")
     old, new = (_described(wiring, ref) for ref in (before, after))
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
+        if key not in before.meta and old.get(key) != new.get(key):
             notes.append(f"{key}: {old.get(key, _ABSENT)} → {new.get(key, _ABSENT)}")
+    if before.name == after.name:
+        return Difference(path, _called(before), _called(after), tuple(notes))
     return Difference(path, before.name, after.name, tuple(notes))
+
+
+def _meant(ref: InputRef, key: str) -> str:
+    return _show(ref.meta[key]) if key in ref.meta else _ABSENT
+
+
+def _called(ref: InputRef) -> str:
+    """A reward with its function, where its name alone would not tell it from another."""
+    return f"{ref.name} ({ref.meta['entry']})" if "entry" in ref.meta else ref.name
 
 
 def _described(wiring: Wiring, ref: InputRef) -> dict[str, Any]:

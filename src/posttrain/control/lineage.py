@@ -167,12 +167,15 @@ def _maker(wiring: Wiring, blob: InputBlob) -> StageRecord | None:
 def _asset_node(wiring: Wiring, blob: InputBlob, slot: str = "model") -> Node:
     assets = wiring.ledger.assets_by_digest(blob.digest)
     asset = next((a for a in assets if a.ref == blob.name), assets[0] if assets else None)
+    entry = blob.meta.get("entry")  # of a reward: one file may be several, and a run file may name another function
+    called = (("entry", str(entry)),) if entry and (asset is None or asset.meta.get("entry") != entry) else ()
     if asset is None:
-        return Node(blob.name.partition(":")[0] or "blob", blob.name or "unregistered", blob.digest, blob.form)
+        kind = blob.name.partition(":")[0] or "blob"
+        return Node(kind, blob.name or "unregistered", blob.digest, blob.form, called)
     origin = asset.meta.get("run")
     children = (_manifest_node(wiring, origin),) if origin else ()
     used = () if slot in ("model", asset.kind) else (("as", slot),)
-    return Node(asset.kind, asset.ref, asset.digest, asset.form, (*used, *_asset_details(asset)), children)
+    return Node(asset.kind, asset.ref, asset.digest, asset.form, (*used, *called, *_asset_details(asset)), children)
 
 
 def _asset_details(asset: Asset) -> tuple[tuple[str, str], ...]:
