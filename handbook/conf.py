@@ -12,7 +12,7 @@ from posttrain import __version__
 project = "Posttrain"
 version = release = __version__
 extensions = ["myst_parser", "handbook.weaving"]
-myst_enable_extensions = ["deflist"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 html_theme = "furo"
 html_title = f"Posttrain {__version__}"
 html_static_path = ["static"]

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from handbook.comments import comment, summary
 from handbook.meanings import meaning
+from handbook.tables import stacked
 from handbook.types import anchor, default, described, models
 from posttrain.domain.gates import GateRule
 from posttrain.domain.runspec import Budget, ReleaseSpec, RewardUse, RunSpec, StageSpec
@@ -69,4 +70,4 @@ def _section(title: str, model: type[BaseModel]) -> str:
         f"| `{name}` | {kind} | {usual} | {said.replace('|', chr(92) + '|')} |"
         for name, kind, usual, said in rows(model)
     ]
-    return f"{head}\n\n" + "\n".join(table)
+    return f"{head}\n\n{stacked(table)}"

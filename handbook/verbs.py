@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 
 import typer.main
 
+from handbook.tables import stacked
 from posttrain.cli.main import app
 
 _KINDS: dict[Any, str] = {str: "text", int: "whole number", float: "number", Path: "path"}
@@ -40,9 +41,8 @@ def _section(name: str, command: Any) -> str:
     usage = " ".join(["posttrain", name, *(_placeholder(p) for p in arguments), *(["[OPTIONS]"] if options else [])])
     table = ["| argument or option | value | default | meaning |", "|---|---|---|---|"]
     table += [_row(parameter) for parameter in (*arguments, *options)]
-    return "\n".join(
-        [f"(verb-{name.replace(' ', '-')})=\n\n## posttrain {name}\n\n{told}\n\n```text\n{usage}\n```\n", *table]
-    )
+    head = f"(verb-{name.replace(' ', '-')})=\n\n## posttrain {name}\n\n{told}\n\n```text\n{usage}\n```\n"
+    return f"{head}\n{stacked(table)}"
 
 
 def _placeholder(argument: Any) -> str:
