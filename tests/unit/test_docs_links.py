@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -100,3 +101,9 @@ def test_every_decision_has_a_number_of_its_own_and_says_it() -> None:
     assert numbers == [f"{number:04d}" for number in range(1, len(decisions) + 1)]
     for path in decisions:
         assert path.read_text(encoding="utf-8").startswith(f"# {path.name[:4]}"), path.name
+
+
+def test_nothing_that_is_built_is_in_the_repository() -> None:
+    """A site, say: what `.gitignore` names is not tracked."""
+    listed = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    assert subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout == ""
