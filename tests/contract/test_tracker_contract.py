@@ -139,7 +139,11 @@ def channel(live: int, *models: int, name: str = "prod") -> ChannelState:
 
 
 @pytest.mark.parametrize("bench", each("csv", "parquet", "tensorboard", "wandb"), indirect=True)
-def test_versions_and_aliases_follow_the_channels(bench: Bench) -> None:
+def test_versions_and_aliases_follow_the_channels(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     write(bench, ROWS[:1], DONE)
     moves = [channel(0, 0), channel(1, 0, 1), channel(0, 0, 1), channel(2, 2, name="latest"), channel(2, 0, 1, 2)]
     for move in moves:
@@ -151,6 +155,7 @@ def test_versions_and_aliases_follow_the_channels(bench: Bench) -> None:
         assert aliases["prod" if move.channel == "prod" else "channel-latest"] == move.live
         assert len(digests) == len(set(digests))
     assert digests == [MODELS[0], MODELS[1], MODELS[2]]
+    assert not list((tmp_path / "here").iterdir()), "nothing is left where the command was typed"
 
 
 def released(bench: Any) -> tuple[list[str], dict[str, str]]:
@@ -161,7 +166,7 @@ def released(bench: Any) -> tuple[list[str], dict[str, str]]:
     client = bench.client()
     versions = sorted(client.search_model_versions("name='sorter'"), key=lambda v: int(v.version))
     for version in versions:
-        assert version.source == f"posttrain:{version.tags['posttrain.digest']}"
+        assert version.source == "posttrain:///" + version.tags["posttrain.digest"].replace(":", "/")
         assert version.run_id == bench.run(RUN).info.run_id
         assert version.tags["posttrain.lineage"] == "dataset train"
     by_number = {str(v.version): v.tags["posttrain.digest"] for v in versions}

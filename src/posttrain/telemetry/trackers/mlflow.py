@@ -35,6 +35,7 @@ _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # our own output may be JSON
     "MLFLOW_ALLOW_FILE_STORE": "true",  # a folder was asked for in so many words
 }
 
@@ -71,8 +72,9 @@ class MlflowTracker:
         if self._opened is None:
             for setting, value in _SETTINGS.items():
                 os.environ.setdefault(setting, value)
-            from mlflow.tracking import MlflowClient
+            from mlflow.tracking import MlflowClient, set_tracking_uri
 
+            set_tracking_uri(self._uri)  # a file store's registry asks the global one, which would be made right here
             for library in ("mlflow", "alembic"):
                 logging.getLogger(library).setLevel(logging.WARNING)
             if self._folder is not None:
@@ -208,9 +210,10 @@ class MlflowTracker:
         tags = {DIGEST_TAG: version.digest, **{f"posttrain.{key}": value for key, value in version.tags.items()}}
         made = self._client.create_model_version(
             self._model,
-            f"posttrain:{version.digest}",
+            f"posttrain:///{version.digest.replace(':', '/')}",
             run.info.run_id if run else None,
             tags,
+            await_creation_for=0,
             description=f"{version.digest} of run {version.run_id}, in {channel.source}",
         )
         return str(made.version)
