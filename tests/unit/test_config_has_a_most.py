@@ -29,7 +29,7 @@ def unbounded(schema: Any, place: str) -> Iterator[str]:
         yield from unbounded(part, name)
     for name, part in schema.get("properties", {}).items():
         yield from unbounded(part, f"{place}.{name}")
-    for key in ("anyOf", "items", "prefixItems", "additionalProperties"):
+    for key in ("anyOf", "oneOf", "items", "prefixItems", "additionalProperties"):
         yield from unbounded(schema.get(key), place)
 
 

@@ -422,8 +422,12 @@ def test_files_and_hosts_belong_to_their_reward(bench: Bench) -> None:
         ({"right": "much"}, "reward.right: must be a number, got 'much'"),
         ({"right": None}, "reward.right: must be a number, got None"),
         ({"right": [1]}, "reward.right: must be a number"),
-        (True, "reward: must be text, got True"),
-        (["right", "brief"], "reward: must be text"),
+        (True, "reward: must be a name, or names with weights such as {right: 1.0, brief: 0.2}, got True"),
+        (
+            ["right", "brief"],
+            "reward: must be a name, or names with weights such as {right: 1.0, brief: 0.2}, got a list",
+        ),
+        (None, "reward: must be a name, or names with weights"),
         ({f"r{i}": 1.0 for i in range(17)}, "reward: "),
         ({"Right!": 1.0}, "reward.Right!"),
         ({"rigth": 1.0}, "stages.grpo.reward.rigth: 'rigth' is not in `rewards` (did you mean 'right'?)"),
@@ -442,6 +446,15 @@ def test_each_is_held_against_the_rows(bench: Bench) -> None:
     assert "rewards.brief: reward.py (brief): parameter 'level' is neither a column" in bench.refused(
         stage_of({"right": 1, "brief": 0.2})
     )
+
+
+@pytest.mark.parametrize("kind", ["ppo", "dataflow"])
+def test_where_it_may_be_left_out_too(kind: str) -> None:
+    params = {"data": "d", "steps": 1, **({"recipe": "a:b"} if kind == "dataflow" else {})}
+    with pytest.raises(InputError, match=rf"^{kind}: reward: must be a name, or names with weights .* got a list$"):
+        NativeTrainer().check(kind, {**params, "reward": ["right"]})
+    with pytest.raises(InputError, match=rf"^{kind}: reward.right: must be a finite number"):
+        NativeTrainer().check(kind, {**params, "reward": {"right": math.inf}})
 
 
 def test_a_reward_model_stands_alone() -> None:

@@ -32,9 +32,18 @@ Weights = Annotated[
     Field(max_length=MOST_REWARDS),
     AfterValidator(_weighing),
 ]
-# One name, or names with weights
-Reward = Annotated[
+_Either = Annotated[
     Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$"), Tag(_ALONE)]
     | Annotated[Weights, Tag(_WEIGHTED)],
     Discriminator(lambda value: _WEIGHTED if isinstance(value, dict) else _ALONE),
 ]
+
+
+def _name_or_map(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        given = "a list" if isinstance(value, list) else f"{value!r:.60}"
+        raise ValueError(f"must be a name, or names with weights such as {{right: 1.0, brief: 0.2}}, got {given}")
+    return value
+
+
+Reward = Annotated[_Either, BeforeValidator(_name_or_map)]  # one name, or names with weights
