@@ -40,6 +40,7 @@ SUITES = {
     "tracing",
     "ledger",
     "gates",
+    "starting",
 }  # test_benchmarks runs them small
 
 
