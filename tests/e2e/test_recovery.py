@@ -58,13 +58,14 @@ TRAINING: dict[str, tuple[Point, Point, int]] = {
 # The job has said its last word; its end must be neither missed nor repeated.
 ENDING: list[Point] = [("outputs.after_result", 1), ("supervisor.before_exit_record", 1)]
 STEPS: Point = ("train.step", 8)
+BEST: list[Point] = [("best.before_rename", 2), ("best.after_rename", 2)]  # in test_best.py
 SEEDS = (2, 4)  # of random kills
 HELD_AFTER = 4 + 3 * 16  # completions: the rehearsal's and those of three steps
 
 
 def test_every_crashpoint_is_visited() -> None:
     pairs = [point for first, second, _ in TRAINING.values() for point in (first, second)]
-    visited = [name for name, _ in (*CONTROL, *pairs, *ENDING, STEPS)]
+    visited = [name for name, _ in (*CONTROL, *pairs, *ENDING, STEPS, *BEST)]
     # a tracker's are visited by tests/contract/test_tracker_kills.py
     assert sorted(visited) == sorted(name for name in CRASHPOINTS if not name.startswith("track."))
 

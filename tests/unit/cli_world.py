@@ -190,8 +190,15 @@ def train(folder: AttemptFolder, order: JobOrder) -> None:
             sink(Progress(step, steps, order.kind, step * 100, at))
         sink(Note("almost there", time.time()))
     write_model(folder.outputs / "model", min(quality, 0.98))
-    outputs = {"model": Output("outputs/model", "tree")}
-    folder.write_result(JobResult("succeeded", outputs, {"loss": 0.1}, steps * 100, 1.0))
+    outputs, metrics, message = {"model": Output("outputs/model", "tree")}, {"loss": 0.1}, ""
+    if order.params.get("keep_best"):  # better than the last one
+        write_model(folder.outputs / "best", min(quality + 0.2, 0.99))
+        outputs |= {"best": Output("outputs/best", "tree")}
+        metrics |= {"best/step": 2.0, "best/probe/accuracy": 0.875}
+    if order.params.get("early_stopping"):
+        metrics |= {"best/step": 2.0, "best/probe/accuracy": 0.875, "stopped_early/step": 4.0}
+        message = f"stopped early at step 4 of {steps}: as it was told"
+    folder.write_result(JobResult("succeeded", outputs, metrics, steps * 100, 1.0, message=message))
 
 
 def evaluate(folder: AttemptFolder, order: JobOrder) -> None:

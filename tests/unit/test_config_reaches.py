@@ -7,6 +7,7 @@ an order to a result, with a model of two thousand parameters; what is shared be
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import types
@@ -37,14 +38,16 @@ BODIES = {"evaluate": evaluate.body, "init_model": init_model.body}
 OPTIMIZER = {"learning_rate": 2e-2, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.1}
 LETTERS = "0123456789Q:sort A"
 PROBE = {"data": "probe", "every": 2, "items": 16, "extract": r"(?s)(.)"}
+LOSS = {"data": "probe", "every": 2, "items": 5}
+STOPS = {"patience": 1, "min_delta": 10.0}  # at the second probe, whatever it says
 ON_POLICY: dict[str, Any] = {
     "data": "data", "steps": 4, "prompts_per_step": 3, "group_size": 4, "max_new_tokens": 5, "probe": PROBE,
     "optimizer": OPTIMIZER,
 }  # fmt: skip
 CRITIC = {"optimizer": {**OPTIMIZER, "learning_rate": 5e-2}}
 BASES: dict[str, dict[str, Any]] = {
-    "sft": {"data": "data", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER},
-    "reward_model": {"data": "pairs", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER},
+    "sft": {"data": "data", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER, "probe": LOSS},
+    "reward_model": {"data": "pairs", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER, "probe": LOSS},
     "grpo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "kl": {"coefficient": 0.2}},
     "ppo": {
         **ON_POLICY, "reward": "reward", "mini_batches": 2, "ppo_epochs": 2, "critic": CRITIC,
@@ -91,8 +94,11 @@ VALUES: dict[str, Any] = {
     "reward_timeout": 60.0,
     "probe": None,
     "probe.every": 3,
-    "probe.items": 9,
+    "probe.items": 3,
     "probe.extract": r"(no such answer)",
+    "early_stopping": STOPS,
+    "early_stopping.patience": 2,
+    "early_stopping.min_delta": 0.0,
     "kl": None,
     "kl.coefficient": 2.0,
     "ppo_epochs": 1,
@@ -231,7 +237,8 @@ def cases() -> tuple[list[Case], list[Case], list[str]]:
                 continue
             at, still = known(VALUES, kind, path), known(UNMOVED, kind, path)
             if at:
-                moved.append(Case(kind, path, VALUES[at]))
+                beside = {"early_stopping": STOPS} if path.startswith("early_stopping.") else {}
+                moved.append(Case(kind, path, VALUES[at], beside))
             elif still:
                 unmoved.append(Case(kind, path, UNMOVED_VALUES[still]))
             else:
@@ -246,7 +253,7 @@ def changed(kind: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     params: dict[str, Any] = json.loads(json.dumps(normal(kind)))
     for path, value in changes.items():
         *way, last = path.split(".")
-        (pick(params, ".".join(way)) if way else params)[last] = value
+        (pick(params, ".".join(way)) if way else params)[last] = copy.deepcopy(value)
     return {key: value for key, value in params.items() if key != "steps" or not params.get("epochs")}
 
 
@@ -261,9 +268,11 @@ class Shop:
         pairs = [{"prompt": f"Q:{i}", "chosen": f"A:{i}", "rejected": f"s{i}"} for i in range(6)]
         self.inputs = {name: self.put(name, found) for name, found in {
             "data": _lines(rows), "pairs": _lines(pairs), "probe": _lines(asked), "reward": "even",
+            "held_out": _lines(rows), "held_pairs": _lines(pairs),
         }.items()}  # fmt: skip
         self.others = {name: self.put(name, found) for name, found in {
             "data": _lines(rows[2:]), "pairs": _lines(pairs[2:]), "probe": _lines(asked[:7]), "reward": "odd",
+            "held_out": _lines(rows[3:]), "held_pairs": _lines(pairs[3:]),
         }.items()}  # fmt: skip
         meta = {"source": "best_of_n_case.py", "entry": "best_of_n"}
         self.inputs["recipe"] = self.put("recipe", FLOW, **meta)
@@ -271,7 +280,8 @@ class Shop:
         for seed, shelf in enumerate((self.inputs, self.others)):
             folder = self.run("init_model", normal("init_model"), {}, seed)
             shelf["model"] = InputBlob(put_tree(self.blobs, folder.outputs / "model"), "tree", "model:tiny@1")
-        folder = self.run("reward_model", changed("reward_model", {}), {"model": "model", "data": "pairs"}, 0)
+        slots = {"model": "model", "data": "pairs", "probe": "held_pairs"}
+        folder = self.run("reward_model", changed("reward_model", {}), slots, 0)
         self.inputs["reward_model"] = InputBlob(put_tree(self.blobs, folder.outputs / "model"), "tree", "model:judge@1")
 
     def put(self, name: str, text: str, **meta: str) -> InputBlob:
@@ -315,9 +325,10 @@ def _spending_more(flow: str) -> str:
 
 def _shelf(kind: str, slot: str) -> str:
     name = slot.removeprefix("suites.")
-    return {"rewards.held": "reward", "held": "probe", "data": "pairs" if kind == "reward_model" else "data"}.get(
-        name, name
-    )
+    learnt = "pairs" if kind == "reward_model" else "data"
+    if kind in ("sft", "reward_model") and name == "probe":  # other rows of what is learnt
+        return "held_out" if kind == "sft" else "held_pairs"
+    return {"rewards.held": "reward", "held": "probe", "data": learnt}.get(name, name)
 
 
 def _digest(folder: AttemptFolder) -> str:
@@ -331,7 +342,8 @@ def _digest(folder: AttemptFolder) -> str:
     written = sorted(p for p in folder.outputs.rglob("*") if p.is_file()) if folder.outputs.is_dir() else []
     failure = result.failure.message if result.failure else None
     files = {p.relative_to(folder.path).as_posix(): digest_bytes(p.read_bytes()) for p in written}
-    return digest_json([result.status, failure, result.tokens, json.dumps(told), files, [*ARGUMENTS]])
+    said = [result.status, result.message, failure, result.tokens, json.dumps(told)]
+    return digest_json([*said, files, [*ARGUMENTS]])
 
 
 def _planned(kind: str, changes: Mapping[str, Any]) -> str:

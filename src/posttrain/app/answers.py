@@ -71,7 +71,7 @@ def suite_answers(
     """
     records = {row.name: row for row in rows}
     evaluations = [s for s in manifest.stages if s.kind == EVALUATE and not s.name.startswith(ADDED)]
-    for stage in sorted(evaluations, key=lambda one: one.inputs["model"].name != released(manifest)):
+    for stage in sorted(evaluations, key=lambda one: one.inputs["model"].word != released(manifest)):
         made = records[stage.name].outputs.get("items")
         if made is None:
             continue

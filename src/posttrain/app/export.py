@@ -16,13 +16,13 @@ from posttrain.app.naming import NamedModel
 from posttrain.app.reporting import tree_lines
 from posttrain.app.workspace import Workspace
 from posttrain.control.explain import explain_run
-from posttrain.control.lineage import Node, model_lineage
+from posttrain.control.lineage import Node, model_lineage, selected
 from posttrain.control.models import MadeModel
 from posttrain.data.assets import floating_types
 from posttrain.decision.releases import release_states
 from posttrain.domain.errors import InputError
 from posttrain.domain.identity import deciding
-from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.manifest import BEST, Manifest, StageManifest
 from posttrain.domain.records import StageRecord
 from posttrain.execution.foreground import answers
 from posttrain.store.atomic import sync_folder, sync_tree, unwritable
@@ -176,11 +176,12 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
     report = explain_run(workspace.wiring, run.id).report
     tree = _public(model_lineage(workspace.wiring, made))
     card = ModelCard(
-        title=f"{run.name}, {made.stage}",
+        title=f"{run.name}, {made.word}",
         digest=made.digest,
         dtype=dtype,
         cast=cast,
-        made=f"{run.id}/{made.stage}",
+        made=f"{run.id}/{made.word}",
+        chosen=selected(rows[made.stage].metrics) if made.output == BEST else "",
         release=f"{made.channel}, release {made.release} ({_release_state(workspace, made)})" if made.channel else "",
         manifest=run.manifest_digest,
         base=_base(chain),

@@ -302,11 +302,17 @@ def dataset_slots(stage: StageManifest) -> list[tuple[str, InputRef]]:
     return [(slot, ref) for slot, ref in stage.inputs.items() if slot == "data" or slot.startswith("suites.")]
 
 
+def selects(stage: StageManifest) -> bool:
+    """Whether the stage's probe decides anything."""
+    return "probe" in stage.inputs and bool(stage.params.get("keep_best") or stage.params.get("early_stopping"))
+
+
 def _datasets(planned: Planned, spec: RunSpec | None, workspace: Workspace, source: Path) -> dict[str, Dataset]:
     """Digest → data set, for everything that stages work through."""
     found: dict[str, Dataset] = {}
     for stage in planned.manifest.stages:
-        for slot, ref in dataset_slots(stage):
+        probe = [("probe", stage.inputs["probe"])] if selects(stage) else []
+        for slot, ref in [*dataset_slots(stage), *probe]:
             if str(ref.digest) not in found:
                 word = planned.contracts[stage.name].inputs[slot][1]
                 with located(f"{source}: stages.{stage.name}.{slot}"):

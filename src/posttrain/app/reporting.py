@@ -16,10 +16,11 @@ from posttrain.control import budgets
 from posttrain.control.compare import Difference, compare
 from posttrain.control.deciding import CONTROL
 from posttrain.control.explain import explain_run
-from posttrain.control.lineage import Node, run_lineage
+from posttrain.control.lineage import Node, run_lineage, selection_words
 from posttrain.control.scores import EVALUATE
 from posttrain.domain.gates import GateReport
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import StageRecord
 from posttrain.telemetry.timeline import AttemptSpans, StepTime, step_times
 from posttrain.web.curves import learning_curve
 from posttrain.web.report import (
@@ -150,7 +151,14 @@ def _stage_curves(
         name, kind = stage.record.name, stage.record.kind
         if kind != EVALUATE and watcher.watcher(name).curves:
             series = stage_curves(workspace, watcher, manifest, name, name)
-            yield StageCurves(name, kind, series, stage.begun)
+            yield StageCurves(name, kind, series, stage.begun, *_chosen(stage.record))
+
+
+def _chosen(row: StageRecord) -> tuple[str, tuple[tuple[int, str], ...]]:
+    """What a stage's probe decided, in words and as steps to mark."""
+    marks = {"best/step": "best", "stopped_early/step": "stopped"}
+    found = tuple((int(row.metrics[name]), word) for name, word in marks.items() if name in row.metrics)
+    return selection_words(row.metrics), found
 
 
 def _parameters(manifest: Manifest) -> Iterator[StageParameters]:

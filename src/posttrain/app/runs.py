@@ -268,7 +268,7 @@ def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
         if ref.source is Source.RUN and own and ref.name != made.run_id:
             raise InputError(
                 f"ref {text!r}: must name one run of {spec.name} by its whole id, since this file makes others of that "
-                f"name; write run:{made.run_id}/{made.stage}"
+                f"name; write run:{made.run_id}/{made.word}"
             )
         return made.pinned(text)
 

@@ -68,7 +68,8 @@ def _run_ids(workspace: Workspace) -> list[str]:
 
 def _stages(workspace: Workspace, run: str) -> list[str]:
     rows = workspace.ledger.stages(workspace.ledger.find_run(run.removeprefix("run:")).id)
-    return [f"{run}/{row.name}" for row in rows if "model" in row.outputs]
+    models = {"model": "", "best": "/best"}
+    return [f"{run}/{row.name}{end}" for row in rows for output, end in models.items() if output in row.outputs]
 
 
 def _assets(workspace: Workspace, kind: str | None) -> list[str]:

@@ -13,6 +13,7 @@ from posttrain.app.status import RunStatus, StageStatus
 from posttrain.app.tracking import TROUBLE, TrackerState
 from posttrain.cli.console import branch, count, digest, duration, excerpt, glyph, moment, style
 from posttrain.control.compare import Difference
+from posttrain.control.lineage import selection_words
 from posttrain.control.scores import Scores
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.lifecycle import AttemptState, StageState
@@ -35,8 +36,9 @@ def run_tree(status: RunStatus) -> Tree:
     root = Tree(branch(head), guide_style="dim")
     for stage in status.stages:
         below = root.add(branch(_stage_line(stage)))
-        if stage.begun:
-            below.add(branch(Text(stage.begun, style="dim")))
+        for told in (stage.begun, selection_words(stage.record.metrics)):
+            if told:
+                below.add(branch(Text(told, style="dim")))
         for attempt in stage.attempts:
             if len(stage.attempts) > 1 or attempt.state in (AttemptState.LOST, AttemptState.FAILED):
                 below.add(branch(attempt_line(attempt)))

@@ -174,7 +174,9 @@ def _end(
     attempt_state = AttemptState(result.status)
     stage_state = StageState(result.status)
     reason = {"succeeded": "Succeeded", "stopped": "Stopped"}.get(result.status) or _reason(failure)
-    message = failure.message if failure else {"stopped": "stopped by a person"}.get(result.status, "done")
+    message = (
+        failure.message if failure else {"stopped": "stopped by a person"}.get(result.status, result.message or "done")
+    )
     action = "" if result.status == "succeeded" else _next_action(stage, failure)
     tokens = _billed(wiring, attempt, result.tokens)
     with wiring.ledger.transaction(wiring.actor) as transaction:

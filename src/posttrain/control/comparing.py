@@ -163,7 +163,7 @@ def subject(wiring: Wiring, label: str, run: RunRecord, stage: str | None) -> Su
 
 def _chosen(manifest: Manifest, found: Sequence[Measured]) -> InputRef:
     own = [one for one in found if one.model.source == "stage"] or list(found)
-    return next((one.model for one in own if one.model.name == released(manifest)), own[-1].model)
+    return next((one.model for one in own if one.model.word == released(manifest)), own[-1].model)
 
 
 def side_by_side(wiring: Wiring, subjects: Sequence[Subject]) -> Comparison:

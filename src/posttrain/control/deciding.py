@@ -2,7 +2,7 @@
 
 A gate compares item by item, so a baseline is measured by the very evaluators of the released model. They are called
 `baseline-EVALUATE` (the channel's model) and `baseline-MODEL.EVALUATE` (any other): no stage of a run file has a dot in
-its name. An evaluate stage of the run that measures the same is taken instead.
+its name (a `/` of MODEL is one). An evaluate stage of the run that measures the same is taken instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateRule
-from posttrain.domain.manifest import InputRef, StageManifest
+from posttrain.domain.manifest import MODEL, InputRef, StageManifest, model_output
 from posttrain.domain.measures import ItemRange
 from posttrain.domain.runspec import ReleaseSpec, RunSpec
 from posttrain.domain.validation import nearest
@@ -85,11 +85,11 @@ class Decision:
         return added
 
     def _candidate(self, release: ReleaseSpec) -> InputRef:
-        producers = {name for name, stage in self._stages.items() if "model" in stage.outputs}
-        if release.model not in producers:
+        producers = {name for name, stage in self._stages.items() if MODEL in stage.outputs}
+        if model_output(release.model)[0] not in producers:
             known = nearest(release.model, producers)
             raise InputError(f"{self._source}: release.model: no stage {release.model!r} makes a model{known}")
-        return InputRef(source="stage", name=release.model, output="model")
+        return self._models.model("release.model", release.model)
 
     def _rival(self, rule: GateRule, candidate: InputRef) -> InputRef:
         """The model that a rule compares with."""
@@ -115,7 +115,7 @@ class Decision:
         for stage in self._stages.values():
             if (stage.kind, stage.trainer, stage.params, stage.inputs) == wanted:
                 return stage
-        return self._baseline(evaluator, model, f"{ADDED}{rival}.{evaluator.name}", rival)
+        return self._baseline(evaluator, model, f"{ADDED}{rival.replace('/', '.')}.{evaluator.name}", rival)
 
     def _baseline(self, evaluator: StageManifest, model: InputRef, name: str, word: str | None = None) -> StageManifest:
         contract = self._known[evaluator.name]

@@ -4,7 +4,7 @@ still there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from posttrain.control.judging import read_report
@@ -13,6 +13,7 @@ from posttrain.control.wiring import Wiring
 from posttrain.decision.releases import release_states
 from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.jobs import InputBlob
+from posttrain.domain.manifest import BEST, MODEL, model_output
 from posttrain.domain.records import Asset, ReleaseEntry, StageRecord
 from posttrain.store.audit import verify_releases
 from posttrain.store.sealer import verify_chain
@@ -64,8 +65,10 @@ def release_lineage(wiring: Wiring, channel: str) -> Node:
 def run_lineage(wiring: Wiring, run_id: str) -> Node:
     """The tree of what a run made, from its last model stage back."""
     run = wiring.ledger.run(run_id)
-    stages = [stage for stage in wiring.ledger.stages(run.id) if "model" in stage.outputs]
-    children = tuple(_stage_node(wiring, stage) for stage in stages[-1:])
+    stages = [stage for stage in wiring.ledger.stages(run.id) if MODEL in stage.outputs]
+    release = wiring.manifest(run).release
+    name, output = model_output(release.model) if release else ("", MODEL)
+    children = tuple(_stage_node(wiring, stage, output if stage.name == name else MODEL) for stage in stages[-1:])
     return Node(
         "run", run.id, None, children=(*children, _manifest_node(wiring, run.id)), details=(("state", run.state),)
     )
@@ -134,34 +137,52 @@ def _evaluations(wiring: Wiring, run_id: str, model: str) -> list[Node]:
 
 
 def _model_node(wiring: Wiring, digest: str, run_id: str | None) -> Node:
-    stage = stage_that_made(wiring, run_id, digest)
-    return _stage_node(wiring, stage) if stage else _asset_node(wiring, InputBlob(digest, "tree"))
+    made = stage_that_made(wiring, run_id, digest)
+    return _stage_node(wiring, *made) if made else _asset_node(wiring, InputBlob(digest, "tree"))
 
 
-def _stage_node(wiring: Wiring, stage: StageRecord) -> Node:
+def _stage_node(wiring: Wiring, stage: StageRecord, output: str) -> Node:
     """The model a stage made, with its inputs below it. A stage from the cache shows where it was computed."""
     made_by = f"{stage.kind} in {stage.cached_from or f'{stage.run_id}/{stage.name}'}"
     children = tuple(_input_node(wiring, slot, InputBlob(**blob)) for slot, blob in stage.inputs.items())
-    details = (("made by", made_by), *((("reused", "from the stage cache"),) if stage.cached_from else ()))
-    return Node("model", f"{stage.run_id}/{stage.name}", stage.outputs["model"]["digest"], "tree", details, children)
+    details = [("made by", made_by)] + ([("reused", "from the stage cache")] if stage.cached_from else [])
+    name, chosen = f"{stage.run_id}/{stage.name}", selected(stage.metrics)
+    if output == BEST:
+        name, details = f"{name}/{BEST}", [*details, ("best by its probe", chosen)]
+    return Node("model", name, stage.outputs[output]["digest"], "tree", tuple(details), children)
+
+
+def selected(metrics: Mapping[str, float]) -> str:
+    """`probe/accuracy 0.91 at step 40`, of a stage whose probe chose; else empty."""
+    found = [name for name in metrics if name.startswith("best/probe/")]
+    return f"{found[0].removeprefix('best/')} {metrics[found[0]]:.4g} at step {metrics['best/step']:g}" if found else ""
+
+
+def selection_words(metrics: Mapping[str, float]) -> str:
+    """`best: probe/accuracy 0.91 at step 40; stopped early at step 60`; empty where no probe decided anything."""
+    early = f"; stopped early at step {metrics['stopped_early/step']:g}" if "stopped_early/step" in metrics else ""
+    return f"best: {selected(metrics)}{early}" if selected(metrics) else ""
 
 
 def _input_node(wiring: Wiring, slot: str, blob: InputBlob) -> Node:
     made = _maker(wiring, blob) if slot in ("model", "reward_model") else None
-    return _stage_node(wiring, made) if made else _asset_node(wiring, blob, slot)
+    return _stage_node(wiring, *made) if made else _asset_node(wiring, blob, slot)
 
 
-def _maker(wiring: Wiring, blob: InputBlob) -> StageRecord | None:
-    """The stage that made a model, by its name as an input: `RUN/STAGE`, `run:RUN/STAGE` or `channel:NAME@RELEASE`."""
+def _maker(wiring: Wiring, blob: InputBlob) -> tuple[StageRecord, str] | None:
+    """The stage that made a model, and as which output, by its name as an input: `RUN/STAGE`, `RUN/STAGE/best`,
+    `run:RUN/STAGE` or `channel:NAME@RELEASE`.
+    """
     head, _, rest = blob.name.partition(":")
     if head == "channel":
         channel, _, release = rest.partition("@")
         entry = next((e for e in wiring.ledger.history(channel) if str(e.sequence) == release), None)
         return stage_that_made(wiring, entry.run_id, blob.digest) if entry else None
-    run_id, _, name = blob.name.removeprefix("run:").partition("/")
-    if not name or head in ("model", "path", "hf"):
+    run_id, _, word = blob.name.removeprefix("run:").partition("/")
+    if not word or head in ("model", "path", "hf"):
         return None
-    return next((s for s in wiring.ledger.stages(run_id) if s.name == name and "model" in s.outputs), None)
+    name, output = model_output(word)
+    return next(((s, output) for s in wiring.ledger.stages(run_id) if s.name == name and output in s.outputs), None)
 
 
 def _asset_node(wiring: Wiring, blob: InputBlob, slot: str = "model") -> Node:

@@ -1,5 +1,5 @@
 """Models that runs of this workspace made, by the words people have for them: `channel:prod`, `channel:prod@3`,
-`run:sort-b0ed9b49/sft`.
+`run:sort-b0ed9b49/sft`, `run:sort-b0ed9b49/grpo/best`.
 
 A word that moves (a channel, a run's name) is pinned when it is read: the manifest holds the release or the run that it
 meant then, and the word beside it.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from posttrain.control.wiring import Wiring
 from posttrain.data.refs import AssetRef, Source
 from posttrain.domain.errors import NotFoundError
-from posttrain.domain.manifest import NAMED, InputRef, Manifest
+from posttrain.domain.manifest import BEST, MODEL, NAMED, InputRef, Manifest, model_output
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.validation import nearest
 
@@ -27,6 +27,12 @@ class MadeModel:
     stage: str | None
     channel: str | None = None
     release: int | None = None
+    output: str = MODEL  # of the stage
+
+    @property
+    def word(self) -> str | None:
+        """The stage's model as a run file names it: `grpo`, `grpo/best`."""
+        return self.stage and InputRef(source="stage", name=self.stage, output=self.output).word
 
     def pinned(self, word: str) -> InputRef:
         """As an input of a stage; `word` as somebody wrote it."""
@@ -57,21 +63,25 @@ def _released(wiring: Wiring, ref: AssetRef) -> MadeModel:
     if entry is None:
         raise NotFoundError(f"{ref}: channel {ref.name} has no release {ref.version}; the latest is {len(history)}")
     made = stage_that_made(wiring, entry.run_id, entry.model_digest)
-    name, stage = f"channel:{ref.name}@{entry.sequence}", made.name if made else None
-    return MadeModel(name, entry.model_digest, entry.run_id, stage, ref.name, entry.sequence)
+    name = f"channel:{ref.name}@{entry.sequence}"
+    stage, output = (made[0].name, made[1]) if made else (None, MODEL)
+    return MadeModel(name, entry.model_digest, entry.run_id, stage, ref.name, entry.sequence, output)
 
 
 def _of_run(wiring: Wiring, ref: AssetRef) -> MadeModel:
     run = wiring.ledger.find_run(ref.name)
     manifest = wiring.manifest(run)
-    makers = [stage.name for stage in manifest.stages if "model" in stage.outputs]
-    name = ref.stage or _main_stage(manifest)
-    if name not in makers:
-        raise NotFoundError(f"{ref}: run {run.id} has no stage {name!r} that makes a model{nearest(name, makers)}")
+    makers = [stage.name for stage in manifest.stages if MODEL in stage.outputs]
+    word = ref.stage or _main_stage(manifest)
+    name, output = model_output(word)
+    if name not in makers or (word != name and word != f"{name}/{BEST}"):
+        raise NotFoundError(f"{ref}: run {run.id} has no stage {word!r} that makes a model{nearest(word, makers)}")
+    if output not in manifest.stage(name).outputs:
+        raise NotFoundError(f"{ref}: stage {name} of run {run.id} keeps no best model (keep_best); {_way(run)}")
     row = next(stage for stage in wiring.ledger.stages(run.id) if stage.name == name)
-    if "model" not in row.outputs:
+    if output not in row.outputs:
         raise NotFoundError(f"{ref}: stage {name} of run {run.id} has made no model ({row.state}); {_way(run)}")
-    return MadeModel(f"run:{run.id}/{name}", row.outputs["model"]["digest"], run.id, name)
+    return MadeModel(f"run:{run.id}/{word}", row.outputs[output]["digest"], run.id, name, output=output)
 
 
 def _way(run: RunRecord) -> str:
@@ -79,7 +89,7 @@ def _way(run: RunRecord) -> str:
 
 
 def _main_stage(manifest: Manifest) -> str:
-    """The stage whose model a run is for: the one that it releases, else the last that makes a policy."""
+    """The model that a run is for: the one that it releases, else that of the last stage that makes a policy."""
     if manifest.release:
         return manifest.release.model
     makers = [stage for stage in manifest.stages if "model" in stage.outputs]
@@ -88,13 +98,15 @@ def _main_stage(manifest: Manifest) -> str:
     return (policies or [stage.name for stage in makers] or [""])[-1]
 
 
-def stage_that_made(wiring: Wiring, run_id: str | None, digest: str) -> StageRecord | None:
-    """The stage of a run that made these weights: of several (one that changed nothing makes the same as the one before
-    it) the one that the run releases, else the last.
+def stage_that_made(wiring: Wiring, run_id: str | None, digest: str) -> tuple[StageRecord, str] | None:
+    """The stage of a run that made these weights, and as which output: of several (one that changed nothing makes the
+    same as the one before it, and a last model may be the best) what the run releases, else the last.
     """
     if run_id is None:
         return None
-    made = [s for s in wiring.ledger.stages(run_id) if s.outputs.get("model", {}).get("digest") == digest]
+    rows = wiring.ledger.stages(run_id)
+    made = [(row, out) for row in rows for out in (BEST, MODEL) if row.outputs.get(out, {}).get("digest") == digest]
     release = wiring.manifest(wiring.ledger.run(run_id)).release
-    named = [stage for stage in made if release and stage.name == release.model]
+    wanted = model_output(release.model) if release else None
+    named = [(row, output) for row, output in made if (row.name, output) == wanted]
     return next(iter([*named, *reversed(made)]), None)

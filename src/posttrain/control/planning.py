@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from posttrain.control.deciding import Decision
 from posttrain.domain.errors import InputError, PosttrainError
-from posttrain.domain.manifest import InputRef, Manifest, StageManifest, topological
+from posttrain.domain.manifest import MODEL, InputRef, Manifest, StageManifest, model_output, topological
 from posttrain.domain.passes import Passes, passes_of
 from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
 from posttrain.domain.runspec import RunSpec, StageSpec
@@ -191,10 +191,10 @@ class Resolver:
         return {f"{slot}/{PurePath(f).name}": self._asset(f"rewards.{word}.files", "file", f) for f in files}
 
     def model(self, field: str, word: str) -> InputRef:
-        """`base`, or a stage that makes a model.
+        """`base`, a stage that makes a model, or `STAGE/best`.
 
         Raises:
-            InputError: there is no such stage, or no base.
+            InputError: there is no such stage, or no base; a stage that keeps no best model.
         """
         if word == "base":
             if self._spec.model is None:
@@ -202,12 +202,17 @@ class Resolver:
                     f"{self._source}: {field}: `base` needs the top-level key `model`; add model: model:NAME"
                 )
             return self._asset("model", "model", self._spec.model)
-        producers = {name for name, contract in self._contracts.items() if "model" in contract.outputs}
-        if word not in producers:
+        name, output = model_output(word)
+        producers = {name for name, contract in self._contracts.items() if MODEL in contract.outputs}
+        if name not in producers or "/" in name:
             raise InputError(
-                f"{self._source}: {field}: no stage {word!r} makes a model{nearest(word, producers | {'base'})}"
+                f"{self._source}: {field}: no stage {name!r} makes a model{nearest(name, producers | {'base'})}"
             )
-        return InputRef(source="stage", name=word, output="model")
+        if output not in self._contracts[name].outputs:
+            raise InputError(
+                f"{self._source}: {field}: stage {name!r} keeps no best model, got {word!r}; add keep_best: true to it"
+            )
+        return InputRef(source="stage", name=name, output=output)
 
     def _asset(self, field: str, kind: str, ref: str, called: Called = AS_FOUND) -> InputRef:
         try:

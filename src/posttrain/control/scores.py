@@ -171,7 +171,7 @@ def measurements(
 def model_words(manifest: Manifest, ref: InputRef) -> str:
     """A model as people call it."""
     if ref.source == "stage":
-        return f"stage {ref.name}"
+        return f"stage {ref.word}"
     if ref.source == "channel":
         return f"channel {ref.name}"
     return f"base {ref.name}" if any("model" in stage.outputs for stage in manifest.stages) else ref.name
@@ -183,7 +183,7 @@ def _earlier(manifest: Manifest, one: Measured, found: list[Measured]) -> list[M
     """
     line = list(_ancestors(manifest, one.model))
     others = [other for other in found if other.model != one.model]
-    rivals = one.model.source == "stage" and released(manifest) in (None, one.model.name)
+    rivals = one.model.source == "stage" and released(manifest) in (None, one.model.word)
     channels = [other for other in others if other.model.source == "channel" and rivals]
     line = [model for model in line if model.source != "channel"]
     gated = [model for model in _rivals(manifest) if rivals and model not in line]
@@ -200,7 +200,7 @@ def _rivals(manifest: Manifest) -> list[InputRef]:
 
 
 def released(manifest: Manifest) -> str | None:
-    """The stage whose model the run releases."""
+    """The model that the run releases, as its file names it."""
     return manifest.release.model if manifest.release else None
 
 

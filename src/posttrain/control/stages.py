@@ -37,7 +37,7 @@ def bind_pending(
         elif ref.source == "stage":
             output = stages[ref.name].outputs.get(ref.output or "")
             if output:  # a skipped stage has none: the gate sees that there is no baseline
-                inputs[slot] = InputBlob(output["digest"], output["form"], f"{stage.run_id}/{ref.name}")
+                inputs[slot] = InputBlob(output["digest"], output["form"], f"{stage.run_id}/{ref.word}")
         elif ref.source == "channel":
             live = _channel(wiring, manifest, stages, ref.name)
             if live:

@@ -27,7 +27,8 @@ CRASHPOINTS = frozenset(
         "supervisor.before_spawn", "supervisor.after_spawn", "supervisor.before_exit_record",
         # jobs
         "job.start", "train.step", "checkpoint.before_shards", "checkpoint.inside_shard", "checkpoint.before_commit",
-        "checkpoint.after_commit", "outputs.before_result", "outputs.after_result",
+        "checkpoint.after_commit", "best.before_rename", "best.after_rename",
+        "outputs.before_result", "outputs.after_result",
     }
 )  # fmt: skip
 

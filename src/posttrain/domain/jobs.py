@@ -177,6 +177,7 @@ class JobResult:
     tokens: int = 0  # spent by this attempt's lineage
     seconds: float = 0.0
     failure: Failure | None = None
+    message: str = ""  # what a person should know of how it ended well
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

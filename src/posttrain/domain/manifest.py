@@ -13,6 +13,7 @@ from posttrain.domain.gates import GateRule
 from posttrain.domain.runspec import Budget, Frozen, ReleaseSpec
 
 MANIFEST_SCHEMA: Final = 1
+MODEL, BEST = "model", "best"  # outputs that are models: the last one, and the best one by the stage's probe
 NAMED: Final = "named"  # in an input's meta: the word it was named by, which may mean another model by now
 
 
@@ -29,6 +30,17 @@ class InputRef(Frozen):
     meta: dict[str, Any] = Field(
         default_factory=dict
     )  # a reward's entry point: it decides results, so it is part of the digest
+
+    @property
+    def word(self) -> str:
+        """How a run file names it as a model: `sft`, `grpo/best`."""
+        return f"{self.name}/{BEST}" if self.source == "stage" and self.output == BEST else self.name
+
+
+def model_output(word: str) -> tuple[str, str]:
+    """Stage and output that a word names: `grpo` is its last model, `grpo/best` its best one by the probe."""
+    stage, mark, _ = word.partition(f"/{BEST}")
+    return stage, BEST if mark else MODEL
 
 
 class StageManifest(Frozen):

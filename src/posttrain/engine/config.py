@@ -92,6 +92,27 @@ class RuntimeConfig(InferenceRuntimeConfig):
     ray_address: Word | None = None  # of a Ray cluster that runs already; None: one on this machine, where needed
 
 
+class LossProbeConfig(_Frozen):
+    """A small held-out measurement during training: for the curve, and for what the stage selects by it."""
+
+    data: Word
+    every: Positive = 40  # steps; also before the first step and at the end
+    items: Positive = 128  # the first so many rows
+
+
+class ProbeConfig(LossProbeConfig):
+    """One that answers its rows and compares."""
+
+    extract: Extract = r"(?s)(.*)"
+
+
+class EarlyStoppingConfig(_Frozen):
+    """Ends a stage whose probe stopped improving."""
+
+    patience: Annotated[int, Field(ge=1, le=10**6)] = 3  # probes in a row without an improvement
+    min_delta: float = Field(default=0.0, ge=0, le=1e6)  # that an improvement exceeds, in units of the probe's metric
+
+
 class _TrainingConfig(_Frozen):
     """How long every kind of training is. `epochs` needs the rows, so a plan turns it into `steps`, which jobs read.
 
@@ -100,9 +121,14 @@ class _TrainingConfig(_Frozen):
 
     per_step: ClassVar[str]  # the field that says how many documents a step takes
     more_passes: ClassVar[str] = ""  # what an error adds where `epochs` was another word before
+    selects_by: ClassVar[str] = "probe/accuracy"  # the probe's metric
+    lower_is_better: ClassVar[bool] = False
 
     steps: Positive = 0  # optimiser steps, or rollout batches; 0: not known before `epochs` is held against the rows
     epochs: Passes | None = None  # passes over the data
+    probe: LossProbeConfig | None = None
+    early_stopping: EarlyStoppingConfig | None = None
+    keep_best: bool = False  # the best model by the probe, as a second output of the stage
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -111,12 +137,25 @@ class _TrainingConfig(_Frozen):
             raise ValueError(f"exactly one of steps and epochs must be given, got {given}{self.more_passes}")
         return self
 
+    @model_validator(mode="after")
+    def _selects_by_a_probe(self) -> Self:
+        asked = [name for name in ("early_stopping", "keep_best") if getattr(self, name)]
+        if asked and self.probe is None:
+            raise ValueError(f"{asked[0]} needs a probe to go by, got none; add probe: {{data: NAME}}")
+        return self
+
+    def probes(self) -> dict[str, tuple[str, str]]:
+        """The probe's data as an input."""
+        return {"probe": ("dataset", self.probe.data)} if self.probe else {}
+
 
 class SFTConfig(_TrainingConfig):
     """Supervised fine-tuning on prompt + completion (or messages) rows; loss on completion tokens, token mean."""
 
     kind: ClassVar[str] = "sft"
     per_step: ClassVar[str] = "batch_size"
+    selects_by: ClassVar[str] = "probe/loss"
+    lower_is_better: ClassVar[bool] = True
     model: Word = "base"
     data: Word
     batch_size: Rows = 64  # documents per optimiser step
@@ -127,16 +166,7 @@ class SFTConfig(_TrainingConfig):
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""
-        return {"model": ("model", self.model), "data": ("dataset", self.data)}
-
-
-class ProbeConfig(_Frozen):
-    """A small held-out measurement during training, for the learning curve only: no gate reads it."""
-
-    data: Word
-    every: Positive = 40  # steps
-    items: Positive = 128
-    extract: Extract = r"(?s)(.*)"
+        return {"model": ("model", self.model), "data": ("dataset", self.data)} | self.probes()
 
 
 class TraceConfig(_Frozen):
@@ -179,10 +209,7 @@ class _OnPolicyConfig(_TrainingConfig):
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""
-        slots = {"model": ("model", self.model), "data": ("dataset", self.data)}
-        if self.probe:
-            slots["probe"] = ("dataset", self.probe.data)
-        return slots
+        return {"model": ("model", self.model), "data": ("dataset", self.data)} | self.probes()
 
 
 class GRPOConfig(_OnPolicyConfig):
@@ -299,9 +326,7 @@ class DataflowConfig(_TrainingConfig):
         """slot → (asset kind, the word written in run.yaml)."""
         slots = {"model": ("model", self.model), "data": ("dataset", self.data), "recipe": ("recipe", self.recipe)}
         slots |= reward_slots("reward", self.reward)
-        if self.probe:
-            slots["probe"] = ("dataset", self.probe.data)
-        return slots
+        return slots | self.probes()
 
 
 class RewardModelConfig(_TrainingConfig):
@@ -319,7 +344,7 @@ class RewardModelConfig(_TrainingConfig):
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""
-        return {"model": ("model", self.model), "data": ("dataset", self.data)}
+        return {"model": ("model", self.model), "data": ("dataset", self.data)} | self.probes()
 
 
 class SuiteConfig(_Frozen):

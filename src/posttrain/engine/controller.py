@@ -31,6 +31,8 @@ from posttrain.domain.jobs import seconds_short, tokens_short
 from posttrain.engine.groups.recording import Recorder
 from posttrain.engine.memory import peak_memory
 from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
+from posttrain.engine.selection import Selection
+from posttrain.engine.weights.best import BestModel
 from posttrain.engine.weights.checkpoint import TrainState, begin_checkpoint, commit_checkpoint, read_state
 from posttrain.engine.weights.view import PolicyVersion
 
@@ -64,6 +66,7 @@ class Outcome:
     steps: int
     tokens: int
     metrics: dict[str, float]  # the last value of each
+    message: str = ""  # why it ended before its last step, where it did
 
 
 @dataclass(slots=True)
@@ -82,6 +85,8 @@ class Controller:
         limits: tokens and deadline.
         recorder: of the worker groups' calls; told which step they belong to.
         meter: told what was spent, and before each step what that may cost at the most.
+        selection: what the probe decides; None: nothing.
+        best: keeps the best model by the probe; None: nothing does.
     """
 
     recipe: Recipe
@@ -94,6 +99,8 @@ class Controller:
     flush: Callable[[], None] = lambda: None
     recorder: Recorder = field(default_factory=Recorder)
     meter: Callable[[int, int], None] = lambda spent, reserved: None
+    selection: Selection | None = None
+    best: BestModel | None = None
     tokens: int = 0  # spent so far in this lineage
     _incarnation: int = 0
     _step: int = 0
@@ -116,18 +123,24 @@ class Controller:
         self.recipe.journal.consumed = state.consumed
         self.tokens, self._step, self._saved = state.tokens, state.step, state.step
         self._metrics, self._incarnation = dict(state.metrics), state.incarnation + 1
+        if self.selection:
+            self.selection.resume(state.probes)
+        if self.best:
+            self.best.take_from(path, self.selection.standing.step if self.selection else 0)
         self.sink(Note(f"resumed from the checkpoint at step {state.step}", time.time()))
 
     def run(self) -> Outcome:
-        """Train until the last step, a stop, or the end of the budget.
+        """Train until the last step, the end of the probe's patience, a stop, or the end of the budget.
 
         Raises:
             BudgetExceededError: the next step could exceed the token budget or the deadline is past; a checkpoint was
                 written.
             DivergedError: NaN or infinity.
         """
-        total = self.recipe.steps
+        total, message = self.recipe.steps, ""
         self.meter(self.tokens, 0)
+        if self._saved < 0 and self.best:
+            self.best.take_from(None)  # whatever a lost process left there
         self._serve()
         while True:
             order = self.orders()
@@ -139,11 +152,16 @@ class Controller:
             self._probe()
             if self._step == total:
                 break
+            if self.selection and self.selection.over:
+                message = self.selection.told(self._step, total)
+                self.sink(Note(message, time.time()))
+                break
             self._advance()
             if self._step % self.every == 0 or self._step == total:
                 self._save()
         self.meter(self.tokens, 0)
-        return Outcome("succeeded", self._step, self.tokens, self._metrics)
+        chosen = self.selection.metrics(self._step if message else None) if self.selection else {}
+        return Outcome("succeeded", self._step, self.tokens, self._metrics | chosen, message)
 
     def _advance(self) -> None:
         started = time.perf_counter()
@@ -164,8 +182,12 @@ class Controller:
 
     def _probe(self) -> None:
         report = self.recipe.probe(self._step, Trace(self.sink, self._step))
-        if report:
-            self._report(report, {})
+        if not report:
+            return
+        self._report(report, {})
+        if self.selection and self.selection.see(self._step, report.metrics) and self.best:
+            with Trace(self.sink, self._step).span("best"):
+                self.best.keep(self._step)
 
     def _report(self, report: StepReport, extra: dict[str, float]) -> None:
         self.tokens += report.tokens
@@ -199,10 +221,12 @@ class Controller:
             self.tokens,
             dict(self._metrics),
             self._incarnation,
+            self.selection.to_json() if self.selection else None,
         )
         self.flush()
         with Trace(self.sink, self._step).span("checkpoint"):
             path = begin_checkpoint(self.checkpoints, self._step)
             if path is not None:
-                commit_checkpoint(path, state, self.recipe.roles.save(path))
+                written = self.recipe.roles.save(path)
+                commit_checkpoint(path, state, {**written, **(self.best.put_into(path) if self.best else {})})
         self._saved = self._step

@@ -6,6 +6,7 @@ The controller runs in this process; the roles run where the stage's `placement`
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,7 +23,6 @@ from posttrain.engine.config import (
     GRPOConfig,
     PPOConfig,
     RewardModelConfig,
-    RuntimeConfig,
     SFTConfig,
     TrainingConfig,
     stage_config,
@@ -56,6 +56,11 @@ class Trained:
     save_model: Callable[[Path], object]
     tokenizer: PreTrainedTokenizerBase
 
+    def write(self, folder: Path) -> None:
+        """The model as it is now, in Hugging Face format."""
+        self.save_model(folder)
+        self.tokenizer.save_pretrained(folder)
+
 
 def body(job: Job) -> JobResult:
     """Train, save outputs/model, answer."""
@@ -70,20 +75,32 @@ def body(job: Job) -> JobResult:
         pool_of = stack.enter_context(open_pools(config, recorder, _costs(job)))
         trained = _open(job, config, pool_of, stack)
         slower = job.tell_fallbacks(trained.recipe.roles.fallbacks())
-        controller = _controller(job, trained.recipe, config.runtime, recorder)
+        controller = _controller(job, trained, config, recorder)
         try:
             outcome = controller.run()
             if outcome.status == "succeeded":
                 folder = job.folder / "outputs" / "model"
                 folder.mkdir(parents=True, exist_ok=True)
-                trained.save_model(folder)
-                trained.tokenizer.save_pretrained(folder)
+                trained.write(folder)
+                best = _leave_best(job, controller)
         except Exception as error:
             return failed(error, controller.tokens)
     metrics = outcome.metrics | slower
     if outcome.status != "succeeded":
         return JobResult(outcome.status, metrics=metrics, tokens=outcome.tokens)
-    return JobResult("succeeded", {"model": Output("outputs/model", "tree")}, metrics, outcome.tokens)
+    outputs = {"model": Output("outputs/model", "tree"), **best}
+    return JobResult("succeeded", outputs, metrics, outcome.tokens, message=outcome.message)
+
+
+def _leave_best(job: Job, controller: Controller) -> dict[str, Output]:
+    """The best model by the probe, where the stage keeps it."""
+    kept = controller.best.path if controller.best else None
+    if kept is None:
+        return {}
+    target = job.folder / "outputs" / "best"
+    shutil.rmtree(target, ignore_errors=True)  # of an attempt that died before its last word
+    kept.rename(target)
+    return {"best": Output("outputs/best", "tree")}
 
 
 def _costs(job: Job) -> CostModel:
@@ -116,6 +133,7 @@ def _sft(job: Job, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, pool_o
     from posttrain.engine.models.chat import encode_examples
     from posttrain.engine.models.source import ModelSource
     from posttrain.engine.recipes.opening import open_sft
+    from posttrain.engine.recipes.probe import LossProbe
     from posttrain.engine.recipes.sft import SFT
     from posttrain.engine.roles.policy import PolicyWorker
 
@@ -124,7 +142,12 @@ def _sft(job: Job, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, pool_o
     limit = min(config.max_length or context, context)
     name = job.label("data")
     examples = encode_examples(tokenizer, read_rows(job.input("data"), name=name), name=name, limit=limit)
-    recipe = SFT(config, roles, [Document(e.prompt, e.completion) for e in examples], job.order.seed)
+    probe: LossProbe | None = None
+    if config.probe:
+        name, held_out = job.label("probe"), read_rows(job.input("probe"), name=job.label("probe"))
+        shown = encode_examples(tokenizer, held_out[: config.probe.items], name=name, limit=limit)
+        probe = LossProbe([Document(e.prompt, e.completion) for e in shown])
+    recipe = SFT(config, roles, [Document(e.prompt, e.completion) for e in examples], job.order.seed, probe)
     return Trained(recipe, lambda folder: roles.policy.each(PolicyWorker.save_model, folder), tokenizer)
 
 
@@ -132,6 +155,7 @@ def _reward_model(job: Job, config: RewardModelConfig, tokenizer: PreTrainedToke
     from posttrain.engine.models.chat import encode_preferences
     from posttrain.engine.models.source import ScalarSource
     from posttrain.engine.recipes.opening import open_preference
+    from posttrain.engine.recipes.probe import PairProbe
     from posttrain.engine.recipes.reward_model import RewardModel
     from posttrain.engine.roles.preference import PreferenceWorker
 
@@ -141,7 +165,11 @@ def _reward_model(job: Job, config: RewardModelConfig, tokenizer: PreTrainedToke
     limit = min(config.max_length or context, context)
     name = job.label("data")
     pairs = encode_preferences(tokenizer, read_rows(job.input("data"), name=name), name=name, limit=limit)
-    recipe = RewardModel(config, roles, pairs, job.order.seed)
+    probe: PairProbe | None = None
+    if config.probe:
+        name, held_out = job.label("probe"), read_rows(job.input("probe"), name=job.label("probe"))
+        probe = PairProbe(encode_preferences(tokenizer, held_out[: config.probe.items], name=name, limit=limit))
+    recipe = RewardModel(config, roles, pairs, job.order.seed, probe)
     return Trained(recipe, lambda folder: roles.reward_model.each(PreferenceWorker.save_model, folder), tokenizer)
 
 
@@ -266,15 +294,17 @@ def _prompts(
     return [Prompt(tokens, prompt_text(row), row) for tokens, row in zip(encoded, rows, strict=True)]
 
 
-def _controller(job: Job, recipe: Recipe, runtime: RuntimeConfig, recorder: Recorder) -> Controller:
+def _controller(job: Job, trained: Trained, config: TrainingConfig, recorder: Recorder) -> Controller:
     """The loop, already resumed where there is something to resume from: this attempt's own work first."""
     from posttrain.engine.controller import Controller, Limits
+    from posttrain.engine.selection import Selection
+    from posttrain.engine.weights.best import BestModel
 
     controller = Controller(
-        recipe=recipe,
+        recipe=trained.recipe,
         checkpoints=job.folder / "checkpoints",
         belongs_to=job.fingerprint(),
-        every=runtime.checkpoint_every,
+        every=config.runtime.checkpoint_every,
         sink=job.sink,
         flush=job.flush,
         orders=_orders(job),
@@ -287,6 +317,8 @@ def _controller(job: Job, recipe: Recipe, runtime: RuntimeConfig, recorder: Reco
         ),
         recorder=recorder,
         meter=job.meter,
+        selection=Selection.of(config),
+        best=BestModel(job.folder / "best", trained.write) if config.keep_best else None,
     )
     latest = job.attempt.latest_checkpoint()
     if latest is not None:

@@ -59,6 +59,7 @@ class ModelCard:
     lineage: tuple[str, ...]  # lines of an indented tree
     version: str  # of Posttrain
     state: str = "succeeded"  # of the run
+    chosen: str = ""  # "probe/accuracy 0.91 at step 40": the best model by the stage's probe; empty: the last one
     judge: bool = False  # a reward model: a sequence classifier of one label
 
     @property

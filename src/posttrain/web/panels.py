@@ -49,6 +49,7 @@ class Panel:
     across: tuple[tuple[float, str], ...]  # (y, number)
     along: tuple[tuple[float, str], ...]  # (x, step)
     zero: float | None  # y of 0, where it is neither edge
+    upright: tuple[tuple[float, str], ...] = ()  # (x, word) of a step that means something
 
     width, height, left, right, bottom = WIDTH, HEIGHT, _LEFT, _RIGHT, _BOTTOM
 
@@ -68,12 +69,13 @@ class _Axes:
         return _BOTTOM - (_BOTTOM - _TOP) * (inside - self.low) / ((self.high - self.low) or 1.0)
 
 
-def panel(metric: str, series: Sequence[CurveSeries], most: int) -> Panel:
+def panel(metric: str, series: Sequence[CurveSeries], most: int, marked: Sequence[tuple[int, str]] = ()) -> Panel:
     """The picture of one metric.
 
     Args:
         series: at least one; each a line of its own colour.
         most: points of a line.
+        marked: steps to mark, each with its word; of those the axis has.
     """
     curves = [Curve.of(one.steps, one.values) for one in series]
     limits = [limit for one in series for limit in (*(one.low or ()), *(one.high or ()))]
@@ -91,6 +93,7 @@ def panel(metric: str, series: Sequence[CurveSeries], most: int) -> Panel:
         across=tuple((round(axes.y(at), 1), brief(at)) for at in ticks(low, high)),
         along=tuple((round(axes.x(at), 1), brief(at)) for at in _whole(axes.first, axes.last)),
         zero=round(axes.y(0.0), 1) if low < 0 < high else None,
+        upright=tuple((round(axes.x(step), 1), word) for step, word in marked if axes.first <= step <= axes.last),
     )
 
 

@@ -60,6 +60,8 @@ class StageCurves:
     kind: str
     series: Mapping[str, CurveSeries]  # metric → its line, what matters most first
     begun: str = ""  # where its first steps were trained
+    chosen: str = ""  # what its probe decided
+    marks: tuple[tuple[int, str], ...] = ()  # (step, word) of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ def _panels(stages: Sequence[StageCurves], sizes: Sizes) -> list[CurvesView]:
     views = []
     for one in stages[: sizes.panels]:
         lines = _lines(one.series)
-        panels = {metric: panel(metric, lines[metric], sizes.points) for metric in list(lines)[:each]}
+        panels = {metric: panel(metric, lines[metric], sizes.points, one.marks) for metric in list(lines)[:each]}
         main = tuple(made for metric, made in panels.items() if _is_main(metric))
         more = tuple(made for metric, made in panels.items() if not _is_main(metric))
         views.append(CurvesView(one, main, more, len(lines) - len(panels)))

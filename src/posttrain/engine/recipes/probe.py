@@ -1,23 +1,73 @@
-"""Held-out accuracy during training: greedy answers to a few items, for the learning curve. No gate reads it."""
+"""Held-out measurements during training, of a few items: for the learning curve, and for what a stage selects by them.
+No gate reads them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.engine.batch import Document, Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.chat import decode_response
 from posttrain.engine.recipes.answers import Extractor, is_correct, reference_answer
 from posttrain.engine.recipes.recipe import StepReport
+from posttrain.engine.recipes.reward_model import Preference, paired
 from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.preference import PreferenceWorker
 from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 
 
+class LossProbe:
+    """Supervised fine-tuning's: the loss of held-out demonstrations, token mean, without dropout.
+
+    Args:
+        documents: prompt and completion tokens; at least one.
+    """
+
+    price = 0  # nothing is answered or trained on
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self._documents = documents
+
+    def __call__(self, policy: WorkerGroup[PolicyWorker], /) -> StepReport:
+        """`probe/loss` of the weights as they are, in nats per completion token."""
+        batch = TokenBatch.pack(self._documents, provenance=Provenance(role="policy"))
+        found = policy.map(PolicyWorker.logprobs, batch)
+        assert found.proximal_logprobs is not None
+        mask = found.response_mask
+        total = float(found.proximal_logprobs[mask].double().sum())
+        return StepReport(self.price, {"probe/loss": -total / int(mask.sum())})
+
+
+class PairProbe:
+    """A reward model's: how many held-out pairs it ranks as they were labelled, and its loss on them.
+
+    Args:
+        pairs: at least one.
+    """
+
+    price = 0
+
+    def __init__(self, pairs: Sequence[Preference]) -> None:
+        self._pairs = pairs
+
+    def __call__(self, reward_model: WorkerGroup[PreferenceWorker], /) -> StepReport:
+        """`probe/accuracy` (a tie is no success, as while training) and `probe/loss`."""
+        batch = paired(self._pairs, Provenance(role="reward_model"))
+        margins = reward_model.map(PreferenceWorker.margins, batch).values
+        right = sum(margin > 0 for margin in margins)
+        loss = sum(math.log1p(math.exp(-abs(m))) + max(-m, 0.0) for m in margins)  # -log sigma(m), stable
+        return StepReport(self.price, {"probe/accuracy": right / len(margins), "probe/loss": loss / len(margins)})
+
+
 class AccuracyProbe:
-    """GRPO's `Probe` over fixed items.
+    """That of what samples: greedy answers to fixed items.
 
     Args:
         items: prompts whose rows have an `answer`.
@@ -43,7 +93,7 @@ class AccuracyProbe:
         self._answers = [reference_answer(item.row, name, number) for number, item in enumerate(items, start=1)]
         self.price = sum(len(item.tokens) + max_new_tokens for item in items)
 
-    def __call__(self, rollout: WorkerGroup[RolloutWorker]) -> StepReport:
+    def __call__(self, rollout: WorkerGroup[RolloutWorker], /) -> StepReport:
         """Greedy accuracy of the weights as they are."""
         prompts = PromptBatch(tuple(tuple(item.tokens) for item in self._items), tuple(range(len(self._items))))
         sampling = SamplingParams(max_new_tokens=self._limit, greedy=True)

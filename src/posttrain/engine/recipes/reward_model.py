@@ -7,9 +7,11 @@ from typing import Protocol
 
 from posttrain.engine.batch import Document, Provenance, TokenBatch
 from posttrain.engine.config import RewardModelConfig
+from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
 from posttrain.engine.recipes.roles import PreferenceOnly
+from posttrain.engine.recipes.sampling import Measurement, ProbeSchedule
 from posttrain.engine.roles.preference import PairBatch, PreferenceObjective, PreferenceWorker
 from posttrain.engine.weights.view import PolicyVersion
 
@@ -38,17 +40,24 @@ class RewardModel:
         roles: the reward model.
         pairs: every row.
         seed: the stage's seed.
+        probe: the held-out measurement, if there is one.
     """
 
     phase = "reward_model"
 
     def __init__(
-        self, config: RewardModelConfig, roles: PreferenceOnly, pairs: Sequence[Preference], seed: int
+        self,
+        config: RewardModelConfig,
+        roles: PreferenceOnly,
+        pairs: Sequence[Preference],
+        seed: int,
+        probe: Measurement[WorkerGroup[PreferenceWorker]] | None = None,
     ) -> None:
         self.steps = config.steps
         self.roles = roles
         self.journal = Journal(len(pairs), seed)
         self._config, self._pairs = config, pairs
+        self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
 
     def price(self, step: int) -> int:
         """Exactly the tokens of the coming batch; the prompt is read with each response."""
@@ -58,8 +67,7 @@ class RewardModel:
         """One batch of pairs, one optimiser step."""
         with trace.span("pack"):
             chosen = [self._pairs[row] for _, row in self.journal.take(self._config.batch_size)]
-            documents = [Document(p.prompt, response) for p in chosen for response in (p.chosen, p.rejected)]
-            batch = PairBatch(TokenBatch.pack(documents, provenance=Provenance(step=step, role="reward_model")))
+            batch = paired(chosen, Provenance(step=step, role="reward_model"))
         with trace.span("update") as span:
             objective = PreferenceObjective(len(batch))
             update = self.roles.reward_model.map(PreferenceWorker.update, batch, objective, step=step)
@@ -69,13 +77,19 @@ class RewardModel:
     def serve(self, version: PolicyVersion) -> None:
         """Nobody samples."""
 
-    def probe(self, step: int, trace: Trace) -> None:
-        """Nothing to measure beside the loss."""
-        return
+    def probe(self, step: int, trace: Trace) -> StepReport | None:
+        """The held-out measurement, where one is due."""
+        return self._probe.measure(step, trace, self.roles.reward_model)
 
     def probe_price(self, step: int) -> int:
-        """Free."""
-        return 0
+        """Free: reading without answering or training counts nowhere (`facts.Progress`)."""
+        return self._probe.price(step)
+
+
+def paired(pairs: Sequence[Preference], provenance: Provenance) -> PairBatch:
+    """Pairs, packed."""
+    documents = [Document(p.prompt, response) for p in pairs for response in (p.chosen, p.rejected)]
+    return PairBatch(TokenBatch.pack(documents, provenance=provenance))
 
 
 def _size(pair: Preference) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from posttrain.engine.batch import Trajectory
-from posttrain.engine.config import ProbeConfig
+from posttrain.engine.config import LossProbeConfig
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
@@ -42,19 +42,26 @@ class Scorer(Protocol):
         """A response as text."""
 
 
-class Probe(Protocol):
-    """A held-out measurement of the policy during training."""
+W_contra = TypeVar("W_contra", contravariant=True)
+W = TypeVar("W")
+
+
+class Measurement(Protocol[W_contra]):
+    """A held-out measurement during training, through the workers that can make it."""
 
     price: int  # tokens it may spend at the most
 
-    def __call__(self, rollout: WorkerGroup[RolloutWorker]) -> StepReport:
+    def __call__(self, workers: W_contra, /) -> StepReport:
         """Measure; spends at most `price` tokens."""
+
+
+Probe = Measurement[WorkerGroup[RolloutWorker]]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class ProbeSchedule:
-    """When a recipe measures its policy: before the first step, every `every` steps, and at the end.
+class ProbeSchedule(Generic[W]):
+    """When a recipe measures its model: before the first step, every `every` steps, and at the end.
 
     Args:
         probe: None: never.
@@ -62,12 +69,12 @@ class ProbeSchedule:
         last: the number of steps of the stage.
     """
 
-    probe: Probe | None
+    probe: Measurement[W] | None
     every: int
     last: int
 
     @classmethod
-    def of(cls, probe: Probe | None, config: ProbeConfig | None, last: int) -> ProbeSchedule:
+    def of(cls, probe: Measurement[W] | None, config: LossProbeConfig | None, last: int) -> ProbeSchedule[W]:
         """As the stage's configuration says."""
         return cls(probe, config.every, last) if config else cls(None, 1, last)
 
@@ -75,12 +82,12 @@ class ProbeSchedule:
         """Tokens it may spend after `step` steps; 0 where none is due."""
         return self.probe.price if self.probe and self._due(step) else 0
 
-    def measure(self, step: int, trace: Trace, rollout: WorkerGroup[RolloutWorker]) -> StepReport | None:
-        """What the policy can after `step` steps, if that is due."""
+    def measure(self, step: int, trace: Trace, workers: W) -> StepReport | None:
+        """What the model can after `step` steps, if that is due."""
         if self.probe is None or not self._due(step):
             return None
         with trace.span("probe"):
-            return self.probe(rollout)
+            return self.probe(workers)
 
     def _due(self, step: int) -> bool:
         return step % self.every == 0 or step == self.last

@@ -8,9 +8,11 @@ from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document, Provenance, TokenBatch
 from posttrain.engine.config import SFTConfig
+from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
 from posttrain.engine.recipes.roles import LearnerOnly
+from posttrain.engine.recipes.sampling import Measurement, ProbeSchedule
 from posttrain.engine.roles.policy import PolicyWorker
 from posttrain.engine.weights.view import PolicyVersion
 
@@ -23,15 +25,24 @@ class SFT:
         roles: the policy.
         documents: prompt and completion tokens (end of sequence included) of every row.
         seed: the stage's seed.
+        probe: the held-out measurement, if there is one.
     """
 
     phase = "sft"
 
-    def __init__(self, config: SFTConfig, roles: LearnerOnly, documents: Sequence[Document], seed: int) -> None:
+    def __init__(
+        self,
+        config: SFTConfig,
+        roles: LearnerOnly,
+        documents: Sequence[Document],
+        seed: int,
+        probe: Measurement[WorkerGroup[PolicyWorker]] | None = None,
+    ) -> None:
         self.steps = config.steps
         self.roles = roles
         self.journal = Journal(len(documents), seed)
         self._config, self._documents = config, documents
+        self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
 
     def price(self, step: int) -> int:
         """Exactly the tokens of the coming batch."""
@@ -53,10 +64,10 @@ class SFT:
     def serve(self, version: PolicyVersion) -> None:
         """Nobody samples."""
 
-    def probe(self, step: int, trace: Trace) -> None:
-        """Nothing to measure beside the loss."""
-        return
+    def probe(self, step: int, trace: Trace) -> StepReport | None:
+        """The held-out measurement, where one is due."""
+        return self._probe.measure(step, trace, self.roles.policy)
 
     def probe_price(self, step: int) -> int:
-        """Free."""
-        return 0
+        """Free: reading without answering or training counts nowhere (`facts.Progress`)."""
+        return self._probe.price(step)

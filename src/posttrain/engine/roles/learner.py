@@ -98,6 +98,7 @@ class Learner:
             betas=optimizer.betas,
             fused=place.size == 1,
         )
+        self._module = module
         module.train(dropout)
 
     def split(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
@@ -152,7 +153,16 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, micros: Sequence[M], filler: M, forward: Callable[[M], Tensor]) -> list[Tensor]:
-        """What `forward` gives for this rank's micro-batches, without gradients; every rank calls it as often."""
+        """What `forward` gives for this rank's micro-batches, without gradients and dropout; every rank calls it
+        as often.
+        """
+        self._module.eval()
+        try:
+            return self._evaluated(micros, filler, forward)
+        finally:
+            self._module.train(self._dropout)
+
+    def _evaluated(self, micros: Sequence[M], filler: M, forward: Callable[[M], Tensor]) -> list[Tensor]:
         found: list[Tensor] = []
         for index in range(self.sharding.rounds(len(micros))):
             idle = index >= len(micros)

@@ -20,6 +20,7 @@ from posttrain.engine.models.scalar_model import ScalarModel, sequence_scores
 from posttrain.engine.models.sequence_parallel import open_sequence_group
 from posttrain.engine.models.source import ScalarSource
 from posttrain.engine.roles.learner import Learner
+from posttrain.engine.roles.reward_model import DocumentScores
 from posttrain.engine.roles.update import Update
 
 
@@ -103,6 +104,15 @@ class PreferenceWorker:
         return Update(
             self.learner.step(micros, filler, lambda micro: objective(sequence_scores(self.model, micro)), step=step)
         )
+
+    def margins(self, batch: PairBatch) -> DocumentScores:
+        """By how much the chosen response of every pair scores above the rejected one, without dropout."""
+        shards = self.learner.shards(batch.lengths)
+        micros = [batch.select(shard).documents.to(self.model.device) for shard in shards]
+        filler = TokenBatch.gather([TokenBatch.filler(self.model.device)] * 2, [[0], [1]])
+        found = self.learner.evaluate(micros, filler, lambda micro: sequence_scores(self.model, micro))
+        parts = [DocumentScores(tuple((scores[0::2] - scores[1::2]).double().tolist())) for scores in found]
+        return DocumentScores.gather(parts, shards)
 
     def fallbacks(self) -> dict[str, str]:
         """See `Backbone.fallbacks`."""

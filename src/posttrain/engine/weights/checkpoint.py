@@ -6,6 +6,7 @@
         policy-model-00001-of-00002.safetensors      one rank's rows of the parameters, at the optimiser's precision
         policy-optimizer-00001-of-00002.safetensors  AdamW: <parameter>/exp_avg, /exp_avg_sq, /step
         critic-…                one such pair per rank of every role that learns
+        best/                   the best model before this step, where the stage keeps it (`weights.best`)
         state.json              TrainState: step, data cursor, tokens spent, what it belongs to
         COMMIT                  domain.jobs.CheckpointCommit: {"format", "step", "shards": {name: sha256:…}}
 
@@ -23,6 +24,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -48,6 +50,7 @@ class TrainState:
     tokens: int  # spent so far in this lineage
     metrics: Mapping[str, float]  # of the last step
     incarnation: int = 0  # how often the lineage was resumed before it
+    probes: Mapping[str, Any] | None = None  # how they stand (`engine.selection`); None: they decide nothing
 
 
 def begin_checkpoint(folder: Path, step: int) -> Path | None:
@@ -107,13 +110,13 @@ def commit_checkpoint(path: Path, state: TrainState, shards: Mapping[str, str]) 
     """
     data = canonical_json(asdict(state))
     _write_synced(path / _STATE, data)
-    _sync_folder(path)
-    _sync_folder(path.parent)
+    sync(path)
+    sync(path.parent)
     crashpoint("checkpoint.before_commit")
     commit = CheckpointCommit(state.step, {**shards, _STATE: digest_bytes(data)})
     _write_synced(path / f".{COMMIT}", canonical_json(commit.to_json()))
     (path / f".{COMMIT}").rename(path / COMMIT)
-    _sync_folder(path)
+    sync(path)
     crashpoint("checkpoint.after_commit")
     prune_checkpoints(path.parent, state.step)
 
@@ -193,7 +196,8 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Put a file's bytes, or a folder's names, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,7 +83,7 @@ class NativeTrainer:
         return StageContract(
             params=_name_by_slot(config),
             inputs=inputs,
-            outputs={"metrics": "file", "items": "file"} if kind == "evaluate" else {"model": "tree"},
+            outputs=_outputs(config),
             metrics=_metrics(config),
             work=_work(config),
             rows=_row_needs(config),
@@ -169,6 +170,13 @@ def _name_by_slot(config: StageConfig) -> dict[str, Any]:
     return params
 
 
+def _outputs(config: StageConfig) -> dict[str, str]:
+    if isinstance(config, EvaluateConfig):
+        return {"metrics": "file", "items": "file"}
+    best = isinstance(config, TrainingConfig) and config.keep_best
+    return {"model": "tree", **({"best": "tree"} if best else {})}
+
+
 def _metrics(config: StageConfig) -> dict[str, ItemRange | None]:
     if not isinstance(config, EvaluateConfig):
         return {}
@@ -177,20 +185,26 @@ def _metrics(config: StageConfig) -> dict[str, ItemRange | None]:
 
 def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
     if isinstance(config, SFTConfig):
-        return {"data": RowNeeds(learn=True, max_length=config.max_length)}
+        return _with_probe(config, RowNeeds(learn=True, max_length=config.max_length))
     if isinstance(config, EvaluateConfig):
         return {
             f"suites.{n}": RowNeeds(reserve=s.max_new_tokens, answer=not s.reward, distinct=True, whole=bool(s.reward))
             for n, s in config.suites.items()
         }
     if isinstance(config, RewardModelConfig):
-        return {"data": RowNeeds(pairs=True, max_length=config.max_length)}
+        return _with_probe(config, RowNeeds(pairs=True, max_length=config.max_length))
     if not isinstance(config, GRPOConfig | PPOConfig | DataflowConfig):
         return {}
     needs = {"data": RowNeeds(reserve=config.max_new_tokens)}
     if config.probe:
         needs["probe"] = RowNeeds(reserve=config.max_new_tokens, answer=True, first=config.probe.items)
     return needs
+
+
+def _with_probe(config: SFTConfig | RewardModelConfig, needs: RowNeeds) -> dict[str, RowNeeds]:
+    """What is probed is what is learnt, on other rows."""
+    probe = {"probe": replace(needs, first=config.probe.items)} if config.probe else {}
+    return {"data": needs, **probe}
 
 
 def _length(config: StageConfig) -> Length | None:
@@ -255,6 +269,13 @@ def _described(config: TrainingConfig) -> str:
     return " ".join(words)
 
 
+def _sure_steps(config: TrainingConfig) -> int:
+    """Steps that the stage takes in any case."""
+    if config.early_stopping is None or config.probe is None:
+        return config.steps
+    return min(config.steps, config.early_stopping.patience * config.probe.every)
+
+
 def _work(config: StageConfig) -> dict[str, float]:
     """What the planner multiplies: documents read or answered, and what is trained on besides, at the most.
 
@@ -264,17 +285,17 @@ def _work(config: StageConfig) -> dict[str, float]:
     if isinstance(config, TrainingConfig) and not config.steps:
         return {}  # the plan asks again once it knows
     if isinstance(config, SFTConfig):
-        documents = config.steps * config.batch_size
-        return {"steps": config.steps, "documents": documents, "least": documents}
+        size = config.batch_size
+        return {"steps": config.steps, "documents": config.steps * size, "least": _sure_steps(config) * size}
     if isinstance(config, RewardModelConfig):
-        documents = 2 * config.steps * config.batch_size
-        return {"steps": config.steps, "documents": documents, "least": documents}
+        size = 2 * config.batch_size
+        return {"steps": config.steps, "documents": config.steps * size, "least": _sure_steps(config) * size}
     if isinstance(config, GRPOConfig | PPOConfig | DataflowConfig):
         samples = config.prompts_per_step * config.group_size
         passes = 2 * config.ppo_epochs if isinstance(config, PPOConfig) else 1
         prompts, generated = config.prompts_per_step, samples * config.max_new_tokens
         last = prompts + generated + passes * (samples + generated)
-        before = (config.steps - 1) * (prompts + samples)
+        before = (_sure_steps(config) - 1) * (prompts + samples)
         if isinstance(config, DataflowConfig):  # what its function does is its own affair
             last, before = config.tokens_per_step or last, 0
         return {
