@@ -14,8 +14,9 @@ TESTS = Path(__file__).resolve().parents[1]
 SHORTEST = 10.0  # seconds
 FOREVER = 600.0  # seconds; what sleeps so long is there to never answer
 SLEEP = re.compile(r"(?<!def )(?<!clock\.)\bsleep\((?P<value>[^()]*(?:\([^()]*\))?[^()]*)\)")
+# in lower case patience is early stopping's, which counts probes
 SHORT = re.compile(
-    r"""(?:\w*(?:time_?out|seconds|deadline|patience|grace)\w*["']?\s*(?:=|:\s*\w*\s*=|[:,])\s*["']?
+    r"""(?:\w*(?:time_?out|seconds|deadline|(?-i:PATIENCE)|grace)\w*["']?\s*(?:=|:\s*\w*\s*=|[:,])\s*["']?
         |\.(?:wait|within|join)\(
         |--timeout["']?[,\s]+["']?)
         (?P<value>\d+(?:\.\d+)?(?:e\d+)?)\b""",

@@ -126,8 +126,8 @@ class _TrainingConfig(_Frozen):
 
     steps: Positive = 0  # optimiser steps, or rollout batches; 0: not known before `epochs` is held against the rows
     epochs: Passes | None = None  # passes over the data
-    probe: LossProbeConfig | None = None
-    early_stopping: EarlyStoppingConfig | None = None
+    probe: LossProbeConfig | None = None  # a held-out measurement while it trains; None: none
+    early_stopping: EarlyStoppingConfig | None = None  # ends the stage when its probe stops improving; None: never
     keep_best: bool = False  # the best model by the probe, as a second output of the stage
 
     @model_validator(mode="after")
