@@ -17,6 +17,7 @@ from posttrain.app import tracking
 from posttrain.app.following import Scribe
 from posttrain.app.workspace import Workspace
 from posttrain.domain.facts import Metric
+from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import write_json
 from posttrain.store.attempts import AttemptFolder, EventWriter
 
@@ -101,6 +102,9 @@ def test_a_run_may_have_none_where_the_workspace_has_some(world: World) -> None:
         ("{mlflow: 'http://me:secret@host'}", "must hold no credentials"),
         ("{wandb: {mode: sometimes}}", "must be one of 'offline', 'online'"),
         ("7", "trackers"),
+        ("{wandb: {project: 'a/b/c'}}", "trackers.wandb.project: must be letters, digits"),
+        ('{mlflow: {experiment: "it\'s"}}', "trackers.mlflow.experiment: must be letters, digits"),
+        ("{csv: {dir: ''}}", "trackers.csv.dir"),
         ("{csv: train.jsonl}", "is a file; choose another folder"),
         ("{csv: train.jsonl/deeper}", "is a file; choose another folder"),
         ("{mlflow: 'ftp://host'}", "tracking_uri must be a folder or begin with http"),
@@ -269,3 +273,43 @@ def test_a_record_that_cannot_be_read_keeps_no_command_from_looking(world: World
     record.write_text("{half")
     assert "trackers.json is not JSON" in world.ok("get", run)
     assert world("track", run).exit_code == 8
+
+
+WORDS: dict[str, dict[str, Any]] = {
+    "csv": {"dir": "/curves"},
+    "parquet": {"dir": "/curves"},
+    "tensorboard": {"logdir": "/curves"},
+    "mlflow": {
+        "tracking_uri": "http://host:5000",
+        "experiment": "/Users/ada@lab.org/sort",
+        "registered_model": "sorter",
+    },
+    "wandb": {"project": "sort", "entity": "team", "mode": "online", "dir": "/curves"},
+}
+
+
+def test_every_word_of_every_tracker_is_taken_and_recorded(tmp_path: Path) -> None:
+    assert set(Trackers.model_fields) == set(WORDS)
+    for kind, words in WORDS.items():
+        (field,) = [field for field in Trackers.model_fields[kind].annotation.__args__ if field is not type(None)]
+        assert set(field.model_fields) == set(words), kind
+    chosen = tracking.parse_trackers(WORDS, "run.yaml")
+    assert tracking.resolved(chosen, tmp_path, tmp_path).to_json() == WORDS
+    assert tracking.parse_trackers({kind: next(iter(words.values())) for kind, words in WORDS.items()}, "x").chosen()
+
+
+@pytest.mark.parametrize("given", ["team/sort", {"project": "team/sort"}, {"project": "sort", "entity": "team"}])
+def test_a_project_may_be_named_with_its_entity(given: Any) -> None:
+    found = tracking.parse_trackers({"wandb": given}, "run.yaml").to_json()["wandb"]
+    assert (found["project"], found["entity"]) == ("sort", "team")
+
+
+def test_what_moves_with_a_folder_is_relative_to_it(tmp_path: Path) -> None:
+    raw = {"csv": "a", "mlflow": "sqlite:///b.db", "tensorboard": {"logdir": "~/c"}}
+    found = tracking.resolved(tracking.parse_trackers(raw, "x"), tmp_path, tmp_path / "w").to_json()
+    assert found["csv"]["dir"] == f"{tmp_path}/a"
+    assert found["mlflow"]["tracking_uri"] == f"sqlite:///{tmp_path}/b.db"
+    assert found["tensorboard"]["logdir"] == str(Path.home() / "c")
+    own = tracking.resolved(tracking.parse_trackers(list(WORDS), "x"), tmp_path, tmp_path / "w").to_json()
+    assert own["mlflow"]["tracking_uri"] == f"sqlite:///{tmp_path}/w/tracking/mlflow.db"
+    assert own["wandb"] == {"project": "posttrain", "mode": "offline", "dir": f"{tmp_path}/w/tracking"}

@@ -11,14 +11,29 @@ They decide no result, so they are no part of the manifest.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
-Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,127}$")]
+
+
+def _named(value: str, signs: str = " ._-") -> str:
+    if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9{re.escape(signs)}]{{0,127}}", value):
+        raise ValueError(f"must be letters, digits and {signs!r}, 128 at most, beginning with one of the first two")
+    return value
+
+
+def _experiment(value: str) -> str:
+    _named(value.removeprefix("/"), " ._/@-")
+    return value
+
+
+Word = Annotated[str, AfterValidator(_named)]
+Experiment = Annotated[str, AfterValidator(_experiment)]
 NONE = "none"  # on the command line: no tracker at all
 _LONE = ("csv", "parquet", "tensorboard", "mlflow", "wandb")
 
@@ -56,7 +71,7 @@ class MlflowChoice(_Choice):
 
     target = "tracking_uri"
     tracking_uri: Text | None = None  # None: sqlite, tracking/mlflow.db in the workspace
-    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9/][A-Za-z0-9 ./_@-]{0,149}$")] = "posttrain"
+    experiment: Experiment = "posttrain"
     registered_model: Word | None = None  # that released models are versions of; None: the experiment's name
 
     @model_validator(mode="after")
@@ -83,6 +98,7 @@ class WandbChoice(_Choice):
     @classmethod
     def _entity(cls, value: Any) -> Any:
         """`team/sort` names both."""
+        value = {"project": value} if isinstance(value, str) else value
         project = value.get("project") if isinstance(value, Mapping) else None
         if isinstance(project, str) and project.count("/") == 1 and "entity" not in value:
             entity, _, name = project.partition("/")
