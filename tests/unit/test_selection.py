@@ -180,8 +180,12 @@ class TestBestModel:
         assert (best.path / "model.safetensors").read_text() == "b"
         assert [p.name for p in (tmp_path / "best").iterdir()] == ["step-00000040"]
         assert best.put_into(tmp_path / "other") == shards
+        (best.path / "model.safetensors").write_text("of a later step that was lost")
+        best.take_from(checkpoint, 40)
+        assert (best.path / "model.safetensors").read_text() == "b"
         best.take_from(None)
         assert best.path is None
+        assert not (tmp_path / "best").exists(), "who begins anew has none"
 
     def test_a_disk_without_links_has_copies(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refused(*_: object) -> None:
