@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demos dist test fast slow fuzz ray ecosystem site browser mutants bench levels lint types contracts format setup clean gpu
+.PHONY: demo demos day dist test fast slow fuzz ray ecosystem site browser mutants bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -55,6 +55,10 @@ dist: $(VENV)/.dev ## wheel and sdist, installed into an empty environment elsew
 	$(PYTHON) -m venv "$$elsewhere/venv" && \
 	"$$elsewhere/venv/bin/pip" install --quiet --disable-pip-version-check --constraint constraints.txt "$$wheel" && \
 	cd "$$elsewhere" && ./venv/bin/posttrain examples && ./venv/bin/posttrain demo $(DEMO)
+
+day: $(VENV)/.dev ## a first user's day, played from the wheel in an empty folder: reasoning-gym, kill, gate, export, trackers
+	rm -rf dist build && $(BIN)/python -m build --wheel --outdir dist .
+	$(BIN)/python -m day --wheel dist/*.whl --constraints constraints.txt $(DAY)
 
 demos: $(VENV)/.engine ## the other examples, one after the other
 	@for task in 02 03 04; do $(BIN)/posttrain demo --task $$task || exit 1; done

@@ -513,3 +513,36 @@ def resolving(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", resolve)
         yield
+
+
+IN_TMP = """
+import os
+from pathlib import Path
+
+PLACE = Path({place!r})
+
+def score(completion):
+    kept = (PLACE / "word.txt").read_text() == "here" and not os.access(PLACE, os.W_OK)
+    Path("/tmp/own").write_text("x")
+    try:
+        (PLACE / "more.txt").write_text("x")
+    except OSError:
+        return float(kept and sorted(os.listdir(PLACE.parent)) == [PLACE.name])
+    return -1.0
+"""
+
+
+def test_an_environment_below_tmp_is_there_and_nothing_beside_it(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scratch is mounted at /tmp: it must not cover what lies there."""
+    place = Path("/tmp") / f"posttrain-{uuid.uuid4().hex}" / "environment"
+    place.mkdir(parents=True)
+    try:
+        (place / "word.txt").write_text("here")
+        (place.parent / "secret.txt").write_text("x")
+        monkeypatch.setattr("posttrain.engine.rewards.layout._added", lambda: iter([place]))
+        reward = opened(IN_TMP.format(place=str(place)))
+        assert reward.score(call("x"))[0].score == 1.0
+    finally:
+        shutil.rmtree(place.parent)

@@ -38,6 +38,7 @@ SUITES = {
     "dispatch",
     "controller",
     "tracing",
+    "starting",
     "ledger",
     "gates",
     "starting",

@@ -65,6 +65,9 @@ def move_in(
     _mount(libc, None, "/", None, _RECURSIVE | _PRIVATE)
     _mount(libc, "tmpfs", base, "tmpfs", _NO_SUID | _NO_DEVICES, f"size=1m,nr_inodes={_INODES},mode=755")
     root = Path(base)
+    (root / HOME[1:]).mkdir()  # before what is shown: an environment may lie in it
+    options = f"size={scratch},nr_inodes={_INODES},mode=700"
+    _mount(libc, "tmpfs", str(root / HOME[1:]), "tmpfs", _NO_SUID | _NO_DEVICES, options)
     for path in (*SYSTEM, *SETTINGS, *readable):
         _show(libc, root, path)
     for folder in hidden:
@@ -73,9 +76,6 @@ def move_in(
     _bind(libc, source, root / SOURCE[1:])
     _devices(libc, root)
     _settings(root, hosts)
-    (root / HOME[1:]).mkdir(exist_ok=True)
-    options = f"size={scratch},nr_inodes={_INODES},mode=700"
-    _mount(libc, "tmpfs", str(root / HOME[1:]), "tmpfs", _NO_SUID | _NO_DEVICES, options)
     (root / "proc").mkdir(exist_ok=True)
     inert = _READ_ONLY | _NO_SUID | _NO_DEVICES | _NO_EXEC  # as root even /proc/sys is writable by its owner
     missing = libc.mount(b"proc", os.fsencode(root / "proc"), b"proc", inert, None)
