@@ -41,7 +41,6 @@ SUITES = {
     "starting",
     "ledger",
     "gates",
-    "starting",
 }  # test_benchmarks runs them small
 
 
