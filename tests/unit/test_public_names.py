@@ -43,10 +43,11 @@ COMMANDS = {
     "export": ["--dtype", "--output", "-o", "DIR", "MODEL"],
     "promote": ["--channel", "run"],
     "rollback": ["--from", "--to", "channel"],
-    "lineage": ["--output", "-o", "CHANNEL|RUN"],
-    "verify": ["--output", "-o", "CHANNEL|RUN"],
+    "lineage": ["--output", "-o", "CHANNEL|RUN|ASSET"],
+    "verify": ["--output", "-o", "CHANNEL|RUN|ASSET"],
     "trace": ["--out", "--output", "--sample", "--samples", "--stage", "--step", "-o", "run"],
     "track": ["--follow", "--output", "--tracker", "-o", "RUN|CHANNEL"],
+    "import trl-output": ["--name", "--output", "-o", "DIR"],
     "asset add": ["--dialect", "--entry", "--guideline", "KIND:NAME", "PATH..."],
     "asset create": ["--seed", "MODEL.yaml", "model:NAME"],
     "asset ls": ["--output", "-o", "[KIND]"],
@@ -96,7 +97,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
     verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry"
-    verbs += " sample eval export promote rollback lineage verify trace track asset doctor"
+    verbs += " sample eval export promote rollback lineage verify trace track import asset doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -119,6 +120,7 @@ def test_every_reading_command_speaks_json() -> None:
         "verify",
         "trace",
         "track",
+        "import trl-output",
         "asset ls",
         "asset get",
         "doctor",

@@ -16,9 +16,11 @@ from posttrain.app.naming import NamedModel
 from posttrain.app.reporting import tree_lines
 from posttrain.app.workspace import Workspace
 from posttrain.control.explain import explain_run
-from posttrain.control.lineage import Node, model_lineage, selected
+from posttrain.control.lineage import Node, asset_lineage, model_lineage, selected
 from posttrain.control.models import MadeModel
 from posttrain.data.assets import floating_types
+from posttrain.data.importing import IMPORTED
+from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states
 from posttrain.domain.errors import InputError
 from posttrain.domain.identity import deciding
@@ -88,6 +90,8 @@ def export_model(
                 progress(f"{answer['file']} in {dtype}")
         kind = dtype or ", ".join(sorted(stored))
         described = model.made is not None and _describe(workspace, model.made, made, kind, cast=cast)
+        if not described:
+            _say_lineage(workspace, model, made, kind, cast=cast)
         opener = "AutoModelForSequenceClassification" if _is_classifier(made) else "AutoModelForCausalLM"
         sync_tree(made)
         _put(made, target)
@@ -199,9 +203,25 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
     verdicts = [verdict.model_dump(mode="json") for verdict in card.gates]
     scores = {f"{s.stage}/{s.metric}": s.value if math.isfinite(s.value) else None for s in card.scores}
     said |= {"state": run.state, "scores": scores, "gates": verdicts}
+    _write_lineage(folder, said)
+    return True
+
+
+def _say_lineage(workspace: Workspace, model: NamedModel, folder: Path, dtype: str, *, cast: bool) -> None:
+    """Write `lineage.json` of a model that was imported; the card is the one that it came with."""
+    if model.ref.source is not Source.REGISTRY:
+        return
+    asset = workspace.catalog.find(model.pinned.name)
+    if IMPORTED not in asset.meta:
+        return
+    tree = _public(asset_lineage(workspace.wiring, asset))
+    said = {"posttrain": __version__, "model": {"name": asset.ref, "digest": asset.digest}, "dtype": dtype}
+    _write_lineage(folder, {**said, "cast": cast, "lineage": asdict(tree)})
+
+
+def _write_lineage(folder: Path, said: Mapping[str, object]) -> None:
     text = json.dumps(said, indent=2, ensure_ascii=False, allow_nan=False)
     (folder / _LINEAGE).write_text(text + "\n", encoding="utf-8")
-    return True
 
 
 def _chain(manifest: Manifest, name: str) -> Iterator[StageManifest]:

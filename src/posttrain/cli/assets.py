@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +14,14 @@ from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from posttrain.data.importing import Curve
     from posttrain.domain.records import Asset
 
-KINDS = ("dataset", "model", "reward")
-_SHOWN = ("rows", "architecture", "parameters", "entry", "source_digest")
+KINDS = ("dataset", "model", "reward")  # that `add` registers
+_LISTED = (*KINDS, "history")
+_SHOWN = ("rows", "architecture", "parameters", "entry", "source_digest", "metrics", "points")
 app = typer.Typer(
     help="Register and look up versioned data sets, models and rewards.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -52,7 +58,7 @@ def add(
     else:
         asset = workspace.catalog.add_reward(path[0], name, entry=entry, dialect=dialect, guideline=guideline)
     workspace.seal()
-    say(f"{asset.ref}  {digest(asset.digest)}  {_summary(asset)}")
+    say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}")
     workspace.close()
 
 
@@ -71,26 +77,26 @@ def create(
         raise InputError(f"asset create makes models, got {ref!r}; write model:NAME")
     workspace = open_workspace()
     made = create_model(workspace, name, config, seed=seed)
-    say(f"{made.asset.ref}  {digest(made.asset.digest)}  {_summary(made.asset)}  by run {made.run.id}")
+    say(f"{made.asset.ref}  {digest(made.asset.digest)}  {summary(made.asset)}  by run {made.run.id}")
     workspace.close()
 
 
 @app.command("ls")
 def ls(
-    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="dataset, model or reward.")] = None,
+    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="dataset, model, reward or history.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List every version of every asset."""
     from posttrain.app.workspace import open_workspace
     from posttrain.domain.validation import nearest
 
-    if kind is not None and kind not in KINDS:
-        raise InputError(f"asset ls: kind must be one of {', '.join(KINDS)}, got {kind!r}{nearest(kind, KINDS)}")
+    if kind is not None and kind not in _LISTED:
+        raise InputError(f"asset ls: kind must be one of {', '.join(_LISTED)}, got {kind!r}{nearest(kind, _LISTED)}")
     workspace = open_workspace()
     found = workspace.ledger.assets(kind)
     workspace.close()
     if output is Output.JSON:
-        emit_json([_as_json(asset) for asset in found])
+        emit_json([as_json(asset) for asset in found])
         return
     if not found:
         say("no assets yet; next: posttrain asset add KIND:NAME PATH")
@@ -101,9 +107,7 @@ def ls(
     for column in ("ref", "digest", "what", "registered"):
         table.add_column(column, no_wrap=True)
     for asset in found:
-        table.add_row(
-            asset.ref, digest(asset.digest), _summary(asset), f"{ago(asset.created_at)} by {asset.created_by}"
-        )
+        table.add_row(asset.ref, digest(asset.digest), summary(asset), f"{ago(asset.created_at)} by {asset.created_by}")
     console().print(table)
 
 
@@ -115,13 +119,15 @@ def get(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show one version: digest, origin and everything known of it."""
+    from posttrain.app.importing import history_curves
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
     asset = workspace.catalog.find(ref)
+    curves = history_curves(workspace, asset) if asset.kind == "history" else []
     workspace.close()
     if output is Output.JSON:
-        emit_json(_as_json(asset))
+        emit_json(as_json(asset) | ({"curves": [asdict(curve) for curve in curves]} if curves else {}))
         return
     say(asset.ref, f"  digest      {asset.digest} ({asset.form})")
     say(f"  registered  {moment(asset.created_at)} by {asset.created_by}")
@@ -129,12 +135,31 @@ def get(
         say(f"  made from   {parent}")
     for key, value in asset.meta.items():
         say(f"  {key:11s} {' '.join(str(value).split())}")
+    if "imported" in asset.meta:
+        say(f"  came from an outside run; next: posttrain lineage {asset.ref}")
+    if curves:
+        console().print(_curves_table(curves))
+
+
+def _curves_table(curves: Sequence[Curve]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("metric", overflow="fold")
+    for column in ("points", "steps", "first", "last", "least", "most"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for curve in curves:
+        values = (f"{value:.4g}" for value in (curve.first, curve.last, curve.least, curve.most))
+        table.add_row(curve.metric, str(curve.points), f"{curve.steps[0]}…{curve.steps[1]}", *values)
+    return table
 
 
 def _split(ref: str) -> tuple[str, str]:
     from posttrain.domain.validation import nearest
 
     kind, colon, name = ref.partition(":")
+    if kind == "history":
+        raise InputError(f"asset {ref!r}: a history comes with its run; see posttrain import --help")
     if not colon or kind not in KINDS:
         raise InputError(f"asset must be KIND:NAME with kind {', '.join(KINDS)}, got {ref!r}{nearest(kind, KINDS)}")
     if "@" in name:
@@ -142,14 +167,16 @@ def _split(ref: str) -> tuple[str, str]:
     return kind, name
 
 
-def _summary(asset: Asset) -> str:
+def summary(asset: Asset) -> str:
+    """What is told of a version on its line."""
     shown = {key: asset.meta[key] for key in _SHOWN if isinstance(asset.meta.get(key), str | int)}
     if "source_digest" in shown:
         shown["source_digest"] = digest(str(shown["source_digest"]))
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())
 
 
-def _as_json(asset: Asset) -> dict[str, Any]:
+def as_json(asset: Asset) -> dict[str, Any]:
+    """Everything known of a version."""
     return {
         "ref": asset.ref,
         "kind": asset.kind,

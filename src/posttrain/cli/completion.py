@@ -23,6 +23,11 @@ def runs_and_channels(incomplete: str) -> list[str]:
     return _complete(incomplete, lambda w: [*w.ledger.channels(), *_run_ids(w)])
 
 
+def lineages(incomplete: str) -> list[str]:
+    """Channels, runs, then assets."""
+    return _complete(incomplete, lambda w: [*w.ledger.channels(), *_run_ids(w), *_assets(w, None)])
+
+
 def channels(incomplete: str) -> list[str]:
     """Channels."""
     return _complete(incomplete, lambda w: w.ledger.channels())

@@ -26,6 +26,7 @@ from posttrain.cli import (
     compare,
     demo,
     driving,
+    importing,
     models,
     plans,
     releases,
@@ -47,7 +48,8 @@ _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
     *("compare", "attach", "stop", "retry"),
-    *("sample", "eval", "export", "promote", "rollback", "lineage", "verify", "trace", "track", "asset", "doctor"),
+    *("sample", "eval", "export", "promote", "rollback", "lineage", "verify", "trace", "track"),
+    *("import", "asset", "doctor"),
 ]
 
 
@@ -148,6 +150,7 @@ def options(
 
 for room in (workspace, demo, plans, driving, sweep, runs, compare, models, releases, trace, tracking):
     room.register(app)
+app.add_typer(importing.app, name="import")
 app.add_typer(assets.app, name="asset")
 
 

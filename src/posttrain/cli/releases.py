@@ -72,7 +72,7 @@ def rollback(
 
 
 def lineage(
-    target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN", autocompletion=lazily("runs_and_channels"))],
+    target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN|ASSET", autocompletion=lazily("lineages"))],
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print the tree from weights back to their sources: prompts, reward source, base model and manifest."""
@@ -88,7 +88,7 @@ def lineage(
 
 
 def verify(
-    target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN", autocompletion=lazily("runs_and_channels"))],
+    target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN|ASSET", autocompletion=lazily("lineages"))],
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Hash a lineage and the event chain again. Exit code 8 when something does not match."""
@@ -112,8 +112,12 @@ def verify(
 
 
 def _lineage(workspace: Workspace, target: str) -> Node:
-    """Of a channel of that name, else of a run."""
-    from posttrain.control.lineage import release_lineage, run_lineage
+    """Of a channel of that name, else of a run; of an asset by its ref."""
+    from posttrain.control.lineage import asset_lineage, release_lineage, run_lineage
+    from posttrain.data.refs import KINDS
+
+    if target.partition(":")[0] in KINDS:
+        return asset_lineage(workspace.wiring, workspace.catalog.find(target))
 
     if target in workspace.ledger.channels():
         return release_lineage(workspace.wiring, target)

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from posttrain.control.judging import read_report
 from posttrain.control.models import MadeModel, stage_that_made
 from posttrain.control.wiring import Wiring
+from posttrain.data.importing import IMPORTED, begins_at
 from posttrain.decision.releases import release_states
 from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.jobs import InputBlob
@@ -17,14 +19,14 @@ from posttrain.domain.manifest import BEST, MODEL, model_output
 from posttrain.domain.records import Asset, ReleaseEntry, StageRecord
 from posttrain.store.audit import verify_releases
 from posttrain.store.sealer import verify_chain
-from posttrain.store.trees import verify_tree
+from posttrain.store.trees import read_json, verify_tree
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """One thing in a lineage: what it is, its name, its digest, and what it was made from."""
 
-    kind: str  # release | model | stage | dataset | reward | manifest | report | evaluation
+    kind: str  # release | model | stage | dataset | reward | history | manifest | report | evaluation | import …
     name: str
     digest: str | None
     form: str | None = None  # file | tree, when it is stored under `digest`
@@ -82,6 +84,11 @@ def model_lineage(wiring: Wiring, made: MadeModel) -> Node:
         return _release_node(wiring, entry)
     node = _model_node(wiring, made.digest, made.run_id)
     return replace(node, children=(*node.children, _manifest_node(wiring, made.run_id))) if made.run_id else node
+
+
+def asset_lineage(wiring: Wiring, asset: Asset) -> Node:
+    """The tree of a registered version."""
+    return _asset_node(wiring, InputBlob(asset.digest, asset.form, asset.ref), asset.kind)
 
 
 def _release_node(wiring: Wiring, entry: ReleaseEntry) -> Node:
@@ -193,10 +200,54 @@ def _asset_node(wiring: Wiring, blob: InputBlob, slot: str = "model") -> Node:
     if asset is None:
         kind = blob.name.partition(":")[0] or "blob"
         return Node(kind, blob.name or "unregistered", blob.digest, blob.form, called)
-    origin = asset.meta.get("run")
+    origin, record = asset.meta.get("run"), asset.meta.get(IMPORTED)
     children = (_manifest_node(wiring, origin),) if origin else ()
+    children = (*children, _import_node(wiring, str(record), asset.digest)) if record else children
     used = () if slot in ("model", asset.kind) else (("as", slot),)
     return Node(asset.kind, asset.ref, asset.digest, asset.form, (*used, *called, *_asset_details(asset)), children)
+
+
+def _import_node(wiring: Wiring, digest: str, of: str) -> Node:
+    """The outside run that an asset was imported from: what its record says, to where knowledge ends."""
+    try:
+        record = read_json(wiring.blobs, digest)
+        source, made = f"{record['from']} ({record['of']})", " ".join(f"{k} {v}" for k, v in record["tools"].items())
+        place = record.get("model", {}).get("place", "no model, metrics only")
+    except (IntegrityError, NotFoundError, KeyError, TypeError):  # `verify` says what is wrong with it
+        return Node("import", "record of the outside run", digest, "file")
+    history = record.get("history", {}).get("digest", of)
+    kept = () if history == of else (_kept(wiring, "history", "metrics by step", history, "file"),)
+    end = Node("end", "before this: unknown", None, details=(("not known", begins_at(record)),))
+    details = (("model", place), ("made with", made or "an unknown version"))
+    children = (*_read_then(record), *kept, *(_named_node(wiring, row) for row in record["named"]), end)
+    return Node("import", source, digest, "file", details, children)
+
+
+def _read_then(record: Mapping[str, Any]) -> Iterator[Node]:
+    """The files that an import read, and the parameters that they told."""
+    for name, file in record["read"].items():
+        yield Node("file", name, file["digest"], None, (("read then", f"{file['size']} bytes, not kept"),))
+    told, secret = record["parameters"], record["withheld"]
+    if told or secret:
+        without = (("left out", f"{', '.join(secret)} (may be secrets)"),) if secret else ()
+        yield Node("parameters", f"{len(told)} of that run", None, details=(*told.items(), *without))
+
+
+def _named_node(wiring: Wiring, row: Mapping[str, Any]) -> Node:
+    """What an outside run names: its bytes if they were there, else the name."""
+    kind = "dataset" if row["role"] == "data set" else "model"
+    said = tuple((key, str(row[key])) for key in ("said", "why") if row.get(key))
+    if "digest" in row:
+        return _kept(wiring, kind, row["name"], row["digest"], row["form"], (("there as", row["name"]), *said))
+    return Node(kind, row["name"], None, details=(("known", "by name only"), *said))
+
+
+def _kept(
+    wiring: Wiring, kind: str, name: str, digest: str, form: str, details: tuple[tuple[str, str], ...] = ()
+) -> Node:
+    """What came of an import beside the asset that is looked at, by what it is registered as."""
+    assets = [asset for asset in wiring.ledger.assets_by_digest(digest) if asset.kind == kind]
+    return Node(kind, assets[-1].ref if assets else name, digest, form, details)
 
 
 def _asset_details(asset: Asset) -> tuple[tuple[str, str], ...]:

@@ -96,23 +96,25 @@ class Catalog:
         files: Mapping[str, Path] | None = None,
         parents: tuple[str, ...] = (),
     ) -> Asset:
-        if not NAME.fullmatch(name):
-            raise InputError(f"{kind} name must match {NAME.pattern}, got {name!r}")
+        refuse_name(kind, name)
         form = form or _FORMS[kind]
-        digest = self._put(path, form, files)
-        asset = Asset(
-            kind=kind,
-            name=name,
-            version=0,  # the next one, unless this content is the latest already
-            digest=digest,
-            form=form,
-            created_at=self._ledger.clock.now(),
-            created_by=self._actor,
-            meta=meta,
-            parents=parents,
-        )
+        return self.add_together(self.version(kind, name, self._put(path, form, files), form, meta, parents))[0]
+
+    def version(
+        self, kind: str, name: str, digest: str, form: str, meta: Mapping[str, Any], parents: tuple[str, ...] = ()
+    ) -> Asset:
+        """A version of stored bytes that is not registered yet: the next one, unless its content is the latest."""
+        created_at = self._ledger.clock.now()
+        return Asset(kind, name, 0, digest, form, created_at, self._actor, meta, parents)
+
+    def has(self, kind: str, digest: str) -> bool:
+        """Whether these bytes are registered, under whatever name."""
+        return any(asset.kind == kind for asset in self._ledger.assets_by_digest(digest))
+
+    def add_together(self, *versions: Asset) -> list[Asset]:
+        """Register versions in one transaction: all of them, or none."""
         with self._ledger.transaction(self._actor) as transaction:
-            return transaction.insert_asset(asset)
+            return [transaction.insert_asset(version) for version in versions]
 
     def _put(self, path: Path, form: str, files: Mapping[str, Path] | None = None, *, hub: bool = False) -> str:
         """Store a file, a data set's files, or a folder."""
@@ -262,6 +264,12 @@ class Catalog:
                 raise InputError(
                     f"{path}: changed while it was being submitted ({ref.digest} → {digest}); submit again"
                 )
+
+
+def refuse_name(kind: str, name: str) -> None:
+    """Refuse a name that no asset may have."""
+    if not NAME.fullmatch(name):
+        raise InputError(f"{kind} name must match {NAME.pattern}, got {name!r}")
 
 
 def _form(files: Mapping[str, Path]) -> Form:

@@ -19,7 +19,7 @@ from posttrain.data.parts import PACKED, SUFFIXES, is_pattern
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.validation import nearest
 
-KINDS = ("dataset", "model", "reward")
+KINDS = ("dataset", "model", "reward", "history")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FOLDERS = {"dataset": "datasets", "model": "models"}

@@ -11,7 +11,7 @@ from typing import Any
 class Asset:
     """A versioned thing: `Asset(kind="dataset", name="sort-train", version=1, digest="sha256:…", form="file")`."""
 
-    kind: str  # dataset | model | reward
+    kind: str  # dataset | model | reward | history
     name: str
     version: int
     digest: str

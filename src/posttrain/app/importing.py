@@ -1,0 +1,28 @@
+"""Runs that other programs made, registered: `posttrain import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posttrain.app.workspace import Workspace
+from posttrain.data.importing import Curve, Imported, curves, import_run
+from posttrain.domain.records import Asset
+from posttrain.foreign.trl_output import read_trl_output
+
+
+def import_trl_output(workspace: Workspace, folder: Path, name: str | None = None) -> Imported:
+    """Register what a TRL or transformers trainer left in its `output_dir`.
+
+    Raises:
+        InputError: no such run, or nothing that can be used. WorkspaceError: the workspace cannot be written.
+    """
+    return import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", read_trl_output(folder), name)
+
+
+def history_curves(workspace: Workspace, history: Asset) -> list[Curve]:
+    """The metrics of an imported run.
+
+    Raises:
+        NotFoundError, IntegrityError: its bytes are missing or corrupt.
+    """
+    return list(curves(workspace.blobs.get(history.digest)))

@@ -1,0 +1,77 @@
+"""`import trl-output`: runs that other programs made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from posttrain.cli.assets import as_json, summary
+from posttrain.cli.console import Output, OutputOption, digest, emit_json, say
+
+if TYPE_CHECKING:
+    from posttrain.app.workspace import Workspace
+    from posttrain.data.importing import Imported
+
+NameOption = Annotated[
+    str | None, typer.Option(help="Of the model and its history; by default the run's own.", show_default=False)
+]
+app = typer.Typer(
+    help="Register an outside run's model, metrics and data.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@app.command("trl-output")
+def trl_output(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The output_dir of a TRL or transformers trainer.")],
+    name: NameOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Register the model at DIR's root, else its best or newest checkpoint, with the metrics of trainer_state.json."""
+    from posttrain.app.importing import import_trl_output
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    imported = import_trl_output(workspace, folder, name)
+    _tell(workspace, imported, output)
+
+
+def _tell(workspace: Workspace, imported: Imported, output: Output) -> None:
+    from posttrain.data.importing import begins_at, known_by_name
+
+    workspace.seal()
+    workspace.close()
+    record = imported.record
+    if output is Output.JSON:
+        emit_json(
+            {
+                "from": record["from"],
+                "of": record["of"],
+                "record": imported.digest,
+                "assets": [as_json(asset) for asset in imported.assets],
+                "named": record["named"],
+                "withheld": record["withheld"],
+                "left_out": record["left_out"],
+                "notes": record["notes"],
+                "unknown": begins_at(record),
+            }
+        )
+        return
+    for asset in imported.assets:
+        say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}")
+    if "model" in record:
+        say(f"model: {record['model']['place']}")
+    if record.get("history", {}).get("not_finite"):
+        say(f"note: {record['history']['not_finite']} of its values are NaN or infinite, kept as they are")
+    say(*(f"note: {note}" for note in record["notes"]))
+    if named := known_by_name(record):
+        say(f"known by name only: {', '.join(named)}")
+    say(*(f"  {row['name']}: {row['why']}" for row in record["named"] if row.get("why")))
+    if record["withheld"]:
+        say(f"parameters left out, for they may be secrets: {', '.join(record['withheld'])}")
+    if record["left_out"]:
+        say(f"left out: {', '.join(f'{name} ({why})' for name, why in record['left_out'].items())}")
+    say(f"before this: unknown ({begins_at(record)})")
+    last = imported.assets[-1].ref
+    say(f'next: posttrain sample {last} "…"' if "model" in record else f"next: posttrain asset get {last}")

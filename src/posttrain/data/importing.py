@@ -1,0 +1,252 @@
+"""Outside runs as assets: the model, its history and the data that are there, each with the record of the import.
+
+The record is a blob: what was imported from where, by which program, with which parameters; digests of the files that
+were read and of what came of them; what is known by name only. Lineages are drawn from it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.assets import inspect_dataset, inspect_model
+from posttrain.data.catalog import Catalog, refuse_name
+from posttrain.data.parts import data_files
+from posttrain.domain.canonical import canonical_json
+from posttrain.domain.errors import InputError
+from posttrain.domain.ports import BlobStore
+from posttrain.domain.records import Asset
+from posttrain.foreign.outside import Named, OutsideRun, Points
+from posttrain.store.atomic import unwritable
+from posttrain.store.scratch import scratch
+from posttrain.store.trees import file_digest, put_files, put_tree
+
+RECORD = "posttrain.import/1"
+IMPORTED = "imported"  # in an asset's meta: the digest of the record
+COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")  # of a history: those of the Parquet tracker
+_NO_LETTER = re.compile(r"[^a-z0-9._-]+")
+_DATA, _MODEL = "data set", "base model"
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What was registered."""
+
+    assets: tuple[Asset, ...]  # data sets, the history, the model
+    record: Mapping[str, Any]
+    digest: str  # of the record
+
+
+def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun, name: str | None) -> Imported:
+    """Register what an outside run left: everything or nothing. The same again is the same versions.
+
+    Args:
+        cache: a folder in which the model's files are looked at together.
+        name: of the model and the history; None: the run's, in the letters that a name may have.
+
+    Raises:
+        InputError: a name that no asset may have, a model that cannot be used, nothing to register.
+        WorkspaceError: the workspace is read-only or full.
+    """
+    name = name or _name_from(run.source)
+    refuse_name("model", name)
+    if run.model is None and not len(run.points):
+        raise InputError(f"{run.source}: has neither a model nor a metric, so nothing is to be registered")
+    about, model = _store_model(blobs, cache, run)
+    history = {"digest": blobs.put(_parquet(run.points, run.source, run.stage)), **_summary(run.points)}
+    named, data = _named(catalog, blobs, run, name)
+    record = {**_record(run), "named": named}
+    record |= {"history": history} if len(run.points) else {}
+    record |= {"model": model} if run.model else {}
+    digest = blobs.put(canonical_json(record))
+    parents = (*(str(row["digest"]) for row in named if "digest" in row), digest)
+    versions = list(data.values())
+    if len(run.points):
+        meta = {**_summary(run.points), IMPORTED: digest}
+        versions.append(catalog.version("history", name, history["digest"], "file", meta, parents))
+        parents = (*parents, history["digest"])
+    if run.model:
+        versions.append(catalog.version("model", name, model["digest"], "tree", {**about, IMPORTED: digest}, parents))
+    return Imported(tuple(catalog.add_together(*versions)), record, digest)
+
+
+def _record(run: OutsideRun) -> dict[str, Any]:
+    """What is said of the run whatever came of it."""
+    return {
+        "format": RECORD,
+        "of": run.format,
+        "from": run.source,
+        "tools": dict(run.tools),
+        "parameters": dict(run.params),
+        "withheld": list(run.withheld),
+        "read": {key: _described(path) for key, path in sorted(run.read.items())},
+        "left_out": dict(run.left_out),
+        "notes": list(run.notes),
+    }
+
+
+def _name_from(source: str) -> str:
+    """A name in the letters that a name may have; what it cannot be made of is refused by whoever registers it."""
+    found = _NO_LETTER.sub("-", source.lower()).strip("-._")[:63].rstrip("-._")
+    if not found:
+        raise InputError(f"{source!r} makes no name of an asset; say one with --name")
+    return found
+
+
+def _described(path: Path) -> dict[str, Any]:
+    return {"digest": file_digest(path), "size": path.stat().st_size}
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def _store_model(blobs: BlobStore, cache: Path, run: OutsideRun) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What can be said of the run's model, and where it is stored; nothing where there is none.
+
+    Its files are looked at in a folder that holds links to them and nothing else.
+    """
+    if run.model is None:
+        return {}, {}
+    with scratch(cache, ".import-") as work:
+        folder = work / (_NO_LETTER.sub("-", run.source.lower()) or "model")
+        try:
+            folder.mkdir()
+            for name, path in run.model.files.items():
+                (folder / name).symlink_to(path)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        about = inspect_model(folder)
+        return about, {"digest": put_tree(blobs, folder, follow_links=True), "place": run.model.place}
+
+
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+
+def _named(
+    catalog: Catalog, blobs: BlobStore, run: OutsideRun, name: str
+) -> tuple[list[dict[str, Any]], dict[str, Asset]]:
+    """What the run names, each as a row of the record; and versions of the data sets that are there, by digest.
+
+    Rows that are registered already are what they are called there.
+    """
+    rows: list[dict[str, Any]] = []
+    versions: dict[str, Asset] = {}
+    for number, named in enumerate(run.named):
+        row: dict[str, Any] = {"role": named.role, "name": named.name, "said": named.said}
+        rows.append(row)
+        files, meta = _data(named, row)
+        if not files:
+            continue
+        form = "tree" if len(files) > 1 else "file"
+        digest = put_files(blobs, files) if form == "tree" else blobs.put_file(*files.values())
+        row |= {"digest": digest, "form": form}
+        if digest not in versions and not catalog.has("dataset", digest):
+            taken = {version.name for version in versions.values()}
+            own = _name_from(f"{name[:30]}-{Path(named.name).name.partition('.')[0][:28]}")
+            own = f"{own}-{number}" if own in taken else own
+            versions[digest] = catalog.version("dataset", own, digest, form, meta)
+    return rows, versions
+
+
+def _data(named: Named, row: dict[str, Any]) -> tuple[Mapping[str, Path], dict[str, Any]]:
+    """The files of a data set that the run names and what they hold; or `row` says why it is known by name only."""
+    if named.role != _DATA or named.path is None:
+        return {}, {}
+    try:
+        files = data_files(named.path)
+        return files, inspect_dataset(files)
+    except InputError as error:
+        row["why"] = " ".join(str(error).split())
+        return {}, {}
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def _summary(points: Points) -> dict[str, Any]:
+    steps = points.step
+    return {
+        "metrics": len(points.names),
+        "points": len(points),
+        "steps": [min(steps), max(steps)] if steps else [],
+        "not_finite": points.strange,
+    }
+
+
+def _parquet(points: Points, run: str, stage: str) -> bytes:
+    """Points in the columns of the Parquet tracker; unknown times are null."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    count = len(points)
+    times = np.frombuffer(points.at, dtype=np.float64)
+    metric = pa.DictionaryArray.from_arrays(
+        pa.array(np.asarray(points.metric, dtype=np.int32)), pa.array(points.names, pa.string())
+    )
+    table = pa.table(
+        {
+            "run": pa.repeat(pa.scalar(run, pa.string()), count),
+            "stage": pa.repeat(pa.scalar(stage, pa.string()), count),
+            "step": pa.array(np.asarray(points.step, dtype=np.int64)),
+            "wall_time": pa.array(times, mask=np.isnan(times)),
+            "metric": metric.cast(pa.string()),
+            "value": pa.array(np.asarray(points.value, dtype=np.float64)),
+        }
+    )
+    sink = io.BytesIO()
+    pq.write_table(table.select(list(COLUMNS)), sink)
+    return sink.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric of a history: its points, the steps from first to last, and the values there."""
+
+    metric: str
+    points: int
+    steps: tuple[int, int]
+    first: float
+    last: float
+    least: float
+    most: float
+
+
+def curves(data: bytes) -> Iterator[Curve]:
+    """The metrics of a history in the order in which they were first recorded; of the finite values least and most."""
+    import numpy as np
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(io.BytesIO(data), columns=["metric", "step", "value"])
+    column = table.column("metric").combine_chunks().dictionary_encode()
+    place, names = column.indices.to_numpy(), column.dictionary.to_pylist()
+    steps, values = table.column("step").to_numpy(), table.column("value").to_numpy()
+    order = np.argsort(place, kind="stable")
+    bounds = np.searchsorted(place[order], np.arange(len(names) + 1))
+    for number, name in enumerate(names):
+        rows = order[bounds[number] : bounds[number + 1]]
+        own, at = values[rows], steps[rows]
+        finite = own[np.isfinite(own)]
+        low, high = (float(finite.min()), float(finite.max())) if len(finite) else (float("nan"), float("nan"))
+        yield Curve(name, len(own), (int(at[0]), int(at[-1])), float(own[0]), float(own[-1]), low, high)
+
+
+def known_by_name(record: Mapping[str, Any]) -> list[str]:
+    """What a record names without its bytes: `base model Qwen/Qwen3-0.6B`."""
+    return [f"{row['role']} {row['name']}" for row in record["named"] if "digest" not in row]
+
+
+def begins_at(record: Mapping[str, Any]) -> str:
+    """In plain words, where knowledge ends."""
+    bases = [row["name"] for row in record["named"] if row["role"] == _MODEL and "digest" not in row]
+    data = [row for row in record["named"] if row["role"] == _DATA]
+    base = f"what {os.fspath(bases[0])} is made of" if bases else "the model it began from"
+    if not data:
+        return f"{base}; the data it was trained on"
+    unseen = any("digest" not in row for row in data)
+    return f"{base}; the rows of data sets known by name only" if unseen else base

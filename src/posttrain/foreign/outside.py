@@ -1,0 +1,251 @@
+"""A run that another program made, as its files tell of it: what every reader in this room gives.
+
+Readers look at a folder and change nothing; no pickle is opened and no code of the folder is run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.domain.errors import InputError, NotFoundError
+
+MODEL_FILES = re.compile(  # of a folder in Hugging Face format; anything else there is the trainer's
+    r"(?!adapter_).*\.safetensors(\.index\.json)?|(generation_|tokenizer_|preprocessor_|processor_)?config\.json"
+    r"|tokenizer\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model"
+    r"|chat_template\.(jinja|json)|README\.md|LICENSE(\.\w+)?|NOTICE(\.\w+)?"
+)
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_MOST_STEP = 2**53
+_MOST_TEXT = 2000  # characters of a parameter
+_SECRET_NAME = re.compile(
+    r"(.*[./])?token|(.*[._\-/])?(api_?key|secret(_?key)?|(client_)?secret|passw(or)?d|passphrase|credentials?|private_?key"
+    r"|authorization|(hub|access|auth|bearer|refresh|api|hf|hugging_?face|wandb|github|push_to_hub)_token)",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,}|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}"
+    r"|\bAKIA[0-9A-Z]{16}\b|\bxox[abprs]-[\w-]{10,}|\beyJ[\w-]{8,}\.eyJ[\w-]{8,}|-----BEGIN [A-Z ]*PRIVATE KEY"
+    r"|://[^/\s:@]*:[^/\s@]+@"
+)
+
+
+@dataclass(slots=True)
+class Points:
+    """Metrics by step in the order in which they were recorded: entry i is of `names[metric[i]]`."""
+
+    names: list[str] = field(default_factory=list)
+    metric: array[int] = field(default_factory=lambda: array("l"))
+    step: array[int] = field(default_factory=lambda: array("q"))
+    at: array[float] = field(default_factory=lambda: array("d"))  # seconds since the epoch; NaN: not known
+    value: array[float] = field(default_factory=lambda: array("d"))
+    strange: int = 0  # values that are NaN or infinite; they are kept
+    _places: dict[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def add(self, metric: str, step: int, value: float, at: float = math.nan) -> None:
+        """One value more."""
+        place = self._places.get(metric)
+        if place is None:
+            place = self._places[metric] = len(self.names)
+            self.names.append(metric)
+        self.metric.append(place)
+        self.step.append(step)
+        self.at.append(at)
+        self.value.append(value)
+        self.strange += not math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Something that the run names: by name only, or as a file of this machine."""
+
+    role: str  # base model | data set
+    name: str
+    path: Path | None = None  # where its bytes lie
+    said: str = ""  # what else the run says of it
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model's files among a run's."""
+
+    files: Mapping[str, Path]  # by their names in a folder of Hugging Face format
+    place: str  # what it is and why this one: `checkpoint-20, the newest of 2 checkpoints`
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideRun:
+    """What a reader found."""
+
+    format: str  # trl-output | mlflow | wandb-export
+    source: str  # the folder's or the run's name
+    points: Points
+    stage: str = "train"
+    tools: Mapping[str, str] = field(default_factory=dict)  # program → version, as the files say
+    params: Mapping[str, str] = field(default_factory=dict)  # without secrets
+    withheld: tuple[str, ...] = ()  # names of parameters that may be secrets
+    model: FoundModel | None = None
+    read: Mapping[str, Path] = field(default_factory=dict)  # the files that were read, by name
+    named: tuple[Named, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)  # file → why
+    notes: tuple[str, ...] = ()
+
+
+def public_params(params: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Parameters as text, nested ones by dotted names; and the names of those that may be secrets, which stay out."""
+    kept: dict[str, str] = {}
+    withheld = []
+    for name, value in _flat(params, ""):
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        empty = value in (None, "", False)
+        if (_SECRET_NAME.fullmatch(name) and not empty) or _SECRET_VALUE.search(text) or _SECRET_VALUE.search(name):
+            withheld.append(_SECRET_VALUE.sub("…", name))
+        else:
+            kept[name] = text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"
+    return kept, tuple(sorted(withheld))
+
+
+def _flat(value: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def step_of(value: Any, place: str) -> int:
+    """A step.
+
+    Raises:
+        InputError: it is none.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(value, float) and value.is_integer():
+        value, whole = int(value), True
+    if not whole or not 0 <= value < _MOST_STEP:
+        raise InputError(f"{place}: step must be a whole number from 0, got {value!r:.40}; mend the file")
+    return int(value)
+
+
+def number_of(value: Any, place: str) -> float | None:
+    """A number as a float; None for what is none.
+
+    Raises:
+        InputError: a number that no float holds.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InputError(f"{place}: a value must fit a 64-bit float, got a larger one; mend the file") from error
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def run_folder(path: Path, what: str) -> Path:
+    """A folder to read, its own links resolved.
+
+    Raises:
+        NotFoundError: there is none. InputError: it cannot be looked into.
+    """
+    try:
+        folder = path.expanduser().resolve()
+        if folder.is_dir():
+            os.scandir(folder).close()
+            return folder
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"{path}: cannot be looked into: {error}; check the path") from error
+    raise NotFoundError(f"{path}: no such folder; give the folder of {what}")
+
+
+def inside(path: Path, folder: Path) -> Path:
+    """`path`, a plain file that lies in `folder` wherever its links lead.
+
+    Raises:
+        InputError: it does not, or is no plain file.
+    """
+    name = os.path.relpath(path, folder)
+    try:
+        real, plain = path.resolve(), path.is_file()
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"{name} of {folder}: cannot be read: {error}; check it") from error
+    if not real.is_relative_to(folder):
+        raise InputError(f"{name} of {folder}: must not be a link out of the folder; put a copy of the file there")
+    if not plain:
+        raise InputError(f"{name} of {folder}: must be a plain file; put a copy of it there")
+    return path
+
+
+def read_bytes(path: Path, folder: Path, most: int) -> bytes:
+    """A file of the folder.
+
+    Raises:
+        InputError: a link out of it, not readable, or larger than `most` bytes.
+    """
+    name = os.path.relpath(path, folder)
+    try:
+        size = inside(path, folder).stat().st_size
+        if size > most:
+            raise InputError(f"{name} of {folder}: must have at most {most} bytes, got {size}")
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{name} of {folder}: cannot be read: {error.strerror}; check it") from error
+
+
+def read_json(path: Path, folder: Path, most: int) -> dict[str, Any]:
+    """A JSON map of the folder, NaN and Infinity as Python writes them.
+
+    Raises:
+        InputError: as `read_bytes`; cut short, or no map.
+    """
+    name, data = os.path.relpath(path, folder), read_bytes(path, folder, most)
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name} of {folder}: is not JSON or cut short: {error}; copy the folder again") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{name} of {folder}: must be a JSON map, got {type(value).__name__}; copy the folder again")
+    return value
+
+
+def model_files(place: Path, folder: Path) -> dict[str, Path]:
+    """The files of a model that lies at `place` in `folder`; empty: none does.
+
+    Raises:
+        InputError: an adapter, weights as pickles only, or a link out of the folder.
+    """
+    names = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
+    where = place.name if place != folder else "the folder"
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise InputError(
+            f"{folder}: {where} holds an adapter (adapter_config.json), not a whole model; merge it into its base"
+            " (peft: merge_and_unload(), save_pretrained(NEW)) and add that: posttrain asset add model:NAME NEW"
+        )
+    if "config.json" not in names:
+        return {}
+    if not any(name.endswith(".safetensors") and MODEL_FILES.fullmatch(name) for name in names):
+        pickle = next((name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")), "")
+        if pickle:
+            raise InputError(
+                f"{folder}: {where} has its weights as a pickle ({pickle}), which is never read; save them as"
+                " safetensors (save_pretrained does) and import again"
+            )
+        return {}
+    return {name: inside(place / name, folder) for name in names if MODEL_FILES.fullmatch(name)}
+
+
+def why_left_out(name: str) -> str:
+    """Why a file beside a model is not taken."""
+    return "a pickle, which is never opened" if name.endswith(PICKLES) else "no part of a model"
