@@ -17,8 +17,7 @@ model = AutoModelForCausalLM.from_pretrained(folder).eval()
 rows = [row for row in pq.read_table(items).to_pylist() if row["kind"] == "greedy"]
 different = []
 for row in rows:
-    turn = [{"role": "user", "content": row["prompt"]}]
-    prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer(row["prompt"], return_tensors="pt", return_token_type_ids=False)  # rows of text, no chat
     with torch.inference_mode():
         made = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     answer = tokenizer.decode(made, skip_special_tokens=True)

@@ -65,7 +65,7 @@ def of_wandb(folder: Path, run: str) -> Iterator[Place]:
         for key in items:
             stage, _, metric = key.partition("/")
             if metric and metric != "step":
-                yield key, items[f"{stage}/step"]
+                yield f"{stage.replace(':', '.')}/{metric}", items[f"{stage}/step"]  # W&B nests at a dot
 
 
 def records(log: bytes) -> Iterator[bytes]:

@@ -22,12 +22,13 @@ from posttrain.telemetry.tracking import (
     missing,
 )
 
-STAGES = ("sft", "grpo", "gate")
+STAGES = ("sft", "grpo", "gate", "baseline-sft.evaluate")
 ABOUT = TrackedRun(RUN, "sort", "ada", "sha256:" + "ab" * 32, 1.7e9, {"seed": 3, "sft.steps": 6}, STAGES)
 ROWS = [
     *(Row("sft", step, 1.7e9 + step, {"loss": 1 / step, "grad_norm": step * 0.1}) for step in range(1, 7)),
     *(Row("grpo", step, 1.7e9 + 10 + step, {"reward/mean": step / 3}) for step in range(1, 4)),
     Row("grpo", 3, 1.7e9 + 13, {"probe/pass@4": 0.75}),
+    Row("baseline-sft.evaluate", 0, 1.7e9 + 14, {"heldout/accuracy": 0.5}),
     Row("gate", 0, 1.7e9 + 20, {"accuracy/passed": 1.0}),
 ]
 DONE = Ending("succeeded", "shipped", 1.7e9 + 21, {"evaluate/accuracy": 0.98}, {"accuracy": "pass"})

@@ -194,11 +194,12 @@ class WandbBench:
     def points(self, run: str = RUN) -> list[Point]:
         found = []
         for record in self._records(run):
+            assert all(len(item.nested_key) == 1 for item in record.history.item), "wandb nests at a dot"
             items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
             for key, value in items.items():
                 stage, _, metric = key.partition("/")
                 if metric and metric != "step":
-                    found.append((stage, metric, items[f"{stage}/step"], float(value)))
+                    found.append((stage.replace(":", "."), metric, items[f"{stage}/step"], float(value)))
         return found
 
     def state(self, run: str = RUN) -> str:

@@ -17,6 +17,7 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.telemetry.tracking import Row
 
 _REMEMBERED = 10_000  # steps of a metric that a redone one is compared with: more than lie between two checkpoints
+_OF_THE_MACHINE = ("memory/",)  # another process has other values
 _CONTROLS = dict.fromkeys((*range(32), 127, *range(128, 160), 8232, 8233), "_")
 _CONTROLS |= dict.fromkeys(range(0xD800, 0xE000), "_")
 
@@ -62,7 +63,7 @@ class StageFeed:
                 self._last[metric] = step
                 if len(known) > _REMEMBERED:
                     known.popitem(last=False)
-            elif step in known and not _same(known[step], float(value)):
+            elif step in known and not metric.startswith(_OF_THE_MACHINE) and not _same(known[step], float(value)):
                 self.differing += 1
                 first = f"{self._stage}/{metric} at step {step}: first {known[step]:g}, redone {value:g}"
                 self.difference = self.difference or first

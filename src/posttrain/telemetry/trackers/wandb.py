@@ -31,6 +31,7 @@ STEP = "step"
 _MARK = "posttrain.copied"  # in a folder whose records are being copied into a new one
 _HEADER, _BLOCK, _CHUNK = 7, 32768, 7  # bytes: of the file; of a block; before a chunk (CRC, length, kind)
 _WHOLE, _LAST = 1, 4  # kinds of a chunk that end a record
+_DOT = ":"  # in the place of a stage's dot; no name of a stage has one
 _STATE = "posttrain/state"
 _TIME = "_timestamp"
 _ARRIVING = 60.0  # seconds that what was written may take to be in the file
@@ -91,8 +92,9 @@ class WandbTracker:
             crashpoint("track.inside_log")
 
     def _say(self, row: Row) -> None:
-        values = {f"{row.stage}/{name}": value for name, value in row.values.items()}
-        self._run.log({f"{row.stage}/{STEP}": row.step, **values, _TIME: row.at})
+        stage = _told(row.stage)
+        values = {f"{stage}/{name}": value for name, value in row.values.items()}
+        self._run.log({f"{stage}/{STEP}": row.step, **values, _TIME: row.at})
         self._seen(row)
 
     def _seen(self, row: Row) -> None:
@@ -109,7 +111,12 @@ class WandbTracker:
             return
         self._open()
         self._run.summary.update(
-            {_STATE: ending.state, "posttrain/message": ending.message, **ending.summary}
+            {_STATE: ending.state, "posttrain/message": ending.message}
+            | {
+                "/".join((_told(stage), name)): v
+                for key, v in ending.summary.items()
+                for stage, _, name in [key.partition("/")]
+            }
             | {f"posttrain/gate/{gate}": verdict for gate, verdict in ending.verdicts.items()}
         )
         self._finish(0 if ending.state in ("succeeded", "rejected") else 1)
@@ -161,7 +168,7 @@ class WandbTracker:
             config={**about.params, "posttrain": {"manifest": about.manifest, "owner": about.owner}},
             settings=wandb.Settings(**quiet, x_disable_stats=True, x_disable_meta=True),
         )  # fmt: skip
-        for stage in about.stages:
+        for stage in map(_told, about.stages):
             self._run.define_metric(f"{stage}/{STEP}", hidden=True)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/{STEP}")
         if self._old is not None:
@@ -235,7 +242,12 @@ def _row(said: Mapping[str, Any]) -> Row | None:
     if not step or not values:
         return None
     numbers = {name: float(value) for name, value in values.items() if value is not None}
-    return Row(stage, int(said[step]), float(said.get(_TIME, 0.0)), numbers)
+    return Row(stage.replace(_DOT, "."), int(said[step]), float(said.get(_TIME, 0.0)), numbers)
+
+
+def _told(name: str) -> str:
+    """A stage's name for wandb, which takes a dot in a metric's name for nesting and then finds no step for it."""
+    return name.replace(".", _DOT)
 
 
 def _records(path: Path) -> Iterator[bytes]:
