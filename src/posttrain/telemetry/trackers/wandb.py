@@ -112,11 +112,7 @@ class WandbTracker:
         self._open()
         self._run.summary.update(
             {_STATE: ending.state, "posttrain/message": ending.message}
-            | {
-                "/".join((_told(stage), name)): v
-                for key, v in ending.summary.items()
-                for stage, _, name in [key.partition("/")]
-            }
+            | {_told(key): value for key, value in ending.summary.items()}
             | {f"posttrain/gate/{gate}": verdict for gate, verdict in ending.verdicts.items()}
         )
         self._finish(0 if ending.state in ("succeeded", "rejected") else 1)
@@ -246,8 +242,9 @@ def _row(said: Mapping[str, Any]) -> Row | None:
 
 
 def _told(name: str) -> str:
-    """A stage's name for wandb, which takes a dot in a metric's name for nesting and then finds no step for it."""
-    return name.replace(".", _DOT)
+    """`stage` or `stage/metric` for wandb, which takes a stage's dot for nesting and then finds no step for it."""
+    stage, slash, metric = name.partition("/")
+    return f"{stage.replace('.', _DOT)}{slash}{metric}"
 
 
 def _records(path: Path) -> Iterator[bytes]:
