@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,16 @@ def tiny(folder: Path) -> Path:
     posttrain(folder, "asset", "create", "model:tiny", "model.yaml")
     posttrain(folder, "export", "model:tiny", "base")
     return folder / "base"
+
+
+def write_model(folder: Path, weight: float) -> None:
+    """A folder in Hugging Face format whose only weight is this one."""
+    folder.mkdir(parents=True)
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 60}
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    data = struct.pack("<Q", len(header)) + header + struct.pack("<f", weight)
+    (folder / "model.safetensors").write_bytes(data)
 
 
 def below(node: dict[str, Any]) -> list[dict[str, Any]]:
@@ -83,3 +94,99 @@ def test_what_trl_left_is_a_base_with_its_history(tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys()
     assert all(bool((ours[name] == theirs[name]).all()) for name in ours)
     assert posttrain(world, "sample", "model:trl-sft", "7 ", "--max-new-tokens", "3", "-o", "json")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Path:
+    """A folder with a workspace, a model and rows."""
+    folder = tmp_path / "world"
+    write_model(folder / "tiny", 0.5)
+    rows = [json.dumps({"prompt": f"Q {i}", "completion": f"{i}"}) + "\n" for i in range(4)]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    posttrain(folder, "init")
+    return folder
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """The line with which a command is refused."""
+    command = [sys.executable, "-m", "posttrain", *arguments]
+    done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def mlflow_run(client: Any, world: Path, name: str, artifacts: Path, *, model: bool) -> str:
+    """A run as a trainer's callback leaves it."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    found = client.get_experiment_by_name("sums")
+    experiment = found.experiment_id if found else client.create_experiment("sums", str(artifacts))
+    run = str(client.create_run(experiment, run_name=name).info.run_id)
+    for step in range(1, 4):
+        client.log_metric(run, "train/loss", 1 / step, timestamp=1_700_000_000_000 + step, step=step)
+    for key, value in {"learning_rate": 1e-3, "hub_token": "hf_abc", "_name_or_path": "Qwen/Qwen3-0.6B"}.items():
+        client.log_param(run, key, value)
+    local = Dataset("rows", "0a1b", "local", json.dumps({"uri": str(world / "rows.jsonl")}))
+    hub = Dataset("capybara", "2c3d", "hf", json.dumps({"path": "trl-lib/Capybara"}))
+    client.log_inputs(run, [DatasetInput(data, [InputTag("mlflow.data.context", "training")]) for data in (local, hub)])
+    if model:
+        client.log_artifacts(run, str(world / "tiny"), "model")
+    client.set_terminated(run)
+    return run
+
+
+@pytest.mark.parametrize("store", ["sqlite", "folder"])
+def test_a_run_of_an_mlflow_store(world: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    other = world / "theirs"
+    other.mkdir()
+    uri = f"sqlite:///{other}/mlflow.db" if store == "sqlite" else str(other / "mlruns")
+    client = MlflowClient(tracking_uri=uri)
+    run = mlflow_run(client, world, "sums-sft", other / "artifacts", model=True)
+    before = sorted((path, path.read_bytes()) for path in other.rglob("*") if path.is_file())
+
+    told = posttrain(world, "import", "mlflow", "theirs", "-o", "json")
+    assert [asset["ref"] for asset in told["assets"]] == [
+        "dataset:sums-sft-rows@1",
+        "history:sums-sft@1",
+        "model:sums-sft@1",
+    ]
+    assert told["withheld"] == ["hub_token"]
+    curve = posttrain(world, "asset", "get", "history:sums-sft", "-o", "json")["curves"][0]
+    assert (curve["metric"], curve["steps"], curve["first"], curve["last"]) == ("train/loss", [1, 3], 1.0, 1 / 3)
+    tree = posttrain(world, "lineage", "model:sums-sft", "-o", "json")
+    nodes = {(node["kind"], node["name"]): node["details"] for node in below(tree)}
+    assert nodes["dataset", "dataset:sums-sft-rows@1"]["said"] == "training, MLflow's digest 0a1b, source local"
+    assert nodes["dataset", "capybara"]["known"] == "by name only"
+    assert nodes["model", "Qwen/Qwen3-0.6B"]["known"] == "by name only"
+    parameters = next(details for (kind, _), details in nodes.items() if kind == "parameters")
+    assert (parameters["learning_rate"], parameters["mlflow.run_id"]) == ("0.001", run)
+    assert "hf_abc" not in json.dumps(tree)
+    assert posttrain(world, "verify", "model:sums-sft", "-o", "json")["ok"]
+    assert posttrain(world, "import", "mlflow", uri, "-o", "json")["assets"][-1]["ref"] == "model:sums-sft@1"
+    assert before == sorted((path, path.read_bytes()) for path in other.rglob("*") if path.is_file())
+
+    bare = mlflow_run(client, world, "bare", other / "artifacts", model=False)
+    said = refused(world, "import", "mlflow", "theirs")
+    assert "holds 2 runs: say which with --run" in said
+    assert run in said
+    assert bare in said
+    alone = posttrain(world, "import", "mlflow", "theirs", "--run", bare, "-o", "json")
+    assert [asset["ref"] for asset in alone["assets"]] == ["history:bare@1"]
+    assert "only its metrics are registered" in alone["notes"][-1]
+    assert "has no run 'other'" in refused(world, "import", "mlflow", "theirs", "--run", "other")
+
+
+def test_what_is_no_mlflow_store(world: Path) -> None:
+    import sqlite3
+
+    assert "no such folder" in refused(world, "import", "mlflow", "nowhere")
+    assert not (world / "nowhere").exists()
+    assert "is no MLflow store" in refused(world, "import", "mlflow", "tiny")
+    (world / "x.db").write_bytes(b"no database" * 100)
+    assert "is no file of sqlite" in refused(world, "import", "mlflow", "x.db")
+    sqlite3.connect(world / "empty.db").execute("create table t (a)").connection.close()
+    assert "has no table of experiments" in refused(world, "import", "mlflow", "sqlite:///empty.db")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from cli_world import World, make_world, write_model
 from outside_runs import CARD, children, state, trl_output, weights, with_model
 
 from posttrain.app.workspace import open_workspace
-from posttrain.foreign.outside import public_params
+from posttrain.foreign.outside import named_in_params, public_params
 from posttrain.store.trees import materialise
 
 
@@ -328,6 +329,18 @@ class TestRefused:
             patch.setattr(f"posttrain.{place}", full)
             refused(world, "trl-output", "out", code=10)
         world.ok("import", "trl-output", "out")
+
+
+def test_without_the_package_one_line_says_what_to_install(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
+    assert "pip install 'posttrain[mlflow]'" in refused(world, "mlflow", "mlruns")
+
+
+def test_data_sets_that_a_run_names_are_looked_for_beside_it(world: World) -> None:
+    world.write("rows.jsonl", "{}")
+    params = {"args": {"dataset_name": "org/set"}, "data.train_files": ["rows.jsonl", "gone.jsonl"], "lr": 1, "x": "y"}
+    found = {named.name: named.path for named in named_in_params(params, world.root / "run")}
+    assert found == {"org/set": None, "rows.jsonl": world.root / "rows.jsonl", "gone.jsonl": None}
 
 
 @pytest.mark.parametrize(

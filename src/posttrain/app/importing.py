@@ -19,6 +19,13 @@ def import_trl_output(workspace: Workspace, folder: Path, name: str | None = Non
     return import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", read_trl_output(folder), name)
 
 
+def import_mlflow(workspace: Workspace, where: str, run: str | None = None, name: str | None = None) -> Imported:
+    """Register a run of an MLflow store. Raises as `import_trl_output`; InputError too where mlflow is missing."""
+    from posttrain.foreign.mlflow_run import read_mlflow
+
+    return import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", read_mlflow(where, run), name)
+
+
 def history_curves(workspace: Workspace, history: Asset) -> list[Curve]:
     """The metrics of an imported run.
 

@@ -1,4 +1,4 @@
-"""`import trl-output`: runs that other programs made."""
+"""`import trl-output`, `import mlflow`: runs that other programs made."""
 
 from __future__ import annotations
 
@@ -34,6 +34,26 @@ def trl_output(
 
     workspace = open_workspace()
     imported = import_trl_output(workspace, folder, name)
+    _tell(workspace, imported, output)
+
+
+@app.command("mlflow")
+def mlflow(
+    where: Annotated[
+        str, typer.Argument(metavar="DIR|URI", help="A folder with mlruns or mlflow.db, a file of sqlite, or a URI.")
+    ],
+    run: Annotated[
+        str | None, typer.Option(help="Its id or name, where there are several.", show_default=False)
+    ] = None,
+    name: NameOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Register a run of an MLflow store: metrics, parameters, data sets, the model among its artifacts."""
+    from posttrain.app.importing import import_mlflow
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    imported = import_mlflow(workspace, where, run, name)
     _tell(workspace, imported, output)
 
 

@@ -123,6 +123,37 @@ def _flat(value: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", item
 
 
+_BASES = ("model_name_or_path", "_name_or_path", "base_model", "model_name", "pretrained_model_name_or_path")
+_SETS = (
+    *("dataset", "dataset_name", "dataset_path", "dataset_id", "train_dataset", "train_file", "train_files"),
+    *("data_path", "data_files", "eval_dataset", "validation_file", "val_files"),
+)
+
+
+def named_in_params(params: Mapping[str, Any], base: Path | None) -> tuple[Named, ...]:
+    """The base model and the data sets that a run's parameters name, by the usual words of trainers."""
+    found: dict[tuple[str, str], Named] = {}
+    for key, value in _flat(params, ""):
+        word = re.split(r"[./]", key)[-1]
+        role = "base model" if word in _BASES else "data set" if word in _SETS else ""
+        for name in value if isinstance(value, list) else [value]:
+            usable = isinstance(name, str) and 0 < len(name.strip()) <= 300 and name.lower() not in ("none", "null")
+            if role and usable and not _SECRET_VALUE.search(name):
+                path = local_data(name, base) if role == "data set" else None
+                found.setdefault((role, name), Named(role, name, path, f"by its parameter {key}"))
+    return tuple(found.values())
+
+
+def local_data(name: str, base: Path | None) -> Path | None:
+    """The file or folder that a run names as data, if it is there: where it says, else beside the run."""
+    try:
+        path = Path(name.removeprefix("file://")).expanduser()
+        places = [path] if path.is_absolute() else [folder / path for folder in (base, base and base.parent) if folder]
+        return next((place for place in places if place.exists()), None)
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
 def step_of(value: Any, place: str) -> int:
     """A step.
 

@@ -1,0 +1,262 @@
+"""A run of an MLflow store (a folder, a file of sqlite, a server), read with the mlflow package; the store stays as it
+is: files of sqlite are read through a copy, folders through links.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.foreign.outside import (
+    MODEL_FILES,
+    FoundModel,
+    Named,
+    OutsideRun,
+    Points,
+    inside,
+    local_data,
+    model_files,
+    named_in_params,
+    public_params,
+    step_of,
+)
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+_SQLITE = "sqlite:///"
+_RUNS = 1000
+_SHOWN = 8  # of several runs
+_MOST_FOLDERS = 10_000  # among artifacts
+_PRIVATE_TAGS = ("mlflow.user", "mlflow.log-model.history", "mlflow.note.content")
+_CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
+_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+}
+
+
+def read_mlflow(where: str, run: str | None) -> OutsideRun:
+    """What an MLflow run tells.
+
+    Args:
+        where: a folder with `mlruns` or `mlflow.db`, a file of sqlite, or a tracking URI.
+        run: its id or name; None: the only one.
+
+    Raises:
+        InputError: mlflow is not installed, no store, no such run, or several; an adapter among the artifacts.
+    """
+    try:
+        import mlflow.tracking  # noqa: F401
+    except ImportError as error:
+        raise InputError("import mlflow needs the mlflow package; pip install 'posttrain[mlflow]'") from error
+    with _client(where) as (client, base):
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return _read(client, base, where, run)
+        except MlflowException as error:
+            raise InputError(f"{where}: mlflow cannot read it: {' '.join(str(error).split())[:300]}") from error
+
+
+@contextmanager
+def _client(where: str) -> Iterator[tuple[MlflowClient, Path | None]]:
+    """A client of the store, and the folder in which it lies."""
+    for setting, value in _SETTINGS.items():
+        os.environ.setdefault(setting, value)
+    from mlflow.tracking import MlflowClient
+
+    for library in ("mlflow", "alembic"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    place = _place(where)
+    with tempfile.TemporaryDirectory(prefix="posttrain-import-") as work:
+        if place is None:
+            yield MlflowClient(tracking_uri=where, registry_uri=where), None
+            return
+        if place.is_dir():
+            copy = Path(work, "mlruns")
+            copy.mkdir()
+            for child in place.iterdir():
+                if child.name != ".trash":
+                    (copy / child.name).symlink_to(child)
+            uri = str(copy)
+        else:
+            _copied(place, Path(work, "mlflow.db"))
+            uri = f"{_SQLITE}{work}/mlflow.db"
+        yield MlflowClient(tracking_uri=uri, registry_uri=uri), place if place.is_dir() else place.parent
+
+
+def _place(where: str) -> Path | None:
+    """The folder of a file store or the file of sqlite; None: a server.
+
+    Raises:
+        NotFoundError, InputError: there is none.
+    """
+    if "://" in where and not where.startswith(("sqlite:", "file:")):
+        return None
+    path = Path(where.removeprefix(_SQLITE) if where.startswith(_SQLITE) else unquote(where.removeprefix("file://")))
+    try:
+        path = path.expanduser().resolve()
+        if path.is_file():
+            return path
+        for place in (path / "mlflow.db", path / "mlruns"):
+            if place.exists():
+                return place
+        if any(path.glob("*/meta.yaml")):
+            return path
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"{where}: cannot be looked into: {error}; check the path") from error
+    if not path.is_dir():
+        raise NotFoundError(f"{where}: no such folder or file; give MLflow's folder, file of sqlite, or URI")
+    raise InputError(f"{where}: is no MLflow store: it has no mlflow.db, no mlruns and no experiment; check the path")
+
+
+def _copied(file: Path, copy: Path) -> None:
+    try:
+        with (
+            closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as source,
+            closing(sqlite3.connect(copy)) as target,
+        ):
+            found = source.execute("select 1 from sqlite_master where name = 'experiments'").fetchone()
+            if not found:
+                raise InputError(f"{file}: is no MLflow store: it has no table of experiments; check the path")
+            source.backup(target)
+    except sqlite3.Error as error:
+        raise InputError(f"{file}: is no file of sqlite that can be read: {error}; check the path") from error
+
+
+def _read(client: MlflowClient, base: Path | None, where: str, wanted: str | None) -> OutsideRun:
+    run = _the_run(client, where, wanted)
+    points = Points()
+    for metric in sorted(run.data.metrics):
+        for entry in client.get_metric_history(run.info.run_id, metric):
+            at = entry.timestamp / 1000
+            points.add(metric, step_of(entry.step, f"{where}: metric {metric}"), float(entry.value), at)
+    tags = {f"tag.{key}": value for key, value in run.data.tags.items() if key not in _PRIVATE_TAGS}
+    params, withheld = public_params({**run.data.params, **tags})
+    notes: list[str] = []
+    model = _model(client, run, base, notes)
+    version = run.data.params.get("transformers_version")
+    name = run.info.run_name or run.info.run_id
+    return OutsideRun(
+        format="mlflow",
+        source=str(name),
+        points=points,
+        tools={"transformers": version} if version else {},
+        params={**params, "mlflow.run_id": str(run.info.run_id), "mlflow.status": str(run.info.status)},
+        withheld=withheld,
+        model=model,
+        named=(*_inputs(run, base), *named_in_params(run.data.params, base)),
+        notes=tuple(notes),
+    )
+
+
+def _the_run(client: MlflowClient, where: str, wanted: str | None) -> Run:
+    experiments = {str(e.experiment_id): str(e.name) for e in client.search_experiments()}
+    found = list(client.search_runs(list(experiments), max_results=_RUNS)) if experiments else []
+    chosen = [run for run in found if wanted in (None, run.info.run_id)]
+    chosen = chosen or [run for run in found if wanted == run.info.run_name]
+    if len(chosen) == 1:
+        return chosen[0]
+    if not found:
+        raise InputError(f"{where}: holds no runs; check the path")
+    told = "; ".join(
+        f"{run.info.run_id} ({run.info.run_name}, experiment {experiments[str(run.info.experiment_id)]},"
+        f" {run.info.status})"
+        for run in (chosen or found)[:_SHOWN]
+    )
+    more = len(chosen or found) - _SHOWN
+    rest = f" and {more} more" if more > 0 else ""
+    if not chosen:
+        raise NotFoundError(f"{where}: has no run {wanted!r}; there are {told}{rest}")
+    raise InputError(f"{where}: holds {len(chosen)} runs: say which with --run ID: {told}{rest}")
+
+
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+
+def _inputs(run: Run, base: Path | None) -> Iterator[Named]:
+    for entry in run.inputs.dataset_inputs if run.inputs else ():
+        data = entry.dataset
+        context = next((tag.value for tag in entry.tags if tag.key == "mlflow.data.context"), "")
+        try:
+            source = json.loads(data.source)
+        except (TypeError, ValueError, RecursionError):
+            source = {}
+        source = source if isinstance(source, Mapping) else {}
+        place = source.get("uri") or source.get("path") or ""
+        said = ", ".join(filter(None, (context, f"MLflow's digest {data.digest}", f"source {data.source_type}")))
+        path = local_data(str(place), base) if place else None
+        yield Named("data set", str(data.name or place), path, said)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def _model(client: MlflowClient, run: Run, base: Path | None, notes: list[str]) -> FoundModel | None:
+    """The model among the artifacts: the newest checkpoint, else the last by its name."""
+    found: list[tuple[int, str, Path, Path]] = []
+    for location in _locations(client, run):
+        root = _local(location, base, run)
+        if root is None:
+            scheme = urlsplit(location).scheme
+            away = scheme not in ("", "file")
+            notes.append(f"its artifacts ({scheme}) were not fetched" if away else "it has no folder of artifacts here")
+            continue
+        for place in _folders(root):
+            if model_files(place, root):
+                match = _CHECKPOINT.fullmatch(place.name)
+                found.append((int(match[1]) if match else -1, os.path.relpath(place, root), place, root))
+    if not found:
+        notes.append("no model in safetensors among its artifacts: only its metrics are registered")
+        return None
+    _, name, place, root = max(found)
+    files = model_files(place, root)
+    tokenizer = place.parent / "components" / "tokenizer"  # where MLflow's flavour of transformers keeps it
+    for path in sorted(tokenizer.iterdir()) if place.name == "model" and tokenizer.is_dir() else ():
+        if MODEL_FILES.fullmatch(path.name) and path.name not in files:
+            files[path.name] = inside(path, root)
+    among = f", the last of {len(found)} models" if len(found) > 1 else ""
+    return FoundModel(files, f"artifact {name if name != '.' else 'root'}{among}")
+
+
+def _locations(client: MlflowClient, run: Run) -> list[str]:
+    """Where a run's artifacts lie, and the models that MLflow 3 keeps beside them."""
+    outputs: Sequence[Any] = run.outputs.model_outputs if run.outputs else ()
+    models = [str(client.get_logged_model(output.model_id).artifact_location) for output in outputs]
+    return [str(run.info.artifact_uri), *models]
+
+
+def _local(location: str, base: Path | None, run: Run) -> Path | None:
+    """A folder of this machine; of a store that was moved, the one that moved with it."""
+    parts = urlsplit(location)
+    if parts.scheme not in ("", "file"):
+        return None
+    named = Path(unquote(parts.path))
+    places = [named]
+    if base is not None:
+        tail = named.parts[-3:]
+        places += [base.joinpath(*tail), base / "mlruns" / Path(*tail), base / "mlartifacts" / Path(*tail)]
+        places.append(base / str(run.info.experiment_id) / str(run.info.run_id) / "artifacts")
+    return next((place.resolve() for place in places if place.is_dir()), None)
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    for count, (folder, below, _) in enumerate(os.walk(root)):
+        below.sort()
+        if count >= _MOST_FOLDERS:
+            raise InputError(f"{root}: must have at most {_MOST_FOLDERS} folders of artifacts; add its model by itself")
+        yield Path(folder)
