@@ -186,10 +186,10 @@ class WandbBench:
     def _records(self, run: str) -> Iterable[Any]:
         from wandb.proto.wandb_internal_pb2 import Record
 
-        from posttrain.telemetry.trackers.wandb import _records
+        from posttrain.foreign.wandb_records import records
 
         (file,) = (self.folder / "wandb").glob(f"offline-run-*-{run}/run-{run}.wandb")
-        return map(Record.FromString, _records(file))
+        return map(Record.FromString, records(file))
 
     def points(self, run: str = RUN) -> list[Point]:
         found = []

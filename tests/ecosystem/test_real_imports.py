@@ -190,3 +190,44 @@ def test_what_is_no_mlflow_store(world: Path) -> None:
     assert "is no file of sqlite" in refused(world, "import", "mlflow", "x.db")
     sqlite3.connect(world / "empty.db").execute("create table t (a)").connection.close()
     assert "has no table of experiments" in refused(world, "import", "mlflow", "sqlite:///empty.db")
+
+
+def test_an_offline_run_of_wandb(world: Path) -> None:
+    made = """
+import wandb
+quiet = wandb.Settings(x_disable_stats=True, console="off", silent=True)
+config = {"lr": 1e-3, "hub_token": "hf_abc", "train_file": "rows.jsonl"}
+config["model"] = {"model_name_or_path": "Qwen/Qwen3-0.6B"}
+run = wandb.init(project="sums", mode="offline", dir=".", name="Nice Name", config=config, settings=quiet)
+for step in range(5):
+    run.log({"train/loss": 1 / (step + 1), "note": "x"}, step=2 * step)
+run.log({"eval": {"loss": float("nan")}})
+run.finish()
+"""
+    subprocess.run([sys.executable, "-c", made], cwd=world, check=True, timeout=PATIENCE)
+    (folder,) = (world / "wandb").glob("offline-run-*")
+    told = posttrain(world, "import", "wandb-export", str(folder), "-o", "json")
+    refs = [asset["ref"] for asset in told["assets"]]
+    assert refs == ["dataset:nice-name-rows@1", "history:nice-name@1"]
+    assert told["withheld"] == ["hub_token"]
+    assert not any("no end" in note for note in told["notes"])
+    shown = posttrain(world, "asset", "get", "history:nice-name", "-o", "json")
+    curves = {curve["metric"]: curve for curve in shown["curves"]}
+    assert (curves["train/loss"]["steps"], curves["train/loss"]["last"]) == ([0, 8], 0.2)
+    assert shown["meta"]["not_finite"] == 1
+    tree = posttrain(world, "lineage", "history:nice-name", "-o", "json")
+    imported = next(node for node in below(tree) if node["kind"] == "import")
+    import wandb
+
+    assert imported["details"]["made with"] == f"wandb {wandb.__version__}"
+    assert "hf_abc" not in json.dumps(tree)
+    again = posttrain(world, "import", "wandb-export", "wandb", "-o", "json")  # the only run there
+    assert again["assets"][-1]["ref"] == "history:nice-name@1"
+
+    log = next(folder.glob("*.wandb"))
+    whole = log.read_bytes()
+    log.write_bytes(whole[: len(whole) * 2 // 3])  # a run that was killed
+    cut = posttrain(world, "import", "wandb-export", str(folder), "-o", "json")
+    assert any("has no end" in note for note in cut["notes"])
+    log.write_bytes(whole[:200] + b"\xff" * 50 + whole[250:])
+    assert "is damaged" in refused(world, "import", "wandb-export", str(folder))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -329,6 +330,84 @@ class TestRefused:
             patch.setattr(f"posttrain.{place}", full)
             refused(world, "trl-output", "out", code=10)
         world.ok("import", "trl-output", "out")
+
+
+CONFIG = "learning_rate:\n  desc: null\n  value: 0.1\napi_key:\n  value: abc\ntrain_file:\n  value: rows.jsonl\n"
+EXPORTED = [{"_step": 0, "_timestamp": 5.5, "loss": 1.5, "eval/acc": None}, {"_step": 3, "loss": 0.5, "eval/acc": 1.0}]
+
+
+def exported(folder: Path, suffix: str) -> Path:
+    """A history as people export it, with its configuration."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(CONFIG)
+    path = folder / f"history{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(EXPORTED), path)
+    elif suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in EXPORTED))
+    else:
+        path.write_text("_step,_timestamp,loss,eval/acc\n0,5.5,1.5,\n3,,0.5,1.0\n")
+    return folder
+
+
+class TestWandbExport:
+    @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+    def test_a_history_with_its_configuration(self, world: World, suffix: str) -> None:
+        exported(world.root / "w", suffix)
+        world.write("w/rows.jsonl", '{"prompt": "a", "completion": "b"}\n')
+        if suffix == ".jsonl":
+            (world.root / "w/rows.jsonl").rename(world.root / "rows.jsonl")
+        told = world.json("import", "wandb-export", "w")
+        assert [asset["ref"] for asset in told["assets"]] == ["dataset:w-rows@1", "history:w@1"]
+        assert told["withheld"] == ["api_key"]
+        found = [(row["step"], row["wall_time"], row["metric"], row["value"]) for row in points(world, "history:w")]
+        assert found == [(0, 5.5, "loss", 1.5), (3, None, "loss", 0.5), (3, None, "eval/acc", 1.0)]
+        tree = world.json("lineage", "history:w")
+        assert children(tree, "parameters")[0]["details"]["learning_rate"] == "0.1"
+        assert children(tree, "dataset")[0]["name"] == "dataset:w-rows@1"
+        assert world.json("verify", "history:w")["checked"] == 3
+
+    def test_the_model_that_is_there(self, world: World) -> None:
+        exported(world.root / "w", ".csv")
+        write_model(world.root / "w" / "files" / "final", 4.0)
+        assert "model: files/final" in world.ok("import", "wandb-export", "w")
+        assert model_files(world, "model:w")["model.safetensors"] == weights(4.0)
+
+    @pytest.mark.parametrize(
+        ("name", "text", "why"),
+        [
+            ("history.csv", "step,loss\n1,2\n", "must have _step"),
+            ("history.csv", "_step,loss\n1\n", "as many cells"),
+            ("history.csv", "_step,loss\n-1,2\n", "step must be a whole number"),
+            ("history.csv", "_step,loss\nnan,2\n", "step must be a whole number"),
+            ("history.csv", '_step,loss\n1,"2', "cannot be read"),
+            ("history.jsonl", '{"_step": 1, "loss"', "cannot be read"),
+            ("history.jsonl", "[" * 100_000, "cannot be read"),
+            ("history.jsonl", "[1]\n", "must be a JSON map"),
+            ("history.parquet", "PAR1", "cannot be read"),
+            ("run-x.wandb", "no file of wandb's", "wandb"),
+            ("notes.txt", "", "is no W&B run"),
+        ],
+    )
+    def test_what_is_no_history(self, world: World, name: str, text: str, why: str) -> None:
+        (world.root / "w").mkdir()
+        world.write(f"w/{name}", text)
+        assert why in refused(world, "wandb-export", "w")
+
+    def test_two_histories_or_a_link_out(self, world: World) -> None:
+        exported(world.root / "w", ".csv")
+        world.write("w/history-2.csv", "_step,loss\n")
+        assert "must hold one history" in refused(world, "wandb-export", "w")
+        (world.root / "w/history-2.csv").unlink()
+        (world.root / "w/history.csv").rename(world.root / "elsewhere.csv")
+        (world.root / "w/history.csv").symlink_to(world.root / "elsewhere.csv")
+        assert "must not be a link out of the folder" in refused(world, "wandb-export", "w")
+
+    def test_without_the_package(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        (world.root / "w").mkdir()
+        world.write("w/run-x.wandb", ":W&B")
+        monkeypatch.setitem(sys.modules, "wandb.proto.wandb_internal_pb2", None)
+        assert "pip install 'posttrain[wandb]'" in refused(world, "wandb-export", "w")
 
 
 def test_without_the_package_one_line_says_what_to_install(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

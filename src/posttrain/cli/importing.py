@@ -1,4 +1,4 @@
-"""`import trl-output`, `import mlflow`: runs that other programs made."""
+"""`import trl-output`, `import mlflow`, `import wandb-export`: runs that other programs made."""
 
 from __future__ import annotations
 
@@ -54,6 +54,24 @@ def mlflow(
 
     workspace = open_workspace()
     imported = import_mlflow(workspace, where, run, name)
+    _tell(workspace, imported, output)
+
+
+@app.command("wandb-export")
+def wandb_export(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A run's folder (run-ID.wandb), or its history: CSV, JSONL, Parquet."),
+    ],
+    name: NameOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Register a W&B run's files: metrics, configuration, the model if it is there."""
+    from posttrain.app.importing import import_wandb_export
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    imported = import_wandb_export(workspace, folder, name)
     _tell(workspace, imported, output)
 
 

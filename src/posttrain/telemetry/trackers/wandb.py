@@ -14,23 +14,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
+from posttrain.foreign.wandb_records import records
 from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun
 
 STEP = "step"
 _MARK = "posttrain.copied"  # in a folder whose records are being copied into a new one
-_HEADER, _BLOCK, _CHUNK = 7, 32768, 7  # bytes: of the file; of a block; before a chunk (CRC, length, kind)
-_WHOLE, _LAST = 1, 4  # kinds of a chunk that end a record
 _DOT = ":"  # in the place of a stage's dot; no name of a stage has one
 _STATE = "posttrain/state"
 _TIME = "_timestamp"
@@ -199,7 +196,7 @@ class WandbTracker:
         from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined, unused-ignore]
 
         self._ended = state = ""
-        for data in _records(folder / f"run-{self._about.id if self._about else ''}.wandb"):
+        for data in records(folder / f"run-{self._about.id if self._about else ''}.wandb"):
             record = Record.FromString(data)
             kind = record.WhichOneof("record_type")
             if kind == "history":
@@ -245,29 +242,6 @@ def _told(name: str) -> str:
     """`stage` or `stage/metric` for wandb, which takes a stage's dot for nesting and then finds no step for it."""
     stage, slash, metric = name.partition("/")
     return f"{stage.replace('.', _DOT)}{slash}{metric}"
-
-
-def _records(path: Path) -> Iterator[bytes]:
-    """The whole records of wandb's file: LevelDB's log format behind a header; ends before one that is cut short."""
-    with suppress(FileNotFoundError), open(path, "rb") as file:
-        place, parts = len(file.read(_HEADER)), b""
-        while True:
-            left = _BLOCK - place % _BLOCK
-            if left < _CHUNK:
-                place += len(file.read(left))
-                continue
-            head = file.read(_CHUNK)
-            if len(head) < _CHUNK:
-                return
-            _, length, kind = struct.unpack("<IHB", head)
-            data = file.read(length)
-            if len(data) < length or kind == 0:
-                return
-            place += _CHUNK + length
-            parts += data
-            if kind in (_WHOLE, _LAST):
-                yield parts
-                parts = b""
 
 
 def _folder_name(run_id: str) -> str:
