@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tracker_targets import BENCHES, RUN, Bench, Point, each
 
+from posttrain.telemetry.trackers.csv import CsvTracker
+from posttrain.telemetry.trackers.mlflow import MlflowTracker
+from posttrain.telemetry.trackers.parquet import ParquetTracker
+from posttrain.telemetry.trackers.tensorboard import TensorBoardTracker
+from posttrain.telemetry.trackers.wandb import WandbTracker
 from posttrain.telemetry.tracking import (
     ChannelState,
     Ending,
@@ -117,6 +125,15 @@ def test_two_runs_do_not_meet(bench: Bench) -> None:
 @pytest.mark.parametrize("bench", each(), indirect=True)
 def test_odd_names_and_values_arrive(bench: Bench) -> None:
     names = ["pass@1", "a b", 'quo"te', "kom,ma", "größe", "../up", "step", "50%", "x" * 60, "a.b", "_under", "日本"]
+    names += [
+        "pass_at_1",
+        "grüße",
+        "本日",
+        "step_",
+        "step__",
+        "x" * 200 + "1",
+        "x" * 200 + "2",
+    ]
     odd = [Row("sft", step, 1.7e9 + step, dict.fromkeys(names, step / 4)) for step in (0, 1)]
     odd += [Row("sft", 5, 1.7e9, {"loss": math.nan}), Row("sft", 6, 1.7e9, {"loss": math.inf})]
     odd += [Row("sft", 2**40, 1.7e9, {"loss": -1e-12, "tokens": 1e30})]
@@ -129,6 +146,48 @@ def test_odd_names_and_values_arrive(bench: Bench) -> None:
     assert math.isnan(values["sft", "loss", 5])
     assert values["sft", "loss", 6] > 1e300
     assert values["sft", "tokens", 2**40] == pytest.approx(1e30)
+
+
+NAMERS: list[Tracker] = [
+    CsvTracker(Path("x")),
+    ParquetTracker(Path("x")),
+    TensorBoardTracker(Path("x")),
+    MlflowTracker("x", "e", "m"),
+    WandbTracker(Path("x"), "p", None, "offline"),
+]
+SIGNS = st.text(st.sampled_from("a@_t/.-0é准\\ "), min_size=1, max_size=8) | st.sampled_from(["step", "step_"])
+
+
+@pytest.mark.parametrize("tracker", NAMERS, ids=lambda tracker: tracker.kind)
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(first=SIGNS, second=SIGNS)
+def test_no_two_metrics_have_one_name(tracker: Tracker, first: str, second: str) -> None:
+    if first != second:
+        assert tracker.name(first) != tracker.name(second)
+        assert tracker.name(tracker.name(first)) != tracker.name(second) or tracker.name(first) == second
+
+
+def test_what_mlflow_calls_a_metric() -> None:
+    name = MlflowTracker("x", "e", "m").name
+    assert [name(plain) for plain in ("loss", "reward/mean", "pass@4")] == ["loss", "reward/mean", "pass_at_4"]
+    alike = [
+        "reward/准确",
+        "reward/长度",
+        "reward/__",
+        "caf\u00e9",
+        "cafü",
+        "a@1",
+        "a_at_1",
+        "_at@",
+        "@at_",
+        "a//b",
+        "a/b",
+    ]
+    alike += ["x" * 180, "x" * 180 + "1", "x" * 180 + "2", name("reward/准确"), "Loss\n", "../up"]
+    assert len({name(one) for one in alike}) == len(alike)
+    assert all(re.fullmatch(r"[\w./ -]{1,180}", name(one), re.ASCII) for one in alike)
+    assert name("reward/准确").startswith("reward/__-"), "the readable part stays"
+    assert name("a_at_1").startswith("a_at_1-")
 
 
 MODELS = [f"sha256:{letter * 64}" for letter in "abc"]

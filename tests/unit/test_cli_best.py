@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cli_world import RUN, World, make_world
 
+from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import model_output
 
 PROBE = "probe: {data: tune, every: 2, items: 8}"
@@ -41,6 +42,31 @@ def outputs(world: World, run: str = "sort") -> dict[str, Any]:
 
 def test_words() -> None:
     assert [model_output(word) for word in ("grpo", "grpo/best")] == [("grpo", "model"), ("grpo", "best")]
+    for word in ("grpo/bestial", "grpo/best/", "grpo/best/x", "grpo/", "grpo/last", "a/b/best"):
+        with pytest.raises(InputError, match="must be named STAGE or STAGE/best, got "):
+            model_output(word)
+
+
+GATE = "- {name: better, metric: heldout/accuracy, better_than: sft/bestial}"
+
+
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        ("stages.evaluate.model", ("evaluate, model: grpo/best", "evaluate, model: grpo/bestial")),
+        ("stages.grpo.model", ("{kind: grpo, model: sft", "{kind: grpo, model: sft/bestial")),
+        ("release.model", ("prod, model: grpo/best", "prod, model: grpo/bestial")),
+        ("gates.better.better_than", ("gates:\n", f"gates:\n  {GATE}\n")),
+    ],
+)
+def test_what_only_begins_like_the_best_model_is_refused(world: World, place: str, change: tuple[str, str]) -> None:
+    assert change[0] in BEST
+    world.write("run.yaml", BEST.replace(*change))
+    refused = world("plan", "run.yaml")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert f"{place}: a stage's model must be named STAGE or STAGE/best, got " in refused.stderr
+    assert "/bestial' (did you mean '" in refused.stderr
+    assert "/best'?)" in refused.stderr
 
 
 def test_the_best_model_is_judged_and_released_and_everything_names_it(world: World) -> None:
@@ -79,6 +105,12 @@ def test_a_run_s_best_model_is_a_word_everywhere(world: World) -> None:
     for word, digest in ((f"{run}/grpo/best", made["best"]), (f"run:{run}/grpo", made["model"]), (run, made["best"])):
         target = world.root / f"out-{word.replace('/', '-').replace(':', '-')}"
         assert world.json("export", word, str(target))["digest"] == digest["digest"], word
+    world.write("next.yaml", RUN.replace("model: model:tiny", f"model: run:{run}/grpo/bestial"))
+    odd = f"{run}/grpo/bestial"
+    for command in (("export", odd, "odd"), ("sample", odd, "hi"), ("eval", odd, "heldout"), ("plan", "next.yaml")):
+        refused = world(*command)
+        assert refused.exit_code == 2, refused.stdout
+        assert "got 'grpo/bestial' (did you mean 'grpo/best'?)" in refused.stderr
     refused = world("export", f"{run}/sft/best", "nowhere")
     assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
     assert "stage sft of run" in refused.stderr

@@ -109,6 +109,14 @@ def test_a_run_may_have_none_where_the_workspace_has_some(world: World) -> None:
         ("{csv: train.jsonl/deeper}", "is a file; choose another folder"),
         ("{mlflow: 'ftp://host'}", "tracking_uri must be a folder or begin with http"),
         ("{wandb: {mode: online}}", "WANDB_API_KEY is not set"),
+        ("'mlflow=http://u:secret@h'", "trackers.mlflow=…: unknown key"),
+        ("['mlflow=http://u:secret@h']", "trackers.mlflow=…: unknown key"),
+        ("['http://u:secret@h', 'http://u:secret@h']", "must name each tracker once, got 'http://…' twice"),
+        ("{'http://u:secret@h': {}}", "trackers.http://…: unknown key"),
+        ("{mlflow: {'tracking_uri=http://u:secret@h': 1}}", "did you mean 'tracking_uri'?"),
+        ("{wandb: 'http://u:secret@h'}", "trackers.wandb.project: must be letters"),
+        ("{mlflow: {experiment: 'http://u:secret@h'}}", "trackers.mlflow.experiment: must be letters"),
+        ("{mlflow: 'ftp://u:secret@h'}", "must hold no credentials"),
     ],
 )
 def test_a_tracker_that_cannot_be_written_is_refused(
@@ -123,6 +131,15 @@ def test_a_tracker_that_cannot_be_written_is_refused(
         assert said in refused.stderr
         assert "secret" not in refused.stderr
         assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [("mlfow=http://u:secret@h",), ("mlflow=http://u:secret@h", "mlflow"), ("http://u:secret@h",)]
+)
+def test_no_password_of_a_mistyped_word_is_printed(world: World, words: tuple[str, ...]) -> None:
+    refused = world("init", *(part for word in words for part in ("--tracker", word)))
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert "secret" not in refused.stderr
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "mlflow", "wandb"])

@@ -28,7 +28,7 @@ from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
 from posttrain.domain.trackers import NONE, MlflowChoice, TensorBoardChoice, Trackers, WandbChoice, from_words
-from posttrain.domain.validation import explain
+from posttrain.domain.validation import bare, explain
 from posttrain.store.atomic import make_folder, read_json, write_json
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def parse_choice(words: Sequence[str], base: Path) -> dict[str, Any]:
     kinds = [word.partition("=")[0] for word in words]
     twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
     if twice is not None or (NONE in kinds and len(kinds) > 1):
-        raise InputError(f"--tracker: each must be named once, and none alone, got {' '.join(words)}")
+        raise InputError(f"--tracker: each must be named once, and none alone, got {' '.join(map(bare, words))}")
     chosen = parse_trackers(from_words(list(words)), "--tracker")
     given, full = chosen.to_json(), resolved(chosen, base, base).to_json()
     for kind, place in (("csv", "dir"), ("parquet", "dir"), ("tensorboard", "logdir"), ("mlflow", "tracking_uri")):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateRule
-from posttrain.domain.manifest import MODEL, InputRef, StageManifest, model_output
+from posttrain.domain.manifest import MODEL, InputRef, StageManifest
 from posttrain.domain.measures import ItemRange
 from posttrain.domain.runspec import ReleaseSpec, RunSpec
 from posttrain.domain.validation import nearest
@@ -86,7 +86,7 @@ class Decision:
 
     def _candidate(self, release: ReleaseSpec) -> InputRef:
         producers = {name for name, stage in self._stages.items() if MODEL in stage.outputs}
-        if model_output(release.model)[0] not in producers:
+        if release.model.partition("/")[0] not in producers:
             known = nearest(release.model, producers)
             raise InputError(f"{self._source}: release.model: no stage {release.model!r} makes a model{known}")
         return self._models.model("release.model", release.model)

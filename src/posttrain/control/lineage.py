@@ -13,7 +13,7 @@ from posttrain.control.models import MadeModel, stage_that_made
 from posttrain.control.wiring import Wiring
 from posttrain.data.importing import IMPORTED, begins_at
 from posttrain.decision.releases import release_states
-from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import BEST, MODEL, model_output
 from posttrain.domain.records import Asset, ReleaseEntry, StageRecord
@@ -188,7 +188,10 @@ def _maker(wiring: Wiring, blob: InputBlob) -> tuple[StageRecord, str] | None:
     run_id, _, word = blob.name.removeprefix("run:").partition("/")
     if not word or head in ("model", "path", "hf"):
         return None
-    name, output = model_output(word)
+    try:
+        name, output = model_output(word)
+    except InputError:  # no word of a stage's model, whatever it is
+        return None
     return next(((s, output) for s in wiring.ledger.stages(run_id) if s.name == name and output in s.outputs), None)
 
 

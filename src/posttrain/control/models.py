@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from posttrain.control.wiring import Wiring
 from posttrain.data.refs import AssetRef, Source
-from posttrain.domain.errors import NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import BEST, MODEL, NAMED, InputRef, Manifest, model_output
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.validation import nearest
@@ -73,8 +73,11 @@ def _of_run(wiring: Wiring, ref: AssetRef) -> MadeModel:
     manifest = wiring.manifest(run)
     makers = [stage.name for stage in manifest.stages if MODEL in stage.outputs]
     word = ref.stage or _main_stage(manifest)
-    name, output = model_output(word)
-    if name not in makers or (word != name and word != f"{name}/{BEST}"):
+    try:
+        name, output = model_output(word)
+    except InputError as error:
+        raise InputError(f"{ref}: {error}") from error
+    if name not in makers:
         raise NotFoundError(f"{ref}: run {run.id} has no stage {word!r} that makes a model{nearest(word, makers)}")
     if output not in manifest.stage(name).outputs:
         raise NotFoundError(f"{ref}: stage {name} of run {run.id} keeps no best model (keep_best); {_way(run)}")

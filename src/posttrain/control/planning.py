@@ -202,9 +202,12 @@ class Resolver:
                     f"{self._source}: {field}: `base` needs the top-level key `model`; add model: model:NAME"
                 )
             return self._asset("model", "model", self._spec.model)
-        name, output = model_output(word)
+        try:
+            name, output = model_output(word)
+        except InputError as error:
+            raise InputError(f"{self._source}: {field}: {error}") from error
         producers = {name for name, contract in self._contracts.items() if MODEL in contract.outputs}
-        if name not in producers or "/" in name:
+        if name not in producers:
             raise InputError(
                 f"{self._source}: {field}: no stage {name!r} makes a model{nearest(name, producers | {'base'})}"
             )

@@ -59,7 +59,7 @@ class Direction(StrEnum):
 
 
 # a model as a stage's `model` names it, or the word for the channel's
-Rival = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}(/best)?$")]
+Rival = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}(/[a-z0-9_-]{1,62})?$")]
 
 
 class GateRule(BaseModel):

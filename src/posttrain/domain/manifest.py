@@ -11,6 +11,7 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule
 from posttrain.domain.runspec import Budget, Frozen, ReleaseSpec
+from posttrain.domain.validation import nearest
 
 MANIFEST_SCHEMA: Final = 1
 MODEL, BEST = "model", "best"  # outputs that are models: the last one, and the best one by the stage's probe
@@ -38,8 +39,15 @@ class InputRef(Frozen):
 
 
 def model_output(word: str) -> tuple[str, str]:
-    """Stage and output that a word names: `grpo` is its last model, `grpo/best` its best one by the probe."""
-    stage, mark, _ = word.partition(f"/{BEST}")
+    """Stage and output that a word names: `grpo` is its last model, `grpo/best` its best one by the probe.
+
+    Raises:
+        InputError: it is neither a stage nor STAGE/best.
+    """
+    stage, mark, output = word.partition("/")
+    if mark and output != BEST:
+        meant = nearest(word, (stage, f"{stage}/{BEST}"))
+        raise InputError(f"a stage's model must be named STAGE or STAGE/{BEST}, got {word!r}{meant}")
     return stage, BEST if mark else MODEL
 
 

@@ -91,7 +91,7 @@ class ReleaseSpec(Frozen):
     """Which stage's model ships to which channel when every gate passes."""
 
     channel: Name
-    model: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}(/best)?$")]  # a stage, or STAGE/best
+    model: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}(/[a-z0-9_-]{1,62})?$")]  # a stage, or STAGE/best
 
 
 _MOST_HOSTS = 64

@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from posttrain.domain.validation import bare
+
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -125,7 +127,7 @@ class Trackers(BaseModel):
         if isinstance(value, list | tuple):
             twice = next((kind for kind in value if value.count(kind) > 1), None)
             if twice is not None:
-                raise ValueError(f"must name each tracker once, got {twice!r} twice")
+                raise ValueError(f"must name each tracker once, got {bare(str(twice))!r} twice")
             value = {} if list(value) == [NONE] else {str(kind): {} for kind in value}
         if isinstance(value, Mapping):  # a tracker without words of its own is there all the same
             return {kind: {} if words is None else words for kind, words in value.items()}

@@ -5,6 +5,7 @@ name.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,8 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.vocabulary import FIELDS, KINDS, UNITS
 
 _SHOWN = 120  # characters of a value
+_TARGET = re.compile(r"=|://")  # where a key that was meant as a word with its target begins to hold the target
+_CREDENTIALS = re.compile(r"://\S*@")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -36,7 +39,7 @@ def explain(error: ValidationError, source: str, model: type[BaseModel]) -> Inpu
     """
     first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
     location: Sequence[int | str] = [part for part in first["loc"] if not _is_tag(part)]
-    where = f"{source}: " + ".".join(map(str, location)) + (": " if location else "")
+    where = f"{source}: " + ".".join(map(bare, location)) + (": " if location else "")
     if first["type"] == "extra_forbidden":
         return InputError(f"{where}unknown key{_meant(str(location[-1]), model, location[:-1])}; remove or rename it")
     if first["type"] == "missing":
@@ -45,6 +48,16 @@ def explain(error: ValidationError, source: str, model: type[BaseModel]) -> Inpu
     given = first.get("input")
     shown = "" if isinstance(given, dict | list) or " got " in message else f", got {_shortened(given)}"
     return InputError(f"{where}{message}{shown}")
+
+
+def bare(key: object) -> str:
+    """A key as an error may show it: what follows `=` or `://` may be a password.
+
+    `mlflow=http://me:secret@host` is shown as `mlflow=…`.
+    """
+    text = str(key)
+    found = _TARGET.search(text)
+    return f"{text[: found.end()]}…" if found else text
 
 
 _PLAIN = {
@@ -82,7 +95,7 @@ def _plainly(bound: float) -> str:
 
 
 def _shortened(given: Any) -> str:
-    shown = repr(given)
+    shown = _CREDENTIALS.sub("://…@", repr(given))
     return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN // 2]}…"
 
 

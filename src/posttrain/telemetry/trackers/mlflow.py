@@ -1,11 +1,14 @@
 """Points as metrics `stage/metric` of an MLflow run, released models as versions whose aliases are the channels.
 
 The MLflow run is the one with the tag `posttrain.run`; which points it has, its metrics say. Names are in the letters
-that MLflow takes: `@` becomes `_at_`, any other one `_`. Of a file store a line that was cut short is cut away.
+that MLflow takes: `@` becomes `_at_`, any other one `_`. Where that does not tell the real name (another sign became
+`_`, it was cut, or it has `_at_` itself), eight digits of the real name's SHA-256 follow. Of a file store a line that
+was cut short is cut away.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import posixpath
@@ -27,6 +30,8 @@ RUN_TAG, DIGEST_TAG = "posttrain.run", "posttrain.digest"
 _SQLITE = "sqlite:///"
 _ALIEN = re.compile(r"[^\w.\- /]", re.ASCII)
 _NAME, _VALUE = 250, 6000  # characters that MLflow takes of a name, of a parameter
+_LONGEST = _NAME - 70  # of a metric: the stage's name comes before it
+_MARKED = re.compile(r"-[0-9a-f]{8}\Z")  # as a name that was changed ends
 _METRICS, _PARAMS = 500, 100  # in a request
 _STATUS = {"succeeded": "FINISHED", "rejected": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _RESERVED = re.compile(r"latest|[vV]\d+")  # that MLflow takes for no alias
@@ -65,7 +70,11 @@ class MlflowTracker:
     def name(self, metric: str) -> str:
         """See `Tracker.name`."""
         parts = _ALIEN.sub("_", metric.replace("@", "_at_")).split("/")
-        return posixpath.join(*(part if part.strip(".") else "_" for part in parts))[: _NAME - 70]
+        plain = posixpath.join(*(part if part.strip(".") else "_" for part in parts))
+        if plain.replace("_at_", "@") == metric and len(plain) <= _LONGEST and not _MARKED.search(plain):
+            return plain
+        mark = hashlib.sha256(metric.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+        return f"{plain[: _LONGEST - len(mark) - 1]}-{mark}"
 
     @property
     def _client(self) -> MlflowClient:

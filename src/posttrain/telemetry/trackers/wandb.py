@@ -64,7 +64,7 @@ class WandbTracker:
 
     def name(self, metric: str) -> str:
         """See `Tracker.name`."""
-        return f"{STEP}_" if metric == STEP else metric
+        return f"{metric}_" if metric.rstrip("_") == STEP else metric  # `step_` too, or it would be what `step` is
 
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
