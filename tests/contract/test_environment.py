@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.domain.jobs import JobSpec, JobState
+from posttrain.domain.jobs import JobOrder, JobSpec, JobState
 from posttrain.execution.environment import Environment, pin, pinned, read_environment
 from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.jobs import entry
+from posttrain.store.attempts import AttemptFolder
 
 PATIENCE = 300.0  # seconds for what must happen, on a machine as busy as it likes
 JOB = """
@@ -162,6 +164,21 @@ class TestJob:
         )
         self.finish(tmp_path / "job", packages, "", tmp_path)
         assert (tmp_path / "job" / "ran").read_text() == "0 1 1"
+
+
+def test_a_package_that_the_run_did_not_attest_runs_nothing(tmp_path: Path) -> None:
+    """A launcher finds posttrain by PYTHONPATH, its jobs do not: what runs would not be what the manifest names."""
+    environment = Environment(("/elsewhere/posttrain",), {})
+    pin(environment, tmp_path)
+    attempt = AttemptFolder(tmp_path / "001")
+    order = JobOrder("n", "sft", 1, {}, {}, f"file://{tmp_path}/blobs", str(tmp_path), environment=environment.digest)
+    attempt.path.mkdir()
+    (attempt.path / "job.json").write_text(json.dumps(order.to_json()))
+    assert entry.run(str(attempt.path), lambda job: pytest.fail("it runs")) == 0
+    result = attempt.read_result()
+    assert result is not None
+    assert result.failure is not None
+    assert "which is not what its run attested, for PYTHONPATH does not reach jobs" in result.failure.message
 
 
 class TestOddPlaces:

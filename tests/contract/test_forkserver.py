@@ -231,6 +231,8 @@ class TestAttested:
         (packages / "executor_preload.py").write_text(f"open({str(tmp_path / 'pwned')!r}, 'w')\n")
         assert driver.run(pinned=pinned) == {}
         assert "executor_preload.py changed; restore it" in self.refusal(tmp_path, 1)
+        log = (tmp_path / "job-1" / "log.txt").read_text()
+        assert "this job imports for itself: the environment must be" in log, "not only that somebody hung up"
         assert not (tmp_path / "pwned").exists()
 
     def test_a_change_under_a_running_server_is_seen(self, driver: Driver, packages: Path, tmp_path: Path) -> None:
@@ -239,6 +241,33 @@ class TestAttested:
         (packages / "late.pth").write_text("import os\n")
         assert driver.run(pinned=pinned) == {}
         assert "late.pth is new; restore it" in self.refusal(tmp_path, 2)
+
+    @pytest.mark.parametrize("late", ["other.py", "more.py"])
+    def test_what_was_another_file_while_it_was_imported_serves_nobody(
+        self, driver: Driver, packages: Path, tmp_path: Path, late: str
+    ) -> None:
+        """Then its memory is not what the files say, and every later job would be told that they are as pinned."""
+        (packages / "other.py").write_text("WORD = 'good'\n")
+        preload = (HERE / "executor_preload.py").read_text()
+        (packages / "executor_preload.py").write_text(
+            preload
+            + "HERE = Path(__file__).parent\n"
+            + f"before = (HERE / '{late}').read_text() if (HERE / '{late}').exists() else ''\n"
+            + f"(HERE / '{late}').write_text('WORD = 1')\n"
+            + f"(HERE / '{late}').write_text(before) if before else (HERE / '{late}').unlink()\n"
+        )
+        pinned = self.pinned(packages, tmp_path)
+        for number in (1, 2):
+            assert driver.run(pinned=pinned)["server"] is None
+            log = (tmp_path / f"job-{number}" / "log.txt").read_text()
+            assert "files of the environment were written while" in log
+        assert (packages / "other.py").read_text() == "WORD = 'good'\n"
+
+    def test_a_refused_environment_ends_no_other_runs_server(
+        self, driver: Driver, packages: Path, tmp_path: Path
+    ) -> None:
+        assert driver.run(pinned="sha256:" + "0" * 64) == {}
+        assert driver.run(pinned=self.pinned(packages, tmp_path))["server"] is not None
 
     def test_a_run_that_pinned_something_else_gets_its_own(
         self, driver: Driver, packages: Path, tmp_path: Path

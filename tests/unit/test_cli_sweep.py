@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ REWARDS = "rewards.exact=reward:sort@1,reward:sort@2"
 
 def test_settings_are_ranked_nothing_ships_and_the_cache_is_shared(world: World) -> None:
     shown = world.ok("sweep", "run.yaml", "--set", REWARDS)
-    assert "2 settings x 1 seeds = 2 runs; ranked by heldout/accuracy, higher is better" in shown
+    assert "2 settings x 1 seed = 2 runs; ranked by heldout/accuracy, higher is better" in shown
     assert "[2/2] rewards.exact reward:sort@2, seed 17: run sort-" in shown
     assert "note: a sweep ships nothing" in shown
     assert "sft succeeded; reused from" in shown
@@ -73,8 +75,35 @@ def test_a_run_that_fails_stops_no_other(world: World) -> None:
     assert "stage grpo" in ended.stderr.strip().splitlines()[-1]
     assert "not measured" in ended.output
     assert "[3/3]" in ended.output
-    assert "settings 1 and 2 are not compared" in ended.output
+    assert "1 of 3 settings were not measured" in ended.output
     assert "0.5 " in ended.output or "0.50" in ended.output
+
+
+def test_another_models_number_does_not_stand_for_one_that_was_not_measured(world: World) -> None:
+    world.write(
+        "run.yaml",
+        RUN.replace(
+            "  evaluate:", "  before: {kind: evaluate, model: sft, suites: {heldout: {data: heldout}}}\n  evaluate:"
+        ),
+    )
+    world.broken["grpo"] = [9, 9]
+    words = world("sweep", "run.yaml", "--set", "rewards.exact=reward:sort@1,reward:sort@2", "-o", "json").stdout
+    first, second = json.loads(words)["settings"]
+    assert (first["mean"], first["rank"]) == (None, None), "the SFT model was measured, not this one"
+    assert second["mean"]["value"] == 0.3
+
+
+def test_the_last_line_runs_the_best_setting_exactly(world: World) -> None:
+    rate = "0.00012345678901"
+    shown = world.ok("sweep", "run.yaml", "--set", f"grpo.optimizer.learning_rate={rate},1e-4", "--set", REWARDS)
+    line = shown.strip().splitlines()[-1].removeprefix("next: ").strip()
+    words = shlex.split(line)
+    assert words[:3] == ["posttrain", "run", "run.yaml"]
+    computed = len(world.executor.launched)
+    world.ok(*words[1:])
+    assert len(world.executor.launched) == computed, "every stage of it is in the cache"
+    found = world.json("sweep", "run.yaml", "--set", f"grpo.optimizer.learning_rate={rate},1e-4", "--dry-run")
+    assert [run["set"]["grpo.optimizer.learning_rate"] for run in found["runs"]] == [float(rate), 1e-4]
 
 
 @pytest.mark.parametrize(

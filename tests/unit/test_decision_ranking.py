@@ -58,11 +58,23 @@ def test_seeds_that_disagree_widen_the_interval() -> None:
 
 def test_a_setting_without_measurements_is_ranked_nowhere_and_said_so() -> None:
     found = rank("s/accuracy", [{1: bits(90)}, {}, {2: bits(10)}], "higher")
-    assert [(one.best, one.worst) for one in found.settings] == [(1, 3)] * 3
+    assert [(one.best, one.worst) for one in found.settings if one.mean] == [(1, 2)] * 2
     assert found.settings[1].mean is None
     notes = " ".join(found.notes)
-    assert "settings 1 and 2 are not compared: they have no seed in common" in notes
-    assert "settings 1 and 3 are not compared" in notes
+    assert "1 of 3 settings were not measured" in notes
+    assert "settings 1 and 3 are not compared: they have no seed in common" in notes
+
+
+def test_few_seeds_in_common_decide_nothing() -> None:
+    """Two seeds that agree by chance, or one that is left of two, have no spread to tell luck from a setting."""
+    half, better = [{seed: bits(right) for seed in (1, 2)} for right in (50, 80)]
+    found = rank("s/accuracy", [half, better], "higher")
+    assert [(one.best, one.worst) for one in found.settings] == [(1, 2)] * 2
+    assert found.differences[0].low > 0, "only the rank is withheld"
+    assert "1 of 1 pairs have fewer than 3 seeds in common, which decide nothing" in found.notes
+    lost = rank("s/accuracy", [{1: bits(52), 2: bits(80)}, {2: bits(59), 3: bits(81)}], "higher")
+    assert [(one.best, one.worst) for one in lost.settings] == [(1, 2)] * 2
+    assert lost.differences[0].seeds == 1
 
 
 def test_other_items_are_not_compared() -> None:

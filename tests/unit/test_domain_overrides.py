@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.overrides import overridden, parse_override, parse_overrides, setting_words, settings, single
+from posttrain.domain.overrides import (
+    overridden,
+    parse_override,
+    parse_overrides,
+    setting_words,
+    settings,
+    single,
+    written,
+)
 
 RAW: dict[str, Any] = {
     "name": "x",
@@ -31,6 +39,7 @@ RAW: dict[str, Any] = {
         ("a='x,y',z", ("x,y", "z")),
         ("a=reward:sort@1,reward:sort@2", ("reward:sort@1", "reward:sort@2")),
         ("a=x=y", ("x=y",)),
+        ("a=1e-4,3E+2,1.e5", (1e-4, 300.0, 1e5)),
     ],
 )
 def test_values_are_yaml(text: str, values: tuple[Any, ...]) -> None:
@@ -90,6 +99,17 @@ def test_a_path_through_a_value_or_to_an_unknown_stage_is_refused() -> None:
         overridden(RAW, (("sft.steps.deep", 1),))
     with pytest.raises(InputError, match=r"no stage 'dpo'; it has sft, model"):
         overridden(RAW, (("stages.dpo.steps", 1),))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=5,
+    )
+)
+def test_what_is_written_out_is_read_back(value: Any) -> None:
+    assert parse_override(f"a={written(value)}").values == (value,)
 
 
 @given(st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(0, 3), min_size=1))

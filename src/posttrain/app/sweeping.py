@@ -15,7 +15,7 @@ from posttrain.app.locks import refuse_lock
 from posttrain.app.runs import MAX_SEED, Run, plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
-from posttrain.control.sweeping import metric_direction, rank_runs, swept_metric
+from posttrain.control.sweeping import metric_direction, rank_runs, swept_metric, swept_model
 from posttrain.decision.ranking import Ranking
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.overrides import Override, Setting, setting_words, settings
@@ -45,7 +45,7 @@ class Sweep:
     points: tuple[Point, ...]
     metric: str
     better: str  # higher | lower
-    released: str | None  # the stage whose model the file releases
+    model: str  # that is ranked, as the file names it: grpo, grpo/best
     notes: tuple[str, ...]
     runs: dict[tuple[int, int], str] = field(default_factory=dict)  # (place, seed) → run id, of those submitted
 
@@ -71,7 +71,7 @@ class Sweep:
             {seed: self.runs[place, seed] for seed in self.seeds if (place, seed) in self.runs}
             for place in range(len(self.settings))
         ]
-        return rank_runs(workspace.wiring, runs, self.released, self.metric, self.better)
+        return rank_runs(workspace.wiring, runs, self.model, self.metric, self.better)
 
 
 def plan_sweep(
@@ -113,12 +113,12 @@ def plan_sweep(
             planned(len(points), len(chosen) * seeds)
     _refuse_equal(points)
     first = specs[0]
-    released = first.release.model if first.release else None
-    name = swept_metric(points[0].planned, first.gates, released, metric)
+    model = swept_model(points[0].planned, first.release.model if first.release else None)
+    name = swept_metric(points[0].planned, first.gates, model, metric)
     direction = metric_direction(name, first.gates, better)
     warnings = dict.fromkeys(line for point in points for line in point.planned.warnings)
     notes = (*warnings, *([_KEPT] if gated else []))
-    return Sweep(source, tuple(points), name, direction, released, notes)
+    return Sweep(source, tuple(points), name, direction, model, notes)
 
 
 def drive_sweep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ import typer
 from posttrain.cli.console import Output, OutputOption, aside, console, emit_json, say, style
 from posttrain.cli.driving import DETACHED, open_quietly
 from posttrain.cli.plans import FileArgument
-from posttrain.domain.overrides import parse_overrides, setting_words, value_words
+from posttrain.domain.overrides import parse_overrides, setting_words, value_words, written
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,7 +52,8 @@ def sweep(
     workspace = open_workspace()
     found = plan_sweep(file, workspace, parse_overrides(sets or ()), seeds=seeds, metric=metric, better=better)
     tell = aside if output is Output.JSON else say
-    count = f"{len(found.settings)} settings x {len(found.seeds)} seeds = {len(found.points)} runs"
+    each = len(found.points) // len(found.settings)
+    count = f"{len(found.settings)} settings x {each} seed{'s' if each > 1 else ''} = {len(found.points)} runs"
     tell(f"{count}; ranked by {found.metric}, {found.better} is better")
     for note in found.notes:
         tell(f"note: {note}")
@@ -137,9 +139,11 @@ def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], 
     order = _order(found, ranking)
     for place in order:
         one, setting = ranking.settings[place], dict(found.settings[place])
-        rank = f"{one.best}" if one.best == one.worst else f"{one.best}-{one.worst}"
-        mean = str(one.mean) if one.mean else "not measured"
-        seeds = [_seed_words(one.values.get(seed), states.get((place, seed), "")) for seed in found.seeds]
+        rank = "" if one.mean is None else f"{one.best}" if one.best == one.worst else f"{one.best}-{one.worst}"
+        mean = f"{one.mean.value:.4g} {str(one.mean).partition(' ')[2]}" if one.mean else "not measured"
+        seeds = [
+            _seed_words(one.values.get(seed), states[place, seed]) for seed in found.seeds if (place, seed) in states
+        ]
         words = [Text(value_words(setting[path])) for path in paths]
         table.add_row(
             Text(rank, style=style("pass") if one.worst == 1 else ""),
@@ -161,7 +165,7 @@ def _order(found: Sweep, ranking: Ranking) -> list[int]:
 
 
 def _seed_words(value: float | None, state: str) -> str:
-    return f"{value:.4g}" if value is not None else state or "not run"
+    return f"{value:.4g}" if value is not None else state
 
 
 def _to(ranking: Ranking, best: int, place: int) -> str:
@@ -192,12 +196,13 @@ def _footnotes(found: Sweep, ranking: Ranking, troubles: Sequence[str]) -> Itera
 def _next(found: Sweep, ranking: Ranking) -> None:
     best = _order(found, ranking)[0]
     one = ranking.settings[best]
-    sets = "".join(f" --set {path}={value_words(value)}" for path, value in found.settings[best])
+    words = [f"--set {shlex.quote(f'{path}={written(value)}')}" for path, value in found.settings[best]]
+    command = " ".join(["posttrain run", shlex.quote(str(found.source)), *words])
     if one.mean is None:
         say("nothing was measured; next: posttrain ls")
     elif one.worst == 1:
-        say(f"next: posttrain run {found.source}{sets}")
+        say(f"next: {command}")
     else:
-        tied = sum(other.best == 1 for other in ranking.settings)
+        tied = sum(other.best == 1 and other.mean is not None for other in ranking.settings)
         say(f"{tied} settings may be the best; more seeds or items tell them apart")
-        say(f"next: posttrain run {found.source}{sets}, the best mean")
+        say("this one has the best mean:", f"  {command}")

@@ -18,18 +18,31 @@ from posttrain.domain.validation import nearest
 Runs = Mapping[int, str]  # seed → run id
 
 
-def swept_metric(planned: Planned, gates: Sequence[GateRule], released: str | None, named: str | None) -> str:
+def swept_model(planned: Planned, released: str | None) -> str:
+    """The model that settings are ranked by, as a run file names it: the one that is released, where an evaluation
+    measures it, else that of the last evaluation.
+
+    Raises:
+        InputError: no evaluation.
+    """
+    words = [stage.inputs["model"].word for stage in planned.manifest.stages if stage.kind == EVALUATE]
+    if not words:
+        raise InputError("sweep: needs an evaluation to compare by, got no evaluate stage; add one")
+    return released if released in words and released else words[-1]
+
+
+def swept_metric(planned: Planned, gates: Sequence[GateRule], model: str, named: str | None) -> str:
     """The metric that settings are ranked by: as named, else the first gate's, else the evaluation's first.
 
     Args:
-        released: the stage whose model the run file would release; None: that of the last evaluation.
+        model: as `swept_model` says.
 
     Raises:
-        InputError: no evaluation, or none with that metric.
+        InputError: no evaluation of the model has that metric.
     """
-    known = _declared(planned, released)
-    if not known:
-        raise InputError("sweep: needs an evaluation to compare by, got no evaluate stage; add one")
+    stages = [stage for stage in planned.manifest.stages if stage.kind == EVALUATE]
+    chosen = [stage for stage in stages if stage.inputs["model"].word == model]
+    known = [metric for stage in chosen for metric in planned.contracts[stage.name].metrics]
     wanted = named or next((gate.metric for gate in gates if gate.metric in known), known[0])
     if wanted not in known:
         raise InputError(f"sweep: --metric must be one that is measured, got {wanted!r}{nearest(wanted, known)}")
@@ -50,13 +63,13 @@ def metric_direction(metric: str, gates: Sequence[GateRule], named: str | None) 
 
 
 def rank_runs(
-    wiring: Wiring, settings: Sequence[Runs], released: str | None, metric: str, direction: str
+    wiring: Wiring, settings: Sequence[Runs], model: str, metric: str, direction: str
 ) -> tuple[Ranking, tuple[str, ...]]:
-    """Rank settings by what their runs measured so far, and say what could not be read."""
+    """Rank settings by what their runs measured of one model so far, and say what could not be read."""
     troubles: list[str] = []
     measured: list[dict[int, Evidence]] = []
     for runs in settings:
-        found = {seed: _evidence(wiring, run, released, metric, troubles) for seed, run in runs.items()}
+        found = {seed: _evidence(wiring, run, model, metric, troubles) for seed, run in runs.items()}
         measured.append({seed: evidence for seed, evidence in found.items() if evidence is not None})
     return rank(metric, measured, direction), tuple(troubles)
 
@@ -72,7 +85,7 @@ def ranking_json(ranking: Ranking, settings: Sequence[Mapping[str, Any]]) -> dic
             **own,
             "mean": estimate_json(one.mean) if one.mean else None,
             "values": {str(seed): value for seed, value in one.values.items()},
-            "rank": [one.best, one.worst],
+            "rank": [one.best, one.worst] if one.mean else None,
         }
         for own, one in zip(settings, ranking.settings, strict=True)
     ]
@@ -83,19 +96,10 @@ def ranking_json(ranking: Ranking, settings: Sequence[Mapping[str, Any]]) -> dic
     return {"confidence": ranking.confidence, "settings": rows, "differences": pairs, "notes": list(ranking.notes)}
 
 
-def _declared(planned: Planned, released: str | None) -> list[str]:
-    """The metrics of the evaluations of one model, in order."""
-    stages = [stage for stage in planned.manifest.stages if stage.kind == EVALUATE]
-    if not stages:
-        return []
-    named = [stage for stage in stages if stage.inputs["model"].name == released]
-    chosen = named or [stage for stage in stages if stage.inputs["model"] == stages[-1].inputs["model"]]
-    return [metric for stage in chosen for metric in planned.contracts[stage.name].metrics]
-
-
-def _evidence(wiring: Wiring, run_id: str, released: str | None, metric: str, troubles: list[str]) -> Evidence | None:
+def _evidence(wiring: Wiring, run_id: str, model: str, metric: str, troubles: list[str]) -> Evidence | None:
+    """What a run measured of that model; another one's number would stand for it."""
     run = wiring.ledger.run(run_id)
     manifest, rows = wiring.manifest(run), {row.name: row for row in wiring.ledger.stages(run_id)}
-    found = [one for one in measurements(wiring, manifest, rows, troubles) if metric in one.evidence]
-    named = [one for one in found if one.model.name == released]
-    return (named or found)[-1].evidence[metric] if found else None
+    measured = measurements(wiring, manifest, rows, troubles)
+    found = [one for one in measured if one.model.word == model and metric in one.evidence]
+    return found[-1].evidence[metric] if found else None

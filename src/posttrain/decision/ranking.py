@@ -5,7 +5,8 @@ uncertain: which items the suite happens to have, and which seeds were drawn. Th
 both, as if they were independent: the distances of its limits from the mean are the square roots of the sums of the
 squared distances of the two intervals' limits (MOVER; Zou and Donner 2008). Over items the limits are those of
 `intervals`; over seeds they are Student's, and paired by seed for a difference. Item noise is in both, so the sum errs
-to the wide side. With one seed there is no second part: then models are compared, not settings.
+to the wide side. With one seed there is no second part: then models are compared, not settings. Two seeds that
+happen to agree say nothing of a third, so where there are several, fewer than three in common decide nothing.
 
 A setting is ahead of another where the interval of their difference leaves out 0, all pairs held at once (Bonferroni).
 Its rank is then a range: from 1 + those that are ahead of it to all less those that it is ahead of.
@@ -25,6 +26,7 @@ from posttrain.decision.intervals import CONFIDENCE, Estimate, decimals, estimat
 from posttrain.domain.errors import InputError
 from posttrain.domain.measures import ItemRange
 
+_ENOUGH = 3  # seeds
 Seeds = Mapping[int, Evidence]  # seed → what was measured of its model
 
 
@@ -34,7 +36,7 @@ class Ranked:
 
     mean: Estimate | None  # over seeds; None: nothing was measured
     values: Mapping[int, float]  # seed → mean over items
-    best: int  # ranks that it may have
+    best: int  # ranks that it may have among those that were measured
     worst: int
 
 
@@ -48,15 +50,16 @@ class Difference:
     low: float
     high: float
     seeds: int  # that both have
+    enough: bool = True  # seeds to decide by
 
     @property
     def decided(self) -> bool:
-        """Whether the interval leaves out 0."""
-        return self.low > 0 or self.high < 0
+        """Whether the interval leaves out 0, and rests on enough seeds."""
+        return self.enough and (self.low > 0 or self.high < 0)
 
     def turned(self) -> Difference:
         """The same the other way round."""
-        return Difference(self.second, self.first, -self.value, -self.high, -self.low, self.seeds)
+        return Difference(self.second, self.first, -self.value, -self.high, -self.low, self.seeds, self.enough)
 
     def __str__(self) -> str:
         digits = decimals(self.low, self.high)
@@ -81,12 +84,14 @@ def rank(metric: str, settings: Sequence[Seeds], better: str, confidence: float 
         better: "higher" or "lower".
         confidence: two-sided.
     """
-    pairs = list(combinations(range(len(settings)), 2))
+    measured = [place for place, seeds in enumerate(settings) if seeds]
+    pairs = list(combinations(measured, 2))
     each = 1 - (1 - confidence) / max(1, len(pairs))
+    several = max((len(seeds) for seeds in settings), default=0) > 1
     found, notes = [], []
     for first, second in pairs:
         try:
-            found.append(_difference(metric, settings, first, second, each))
+            found.append(_difference(metric, settings[first], settings[second], first, second, each, several))
         except InputError as error:
             notes.append(f"settings {first + 1} and {second + 1} are not compared: {error}")
     sign = -1 if better == "lower" else 1
@@ -94,11 +99,16 @@ def rank(metric: str, settings: Sequence[Seeds], better: str, confidence: float 
     ranked = []
     for place, seeds in enumerate(settings):
         best = 1 + sum(loser == place for _, loser in ahead)
-        worst = len(settings) - sum(winner == place for winner, _ in ahead)
+        worst = len(measured) - sum(winner == place for winner, _ in ahead)
         values = {seed: float(evidence.values.mean()) for seed, evidence in seeds.items()}
         ranked.append(Ranked(_mean(metric, seeds, confidence) if seeds else None, values, best, worst))
-    if any(len(seeds) == 1 for seeds in settings):
+    if len(measured) < len(settings):
+        notes.append(f"{len(settings) - len(measured)} of {len(settings)} settings were not measured")
+    if not several and any(settings):
         notes.append("with one seed the intervals are of these models; another seed may order the settings otherwise")
+    few = sum(not one.enough for one in found)
+    if few:
+        notes.append(f"{few} of {len(found)} pairs have fewer than {_ENOUGH} seeds in common, which decide nothing")
     return Ranking(tuple(ranked), tuple(found), confidence, tuple(notes))
 
 
@@ -115,8 +125,9 @@ def _mean(metric: str, seeds: Seeds, confidence: float) -> Estimate:
     return Estimate(items.value, low, high, items.items, f"{items.method} and Student's t over {len(seeds)} seeds")
 
 
-def _difference(metric: str, settings: Sequence[Seeds], first: int, second: int, each: float) -> Difference:
-    mine, theirs = settings[first], settings[second]
+def _difference(
+    metric: str, mine: Seeds, theirs: Seeds, first: int, second: int, each: float, several: bool
+) -> Difference:
     both = [seed for seed in mine if seed in theirs]
     if not both:
         raise InputError("they have no seed in common that was measured")
@@ -128,7 +139,7 @@ def _difference(metric: str, settings: Sequence[Seeds], first: int, second: int,
         spread = _spread(gains, each)
     value = items.difference
     low, high = value - math.hypot(value - items.low, spread), value + math.hypot(items.high - value, spread)
-    return Difference(first, second, value, low, high, len(both))
+    return Difference(first, second, value, low, high, len(both), not several or len(both) >= _ENOUGH)
 
 
 def _over_seeds(found: Sequence[Evidence]) -> Evidence:

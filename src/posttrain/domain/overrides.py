@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from posttrain.domain.errors import InputError
 
 MOST_VALUES = 1000  # of one path
 _LONGEST = 40
+_WIDE = 10**9
+_FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,18 @@ def parse_override(text: str) -> Override:
         values = yaml.safe_load(f"[{written}]")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"--set {path}: values must be YAML, separated by commas, got {written!r}") from error
+    values = [_number(value) for value in values] if isinstance(values, list) else values
     if not isinstance(values, list) or not 1 <= len(values) <= MOST_VALUES or not written.strip():
         raise InputError(f"--set {path}: must have 1 to {MOST_VALUES} values, got {written[:_LONGEST]!r}")
     twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
     if twice is not None:
         raise InputError(f"--set {path}: values must differ, got {twice!r} twice; leave one out")
     return Override(path, tuple(values))
+
+
+def _number(value: Any) -> Any:
+    """`1e-4`, which YAML 1.1 takes for text."""
+    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
@@ -121,5 +130,19 @@ def setting_words(setting: Setting) -> str:
 
 def value_words(value: Any) -> str:
     """A value in few characters."""
-    text = f"{value:g}" if isinstance(value, float) else "null" if value is None else str(value)
+    text = value if isinstance(value, str) else written(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def written(value: Any) -> str:
+    """A value as `--set` takes it: YAML that is read back as the same value."""
+    if isinstance(value, str) and _reads_back(value):
+        return value
+    return yaml.safe_dump([value], default_flow_style=True, width=_WIDE, sort_keys=False).strip()[1:-1]
+
+
+def _reads_back(text: str) -> bool:
+    try:
+        return bool(yaml.safe_load(f"[{text}]") == [text]) and text == text.strip() and text.isprintable()
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return False

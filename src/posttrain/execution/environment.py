@@ -91,6 +91,15 @@ def _read(places: tuple[str, ...]) -> Environment:
     return Environment(places, files)
 
 
+def marks_of(roots: Sequence[str]) -> str:
+    """A digest of sizes, times and inodes of importable files and their folders: every writing changes it, also one of
+    equal bytes, and a file that came and went.
+    """
+    found = _importable(roots, folders=True)
+    marks = [[path, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino] for path, one in found]
+    return hashlib.sha256(json.dumps(sorted(marks)).encode()).hexdigest()
+
+
 def pin(environment: Environment, folder: Path) -> None:
     """Keep a listing below `folder`, under its digest."""
     path = _listing(folder, environment.digest)
@@ -120,8 +129,8 @@ def _own_roots() -> tuple[str, ...]:
     return tuple(sorted({os.path.realpath(place) for place in places if os.path.isdir(place)} | set(zipped)))
 
 
-def _importable(roots: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Every regular file that an import may read, once; links are followed."""
+def _importable(roots: Sequence[str], *, folders: bool = False) -> Iterator[tuple[str, os.stat_result]]:
+    """Every regular file that an import may read, once; links are followed. `folders`: those that they lie in too."""
     visited: set[tuple[int, int]] = set()
     for root in roots:
         if os.path.isfile(root):
@@ -135,6 +144,8 @@ def _importable(roots: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
                 if (status.st_dev, status.st_ino) in visited:
                     continue
                 visited.add((status.st_dev, status.st_ino))
+                if folders:
+                    yield folder, status
                 for entry in entries:
                     with contextlib.suppress(OSError):  # a link to nowhere, or to itself
                         if entry.is_dir():

@@ -39,6 +39,7 @@ from posttrain.domain.identity import job_identity
 from posttrain.domain.jobs import Failure, JobOrder, JobResult
 from posttrain.domain.ports import BlobStore
 from posttrain.engine.rewards.port import RewardError
+from posttrain.execution.environment import PACKAGES, pinned
 from posttrain.store.atomic import sync_folder, sync_tree
 from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
 from posttrain.store.blobs import open_blobs
@@ -136,7 +137,12 @@ def run(attempt_dir: str, body: Body) -> int:
                 meter=meter,
                 deadline=None if allowed is None else started + allowed,
             )
-            result = _guarded(lambda: body(job(blobs=open_blobs(order.store_url))))
+
+            def work() -> JobResult:
+                _refuse_other_package(order)
+                return body(job(blobs=open_blobs(order.store_url)))
+
+            result = _guarded(work)
         if attempt.outputs.is_dir():
             sync_tree(attempt.outputs)  # a result that survives a power cut must not name outputs that did not
             sync_folder(attempt.path)
@@ -187,6 +193,21 @@ def failed(error: Exception, tokens: int = 0) -> JobResult:
     """The answer of a job that raised; the traceback goes to the log. Call it inside the `except` block."""
     traceback.print_exc()
     return JobResult(status="failed", tokens=tokens, failure=failure_of(error))
+
+
+def _refuse_other_package(order: JobOrder) -> None:
+    """Hold this package against the environment that was attested: what a launcher found by PYTHONPATH, a job does not.
+
+    Raises:
+        InputError: it comes from elsewhere.
+    """
+    attested = pinned(order.environment, Path(order.cache_dir)) if order.environment else None
+    own = os.path.realpath(PACKAGES / "posttrain")
+    if attested is not None and own not in attested.roots:
+        raise InputError(
+            f"the job imports posttrain from {own}, which is not what its run attested, for PYTHONPATH does not reach "
+            "jobs; install the package that posttrain is run from (pip install -e), then retry"
+        )
 
 
 def _guarded(work: Callable[[], JobResult]) -> JobResult:

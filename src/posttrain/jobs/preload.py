@@ -5,14 +5,16 @@ Nothing here may start a thread or open a device: what comes after is forked.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from posttrain.domain.errors import PosttrainError
 from posttrain.jobs.entry import settle_environment
 from posttrain.store.attempts import AttemptFolder
 
-_THREADS = 1
-settle_environment(_THREADS)  # OpenMP reads it when torch is loaded
+_GIVEN = os.environ.get("OMP_NUM_THREADS", "")  # of the job that it is started for: OpenMP reads it with torch
+_THREADS = int(_GIVEN) if _GIVEN.isdigit() and int(_GIVEN) > 0 else 1
+settle_environment(_THREADS)
 
 import transformers  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -36,4 +38,4 @@ def ready(attempt_dir: str) -> bool:
     except PosttrainError:
         return False  # the job says what is wrong with its order
     runtime = order.params.get("runtime", {})
-    return isinstance(runtime, dict) and runtime.get("threads", _THREADS) == _THREADS
+    return isinstance(runtime, dict) and runtime.get("threads", 1) == _THREADS

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[4]))  # behind the standard library
 
-from posttrain.execution.environment import pinned, read_environment
+from posttrain.execution.environment import Environment, marks_of, pinned, read_environment
 from posttrain.store.atomic import create_json
 
 
@@ -41,8 +41,28 @@ def refused(folder: Path) -> bool:
     return bool(different)
 
 
+def marks(folder: Path) -> str:
+    """A digest of sizes, times and inodes of the files that an attempt's environment has; empty: nobody compares."""
+    expected = _expected(folder)
+    return marks_of(expected.roots) if isinstance(expected, Environment) else ""
+
+
 def trouble(folder: Path) -> str:
     """How the environment differs from the one that the job was ordered for; empty where it does not."""
+    expected = _expected(folder)
+    if not isinstance(expected, Environment):
+        return expected
+    found = read_environment(expected.roots)
+    if found.digest == expected.digest:
+        return ""
+    return (
+        f"the environment must be the one that the run began with, got {found.differs(expected)}; "
+        "restore it, or posttrain retry takes it as it is"
+    )
+
+
+def _expected(folder: Path) -> Environment | str:
+    """The environment that the order names; else what is wrong with it, or an empty text where it names none."""
     try:
         order = json.loads((folder / "job.json").read_bytes())
         digest, cache = str(order.get("environment") or ""), Path(order["cache_dir"])
@@ -53,13 +73,7 @@ def trouble(folder: Path) -> str:
     expected = pinned(digest, cache)
     if expected is None:
         return f"the listing of the environment {digest[:19]}… is gone; posttrain retry takes the environment as it is"
-    found = read_environment(expected.roots)
-    if found.digest == digest:
-        return ""
-    return (
-        f"the environment must be the one that the run began with, got {found.differs(expected)}; "
-        "restore it, or posttrain retry takes it as it is"
-    )
+    return expected
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ _MODULE = "posttrain.execution.executors.local.forkserver"
 _GPU = ("/dev/nvidiactl", "/dev/kfd")  # a driver that was opened before a fork does not work after it
 _END_SECONDS = 5.0
 _CANNOT = 1
+_REFUSED = "refused: "  # of this environment only
+_LONGEST = 4096  # bytes of an answer
 
 
 class ForkServer:
@@ -80,12 +82,16 @@ class ForkServer:
             assert self._socket is not None
             self._socket.settimeout(seconds)
             self._socket.sendall(json.dumps(str(folder)).encode() + b"\n")
-            answer = self._socket.recv(16)
+            answer = self._socket.recv(_LONGEST).decode(errors="replace")
         except OSError as error:  # dead, too slow, or there is no memory for another process
             self._give_up(folder, error.strerror or str(error))
             return None
-        if not answer:
-            self._give_up(folder, "it ended")
+        if answer.startswith(_REFUSED):
+            self.close()
+            _cold(folder, answer.removeprefix(_REFUSED))
+            return None
+        if not answer.isdigit():
+            self._give_up(folder, answer or "it ended")
             return None
         return int(answer)
 
@@ -145,20 +151,35 @@ def _pinned(folder: Path) -> str:
 
 def attest(folder: str, preload: str, descriptor: str) -> NoReturn:
     """Compare the environment with the one that the first attempt's order names, then become the server."""
-    if bootstrap.trouble(Path(folder)):
-        os._exit(_CANNOT)  # the attempt starts cold, and says it
+    marks = bootstrap.marks(Path(folder))  # before the files are read: what changes from here on is seen
+    different = bootstrap.trouble(Path(folder))
+    if different:
+        _refuse(descriptor, _REFUSED + different)  # the attempt starts cold, and answers with it
     flags = ["-s", "-P", *bootstrap.compiled_flags()]
-    os.execv(sys.executable, [sys.executable, *flags, "-m", _MODULE, "serve", folder, preload, descriptor])
+    os.execv(sys.executable, [sys.executable, *flags, "-m", _MODULE, "serve", folder, preload, descriptor, marks])
 
 
-def serve(folder: str, preload: str, descriptor: str) -> None:
-    """Import, then fork for each line that names an attempt's folder, until the other end is closed."""
+def _refuse(descriptor: str, why: str) -> NoReturn:
+    with socket.socket(fileno=int(descriptor)) as theirs:
+        theirs.recv(_LONGEST)  # an end that is closed over unread bytes loses what it says
+        theirs.sendall(why.encode()[: _LONGEST - 4])
+    os._exit(_CANNOT)
+
+
+def serve(folder: str, preload: str, descriptor: str, marks: str) -> None:
+    """Import, then fork for each line that names an attempt's folder, until the other end is closed.
+
+    Args:
+        marks: of the files, before they were compared. A file that was another one while it was imported, and is itself
+            again, has other marks.
+    """
     digest = _pinned(Path(folder))
     ready = importlib.import_module(preload).ready
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:  # a fork has only the thread that forked, and the locks of all
-        print(f"the fork server must have one thread, got {len(threads)}; jobs start cold", file=sys.stderr)
-        os._exit(_CANNOT)
+        _refuse(descriptor, f"the fork server must have one thread, got {len(threads)}")
+    if bootstrap.marks(Path(folder)) != marks:
+        _refuse(descriptor, "files of the environment were written while the fork server imported them")
     gc.collect()
     gc.freeze()  # the collector would write on pages that forks share
 
