@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import RUN, World, make_world
+from cli_world import RUN, World, make_world, train
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.jobs import JobOrder
 from posttrain.domain.manifest import model_output
+from posttrain.store.attempts import AttemptFolder
 
 PROBE = "probe: {data: tune, every: 2, items: 8}"
 BEST = (
@@ -192,3 +195,59 @@ def test_a_reused_stage_says_what_its_probe_chose(world: World) -> None:
     world.ok("run", "run.yaml")
     world.ok("run", "run.yaml", "--again")
     assert "best: probe/accuracy 0.875 at step 2; stopped early at step 4" in world.ok("get", world.newest())
+
+
+def test_the_output_of_a_stage_is_its_last_model_and_the_best_stands_beside_it(world: World) -> None:
+    world.write("run.yaml", BEST)
+    shown = world.ok("run", "run.yaml")
+    made = outputs(world)["grpo"]
+    (row,) = [line for line in shown.splitlines() if " grpo " in line and " succeeded " in line and "sha256:" in line]
+    assert row.rstrip().endswith(f"{made['model']['digest'][:19]}, best: {made['best']['digest'][:19]}")
+    (sft,) = [line for line in shown.splitlines() if " sft " in line and "sha256:" in line]
+    assert "best" not in sft
+    page = next((world.root / ".posttrain" / "runs").rglob("report.html")).read_text()
+    assert f"<code>{made['model']['digest']}</code><br>best: <code>{made['best']['digest']}</code>" in page
+
+
+def test_run_and_why_say_too_that_it_was_selected_on_what_it_is_measured_on(world: World) -> None:
+    said = "is the data of a suite: what was selected on rows is no evidence on them; probe other rows"
+    world.write("run.yaml", BEST)
+    assert "no evidence" not in world.ok("run", "run.yaml") + world.ok("why", "sort")
+    world.write("run.yaml", BEST.replace("probe: {data: tune", "probe: {data: heldout"))
+    shown = world.ok("run", "run.yaml").splitlines()
+    line = f"warning: grpo: the probe's dataset:heldout@1 {said}"
+    assert shown.index(line) == 1, "before anything runs"
+    assert shown.count(line) == 2, "and at its end"
+    assert line in world.ok("why", "sort")
+    assert line in world.ok("get", "sort")
+    assert world.json("get", "sort")["warnings"] == [line.removeprefix("warning: ")]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_best_model_that_nothing_was_trained_in_is_told(
+    world: World, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    def untrained(folder: AttemptFolder, order: JobOrder) -> None:
+        train(folder, order)
+        result = folder.read_result()
+        if result is not None and "best/step" in result.metrics:
+            folder.write_result(replace(result, metrics={**result.metrics, "best/step": 0.0}))
+
+    more = "  more: {kind: sft, model: grpo/best, data: train, steps: 5}\n  evaluate:"
+    text = BEST.replace("  evaluate:", more).replace("model: grpo/best, suites", "model: more, suites")
+    text = text.replace("prod, model: grpo/best", "prod, model: more").replace("at_least: 0.8", "at_least: 0.4")
+    world.write("run.yaml", text if later else BEST)
+    said = "grpo: its best model by the probe is the one that it began with (step 0)"
+    assert said not in world.ok("run", "run.yaml", "--seed", "3")
+    monkeypatch.setattr("cli_world.train", untrained)
+    world.write("reward.py", BAD_REWARD + "\n")
+    world.ok("asset", "add", "reward:sort", "reward.py")
+    line = f"warning: {said}, so nothing that was trained in grpo ships"
+    assert line in world.ok("run", "run.yaml").splitlines()
+    run = world.newest()
+    assert line in world.ok("get", run).splitlines()
+    assert line in world.ok("why", run).splitlines()
+    assert said in world.json("get", run)["warnings"][0]
+    page = next((world.root / ".posttrain" / "runs" / run).rglob("report.html")).read_text()
+    assert said in page
+    assert world.json("get", "prod")["history"], "it is told, not refused"

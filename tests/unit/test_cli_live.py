@@ -8,13 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cli_world import World, make_world
+from cli_world import World, make_world, train
 from rich.console import Console
 
 from posttrain.app.status import RunWatcher, read_status
 from posttrain.app.workspace import Workspace
 from posttrain.cli.console import ago, count, duration, glyph
 from posttrain.cli.live import LineDisplay, TableDisplay, run_table
+from posttrain.domain.facts import Progress
+from posttrain.domain.jobs import JobOrder, JobSpec
+from posttrain.store.attempts import AttemptFolder, EventWriter
 
 
 @pytest.fixture
@@ -47,6 +50,48 @@ def test_the_table_shows_every_stage_and_fits(world: World) -> None:
         assert any("evaluate" in line for line in lines)
     assert "loss" not in drawn(workspace, run, 80)
     workspace.close()
+
+
+def test_what_has_ended_has_no_time_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where it ended early, and the view of a run that has ended offers no Ctrl-C."""
+    world = make_world(tmp_path, monkeypatch)
+    world.prepare()
+
+    def early(folder: AttemptFolder, order: JobOrder) -> None:
+        train(folder, order)
+        with EventWriter(folder) as sink:
+            sink(Progress(3, 6, order.kind, 300, 1000.0))
+            sink(Progress(4, 6, order.kind, 400, 1001.0))
+
+    monkeypatch.setattr("cli_world.train", early)
+    world.hold.add("evaluate")
+    world("run", "run.yaml", "--timeout", "60")
+    workspace = Workspace(world.root / ".posttrain")
+    assert "Ctrl-C leaves it running" in drawn(workspace, world.newest(), 100)
+    world.hold.clear()
+    shown = world.ok("run", "run.yaml", "--seed", "3")
+    assert " grpo succeeded; 1s; 4/6 " in shown
+    assert "eta" not in shown
+    assert "eta" not in world.ok("get", world.newest())
+    assert "Ctrl-C" not in drawn(workspace, world.newest(), 100)
+    workspace.close()
+
+
+def test_a_running_job_at_its_last_step_has_no_time_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(tmp_path, monkeypatch)
+    world.prepare()
+
+    def last(spec: JobSpec) -> int | None:
+        with EventWriter(AttemptFolder(Path(spec.attempt_dir))) as sink:
+            sink(Progress(3, 4, "sft", 300, 1000.0))
+            sink(Progress(4, 4, "sft", 400, 1001.0))
+        return None
+
+    world.executor._on_launch = last
+    world("run", "run.yaml", "--timeout", "60")
+    shown = world.ok("get", "sort")
+    assert "sft  running  step 4/4" in shown
+    assert "eta" not in shown
 
 
 def test_redrawing_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

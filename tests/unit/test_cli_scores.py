@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from cli_world import RUN, World, make_world
+from cli_world import ITEMS, RUN, World, make_world, metrics_table
 
 EVALUATE = "  evaluate: {kind: evaluate, model: grpo, suites: {heldout: {data: heldout}}}\n"
 BASE = "  base-eval: {kind: evaluate, model: base, suites: {heldout: {data: heldout}}}\n"
@@ -93,6 +96,39 @@ def test_another_data_set_of_the_same_name_is_no_before(world: World) -> None:
     world.ok("run", "run.yaml")
     rows = {row["stage"]: row for row in world.json("get", "sort")["scores"]["rows"]}
     assert rows["evaluate"]["before"] == rows["base-eval"]["before"] == []
+
+
+def test_a_before_stands_once_where_two_suites_have_the_same_data(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def both(right: int, first: int = 0) -> bytes:
+        """The same items under two names; as `again`, one of them fewer is right."""
+        tables = [
+            pq.read_table(io.BytesIO(metrics_table(n, first))).set_column(0, "metric", pa.array([name] * ITEMS))
+            for name, n in (("again/accuracy", right - 1), ("heldout/accuracy", right))
+        ]
+        sink = io.BytesIO()
+        pq.write_table(pa.concat_tables(tables), sink)
+        return sink.getvalue()
+
+    monkeypatch.setattr("cli_world.metrics_table", both)
+    two = "suites: {heldout: {data: heldout}, again: {data: heldout}}"
+    alike = BASE.replace("suites: {heldout: {data: heldout}}", two)
+    world.write(
+        "run.yaml", ABSOLUTE.replace(EVALUATE, alike + EVALUATE.replace("suites: {heldout: {data: heldout}}", two))
+    )
+    world.ok("run", "run.yaml")
+    rows = {row["metric"]: row for row in world.json("why", "sort")["scores"]["rows"]}
+    assert list(rows) == ["again/accuracy", "heldout/accuracy"]
+    befores = {metric: [(one["of"], one["value"]) for one in row["before"]] for metric, row in rows.items()}
+    assert befores == {
+        "again/accuracy": [("base model:tiny@1", 0.095)],
+        "heldout/accuracy": [("base model:tiny@1", 0.1)],
+    }
+    world.write("run.yaml", ABSOLUTE.replace(EVALUATE, alike + EVALUATE))
+    world.ok("run", "run.yaml")
+    for text in (world.ok("get", world.newest()), world.ok("why", world.newest())):
+        assert text.count("before: base model:tiny@1") == text.count("heldout/accuracy  (stage grpo)") == 1
 
 
 def test_results_that_are_gone_are_told_and_end_nothing(world: World) -> None:

@@ -16,6 +16,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.control.cache import cache_key, usable
 from posttrain.control.deciding import ADDED, CONTROL, measures
 from posttrain.control.planning import Planned
+from posttrain.control.selecting import dataset_slots, selected_on, selects
 from posttrain.data.rows import Row, has_answer, prompt_text
 from posttrain.decision.power import PowerNote, gate_power, unknown_power
 from posttrain.domain.errors import InputError, IntegrityError
@@ -70,12 +71,14 @@ class Outlook:
     power: tuple[PowerNote, ...]
     concerns: tuple[Concern, ...]
     unanswered: tuple[str, ...] = ()  # suites whose rows are not all compared with an answer, in words
+    selected: tuple[str, ...] = ()  # probes that select by rows which a suite measures or the stage trains on, in words
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """One line each."""
         return (
             *self.unanswered,
+            *self.selected,
             *(n.warning for n in self.power if n.warning),
             *(concern.warning for concern in self.concerns),
         )
@@ -116,7 +119,8 @@ def look_ahead(
     power = tuple(_power(planned, datasets, empty))
     cached = {name: standing.record for name, standing in standings.items()}
     known = tuple(c for c in concerns if c is not None)
-    return Outlook(datasets, cached, estimates, sure, power, known, tuple(_unanswered(planned, datasets)))
+    chosen = tuple(selected_on(manifest, {digest: dataset.read for digest, dataset in datasets.items()}))
+    return Outlook(datasets, cached, estimates, sure, power, known, tuple(_unanswered(planned, datasets)), chosen)
 
 
 def refuse_hopeless(manifest: Manifest, outlook: Outlook, source: Path) -> None:
@@ -295,16 +299,6 @@ def _base_model(manifest: Manifest) -> str | None:
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------
-
-
-def dataset_slots(stage: StageManifest) -> list[tuple[str, InputRef]]:
-    """The data a stage works through: not its reward, its model or its probe."""
-    return [(slot, ref) for slot, ref in stage.inputs.items() if slot == "data" or slot.startswith("suites.")]
-
-
-def selects(stage: StageManifest) -> bool:
-    """Whether the stage's probe decides anything."""
-    return "probe" in stage.inputs and bool(stage.params.get("keep_best") or stage.params.get("early_stopping"))
 
 
 def _datasets(planned: Planned, spec: RunSpec | None, workspace: Workspace, source: Path) -> dict[str, Dataset]:

@@ -15,10 +15,8 @@ from posttrain.app.machine import this_machine
 from posttrain.app.outlook import (
     READ_AT_MOST,
     Dataset,
-    dataset_slots,
     look_ahead,
     refuse_hopeless,
-    selects,
     workload,
 )
 from posttrain.app.placing import fallback_warnings, memory_warnings, role_shapes, stage_residency
@@ -26,6 +24,7 @@ from posttrain.app.runs import resolve_spec
 from posttrain.app.tracking import describe, of_workspace
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
+from posttrain.control.selecting import dataset_slots
 from posttrain.data.contamination import contamination
 from posttrain.data.rows import demonstrations, repeated_rows
 from posttrain.decision.power import PowerNote
@@ -126,7 +125,6 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
     )
     warnings = [*ahead.warnings, *planned.warnings]
     warnings += [*_repeated(planned, ahead.datasets), *_seen_in_training(planned, ahead.datasets)]
-    warnings += _selected_on(planned, ahead.datasets)
     warnings += _wide_steps(planned, ahead.datasets)
     warnings += [f"{name}: {warning}" for name, (_, found) in residencies.items() for warning in found]
     warnings += _slower(planned, spec, workspace, path)
@@ -198,33 +196,6 @@ def _repeated(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str
         found = datasets[str(ref.digest)]
         if found.rows and found.items is not None and found.items < found.rows:
             yield repeated_rows(ref.name, found.rows, found.items)
-
-
-def _selected_on(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """One warning for each probe that a stage selects by and whose rows a suite measures, or the stage trains on."""
-    suites = {
-        str(ref.digest): ref for s in planned.manifest.stages if s.kind == "evaluate" for _, ref in dataset_slots(s)
-    }
-    for stage in planned.manifest.stages:
-        if not selects(stage):
-            continue
-        probe, data = stage.inputs["probe"], stage.inputs["data"]
-        rows = datasets[str(probe.digest)].read
-        asked = None if rows is None else rows[: int(stage.params["probe"]["items"])]
-        for digest, other in {**suites, str(data.digest): data}.items():
-            place, known = f"{stage.name}: the probe's {probe.name}", datasets[digest].read
-            trained = digest == str(data.digest)
-            little = (
-                "what it learnt by heart looks best; probe rows that it is not trained on"
-                if trained
-                else "what was selected on rows is no evidence on them; probe other rows"
-            )
-            if digest == str(probe.digest):
-                yield f"{place} is {'what the stage trains on' if trained else 'the data of a suite'}: {little}"
-            elif asked is not None and known is not None:
-                report = contamination(known, asked)
-                if report.found:
-                    yield f"{place} against {other.name}: {report}: {little}"
 
 
 def _seen_in_training(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:

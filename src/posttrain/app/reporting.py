@@ -115,7 +115,7 @@ def _report(workspace: Workspace, watcher: RunWatcher, status: RunStatus, manife
         gates=gates.verdicts if gates else (),
         lineage=tuple(tree_lines(run_lineage(workspace.wiring, run.id))),
         budgets=tuple(_budget_rows(workspace, status, manifest)),
-        warnings=(*_warnings(changes, other), *_begun(status), *troubles),
+        warnings=(*_warnings(changes, other), *_begun(status), *status.warnings, *troubles),
         compared_with=other,
         changes=tuple(ChangeRow(c.path, c.before, c.after, c.notes) for c in changes),
         scores=run_scores(workspace, status),
@@ -130,7 +130,6 @@ def _report(workspace: Workspace, watcher: RunWatcher, status: RunStatus, manife
 def _stage_rows(status: RunStatus) -> Iterator[StageRow]:
     for stage in status.stages:
         row = stage.record
-        output = next((made["digest"] for made in row.outputs.values()), None)
         yield StageRow(
             name=row.name,
             kind=row.kind,
@@ -139,7 +138,8 @@ def _stage_rows(status: RunStatus) -> Iterator[StageRow]:
             attempts=len(stage.attempts),
             seconds=stage.seconds if stage.attempts else None,
             tokens=row.tokens,
-            output=output,
+            output=stage.output,
+            best=stage.best,
         )
 
 

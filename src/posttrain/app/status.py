@@ -13,10 +13,11 @@ from posttrain.control.budgets import spending
 from posttrain.control.resuming import trained_elsewhere
 from posttrain.control.scores import Scores
 from posttrain.control.scores import run_scores as measured_scores
+from posttrain.control.selecting import choice_warnings
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
 from posttrain.domain.lifecycle import RunState, StageState, is_final
-from posttrain.domain.manifest import Manifest
+from posttrain.domain.manifest import BEST, MODEL, Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
@@ -37,6 +38,18 @@ class StageStatus:
     next_action: str
     changed_at: float | None = None  # when the ledger was last told something of it
     begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", where it went on from another stage's checkpoint
+
+    @property
+    def output(self) -> str | None:
+        """Digest of what it made: its (last) model, else its first output."""
+        made = self.record.outputs
+        return next((made[name]["digest"] for name in (MODEL, *made) if name in made), None)
+
+    @property
+    def best(self) -> str | None:
+        """Digest of its best model by its probe, where that is another than the last one."""
+        found = self.record.outputs.get(BEST, {}).get("digest")
+        return found if found != self.output else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -70,6 +83,7 @@ class RunStatus:
     driven: bool  # a live process holds its lease
     next_action: str
     trouble: str = ""  # one line when a part of it cannot be read
+    warnings: tuple[str, ...] = ()  # of what its probes chose, one line each
 
     @property
     def tokens(self) -> int:
@@ -87,6 +101,7 @@ class RunStatus:
             "message": run.message,
             "next_action": self.next_action,
             "trouble": self.trouble,
+            "warnings": list(self.warnings),
             "driven": self.driven,
             "owner": run.owner,
             "manifest": run.manifest_digest,
@@ -136,7 +151,9 @@ class RunWatcher:
         stages = tuple(self._stage(run, row, own, waiting, now) for row, own in zip(rows, attempts, strict=True))
         seconds = (run.finished_at or now) - run.started_at if run.started_at else 0.0
         action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, is_driven)
-        return RunStatus(run, stages, max(0.0, seconds), is_driven, action, self._trouble)
+        metrics = {row.name: row.metrics for row in rows}
+        warnings = tuple(choice_warnings(self._manifest, metrics)) if self._manifest else ()
+        return RunStatus(run, stages, max(0.0, seconds), is_driven, action, self._trouble, warnings)
 
     def watcher(self, stage: str) -> StageWatcher:
         """The facts of one stage that were read so far."""

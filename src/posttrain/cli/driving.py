@@ -172,13 +172,14 @@ def _summary(workspace: Workspace, handle: Run, status: RunStatus) -> None:
     from posttrain.app.reporting import write_report
     from posttrain.app.status import run_scores
     from posttrain.app.tracking import WRITING
-    from posttrain.cli.screens import score_lines, stage_table, tracker_lines, verdict_lines
+    from posttrain.cli.screens import score_lines, stage_table, tracker_lines, verdict_lines, warning_lines
 
     screen = console()
     screen.print(stage_table(status))
     report = handle.why().report
     for line in (*verdict_lines(report.verdicts if report else ()), *score_lines(run_scores(workspace, status))):
         screen.print(line)
+    screen.print(*warning_lines(status), sep="\n", end="\n" if status.warnings else "")
     say(f"run {handle.id}: {status.run.state} after {duration(status.seconds)}")
     try:
         written = write_report(workspace, handle.id)

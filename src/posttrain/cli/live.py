@@ -138,7 +138,7 @@ def progress_words(stage: StageStatus) -> str:
     words += [f"{title} {number(progress.latest[m])}" for title, m in _METRICS.items() if m in progress.latest]
     if progress.tokens_per_second is not None:
         words.append(f"{count(progress.tokens_per_second)} tok/s")
-    if progress.eta is not None and progress.step < progress.total:
+    if progress.eta is not None and stage.record.state == StageState.RUNNING:
         words.append(f"eta {duration(progress.eta)}")
     return " ".join(words)
 
@@ -156,7 +156,7 @@ def run_table(status: RunStatus, width: int) -> RenderableType:
     head = Text.assemble(
         (f"{glyph(status.run.state)} {status.run.id}", f"bold {style(status.run.state)}"),
         f"  {status.run.state}  {duration(status.seconds)}  {count(status.tokens)} tokens",
-        ("  Ctrl-C leaves it running", "dim"),
+        ("" if is_final("run", status.run.state) else "  Ctrl-C leaves it running", "dim"),
     )
     notes = [(stage.record.name, note.message) for stage in status.stages for note in stage.progress.notes][-3:]
     return Group(head, table, *(Text(f"  {name}: {note}", style="dim", overflow="ellipsis") for name, note in notes))

@@ -110,10 +110,10 @@ def get(
         paths = {"report": str(written.report), "curves": str(written.curves)} if written else {}
         emit_json(status.to_json() | {"scores": scores.to_json(), "trackers": [t.to_json() for t in trackers]} | paths)
         return
-    from posttrain.cli.screens import run_footer, run_tree, score_lines, tracker_lines
+    from posttrain.cli.screens import run_footer, run_tree, score_lines, tracker_lines, warning_lines
 
     screen = console()
-    told = (*score_lines(scores), *tracker_lines(trackers), *run_footer(status))
+    told = (*score_lines(scores), *warning_lines(status), *tracker_lines(trackers), *run_footer(status))
     screen.print(run_tree(status), *told, sep="\n")
     if written:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
@@ -200,7 +200,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
             | {"lost": [asdict(attempt) for attempt in found.lost]}
         )
         return
-    from posttrain.cli.screens import attempt_line, run_tree, score_lines, tracker_lines, verdict_lines
+    from posttrain.cli.screens import attempt_line, run_tree, score_lines, tracker_lines, verdict_lines, warning_lines
 
     screen = console()
     screen.print(run_tree(status))
@@ -208,7 +208,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates pass" if verdicts else ""
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full
     say(f"reason: {words if gated else status.run.message} ({status.run.reason})")
-    for line in (*verdict_lines(verdicts), *score_lines(scores)):
+    for line in (*verdict_lines(verdicts), *score_lines(scores), *warning_lines(status)):
         screen.print(line)
     for attempt in found.lost:
         screen.print(f"{attempt.stage}:", attempt_line(attempt))

@@ -52,6 +52,12 @@ def run_footer(status: RunStatus) -> list[Text]:
     return [Text(f"error:  {status.trouble}", style=style("error")), *lines] if status.trouble else lines
 
 
+def warning_lines(status: RunStatus) -> Iterator[Text]:
+    """What its probes chose that tells or ships less than it seems to."""
+    for warning in status.warnings:
+        yield Text(f"warning: {warning}", style=style("warn"))
+
+
 def tracker_lines(trackers: Iterable[TrackerState]) -> Iterator[Text]:
     """Where each tracker is; of one in trouble, what it is and what to do."""
     for one in trackers:
@@ -95,7 +101,6 @@ def stage_table(status: RunStatus) -> Table:
         table.add_column(title, justify="right" if title in ("attempts", "seconds", "tokens") else "left", no_wrap=True)
     for stage in status.stages:
         row = stage.record
-        output = next((made["digest"] for made in row.outputs.values()), None)
         table.add_row(
             Text(glyph(row.state), style=style(row.state)),
             row.name,
@@ -104,10 +109,15 @@ def stage_table(status: RunStatus) -> Table:
             str(len(stage.attempts)) if stage.attempts else "",
             f"{stage.seconds:.1f}" if stage.attempts else "",
             count(row.tokens) if row.tokens else "",
-            digest(output) if output else "",
+            _made(stage),
             Text(f"reused from {row.cached_from}" if row.cached_from else "", style="dim"),
         )
     return table
+
+
+def _made(stage: StageStatus) -> str:
+    best = f", best: {digest(stage.best)}" if stage.best else ""
+    return f"{digest(stage.output)}{best}" if stage.output else ""
 
 
 def history_table(history: Sequence[ReleaseEntry], states: Mapping[str, str]) -> Table:

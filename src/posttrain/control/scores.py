@@ -227,16 +227,18 @@ def _scores(one: Measured, earlier: list[Measured], manifest: Manifest, troubles
 
 
 def _before(one: Measured, metric: str, earlier: list[Measured], manifest: Manifest) -> Iterator[Before]:
+    """One of each evaluation, however many of its suites measure the same: the suite of the same name before others."""
     for other in earlier:
-        for name, evidence in other.evidence.items():
-            if other.identity(name) != one.identity(metric):
-                continue
-            pair, why = None, ""
-            try:
-                pair = paired(metric, one.evidence[metric], evidence)
-            except InputError as error:
-                why = str(error)
-            yield Before(model_words(manifest, other.model), other.stage.name, estimate(name, evidence), pair, why)
+        same = [name for name in other.evidence if other.identity(name) == one.identity(metric)]
+        if not same:
+            continue
+        name, pair, why = metric if metric in same else same[0], None, ""
+        try:
+            pair = paired(metric, one.evidence[metric], other.evidence[name])
+        except InputError as error:
+            why = str(error)
+        measured = estimate(name, other.evidence[name])
+        yield Before(model_words(manifest, other.model), other.stage.name, measured, pair, why)
 
 
 def estimate_json(one: Estimate) -> dict[str, Any]:

@@ -80,13 +80,14 @@ class StageWatcher:
         )
 
     def _pace(self) -> tuple[float | None, float | None]:
-        """Tokens per second, and seconds to the end; None where the newest attempt has not said enough."""
+        """Tokens per second, and seconds to the end; None where the newest attempt has not said enough, or is there."""
         first, last = self._recent[0], self._recent[-1]
         seconds = last.at - first.at
         if seconds <= 0:
             return None, None
         pace = (last.step - first.step) / seconds
-        return (last.tokens - first.tokens) / seconds, (last.total - last.step) / pace if pace > 0 else None
+        left = last.total - last.step
+        return (last.tokens - first.tokens) / seconds, left / pace if pace > 0 and left > 0 else None
 
     def _unreadable(self, error: Exception) -> None:
         self._notes.append(Note(str(error), time.time(), "warning"))

@@ -31,6 +31,7 @@ class StageRow:
     seconds: float | None = None  # None: not started
     tokens: int = 0
     output: str | None = None  # digest of what it left
+    best: str | None = None  # digest of its best model, where that is not the last one
 
 
 @dataclass(frozen=True, slots=True)
