@@ -12,6 +12,7 @@ import pytest
 from cli_world import RUN, World, make_world
 
 from posttrain.app.following import Scribe
+from posttrain.cli import driving
 
 pytestmark = [pytest.mark.slow, pytest.mark.ecosystem]
 PATIENCE = 300.0
@@ -70,9 +71,13 @@ def test_one_that_is_away_is_a_warning_with_what_to_do(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
+    monkeypatch.setattr(driving, "_TRACKERS_SECONDS", PATIENCE)  # ten are enough, where nobody else is busy
     world.write("run.yaml", RUN + f"trackers: {{mlflow: 'http://127.0.0.1:{port}'}}\n")
-    world.ok("run", "run.yaml")
+    said = world.ok("run", "run.yaml").replace("\n", " ")
     run = world.newest()
+    away = f"cannot reach http://127.0.0.1:{port}: connection refused; posttrain track {run}"
+    assert away in said
+    assert "mlflow writing" not in said
     writers[0].wait(PATIENCE)  # it has tried again, and left
     shown = world.ok("get", run)
     assert shown.count("warning: tracker mlflow") == 1

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cli_world import RUN, World, make_world
 
 from posttrain.app import tracking
 from posttrain.app.following import Scribe
+from posttrain.app.tracked import RunSource
 from posttrain.app.workspace import Workspace
 from posttrain.domain.facts import Metric
 from posttrain.domain.trackers import Trackers
@@ -219,6 +221,73 @@ def test_a_reused_stage_is_written_from_where_it_was_computed(world: World) -> N
     found = points(world.root / "here" / f"{run}.csv")
     assert len([p for p in found if p[0] == "sft"]) == 4
     assert ("evaluate", "heldout/accuracy", 0, 0.98) in found
+
+
+def test_what_only_a_stages_result_says_is_written_and_the_best_model_is_named_as_in_the_file(world: World) -> None:
+    best = (
+        RUN.replace("data: {train", "data: {tune: dataset:train, train")
+        .replace(
+            "probe: {data: heldout, every: 2, items: 8}", "probe: {data: tune, every: 2, items: 8}, keep_best: true"
+        )
+        .replace("model: grpo, suites", "model: grpo/best, suites")
+        .replace("model: grpo}", "model: grpo/best}")
+    )
+    world.write("run.yaml", best + "trackers: {csv: here}\n")
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    world.ok("track", run)
+    found = points(world.root / "here" / f"{run}.csv")
+    assert sorted(p for p in found if "best/" in p[1]) == [
+        ("grpo", "best/probe/accuracy", 2, 0.875),
+        ("grpo", "best/step", 2, 2.0),
+    ]
+    world.ok("track", run)
+    assert points(world.root / "here" / f"{run}.csv") == found
+    workspace = Workspace(world.root / ".posttrain")
+    params = RunSource(workspace, run).about().params
+    workspace.close()
+    assert params["evaluate.model"] == "grpo/best"
+    assert params["grpo.model"] == "sft"
+
+
+def test_what_was_chosen_after_a_run_is_no_warning_of_it(world: World) -> None:
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    world.ok("init", "--tracker", "csv")
+    shown = world.ok("get", run)
+    assert "warning" not in shown
+    said = f"chosen after the run was submitted; posttrain track {run} writes it"
+    assert (tracker(world, run)["state"], tracker(world, run)["message"]) == ("not written", said)
+    assert "csv written" in world.ok("track", run)
+    assert tracker(world, run)["state"] == "written"
+
+
+def test_a_server_that_is_away_is_one_short_line_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_installed", lambda package: True)  # it is not asked for: nobody is there
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    world.write("run.yaml", RUN + f"trackers: {{mlflow: '{uri}'}}\n")
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    failed = world("track", run)
+    assert failed.exit_code == 6
+    away = f"cannot reach {uri}: connection refused"
+    assert failed.stderr == f"error: run {run}: tracker mlflow: {away}; posttrain track {run} tries again\n"
+    assert tracker(world, run)["message"] == f"{away}; posttrain track {run} writes what is missing"
+    with open(world.root / ".posttrain" / "runs" / run / tracking.LOCK, "w") as lock:  # its writer tries again
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert tracker(world, run)["message"] == f"{away}; posttrain track {run} writes it later"
+
+
+def test_what_a_client_says_of_a_server_is_cut_to_its_cause() -> None:
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    urllib3 = RuntimeError("HTTPConnectionPool(host='127.0.0.1', port=1): Max retries exceeded")
+    urllib3.reason = RuntimeError("Failed to establish a new connection")  # type: ignore[attr-defined]
+    urllib3.reason.__cause__ = refused  # type: ignore[attr-defined]
+    client = RuntimeError(f"API request to http://127.0.0.1:1 failed with exception {urllib3}")
+    client.__cause__ = urllib3
+    assert tracking.line(client, "http://127.0.0.1:1") == "cannot reach http://127.0.0.1:1: connection refused"
+    assert tracking.line(RuntimeError("a b\nc"), "x") == "RuntimeError: a b c"
 
 
 def test_one_process_writes_a_run_at_a_time(world: World) -> None:

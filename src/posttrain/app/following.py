@@ -25,6 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from posttrain.app.reaching import refuse_unreachable
 from posttrain.app.registering import REGISTRIES, register_channel
 from posttrain.app.status import driven
 from posttrain.app.tracked import RunSource
@@ -42,6 +43,7 @@ from posttrain.app.tracking import (
     make_tracker,
     of_run,
     states,
+    target,
 )
 from posttrain.app.workspace import VARIABLE, Workspace, open_workspace
 from posttrain.domain.crashpoints import crashpoint
@@ -128,6 +130,7 @@ def _attempt(
     tracker: Tracker | None = None
     try:
         check_trackers(Trackers.of({kind: words}), f"run {run_id}")
+        refuse_unreachable(words)
         tracker = made = make_tracker(kind, words)
         source = RunSource(workspace, run_id)
         ended = write(made, source, lambda said: standing.tell(kind, WRITING, made.where, said), wait)
@@ -136,7 +139,7 @@ def _attempt(
                 _register(workspace, run_id)
             standing.tell(kind, WRITTEN, made.where, source.remarks(), ended)
     except Exception as error:
-        said = line(error)
+        said = line(error, target(words))
         standing.tell(kind, TROUBLE, tracker.where if tracker else "", said)
         raise TrackerError(f"run {run_id}: tracker {kind}: {said}; posttrain track {run_id} tries again") from error
     finally:

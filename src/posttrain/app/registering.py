@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from posttrain.app.reaching import refuse_unreachable
 from posttrain.app.tracking import (
     LOCK,
     LOG,
@@ -29,6 +30,7 @@ from posttrain.app.tracking import (
     make_tracker,
     of_run,
     of_workspace,
+    target,
 )
 from posttrain.app.workspace import VARIABLE, Workspace
 from posttrain.control.lineage import run_lineage
@@ -68,14 +70,16 @@ def register_channel(workspace: Workspace, channel: str) -> list[TrackerState]:
         for words in chosen:
             said = {"where": _where(words), "sequence": sequence}
             try:
+                refuse_unreachable(words)
                 registry = make_tracker(_REGISTRY, words)
                 assert isinstance(registry, Registry)
                 registry.follow(state)
                 told.append({**said, "state": WRITTEN, "message": ""})
             except Exception as error:
-                told.append({**said, "state": TROUBLE, "message": line(error)})
+                trouble = line(error, target(words))
+                told.append({**said, "state": TROUBLE, "message": trouble})
                 remedy = f"posttrain track {channel} tries again"
-                troubles.append(TrackerError(f"channel {channel}: tracker {_REGISTRY}: {line(error)}; {remedy}"))
+                troubles.append(TrackerError(f"channel {channel}: tracker {_REGISTRY}: {trouble}; {remedy}"))
         write_json(folder / STATES, told)
     if troubles:
         raise troubles[0]

@@ -163,7 +163,7 @@ def _chosen(row: StageRecord) -> tuple[str, tuple[tuple[int, str], ...]]:
 
 def _parameters(manifest: Manifest) -> Iterator[StageParameters]:
     for stage in manifest.stages:
-        inputs = tuple((slot, ref.name, ref.digest or "") for slot, ref in sorted(stage.inputs.items()))
+        inputs = tuple((slot, ref.word, ref.digest or "") for slot, ref in sorted(stage.inputs.items()))
         params = tuple((path, _said(value)) for path, value in flat(stage.params))
         if stage.trainer != CONTROL:
             yield StageParameters(stage.name, stage.kind, inputs, params)

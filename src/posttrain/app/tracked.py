@@ -19,6 +19,7 @@ from posttrain.telemetry.feed import StageFeed
 from posttrain.telemetry.tracking import Ending, Row, TrackedRun
 
 _NUMBERS = ("estimate", "baseline_estimate", "difference", "limit", "threshold")  # of a verdict
+_OF_RESULT = ("best", "stopped_early", "fallback")  # groups of metrics that only a stage's result says
 
 
 class RunSource:
@@ -71,6 +72,9 @@ class RunSource:
         yield from feed.read(attempts)
         if stage.kind == EVALUATE and stage.state == StageState.SUCCEEDED:  # also where its attempts were cleared away
             yield from feed.take(0, stage.finished_at or 0.0, stage.metrics)
+        elif stage.state == StageState.SUCCEEDED:
+            for step, values in _of_result(stage.metrics):
+                yield from feed.take(step, stage.finished_at or 0.0, values)
 
     def _report(self, stages: list[StageRecord]) -> GateReport | None:
         gate = next((stage for stage in stages if stage.kind == "gate" and "report" in stage.outputs), None)
@@ -81,6 +85,14 @@ class RunSource:
         except PosttrainError as error:
             self._lost[gate.name] = str(error)
             return None
+
+
+def _of_result(metrics: Mapping[str, float]) -> Iterator[tuple[int, dict[str, float]]]:
+    """(the step at which they stand, values): the best model's at its step, so they lie on the probe's curve."""
+    for group in _OF_RESULT:
+        values = {name: value for name, value in metrics.items() if name.startswith(f"{group}/")}
+        if values:
+            yield int(values.get(f"{group}/step", 0)), values
 
 
 def _verdicts(report: GateReport) -> Iterator[tuple[str, float]]:
@@ -105,7 +117,7 @@ def _params(manifest: Manifest) -> Iterator[tuple[str, Any]]:
             continue
         yield f"{stage.name}.kind", stage.kind
         for slot, ref in sorted(stage.inputs.items()):
-            yield f"{stage.name}.{slot}", ref.name
+            yield f"{stage.name}.{slot}", ref.word
         for path, value in flat(stage.params):
             if f"{path}" not in stage.inputs:
                 yield f"{stage.name}.{path}", value if isinstance(value, str | int | float) else json.dumps(value)

@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 
+from posttrain.app.reaching import unreachable
 from posttrain.app.workspace import SETTINGS, Workspace
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import is_final
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 RECORD, STATES, LOCK, LOG = "trackers.json", "tracking.json", "trackers.lock", "track.log"
 PLACE = "tracking"  # in the workspace: where trackers write that are told no place
 KEY = "WANDB_API_KEY"
-WRITING, WRITTEN, TROUBLE = "writing", "written", "trouble"
+WRITING, WRITTEN, TROUBLE, UNWRITTEN = "writing", "written", "trouble", "not written"
 _PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 _LONGEST = 400  # characters of a trouble
 _SCHEMES = ("http", "https", "sqlite", "file", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
@@ -48,7 +49,7 @@ class TrackerState:
     """How one tracker of a run stands."""
 
     kind: str
-    state: str  # writing | written | trouble | waiting (for a driver of the run)
+    state: str  # writing | written | trouble | waiting (for a driver of the run) | not written (nor was it to be)
     where: str
     message: str = ""  # of trouble: one line with the next action; else what a person should know, or nothing
 
@@ -237,6 +238,11 @@ def _refuse_unwritable(folder: Path, what: str) -> None:
         raise InputError(f"{what}: {folder} cannot be written, since {there} is read-only; choose another folder")
 
 
+def target(words: Any) -> str:
+    """What a tracker's choice names it by: a folder, an address, a project."""
+    return str(getattr(words, type(words).target))
+
+
 def describe(trackers: Trackers) -> Iterator[tuple[str, str]]:
     """(kind, what will be written where), for a person."""
     for kind, words in trackers.chosen().items():
@@ -275,8 +281,11 @@ def make_tracker(kind: str, words: Any) -> Tracker:
     return WandbTracker(Path(words.dir), words.project, words.entity, words.mode)
 
 
-def line(error: Exception) -> str:
-    """What is wrong with a target, in one line of bounded length."""
+def line(error: Exception, where: str) -> str:
+    """What is wrong with a target, in one line of bounded length; of one that is away, only why."""
+    away = "" if isinstance(error, PosttrainError) else unreachable(error)
+    if away:
+        return f"cannot reach {where}: {away}"
     text = " ".join(str(error).split()) or type(error).__name__
     text = text if isinstance(error, PosttrainError) else f"{type(error).__name__}: {text}"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
@@ -292,21 +301,25 @@ def states(workspace: Workspace, run: RunRecord) -> list[TrackerState]:
         chosen, said = of_run(workspace, run.id), read_json(folder / STATES) or {}
     except (InputError, IntegrityError) as error:
         return [TrackerState("trackers", TROUBLE, str(folder), str(error))]
-    held = _held(folder / LOCK)
-    return [_state(kind, where, said.get(kind, {}), run, held) for kind, where in describe(chosen)]
+    held, recorded = _held(folder / LOCK), (folder / RECORD).exists()
+    return [_state(kind, where, said.get(kind, {}), run, held, recorded) for kind, where in describe(chosen)]
 
 
-def _state(kind: str, where: str, said: Mapping[str, Any], run: RunRecord, held: bool) -> TrackerState:
+def _state(kind: str, where: str, said: Mapping[str, Any], run: RunRecord, held: bool, recorded: bool) -> TrackerState:
     where = str(said.get("where") or where)
     remedy = f"posttrain track {run.id} writes what is missing"
     ended = is_final("run", run.state)
     if said.get("state") == WRITTEN and said.get("finished_at") == run.finished_at and ended:
         return TrackerState(kind, WRITTEN, where, str(said.get("message", "")))
     if said.get("state") == TROUBLE:
-        again = "it is being tried again" if held else remedy
-        return TrackerState(kind, TROUBLE, where, f"{said.get('message')}; {again}")
+        if held:
+            remedy = f"posttrain track {run.id} writes it later" if ended else "it is being tried again"
+        return TrackerState(kind, TROUBLE, where, f"{said.get('message')}; {remedy}")
     if held:
         return TrackerState(kind, WRITING, where, str(said.get("message", "")))
+    if ended and not recorded and not said:
+        never = f"chosen after the run was submitted; posttrain track {run.id} writes it"
+        return TrackerState(kind, UNWRITTEN, where, never)
     if ended:
         return TrackerState(kind, TROUBLE, where, f"it was left before the end of the run; {remedy}")
     return TrackerState(kind, "waiting", where, str(said.get("message", "")))
