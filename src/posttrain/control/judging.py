@@ -169,7 +169,8 @@ def read_evidence(data: bytes, source: str) -> dict[str, Evidence]:
         IntegrityError: it is not such a file.
     """
     try:
-        table = pq.read_table(io.BytesIO(data), columns=list(_COLUMNS)).to_pydict()
+        # no threads: those of a command that ends at once may outlive the interpreter
+        table = pq.ParquetFile(io.BytesIO(data)).read(list(_COLUMNS), use_threads=False).to_pydict()
     except (OSError, ValueError, KeyError) as error:
         raise IntegrityError(f"{source}: evaluation results cannot be read: {error}; evaluate again") from error
     rows: dict[str, list[tuple[str, float]]] = {}

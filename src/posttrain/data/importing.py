@@ -222,7 +222,8 @@ def curves(data: bytes) -> Iterator[Curve]:
     import numpy as np
     import pyarrow.parquet as pq
 
-    table = pq.read_table(io.BytesIO(data), columns=["metric", "step", "value"])
+    columns = ["metric", "step", "value"]
+    table = pq.ParquetFile(io.BytesIO(data)).read(columns, use_threads=False)  # threads may outlive the interpreter
     column = table.column("metric").combine_chunks().dictionary_encode()
     place, names = column.indices.to_numpy(), column.dictionary.to_pylist()
     steps, values = table.column("step").to_numpy(), table.column("value").to_numpy()

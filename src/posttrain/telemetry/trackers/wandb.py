@@ -31,7 +31,7 @@ _MARK = "posttrain.copied"  # in a folder whose records are being copied into a 
 _DOT = ":"  # in the place of a stage's dot; no name of a stage has one
 _STATE = "posttrain/state"
 _TIME = "_timestamp"
-_ARRIVING = 60.0  # seconds that what was written may take to be in the file
+_ARRIVING = 300.0  # seconds that what was written may take to be in the file
 
 
 class WandbTracker:
