@@ -61,7 +61,7 @@ day: $(VENV)/.dev ## a first user's day, played from the wheel in an empty folde
 	$(BIN)/python -m day --wheel dist/*.whl --constraints constraints.txt $(DAY)
 
 demos: $(VENV)/.engine ## the other examples, one after the other
-	@for task in 02 03 04; do $(BIN)/posttrain demo --task $$task || exit 1; done
+	@for task in $(or $(TASKS),02 03 04); do $(BIN)/posttrain demo --task $$task || exit 1; done
 
 test: lint types contracts fast slow ## everything CI runs
 
