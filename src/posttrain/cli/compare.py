@@ -12,9 +12,9 @@ from posttrain.cli.console import Output, OutputOption, console, digest, emit_js
 from posttrain.cli.shell import lazily
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
+    from posttrain.cli.tables import Grid
     from posttrain.control.comparing import Cell, Comparison, MetricRow
 
 _ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
@@ -69,20 +69,19 @@ def _show(found: Comparison) -> None:
         say("parameters: nothing that decides results differs")
 
 
-def metric_table(found: Comparison) -> Table:
+def metric_table(found: Comparison) -> Grid:
     """A row for each metric and subject; differences are to the first subject."""
-    from rich.table import Table
+    from posttrain.cli.tables import Column, Grid
 
-    first = found.subjects[0].label
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("metric", "", "items", "value", f"difference to {first}", "won", "lost", "tied"):
-        table.add_column(title, justify="right" if title in ("items", "won", "lost", "tied") else "left", no_wrap=True)
+    counts = ("items", "won", "lost", "tied")
+    titles = ("metric", "", "items", "value", f"difference to {found.subjects[0].label}", "won", "lost", "tied")
+    table = Grid([Column(title, right=title in counts) for title in titles], heads=2)
     for row in found.metrics:
         name = row.metric + _ARROWS[row.better]
         for one, cell in zip(found.subjects, row.cells, strict=True):
             items = str(cell.estimate.items) if cell.estimate else ""
             value = str(cell.estimate) if cell.estimate else "not measured"
-            table.add_row(name, one.label, items, value, *_against(row, cell))
+            table.row(name, one.label, items, value, *_against(row, cell))
             name = ""
     return table
 
@@ -112,15 +111,12 @@ def _footnotes(found: Comparison) -> Iterator[Text]:
         yield Text(f"note: {note}", style=style("warn"))
 
 
-def parameter_table(found: Comparison) -> Table:
+def parameter_table(found: Comparison) -> Grid:
     """Fields that are not the same for all, a column for each subject."""
-    from rich.table import Table
-    from rich.text import Text
+    from posttrain.cli.tables import Column, Grid
 
-    table = Table(box=None, pad_edge=False, header_style="dim", title="parameters that differ", title_style="dim")
-    table.title_justify = "left"
-    for title in ("field", *(one.label for one in found.subjects)):
-        table.add_column(title, overflow="fold")
+    subjects = [Column(one.label, wraps=True) for one in found.subjects]
+    table = Grid([Column("field"), *subjects], title="parameters that differ")
     for row in found.parameters:
-        table.add_row(Text(row.path), *(Text(excerpt(value, _VALUE)) for value in row.values))
+        table.row(row.path, *(excerpt(value, _VALUE) for value in row.values))
     return table

@@ -57,18 +57,19 @@ def ls(
     if not statuses:
         say("no runs yet; next: posttrain run RUN.yaml")
         return
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("", "run", "state", "submitted", "took", "reason", "next action"):
-        table.add_column(title, overflow="fold")
+    from posttrain.cli.tables import Column, Grid
+
+    words = [Column(title, wraps=True) for title in ("reason", "next action")]
+    table = Grid([Column(), *(Column(title) for title in ("run", "state", "submitted", "took")), *words], heads=3)
     for status in statuses:
         run = status.run
         mark = Text(glyph(run.state), style=style(run.state))
         reason = status.trouble or (run.message if run.state != "succeeded" else run.reason)
-        table.add_row(
-            mark, run.id, run.state, ago(run.created_at), duration(status.seconds), Text(reason), status.next_action
+        action = "" if run.state == "succeeded" and not status.trouble else status.next_action
+        table.row(
+            mark, run.id, run.state, ago(run.created_at), duration(status.seconds), " ".join(reason.split()), action
         )
     console().print(table)
     for entry in live:

@@ -12,6 +12,7 @@ from posttrain.app.planning import PlanView, StagePlan
 from posttrain.app.status import RunStatus, StageStatus
 from posttrain.app.tracking import TROUBLE, TrackerState
 from posttrain.cli.console import branch, count, digest, duration, excerpt, glyph, moment, style
+from posttrain.cli.tables import Column, Grid
 from posttrain.control.compare import Difference
 from posttrain.control.lineage import selection_words
 from posttrain.control.scores import Scores
@@ -94,14 +95,14 @@ def _stage_line(stage: StageStatus) -> Text:
     return line
 
 
-def stage_table(status: RunStatus) -> Table:
+def stage_table(status: RunStatus) -> Grid:
     """The stages of an ended run."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("", "stage", "kind", "state", "attempts", "seconds", "tokens", "output", ""):
-        table.add_column(title, justify="right" if title in ("attempts", "seconds", "tokens") else "left", no_wrap=True)
+    counts = [Column(title, right=True) for title in ("attempts", "seconds", "tokens")]
+    names = [Column(), Column("stage"), Column("kind", spare=True), Column("state")]
+    table = Grid([*names, *counts, Column("output", wraps=True), Column(wraps=True)], heads=2)
     for stage in status.stages:
         row = stage.record
-        table.add_row(
+        table.row(
             Text(glyph(row.state), style=style(row.state)),
             row.name,
             row.kind,
@@ -120,14 +121,13 @@ def _made(stage: StageStatus) -> str:
     return f"{digest(stage.output)}{best}" if stage.output else ""
 
 
-def history_table(history: Sequence[ReleaseEntry], states: Mapping[str, str]) -> Table:
+def history_table(history: Sequence[ReleaseEntry], states: Mapping[str, str]) -> Grid:
     """A channel's moves, newest first. The state is the model's as it stands now."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("release", "action", "model", "of run", "its state now", "by", "at", "gate report"):
-        table.add_column(heading)
+    titles = ("release", "action", "model", "of run", "its state now", "by", "at", "gate report")
+    table = Grid([Column(title) for title in titles], heads=2)
     for entry in reversed(history):
         state = str(states[entry.model_digest])
-        table.add_row(
+        table.row(
             str(entry.sequence),
             entry.action,
             digest(entry.model_digest),
@@ -152,7 +152,7 @@ def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
         yield line.append(f" ({verdict.test})", style="dim") if not passed else line
 
 
-def score_lines(scores: Scores) -> Iterator[Table | Text]:
+def score_lines(scores: Scores) -> Iterator[Grid | Text]:
     """What was measured, before and after, with intervals; the methods' names below."""
     for trouble in scores.troubles:
         yield Text(f"score left out: {trouble}", style=style("warn"))
@@ -164,30 +164,27 @@ def score_lines(scores: Scores) -> Iterator[Table | Text]:
         yield Text("before: add an evaluate stage of `model: base`, or a gate against another model", style="dim")
 
 
-def _score_table(scores: Scores) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("score", "items", "before", "after", "difference", ""):
-        table.add_column(title, justify="right" if title == "items" else "left", no_wrap=True)
+def _score_table(scores: Scores) -> Grid:
+    items, words = Column("items", right=True), [Column(title) for title in ("before", "after", "difference")]
+    table = Grid([Column("score"), items, *words, Column(wraps=True)])
     for row in scores.rows:
         label, after = f"{row.metric}  ({row.of})", str(row.estimate)
         if not row.before:
             none = Text("not measured" if row.trained else "", style="dim")
-            table.add_row(label, str(row.estimate.items), none, after, "", "")
+            table.row(label, str(row.estimate.items), none, after, "", "")
         for before in row.before:
             change = str(before.paired) if before.paired else Text(f"not paired: {before.unpaired}", style="dim")
             against = Text(f"before: {before.of}", style="dim")
-            table.add_row(label, str(row.estimate.items), str(before.estimate), after, change, against)
+            table.row(label, str(row.estimate.items), str(before.estimate), after, change, against)
             label = after = ""
     return table
 
 
-def _value_table(scores: Scores) -> Table:
+def _value_table(scores: Scores) -> Grid:
     """Of a run that trained nothing."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("score", "items", "value"):
-        table.add_column(title, justify="right" if title == "items" else "left", no_wrap=True)
+    table = Grid([Column("score"), Column("items", right=True), Column("value")])
     for row in scores.rows:
-        table.add_row(f"{row.metric}  ({row.of})", str(row.estimate.items), str(row.estimate))
+        table.row(f"{row.metric}  ({row.of})", str(row.estimate.items), str(row.estimate))
     return table
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from posttrain.data.contamination import contamination
 from posttrain.data.rows import Row
-from posttrain.domain.manifest import BEST, InputRef, Manifest, StageManifest, model_output
+from posttrain.domain.manifest import BEST, InputRef, Manifest, StageManifest
 
 _SELECTED = "what was selected on rows is no evidence on them; probe other rows"
 _LEARNT = "what it learnt by heart looks best; probe rows that it is not trained on"
@@ -56,7 +56,7 @@ def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float
     if manifest.release is None:
         return
     stages = {stage.name: stage for stage in manifest.stages}
-    name, output = model_output(manifest.release.model)
+    name, _, output = manifest.release.model.partition("/")  # a manifest of before may hold a word that is refused now
     while name in stages:
         if output == BEST and metrics.get(name, {}).get(_STEP) == 0:
             yield (
