@@ -290,6 +290,56 @@ def test_what_a_client_says_of_a_server_is_cut_to_its_cause() -> None:
     assert tracking.line(RuntimeError("a b\nc"), "x") == "RuntimeError: a b c"
 
 
+def test_another_place_is_written_beside_the_runs_own(world: World) -> None:
+    world.write("run.yaml", RUN + "trackers: {csv: here}\n")
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    said = world.ok("track", run, "--tracker", "csv=elsewhere", "--tracker", "parquet=columns")
+    assert f"csv written: {world.root}/elsewhere" in said
+    assert f"parquet written: {world.root}/columns" in said
+    assert not (world.root / "here").exists(), "what was not asked for is not written"
+    known = {one["kind"]: (one["state"], one["where"]) for one in world.json("get", run)["trackers"]}
+    assert known["csv"][0] == "trouble"
+    assert known["csv"][1] == f"{world.root}/here"
+    assert known["parquet"] == ("written", f"{world.root}/columns/{run}.parquet")
+    world.ok("track", run)
+    own = points(world.root / "here" / f"{run}.csv")
+    assert points(world.root / "elsewhere" / f"{run}.csv") == own
+    world.ok("track", run, "--tracker", "csv=elsewhere")
+    assert points(world.root / "elsewhere" / f"{run}.csv") == own
+
+
+def test_another_place_has_what_there_is_of_a_run_that_goes_on(world: World) -> None:
+    world.hold.add("grpo")
+    world.write("run.yaml", RUN + "trackers: {csv: here}\n")
+    world("run", "run.yaml", "--timeout", "300")
+    run = world.newest()
+    with open(world.root / ".posttrain" / "runs" / run / tracking.LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # its own writer is at work
+        said = world.json("track", run, "--tracker", "csv=else where")["trackers"]
+    assert said[0]["message"] == (
+        f"all there is by now; posttrain track {run} --tracker 'csv={world.root}/else where' writes what comes"
+    )
+    assert {p[0] for p in points(world.root / "else where" / f"{run}.csv")} == {"sft"}
+    assert not (world.root / "here").exists()
+
+
+@pytest.mark.parametrize("kinds", ["[]", "{csv: here}"])
+def test_a_place_that_cannot_be_written_is_not_recorded(world: World, kinds: str) -> None:
+    world.write("run.yaml", RUN + f"trackers: {kinds}\n")
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    before = (world.root / ".posttrain" / "runs" / run / tracking.RECORD).read_text()
+    shown = world.json("get", run)["trackers"]
+    (world.root / "mine" / f"{run}.csv").mkdir(parents=True)
+    for place, code in (("/proc/nowhere", 2), ("train.jsonl", 2), ("mine", 6)):
+        refused = world("track", run, "--tracker", f"csv={place}")
+        assert refused.exit_code == code, refused.stderr
+        assert refused.stderr.count("\n") == 1
+        assert (world.root / ".posttrain" / "runs" / run / tracking.RECORD).read_text() == before
+        assert world.json("get", run)["trackers"] == shown
+
+
 def test_one_process_writes_a_run_at_a_time(world: World) -> None:
     world.hold.add("grpo")
     world.write("run.yaml", RUN + "trackers: {csv: here}\n")

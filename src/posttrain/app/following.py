@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
@@ -159,8 +159,11 @@ def _register(workspace: Workspace, run_id: str) -> None:
 # --- a run's trackers -------------------------------------------------------------------------------------------------
 
 
-def track(workspace: Workspace, run_id: str) -> list[TrackerState]:
+def track(workspace: Workspace, run_id: str, only: Collection[str] | None = None) -> list[TrackerState]:
     """Write what is missing in each of a run's trackers, now.
+
+    Args:
+        only: of these kinds; None: of all.
 
     Returns:
         How they stand. While another process writes a run that goes on, only that.
@@ -173,10 +176,12 @@ def track(workspace: Workspace, run_id: str) -> list[TrackerState]:
     folder = workspace.root / "runs" / run_id
     make_folder(folder)
     ended = is_final("run", workspace.ledger.run(run_id).state)
-    with _sole_writer(folder, waits=ended) as sole:
+    with sole_writer(folder, waits=ended) as sole:
         if sole:
             standing, troubles = Standing(folder), []
             for kind, words in chosen.chosen().items():
+                if only is not None and kind not in only:
+                    continue
                 try:
                     _attempt(workspace, run_id, kind, words, standing, lambda: False)
                 except TrackerError as error:
@@ -191,7 +196,7 @@ def follow(root: Path, run_id: str) -> None:
     workspace = open_workspace(root)
     chosen = _chosen(workspace, run_id)
     folder = workspace.root / "runs" / run_id
-    with _sole_writer(folder, waits=False, handed=_handed_lock()) as sole:
+    with sole_writer(folder, waits=False, handed=_handed_lock()) as sole:
         if not sole:
             return
         standing = Standing(folder)
@@ -266,14 +271,15 @@ def _handed_lock() -> int | None:
 
 
 @contextmanager
-def _sole_writer(folder: Path, *, waits: bool, handed: int | None = None) -> Iterator[bool]:
+def sole_writer(folder: Path, *, waits: bool, handed: int | None = None, lock: str = LOCK) -> Iterator[bool]:
     """Whether this process is the only one that writes the run's trackers.
 
     Args:
+        lock: another one, for places that are not the run's own.
         waits: until the other one has ended; else False is the answer while there is one.
         handed: a descriptor of the lock, held already.
     """
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600) if handed is None else handed
+    handle = os.open(folder / lock, os.O_RDWR | os.O_CREAT, 0o600) if handed is None else handed
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))

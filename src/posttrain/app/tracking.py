@@ -128,18 +128,6 @@ def parse_choice(words: Sequence[str], base: Path) -> dict[str, Any]:
     return given
 
 
-def add_trackers(workspace: Workspace, run_id: str, chosen: Mapping[str, Any]) -> None:
-    """Write a run to these trackers as well, from now on.
-
-    Raises:
-        InputError: one could not be written.
-    """
-    added = resolved(parse_trackers(chosen, "--tracker"), Path.cwd(), workspace.root)
-    check_trackers(added, "--tracker")
-    known = of_run(workspace, run_id)
-    record_trackers(workspace, run_id, Trackers.of({**known.chosen(), **added.chosen()}))
-
-
 def of_workspace(workspace: Workspace) -> Trackers:
     """Of every run that names none itself, each with its place.
 
@@ -205,7 +193,7 @@ def check_trackers(trackers: Trackers, source: str) -> None:
                 f"{source}: trackers.wandb: mode online needs a key and {KEY} is not set; set it, "
                 "or write mode: offline"
             )
-        folder = _folder(words)
+        folder = folder_of(words)
         if folder is not None:
             _refuse_unwritable(folder, f"{source}: trackers.{kind}")
 
@@ -215,7 +203,7 @@ def _installed(package: str) -> bool:
     return found is not None and found.origin is not None  # a folder of that name, as wandb makes one, is no package
 
 
-def _folder(words: Any) -> Path | None:
+def folder_of(words: Any) -> Path | None:
     """That a tracker writes into; None: it is elsewhere."""
     if isinstance(words, MlflowChoice):
         uri = str(words.tracking_uri)
@@ -255,7 +243,7 @@ def describe(trackers: Trackers) -> Iterator[tuple[str, str]]:
                 f"project {project}, " + ("online" if words.mode == "online" else f"offline in {words.dir}/wandb"),
             )
         else:
-            yield kind, str(_folder(words))
+            yield kind, str(folder_of(words))
 
 
 def make_tracker(kind: str, words: Any) -> Tracker:

@@ -39,10 +39,10 @@ def track(
     ] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write what is missing in a run's trackers, or in the model registries of a channel. `--tracker` adds one."""
+    """Write what is missing in a run's trackers, or in the registries of a channel. `--tracker` writes one more."""
     from posttrain.app import following
+    from posttrain.app.adding import track_more
     from posttrain.app.registering import register_channel
-    from posttrain.app.tracking import add_trackers
     from posttrain.app.workspace import open_workspace
 
     if follow and (tracker or output is Output.JSON):
@@ -58,9 +58,9 @@ def track(
         workspace.close()
         following.follow(workspace.root, run_id)
         return
-    if tracker:
-        add_trackers(workspace, run_id, read_choice(tracker))
-    _told(workspace, {"run": run_id}, following.track(workspace, run_id), output)
+    chosen = read_choice(tracker) if tracker else {}
+    found = track_more(workspace, run_id, chosen) if chosen else following.track(workspace, run_id)
+    _told(workspace, {"run": run_id}, found, output)
 
 
 def _told(workspace: Workspace, what: dict[str, str], found: list[TrackerState], output: Output) -> None:
