@@ -84,8 +84,8 @@ def is_mutants(words: list[str]) -> bool:
 
 
 def is_demo(words: list[str]) -> bool:
-    """A demo that CI plays: `make demo`, or `make demos` for each task."""
-    played = re.search(r"^demos:.*\n\t.*in ([\d ]+);", MAKEFILE, re.MULTILINE)
+    """A demo that CI plays: `make demo`, `make dist`, or `make demos` for each task."""
+    played = re.search(r"^demos:.*\n\t.*TASKS\),([\d ]+)\);", MAKEFILE, re.MULTILINE)
     assert played
     task = words[words.index("--task") + 1] if "--task" in words else "01"
     return words[:2] == ["posttrain", "demo"] and task in ("01", *played.group(1).split())
