@@ -154,3 +154,25 @@ def test_a_grid_leaves_out_wraps_and_then_stacks() -> None:
         "  the reason",
     ]
     assert drawn(Grid([Column("a")]), 20) == []
+
+
+def test_a_sweep_says_the_last_part_of_a_path_and_what_varies(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, terminal: Terminal
+) -> None:
+    world = make_world(tmp_path_factory.mktemp("sweep"), monkeypatch)
+    world.prepare()
+    words = ["sweep", "run.yaml", "--set", "grpo.optimizer.learning_rate=1e-4,3e-4", "--set", "sft.steps=4"]
+    piped = world.ok(*words).splitlines()
+    (head,) = [line for line in piped if line.startswith("rank")]
+    assert head.split() == ["rank", "learning_rate", "heldout/accuracy", "↑", "to", "the", "best"]
+    assert "all: sft.steps 4" in piped
+    numbers = re.findall(r"[-+]?[\d.]+ \[[^\]]+\]", "\n".join(piped))
+    assert len(numbers) >= 3
+    shown = terminal(*words)
+    shown = shown[shown.index("heldout/accuracy ↑") :]  # below what is redrawn while runs are driven
+    assert "…" not in shown
+    assert not [number for number in numbers if number not in shown]
+    assert re.search(r"(?m)^all: sft\.steps 4$", shown)
+    both = world.ok("sweep", "run.yaml", "--set", "sft.steps=4,5", "--set", "grpo.steps=5,6")
+    (head,) = [line for line in both.splitlines() if line.startswith("rank")]
+    assert head.split()[1:3] == ["sft.steps", "grpo.steps"], "where the last part does not tell them apart"

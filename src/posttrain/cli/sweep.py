@@ -14,11 +14,10 @@ from posttrain.cli.plans import FileArgument
 from posttrain.domain.overrides import parse_overrides, setting_words, value_words, written
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from posttrain.app.runs import Run
     from posttrain.app.sweeping import Point, Sweep
     from posttrain.app.workspace import Workspace
+    from posttrain.cli.tables import Grid
     from posttrain.decision.ranking import Ranking
     from posttrain.domain.records import RunRecord
 
@@ -122,20 +121,23 @@ def _show(found: Sweep, workspace: Workspace, output: Output) -> None:
         return
     screen = console()
     screen.print(ranking_table(found, ranking, states))
+    say(*(f"all: {path} {value_words(value)}" for path, value in _the_same(found).items()))
     screen.print(*_footnotes(found, ranking, troubles), sep="\n")
     _next(found, ranking)
 
 
-def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], str]) -> Table:
+def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], str]) -> Grid:
     """A row for each setting, the best mean first; with what each seed gave."""
-    from rich.table import Table
     from rich.text import Text
 
+    from posttrain.cli.tables import Column, Grid
+
     arrow = {"higher": "↑", "lower": "↓"}[found.better]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    paths = [path for path, _ in found.settings[0]]
-    for title in ("rank", *paths, f"{found.metric} {arrow}", "each seed", "to the best"):
-        table.add_column(title, overflow="fold")
+    paths = [path for path, _ in found.settings[0] if path not in _the_same(found)]
+    names = _short([path for path, _ in found.settings[0]])
+    titles = ("rank", *(names[path] for path in paths), f"{found.metric} {arrow}", "each seed", "to the best")
+    table = Grid([Column(title) for title in titles])
+    one_each = len(found.seeds) == 1 and all(one.mean for one in ranking.settings)  # it is the mean itself
     order = _order(found, ranking)
     for place in order:
         one, setting = ranking.settings[place], dict(found.settings[place])
@@ -145,14 +147,33 @@ def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], 
             _seed_words(one.values.get(seed), states[place, seed]) for seed in found.seeds if (place, seed) in states
         ]
         words = [Text(value_words(setting[path])) for path in paths]
-        table.add_row(
+        table.row(
             Text(rank, style=style("pass") if one.worst == 1 else ""),
             *words,
             mean,
-            "  ".join(seeds),
+            "" if one_each else "  ".join(seeds),
             _to(ranking, order[0], place),
         )
     return table
+
+
+def _the_same(found: Sweep) -> dict[str, Any]:
+    """Paths to which all settings give one value, if there are several settings."""
+    first, *others = [dict(setting) for setting in found.settings]
+    return {path: value for path, value in first.items() if others and all(one[path] == value for one in others)}
+
+
+def _short(paths: Sequence[str]) -> dict[str, str]:
+    """Path → as many of its last parts as tell it from the others."""
+    parts = {path: path.split(".") for path in paths}
+    return {
+        path: next(
+            ".".join(own[-n:])
+            for n in range(1, len(own) + 1)
+            if n == len(own) or all(own[-n:] != other[-n:] for name, other in parts.items() if name != path)
+        )
+        for path, own in parts.items()
+    }
 
 
 def _order(found: Sweep, ranking: Ranking) -> list[int]:
