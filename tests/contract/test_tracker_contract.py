@@ -6,6 +6,7 @@ import math
 import re
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracker_targets import BENCHES, RUN, Bench, Point, each
 
+from posttrain.domain.errors import WorkspaceError
 from posttrain.telemetry.trackers.csv import CsvTracker
 from posttrain.telemetry.trackers.mlflow import MlflowTracker
 from posttrain.telemetry.trackers.parquet import ParquetTracker
@@ -146,6 +148,38 @@ def test_odd_names_and_values_arrive(bench: Bench) -> None:
     assert math.isnan(values["sft", "loss", 5])
     assert values["sft", "loss", 6] > 1e300
     assert values["sft", "tokens", 2**40] == pytest.approx(1e30)
+
+
+OURS, THEIRS = (replace(ABOUT, workspace=letter * 32, created_at=at) for letter, at in (("a", 1.7e9), ("b", 1.8e9)))
+
+
+@pytest.mark.parametrize("bench", each(), indirect=True)
+def test_a_run_that_another_workspace_wrote_is_refused(bench: Bench) -> None:
+    failed = Ending("failed", "", 1.0)
+    write(bench, ROWS[:2], failed)  # of before workspaces had an identity
+    write(bench, ROWS[:3], failed, about=OURS)
+    for _ in range(2):
+        with pytest.raises(WorkspaceError, match="another workspace wrote its run sort-1 there; name another place"):
+            write(bench, ROWS, DONE, about=THEIRS)
+    close(bench.points(), expected(ROWS[:3], bench.tracker()))
+    write(bench, ROWS, DONE, about=OURS)
+    close(bench.points(), expected(ROWS, bench.tracker()))
+
+
+@pytest.mark.parametrize("bench", each("fake"), indirect=True)
+def test_one_process_writes_a_target_at_a_time(bench: Bench) -> None:
+    first, second = bench.tracker(), bench.tracker()
+    first.begin(OURS)
+    first.log(ROWS[:2])
+    for about in (OURS, THEIRS):
+        with pytest.raises(WorkspaceError, match="another process writes run sort-1 there; wait for it"):
+            second.begin(about)
+        second.close()
+    first.log(ROWS[2:4])
+    first.end(DONE)
+    first.close()
+    write(bench, ROWS, DONE, about=OURS)
+    close(bench.points(), expected(ROWS, bench.tracker()))
 
 
 NAMERS: list[Tracker] = [

@@ -7,7 +7,9 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from cli_world import RUN, World, make_world
 from posttrain.app import tracking
 from posttrain.app.following import Scribe
 from posttrain.app.tracked import RunSource
-from posttrain.app.workspace import Workspace
+from posttrain.app.workspace import Workspace, open_workspace
+from posttrain.domain.errors import TrackerError
 from posttrain.domain.facts import Metric
 from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import write_json
@@ -352,6 +355,48 @@ def test_one_process_writes_a_run_at_a_time(world: World) -> None:
         assert not (world.root / "here").exists()
     assert "csv waiting" in world.ok("track", run)  # the run goes on, and so does what is written of it
     assert {p[0] for p in points(world.root / "here" / f"{run}.csv")} == {"sft"}
+
+
+def test_a_target_is_of_one_workspace(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "shared"
+    world.write("run.yaml", RUN + f"trackers: {{csv: {shared}}}\n")
+    world.ok("run", "run.yaml")
+    run = world.newest()
+    world.ok("track", run)
+    written = points(shared / f"{run}.csv")
+    identity = json.loads((world.root / ".posttrain" / "workspace.json").read_text())["id"]
+    assert (shared / f".{run}.csv.writer").read_text() == f"{identity}\n"
+    world.ok("init", "--tracker", "csv")
+    assert json.loads((world.root / ".posttrain" / "workspace.json").read_text())["id"] == identity
+    shutil.copytree(world.root / ".posttrain", tmp_path / "copy" / ".posttrain")
+    (tmp_path / "second").mkdir()
+    second = make_world(tmp_path / "second", monkeypatch)
+    second.prepare()
+    second.write("run.yaml", RUN + f"trackers: {{csv: {shared}}}\n")
+    second.ok("run", "run.yaml")
+    assert second.newest() == run, "ids come from manifests"
+    refused = second("track", run)
+    assert (refused.exit_code, refused.stderr.count("\n")) == (TrackerError.exit_code, 1)
+    assert f"another workspace wrote its run {run} there; name another place" in refused.stderr
+    assert tracker(second, run)["state"] == "trouble"
+    assert points(shared / f"{run}.csv") == written
+    second.ok("track", run, "--tracker", f"csv={tmp_path / 'elsewhere'}")
+    assert [p[:3] for p in points(tmp_path / "elsewhere" / f"{run}.csv")] == [p[:3] for p in written]
+    monkeypatch.setenv("POSTTRAIN_WORKSPACE", str(tmp_path / "copy" / ".posttrain"))
+    second.ok("track", run)  # a copy is the same workspace
+    (shared / f"{run}.csv").unlink()
+    monkeypatch.setenv("POSTTRAIN_WORKSPACE", str(second.root / ".posttrain"))
+    second.ok("track", run, "--tracker", f"csv={shared}")  # what was taken away is nobody's
+
+
+def test_an_identity_is_one_whoever_asks_first(world: World) -> None:
+    path = world.root / ".posttrain" / "workspace.json"
+    before = json.loads(path.read_text())
+    assert "id" not in before
+    with ThreadPoolExecutor(8) as pool:
+        asked = list(pool.map(lambda _: open_workspace(world.root).identity(), range(8)))
+    assert len(set(asked)) == 1
+    assert json.loads(path.read_text()) == {**before, "id": asked[0]}
 
 
 def test_what_was_recorded_by_hand_is_checked(world: World) -> None:

@@ -36,7 +36,8 @@ class RunSource:
         manifest, _ = self._workspace.manifest_or_trouble(run)
         stages = [stage.name for stage in self._workspace.ledger.stages(run.id)]
         params = dict(_params(manifest)) if manifest else {}
-        return TrackedRun(run.id, run.name, run.owner, run.manifest_digest, run.created_at, params, stages)
+        identity = self._workspace.identity()
+        return TrackedRun(run.id, run.name, run.owner, run.manifest_digest, run.created_at, params, stages, identity)
 
     def read(self) -> tuple[Iterator[Row], Ending | None]:
         """What is new; and how the run ended, once it has: then no row comes after these."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import getpass
 import os
 import socket
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ from posttrain.store.sealer import seal
 FOLDER = ".posttrain"
 VARIABLE = "POSTTRAIN_WORKSPACE"
 STORE_VARIABLE = "POSTTRAIN_STORE"
-SETTINGS = "workspace.json"  # {"format", "store"}: written once; "rewards" and "trackers" as a person said
+SETTINGS = "workspace.json"  # {"format", "store"}: written once; "rewards" and "trackers" as a person said; "id"
 TRUSTED = "trusted"
 _FORMAT = "posttrain.workspace/1"
 _OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
@@ -97,6 +100,20 @@ class Workspace:
     def read_only(self) -> bool:
         """Whether it may only be read: another user's, or on a read-only mount."""
         return self.ledger.database.read_only
+
+    def identity(self) -> str:
+        """What tells this workspace from others, also moved or copied: 32 random hexadecimal digits in workspace.json.
+
+        Raises:
+            WorkspaceError: it has none yet and cannot be written.
+        """
+        path = self.root / SETTINGS
+        with _settings_lock(self.root):  # the writers of several runs may ask at once
+            record = read_json(path) or _fresh_record(self.root, self.blobs.url)
+            if not record.get("id"):
+                record = {**record, "id": uuid.uuid4().hex}
+                write_json(path, record)
+        return str(record["id"])
 
     def seal(self) -> None:
         """Chain the events committed so far; whoever may only read leaves that to the next who writes."""
@@ -199,17 +216,32 @@ def _store(root: Path) -> str:
 
 
 def _record_store(root: Path, url: str, rewards: str | None, trackers: Mapping[str, Any] | None) -> None:
-    known = read_json(root / SETTINGS)
-    own = blobs_url(root / _OWN_STORE)
-    record = known or {"format": _FORMAT, "store": _OWN_STORE if url == own else url}
-    if rewards is not None:
-        record = {key: value for key, value in record.items() if key != "rewards"}
-        record |= {"rewards": TRUSTED} if rewards == TRUSTED else {}
-    if trackers is not None:
-        record = {key: value for key, value in record.items() if key != "trackers"}
-        record |= {"trackers": dict(trackers)} if trackers else {}
-    if record != known:
-        write_json(root / SETTINGS, record)
+    with _settings_lock(root):
+        known = read_json(root / SETTINGS)
+        record = known or _fresh_record(root, url)
+        if rewards is not None:
+            record = {key: value for key, value in record.items() if key != "rewards"}
+            record |= {"rewards": TRUSTED} if rewards == TRUSTED else {}
+        if trackers is not None:
+            record = {key: value for key, value in record.items() if key != "trackers"}
+            record |= {"trackers": dict(trackers)} if trackers else {}
+        if record != known:
+            write_json(root / SETTINGS, record)
+
+
+def _fresh_record(root: Path, url: str) -> dict[str, Any]:
+    return {"format": _FORMAT, "store": _OWN_STORE if url == blobs_url(root / _OWN_STORE) else url}
+
+
+@contextmanager
+def _settings_lock(root: Path) -> Iterator[None]:
+    """One process at a time reads and writes workspace.json; the folder itself is locked, for nothing to be left."""
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _make(root: Path) -> None:

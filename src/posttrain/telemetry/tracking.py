@@ -40,6 +40,7 @@ class TrackedRun:
     created_at: float
     params: Mapping[str, Any] = field(default_factory=dict)  # "grpo.optimizer.learning_rate" → value; also the seed
     stages: Sequence[str] = ()  # in their order
+    workspace: str = ""  # identity: 32 hexadecimal digits; empty: unknown, and nothing is compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,10 @@ class ChannelState:
 class Tracker(Protocol):
     """One place that a run's points are written to.
 
-    Every implementation: `begin` leaves a target that a killed writer left torn whole again, and says exactly what is
-    there; whatever is wrong with the target is an exception of any class, after which a new tracker may begin again.
+    Every implementation: `begin` refuses a run that another workspace wrote there, and, where the target is files, one
+    that another process writes (`telemetry/holding.py`); it leaves a target that a killed writer left torn whole again,
+    and says exactly what is there. Whatever is wrong with the target is an exception of any class, after which a new
+    tracker may begin again.
     """
 
     kind: ClassVar[str]

@@ -10,11 +10,12 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
 from posttrain.store.atomic import make_folder, unwritable
+from posttrain.telemetry.holding import hold
 from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun
 
 COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")
@@ -34,6 +35,7 @@ class CsvTracker:
         self._folder = folder
         self._run = ""
         self._file = -1
+        self._held: IO[bytes] | None = None
 
     @property
     def where(self) -> str:
@@ -52,6 +54,7 @@ class CsvTracker:
         """See `Tracker.begin`."""
         self._run = run.id
         make_folder(self._folder)
+        self._held = hold(self._folder / f".{self._path.name}.writer", run, self.where, self._path.exists)
         try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             found = self._whole_lines()
@@ -122,3 +125,5 @@ class CsvTracker:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+        if self._held is not None:
+            self._held.close()

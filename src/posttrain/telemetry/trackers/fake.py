@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from posttrain.telemetry.holding import refuse_another
 from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun
 
 
@@ -15,6 +16,7 @@ class Target:
 
     points: list[tuple[str, str, int, float]] = field(default_factory=list)
     endings: list[str] = field(default_factory=list)
+    workspace: str = ""
     versions: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
 
@@ -43,6 +45,8 @@ class FakeTracker:
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
         self._trouble()
+        refuse_another(self._target.workspace, run, self.where)
+        self._target.workspace = run.workspace or self._target.workspace
         found: dict[tuple[str, str], int] = {}
         for stage, metric, step, _ in self._target.points:
             found[stage, metric] = max(step, found.get((stage, metric), -1))

@@ -15,18 +15,19 @@ import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.store.atomic import make_folder
+from posttrain.telemetry.holding import hold, refuse_another
 from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun, Version
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
-RUN_TAG, DIGEST_TAG = "posttrain.run", "posttrain.digest"
+RUN_TAG, DIGEST_TAG, WORKSPACE_TAG = "posttrain.run", "posttrain.digest", "posttrain.workspace"
 _SQLITE = "sqlite:///"
 _ALIEN = re.compile(r"[^\w.\- /]", re.ASCII)
 _NAME, _VALUE = 250, 6000  # characters that MLflow takes of a name, of a parameter
@@ -61,6 +62,7 @@ class MlflowTracker:
         self._opened: MlflowClient | None = None
         self._id = ""
         self._status = ""
+        self._held: IO[bytes] | None = None
 
     @property
     def where(self) -> str:
@@ -100,18 +102,31 @@ class MlflowTracker:
 
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
+        self._hold(run)
         experiment = self._experiment_id()
         found = self._run_of(run.id, experiment)
-        if found is None:
+        if found is not None:
+            refuse_another(found.data.tags.get(WORKSPACE_TAG, ""), run, self.where)
+        else:
             tags = {RUN_TAG: run.id, "posttrain.manifest": run.manifest, "posttrain.owner": run.owner}
             made = self._client.create_run(experiment, round(run.created_at * 1000), tags, run.id)
             crashpoint("track.inside_log")
             found = self._client.get_run(made.info.run_id)
+        if run.workspace and found.data.tags.get(WORKSPACE_TAG) != run.workspace:
+            self._client.set_tag(found.info.run_id, WORKSPACE_TAG, run.workspace)
         self._id, self._status = found.info.run_id, found.info.status
         self._mend(str(found.info.artifact_uri))
         found = self._client.get_run(self._id)
         self._params(run, found)
         return dict(self._there(found))
+
+    def _hold(self, run: TrackedRun) -> None:
+        """Of a store on this machine; a server's runs are told apart by their tag alone."""
+        if self._folder is not None:
+            make_folder(self._folder)
+            mark = hashlib.sha256(f"{self._uri} {self._experiment}".encode()).hexdigest()[:8]
+            lock = self._folder / f".{run.id}.{mark}.writer"
+            self._held = hold(lock, run, self.where, lambda: False)  # whose it is, its tag says
 
     def _experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException
@@ -188,6 +203,8 @@ class MlflowTracker:
 
     def close(self) -> None:
         """See `Tracker.close`."""
+        if self._held is not None:
+            self._held.close()
 
     # --- released models ---------------------------------------------------------------------------------------------
 

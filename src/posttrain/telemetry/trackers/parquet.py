@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
 from posttrain.store.atomic import make_folder, write_stream
+from posttrain.telemetry.holding import hold
 from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ParquetTracker:
         self._folder = folder
         self._run = ""
         self._there = 0  # points
+        self._held: IO[bytes] | None = None
         self._waiting: list[tuple[str, int, float, str, float]] = []
 
     @property
@@ -55,6 +57,7 @@ class ParquetTracker:
         """See `Tracker.begin`."""
         self._run = run.id
         make_folder(self._folder)
+        self._held = hold(self._folder / f".{self._path.name}.writer", run, self.where, self._path.exists)
         for left in self._folder.glob(f".{self._path.name}.*.tmp"):  # a killed writer's; there is one writer at a time
             left.unlink(missing_ok=True)
         found: dict[tuple[str, str], int] = {}
@@ -117,6 +120,8 @@ class ParquetTracker:
 
     def close(self) -> None:
         """See `Tracker.close`."""
+        if self._held is not None:
+            self._held.close()
 
 
 def _schema() -> pa.Schema:

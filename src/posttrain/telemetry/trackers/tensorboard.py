@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.store.atomic import make_folder, unwritable
+from posttrain.telemetry.holding import hold
 from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class TensorBoardTracker:
         self._path = logdir
         self._file: IO[bytes] | None = None
         self._texts: dict[str, list[str]] = {}
+        self._held: IO[bytes] | None = None
 
     @property
     def where(self) -> str:
@@ -53,7 +55,10 @@ class TensorBoardTracker:
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
         self._path = self._logdir / run.id / _NAME.format(created=run.created_at)
-        make_folder(self._path.parent)
+        folder = self._path.parent
+        make_folder(folder)
+        written = _NAME.partition("{")[0] + "*"  # another workspace's file has another time in its name
+        self._held = hold(folder / ".posttrain.writer", run, self.where, lambda: any(folder.glob(written)))
         found: dict[tuple[str, str], int] = {}
         end = 0
         try:
@@ -112,6 +117,8 @@ class TensorBoardTracker:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._held is not None:
+            self._held.close()
 
     def _text(self, tag: str, text: str, step: int, at: float) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

@@ -18,12 +18,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
 from posttrain.foreign.wandb_records import records
 from posttrain.store.atomic import make_folder, write_atomic
+from posttrain.telemetry.holding import hold, refuse_another
 from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun
 
 STEP = "step"
@@ -32,6 +33,7 @@ _DOT = ":"  # in the place of a stage's dot; no name of a stage has one
 _STATE = "posttrain/state"
 _TIME = "_timestamp"
 _ARRIVING = 300.0  # seconds that what was written may take to be in the file
+_WORKSPACE = "posttrain_workspace"  # in the configuration
 
 
 class WandbTracker:
@@ -54,6 +56,7 @@ class WandbTracker:
         self._known = 0  # rows of it that `begin` saw
         self._cursor: dict[tuple[str, str], int] = {}
         self._ended = ""
+        self._held: IO[bytes] | None = None
 
     @property
     def where(self) -> str:
@@ -74,6 +77,8 @@ class WandbTracker:
             self._open()
             self._cursor = dict(self._online())
             return dict(self._cursor)
+        lock = self._base / f".{run.id}.wandb.writer"
+        self._held = hold(lock, run, self.where, lambda: self._target() is not None)
         self._old = self._target(tidy=True)
         if self._old is not None:
             for row in self._rows(self._old):
@@ -134,6 +139,8 @@ class WandbTracker:
     def close(self) -> None:
         """See `Tracker.close`."""
         self._finish(0)
+        if self._held is not None:
+            self._held.close()
 
     def _finish(self, code: int) -> None:
         if self._run is not None:
@@ -161,6 +168,14 @@ class WandbTracker:
             config={**about.params, "posttrain": {"manifest": about.manifest, "owner": about.owner}},
             settings=wandb.Settings(**quiet, x_disable_stats=True, x_disable_meta=True),
         )  # fmt: skip
+        if self._mode == "online":  # resumed, its configuration is the service's
+            try:
+                refuse_another(str(self._run.config.get(_WORKSPACE, "")), about, self.where)
+            except WorkspaceError:
+                self._finish(0)
+                raise
+        if about.workspace:
+            self._run.config.update({_WORKSPACE: about.workspace}, allow_val_change=True)
         for stage in map(_told, about.stages):
             self._run.define_metric(f"{stage}/{STEP}", hidden=True)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/{STEP}")
