@@ -39,7 +39,11 @@ from posttrain.planner.residency import Load
 from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
-_DECIDING_ROOMS = ("engine", "jobs", "data/rows.py", "domain/seeds.py")
+_DECIDING_ROOMS = (
+    *("engine", "jobs", "data/files.py", "data/rows.py", "domain/canonical.py", "domain/measures.py"),
+    *("domain/placement.py", "domain/rewards.py", "domain/seeds.py", "domain/weights.py"),
+    *("pacing/balancing.py", "planner/feasibility.py", "planner/residency.py"),
+)
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
 # Parquet rows, regex reads answers.
 _DECIDING_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "jinja2", "pyarrow", "regex")

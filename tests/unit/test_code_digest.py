@@ -1,0 +1,75 @@
+"""The code digest has every source that a job imports and that decides results; the rest is named here, with why."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from posttrain.execution.trainers import native
+
+ROOT = Path(native.__file__).parents[2]
+DECIDES_NOTHING = {
+    "domain/crashpoints.py": "kills on request, in tests",
+    "domain/errors.py": "words of errors",
+    "domain/facts.py": "the form of what is reported",
+    "domain/gates.py": "judged on the control side, from what jobs measured",
+    "domain/identity.py": "whose process it is",
+    "domain/jobs.py": "the form of orders and results; what an order holds is in the cache key",
+    "domain/manifest.py": "what it holds is in the cache key",
+    "domain/overrides.py": "applied before the manifest is made",
+    "domain/ports.py": "forms only",
+    "domain/runspec.py": "what it holds is in the cache key",
+    "domain/time_limit.py": "ends what takes too long, and changes no result",
+    "domain/trackers.py": "where metrics are copied to",
+    "domain/validation.py": "words of errors",
+    "domain/vocabulary.py": "words of errors",
+    "execution/environment.py": "which variables a process is given",
+    "store/atomic.py": "keeps bytes",
+    "store/attempts.py": "keeps bytes",
+    "store/backends/local.py": "keeps bytes",
+    "store/backends/memory.py": "keeps bytes",
+    "store/backends/remote.py": "keeps bytes",
+    "store/blobs.py": "keeps bytes, known by their digest",
+    "store/scratch.py": "where temporary files lie",
+    "store/trees.py": "keeps bytes, known by their digest",
+}
+
+
+def name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Also inside functions, and for types only: erring to the safe side."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def reached() -> set[str]:
+    """Every source with something in it that `jobs` and `engine` import, directly or by way of another."""
+    modules = {name(path): path for path in ROOT.rglob("*.py")}
+    waiting = [module for module in modules if module.startswith(("posttrain.jobs.", "posttrain.engine."))]
+    seen: set[str] = set()
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting += [found for found in imported(modules[module]) if found in modules]
+    return {modules[module].relative_to(ROOT).as_posix() for module in seen}
+
+
+def test_what_a_job_imports_is_in_the_code_digest_or_decides_nothing() -> None:
+    digested, found = set(native._sources()["files"]), reached()
+    assert len(found) > 100
+    assert found >= {"domain/rewards.py", "pacing/balancing.py", "planner/residency.py"}, "the graph is followed"
+    assert sorted(found - digested - DECIDES_NOTHING.keys()) == [], "into the digest, or into the list with a reason"
+    assert sorted(DECIDES_NOTHING.keys() & digested) == []
+    assert sorted(DECIDES_NOTHING.keys() - found) == [], "no longer imported"
+    assert found >= {path for path in digested if not path.startswith(("jobs/", "engine/"))}
