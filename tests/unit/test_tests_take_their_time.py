@@ -145,6 +145,7 @@ WAIT = re.compile(
     r"^(?P<name>_?[A-Z_]*(?:SECONDS|TIMEOUT|GRACE|CLOSING|LEAVING|ALONE|PATIENCE)\w*)\s*=\s*(?P<value>[0-9.]+)", re.M
 )
 SHORT_WAITS = {
+    "app/reaching.py:_SECONDS": "a server that is away longer is told, and tried again later",
     "app/status.py:_ALONE": "told a little early, nothing else: a driver may follow",
     "data/fitting.py:_MEAN_SECONDS": "a mean over rows, looked at after ten seconds; a rendering takes a thousandth",
     "engine/recipes/answers.py:_SECONDS": "a hundred thousand times what it takes, so that a pattern cannot hang a run",
