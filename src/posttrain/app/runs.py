@@ -33,7 +33,13 @@ from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
 
-JUDGING = ("scipy.optimize", "scipy.special", "scipy.stats")  # what gates import when they judge
+JUDGING = (
+    "pyarrow.compute",
+    "pyarrow.pandas_compat",
+    "scipy.optimize",
+    "scipy.special",
+    "scipy.stats",
+)  # what gates import when they judge
 REPORTING = ("posttrain.app.reporting",)
 _MOVED = "a model that the run file names is another by now; this run goes on with the one that it began with"
 MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader

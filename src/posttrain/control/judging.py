@@ -170,12 +170,13 @@ def read_evidence(data: bytes, source: str) -> dict[str, Evidence]:
     """
     try:
         # no threads: those of a command that ends at once may outlive the interpreter
-        table = pq.ParquetFile(io.BytesIO(data)).read(list(_COLUMNS), use_threads=False).to_pydict()
+        table = pq.ParquetFile(io.BytesIO(data)).read(list(_COLUMNS), use_threads=False)
+        columns = [table.column(name).to_pylist() for name in _COLUMNS]
     except (OSError, ValueError, KeyError) as error:
         raise IntegrityError(f"{source}: evaluation results cannot be read: {error}; evaluate again") from error
     rows: dict[str, list[tuple[str, float]]] = {}
     ranges: dict[str, set[tuple[Any, ...]]] = {}
-    for metric, item, value, *declared in zip(*(table[name] for name in _COLUMNS), strict=True):
+    for metric, item, value, *declared in zip(*columns, strict=True):
         rows.setdefault(metric, []).append((item, float("nan") if value is None else value))
         ranges.setdefault(metric, set()).add(tuple(declared))
     return {

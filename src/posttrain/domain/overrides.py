@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from posttrain.domain.errors import InputError
 
 MOST_VALUES = 1000  # of one path
@@ -44,6 +42,8 @@ def parse_override(text: str) -> Override:
     path = path.strip()
     if not equals or not path or not all(path.split(".")):
         raise InputError(f"--set: must be PATH=VALUE, or PATH=VALUE,VALUE for a sweep, got {text!r}")
+    import yaml  # here: `--help` needs none
+
     try:
         values = yaml.safe_load(f"[{written}]")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -136,12 +136,16 @@ def value_words(value: Any) -> str:
 
 def written(value: Any) -> str:
     """A value as `--set` takes it: YAML that is read back as the same value."""
+    import yaml
+
     if isinstance(value, str) and _reads_back(value):
         return value
     return yaml.safe_dump([value], default_flow_style=True, width=_WIDE, sort_keys=False).strip()[1:-1]
 
 
 def _reads_back(text: str) -> bool:
+    import yaml
+
     try:
         return bool(yaml.safe_load(f"[{text}]") == [text]) and text == text.strip() and text.isprintable()
     except (yaml.YAMLError, ValueError, RecursionError):
