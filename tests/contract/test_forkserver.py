@@ -263,6 +263,17 @@ class TestAttested:
             assert "files of the environment were written while" in log
         assert (packages / "other.py").read_text() == "WORD = 'good'\n"
 
+    def test_a_file_that_came_once_while_it_imported_is_no_end(
+        self, driver: Driver, packages: Path, tmp_path: Path
+    ) -> None:
+        """Another Python may make a folder for compiled files meanwhile."""
+        preload = (HERE / "executor_preload.py").read_text()
+        (packages / "executor_preload.py").write_text(
+            preload + "(Path(__file__).parent / '__pycache__').mkdir(exist_ok=True)\n"
+        )
+        found = driver.run(pinned=self.pinned(packages, tmp_path))
+        assert found["server"] is not None
+
     def test_a_refused_environment_ends_no_other_runs_server(
         self, driver: Driver, packages: Path, tmp_path: Path
     ) -> None:

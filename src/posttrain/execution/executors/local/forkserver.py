@@ -44,6 +44,7 @@ _END_SECONDS = 5.0
 _CANNOT = 1
 _REFUSED = "refused: "  # of this environment only
 _LONGEST = 4096  # bytes of an answer
+_TRIES = "3"
 
 
 class ForkServer:
@@ -149,14 +150,15 @@ def _pinned(folder: Path) -> str:
         return ""
 
 
-def attest(folder: str, preload: str, descriptor: str) -> NoReturn:
+def attest(folder: str, preload: str, descriptor: str, tries: str = _TRIES) -> NoReturn:
     """Compare the environment with the one that the first attempt's order names, then become the server."""
     marks = bootstrap.marks(Path(folder))  # before the files are read: what changes from here on is seen
     different = bootstrap.trouble(Path(folder))
     if different:
         _refuse(descriptor, _REFUSED + different)  # the attempt starts cold, and answers with it
     flags = ["-s", "-P", *bootstrap.compiled_flags()]
-    os.execv(sys.executable, [sys.executable, *flags, "-m", _MODULE, "serve", folder, preload, descriptor, marks])
+    words = ["serve", folder, preload, descriptor, tries, marks]
+    os.execv(sys.executable, [sys.executable, *flags, "-m", _MODULE, *words])
 
 
 def _refuse(descriptor: str, why: str) -> NoReturn:
@@ -166,10 +168,11 @@ def _refuse(descriptor: str, why: str) -> NoReturn:
     os._exit(_CANNOT)
 
 
-def serve(folder: str, preload: str, descriptor: str, marks: str) -> None:
+def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) -> None:
     """Import, then fork for each line that names an attempt's folder, until the other end is closed.
 
     Args:
+        tries: left, where something was written meanwhile: a folder of compiled files is one that means nothing.
         marks: of the files, before they were compared. A file that was another one while it was imported, and is itself
             again, has other marks.
     """
@@ -179,6 +182,10 @@ def serve(folder: str, preload: str, descriptor: str, marks: str) -> None:
     if len(threads) > 1:  # a fork has only the thread that forked, and the locks of all
         _refuse(descriptor, f"the fork server must have one thread, got {len(threads)}")
     if bootstrap.marks(Path(folder)) != marks:
+        if int(tries) > 1:  # nothing of this memory is kept
+            flags = ["-s", "-S", "-P", *bootstrap.compiled_flags()]
+            again = [str(_HERE), folder, preload, descriptor, str(int(tries) - 1)]
+            os.execv(sys.executable, [sys.executable, *flags, *again])
         _refuse(descriptor, "files of the environment were written while the fork server imported them")
     gc.collect()
     gc.freeze()  # the collector would write on pages that forks share
