@@ -36,6 +36,7 @@ from posttrain.domain.trackers import Trackers
 JUDGING = (
     "pyarrow.compute",
     "pyarrow.pandas_compat",
+    "pyarrow.vendored.version",
     "scipy.optimize",
     "scipy.special",
     "scipy.stats",
