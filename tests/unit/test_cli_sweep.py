@@ -66,6 +66,15 @@ def test_seeds_are_derived_and_the_first_is_the_files(world: World) -> None:
     assert [point["manifest"] for point in again] == [points[n]["manifest"] for n in (0, 1, 3, 4)]
 
 
+def test_seeds_may_be_named(world: World) -> None:
+    found = world.json("sweep", "run.yaml", "--set", "seed=3,4,5", "--set", REWARDS)
+    assert found["seeds"] == [3, 4, 5]
+    assert [[run["seed"] for run in one["runs"]] for one in found["settings"]] == [[3, 4, 5]] * 2
+    assert [one["rank"] for one in found["settings"]] == [[1, 1], [2, 2]]
+    assert "3 settings" not in world.ok("sweep", "run.yaml", "--set", "seed=3,4,5")
+    assert "must be whole numbers, got 'x'" in world("sweep", "run.yaml", "--set", "seed=x,y").stderr
+
+
 def test_a_run_that_fails_stops_no_other(world: World) -> None:
     world.write("half.py", GOOD_REWARD.replace("return 1.0", "return 0.5"))
     world.ok("asset", "add", "reward:sort", "half.py")

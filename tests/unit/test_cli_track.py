@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from cli_world import RUN, World, make_world
 
-from posttrain.app import tracking
+from posttrain.app import following, tracking
 from posttrain.app.following import Scribe
 from posttrain.app.tracked import RunSource
 from posttrain.app.workspace import Workspace, open_workspace
@@ -25,6 +25,8 @@ from posttrain.domain.facts import Metric
 from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import write_json
 from posttrain.store.attempts import AttemptFolder, EventWriter
+
+START = Scribe.start
 
 
 @pytest.fixture
@@ -494,3 +496,29 @@ def test_what_moves_with_a_folder_is_relative_to_it(tmp_path: Path) -> None:
     own = tracking.resolved(tracking.parse_trackers(list(WORDS), "x"), tmp_path, tmp_path / "w").to_json()
     assert own["mlflow"]["tracking_uri"] == f"sqlite:///{tmp_path}/w/tracking/mlflow.db"
     assert own["wandb"] == {"project": "posttrain", "mode": "offline", "dir": f"{tmp_path}/w/tracking"}
+
+
+def test_a_lock_that_somebody_only_looks_at_delays_the_writer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.ok("init", "--tracker", "csv")
+    world.ok("run", "run.yaml")
+    run, started = world.newest(), list[list[str]]()
+
+    class Writer:
+        def __init__(self, command: list[str], **_: object) -> None:
+            started.append(command)
+
+        def poll(self) -> int | None:
+            return None
+
+    monkeypatch.setattr(following.subprocess, "Popen", Writer)
+    monkeypatch.setattr(following, "_POLL", 0.0)
+    monkeypatch.setattr(Scribe, "start", START)
+    with open(world.root / ".posttrain" / "runs" / run / tracking.LOCK, "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        scribe = Scribe(open_workspace(), run)
+        for _ in range(5):  # more often than a writer that dies is started
+            scribe.keep()
+        assert not started
+    scribe.keep()
+    scribe.keep()
+    assert len(started) == 1

@@ -301,19 +301,22 @@ class Scribe:
         self._workspace, self._id = workspace, run_id
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
+        self._next = 0.0  # moment of the next try
         self.start()
 
     def start(self) -> None:
         """Start it, if there is something to write and it was not started too often."""
+        self._next = time.monotonic() + _POLL
         if self._workspace.read_only or self._starts >= _STARTS or self.done():
+            self._starts = _STARTS
             return
-        self._starts += 1
         folder = self._workspace.root / "runs" / self._id
         command = [sys.executable, "-s", "-P", "-m", "posttrain", "track", self._id, "--follow"]
         with suppress(OSError), ExitStack() as held:  # in trouble, `get` says that nobody wrote it
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             held.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused: another process writes this run
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused: another has it, if only to look
+            self._starts += 1
             log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
             held.callback(os.close, log)
             environment = {**os.environ, VARIABLE: str(self._workspace.root), _HANDED: str(lock)}
@@ -323,10 +326,11 @@ class Scribe:
             )  # fmt: skip
 
     def keep(self) -> None:
-        """Start it again if it was killed."""
-        if self._process is not None and self._process.poll() not in (None, 0):
-            self._process = None
-            self.start()
+        """Start it again if it was killed, or was not started yet."""
+        if time.monotonic() < self._next or (self._process is not None and self._process.poll() in (None, 0)):
+            return
+        self._process = None
+        self.start()
 
     def done(self) -> bool:
         """Whether nothing is left to write: no tracker, or every one has the run's end."""

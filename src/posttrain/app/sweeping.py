@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from posttrain.app.locks import refuse_lock
 from posttrain.app.runs import MAX_SEED, Run, plan_spec, submit_planned
@@ -82,35 +83,34 @@ def plan_sweep(
     seeds: int = 1,
     metric: str | None = None,
     better: str | None = None,
-    planned: Callable[[int, int], None] = lambda done, total: None,
 ) -> Sweep:
     """Resolve every point of a sweep. Writes nothing; one point that cannot run refuses the sweep.
 
     Args:
+        overrides: those of `seed` are the seeds of every setting.
         seeds: of each setting: the file's own, and others derived from it.
         metric: to rank by; None: the first gate's, else the evaluation's first.
         better: "higher" or "lower"; None: as a gate or the metric itself says.
-        planned: told how many points of how many are resolved.
 
     Raises:
         InputError: as `plan`, naming the setting; nothing to vary, too many points, or no metric to rank by.
     """
     refuse_lock(source)
-    chosen = list(settings(overrides))
-    if len(chosen) * seeds < 2:
-        raise InputError("sweep: needs something that varies, got one point; give --set PATH=A,B or --seeds 2")
-    if len(chosen) * seeds > MOST_RUNS:
-        raise InputError(f"sweep: must be at most {MOST_RUNS} runs, got {len(chosen)} settings x {seeds} seeds")
-    if seeds > 1 and any(one.path == "seed" for one in overrides):
+    named = next((one.values for one in overrides if one.path == "seed"), None)
+    if seeds > 1 and named is not None:
         raise InputError("sweep: --seeds and --set seed=… say the same; give one of them")
+    chosen, count = list(settings([one for one in overrides if one.path != "seed"])), len(named or range(seeds))
+    if len(chosen) * count < 2:
+        raise InputError("sweep: needs something that varies, got one point; give --set PATH=A,B or --seeds 3")
+    if len(chosen) * count > MOST_RUNS:
+        raise InputError(f"sweep: must be at most {MOST_RUNS} runs, got {len(chosen)} settings x {count} seeds")
     points: list[Point] = []
     gated, specs = False, [load_run_spec(source, setting) for setting in chosen]  # words first: they cost nothing
     for place, (setting, spec) in enumerate(zip(chosen, specs, strict=True)):
         gated = gated or spec.release is not None
-        for seed in _seeds(spec, seeds):
-            bare = spec.model_copy(update={"gates": (), "release": None, "seed": seed})
-            points.append(Point(place, setting, seed, _planned(bare, workspace, source, setting)))
-            planned(len(points), len(chosen) * seeds)
+        for seed in named or _seeds(spec, seeds):
+            bare = spec.model_copy(update={"gates": (), "release": None})
+            points.append(Point(place, setting, seed, _planned(bare, workspace, source, setting, seed)))
     _refuse_equal(points)
     first = specs[0]
     model = swept_model(points[0].planned, first.release.model if first.release else None)
@@ -149,9 +149,11 @@ def _seeds(spec: RunSpec, count: int) -> list[int]:
     return [spec.seed, *(derive_seed(spec.seed, "sweep", place) % MAX_SEED for place in range(1, count))]
 
 
-def _planned(spec: RunSpec, workspace: Workspace, source: Path, setting: Setting) -> Planned:
+def _planned(spec: RunSpec, workspace: Workspace, source: Path, setting: Setting, seed: Any) -> Planned:
+    if type(seed) is not int:
+        raise InputError(f"--set seed: must be whole numbers, got {seed!r}")
     try:
-        found = plan_spec(spec, workspace, source)
+        found = plan_spec(spec, workspace, source, seed=seed)
     except PosttrainError as error:
         if not setting:
             raise

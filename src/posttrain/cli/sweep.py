@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from posttrain.cli.tables import Grid
     from posttrain.decision.ranking import Ranking
     from posttrain.domain.records import RunRecord
-
-Better = Literal["higher", "lower"]
 
 
 def register(app: typer.Typer) -> None:
@@ -51,8 +49,8 @@ def sweep(
     workspace = open_workspace()
     found = plan_sweep(file, workspace, parse_overrides(sets or ()), seeds=seeds, metric=metric, better=better)
     tell = aside if output is Output.JSON else say
-    each = len(found.points) // len(found.settings)
-    count = f"{len(found.settings)} settings x {each} seed{'s' if each > 1 else ''} = {len(found.points)} runs"
+    many, each = len(found.settings), len(found.seeds)
+    count = f"{many} setting{'s' * (many > 1)} x {each} seed{'s' * (each > 1)} = {len(found.points)} runs"
     tell(f"{count}; ranked by {found.metric}, {found.better} is better")
     for note in found.notes:
         tell(f"note: {note}")
@@ -143,9 +141,7 @@ def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], 
         one, setting = ranking.settings[place], dict(found.settings[place])
         rank = "" if one.mean is None else f"{one.best}" if one.best == one.worst else f"{one.best}-{one.worst}"
         mean = f"{one.mean.value:.4g} {str(one.mean).partition(' ')[2]}" if one.mean else "not measured"
-        seeds = [
-            _seed_words(one.values.get(seed), states[place, seed]) for seed in found.seeds if (place, seed) in states
-        ]
+        seeds = [_seed_words(one.values.get(seed), states[place, seed]) for seed in found.seeds]
         words = [Text(value_words(setting[path])) for path in paths]
         table.row(
             Text(rank, style=style("pass") if one.worst == 1 else ""),

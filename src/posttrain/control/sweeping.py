@@ -55,7 +55,8 @@ def metric_direction(metric: str, gates: Sequence[GateRule], named: str | None) 
     Raises:
         InputError: nobody says so.
     """
-    gated = next((("lower", "higher")[gate.higher_is_better] for gate in gates if gate.metric == metric), None)
+    gate = next((gate for gate in gates if gate.metric == metric), None)
+    gated = gate and ("higher" if gate.higher_is_better else "lower")
     found = named or gated or better(metric)
     if found is None:
         raise InputError(f"sweep: --better must say which way {metric} improves: higher or lower")

@@ -13,6 +13,7 @@ Online, the service keeps the run, and its history says what is there.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ _DOT = ":"  # in the place of a stage's dot; no name of a stage has one
 _STATE = "posttrain/state"
 _TIME = "_timestamp"
 _ARRIVING = 300.0  # seconds that what was written may take to be in the file
+_SERVICE = "WANDB_SERVICE"  # another program's wandb: it reads paths from its own folder, and may have ended
 _WORKSPACE = "posttrain_workspace"  # in the configuration
 
 
@@ -160,6 +162,7 @@ class WandbTracker:
             write_atomic(self._old / _MARK, b"")
         while self._mode == "offline" and (self._base / "wandb" / _folder_name(about.id)).exists():
             time.sleep(0.05)  # names are of seconds
+        os.environ.pop(_SERVICE, None)
         quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
         self._run = wandb.init(
             project=self._project, entity=self._entity, id=about.id, name=about.id, dir=str(self._base),
@@ -168,6 +171,7 @@ class WandbTracker:
             config={**about.params, "posttrain": {"manifest": about.manifest, "owner": about.owner}},
             settings=wandb.Settings(**quiet, x_disable_stats=True, x_disable_meta=True),
         )  # fmt: skip
+        os.environ.pop(_SERVICE, None)
         if self._mode == "online":  # resumed, its configuration is the service's
             try:
                 refuse_another(str(self._run.config.get(_WORKSPACE, "")), about, self.where)
