@@ -21,11 +21,14 @@ from posttrain.app.cluster_checks import check_ray, cluster_checks
 from posttrain.app.cluster_facts import ask_ray, read_machine
 from posttrain.app.confinement import confinement
 from posttrain.app.workspace import Workspace, find_workspace, process_alive
+from posttrain.control.deciding import CONTROL
 from posttrain.domain.errors import PosttrainError, WorkspaceError
 from posttrain.domain.jobs import JobState
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.plugins import TRAINERS, all_plugins
 from posttrain.domain.records import AttemptRecord
+from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.sealer import verify_chain
 
 _ENGINE = ("torch", "transformers", "safetensors")
@@ -46,7 +49,7 @@ def examine(*, probe: bool = False, ray: str = "") -> list[Check]:
     checks = [_python(), _processors(), _threads(), _engine(), *cluster_checks(facts)]
     if ray:
         checks.append(check_ray(ray, facts, ask_ray(ray) if "ray" in facts.packages else None))
-    checks.append(_rewards())
+    checks += [_rewards(), _packages()]
     try:
         root = find_workspace()
         workspace = Workspace(root)
@@ -113,6 +116,14 @@ def _rewards() -> Check:
     return Check("rewards", "warn", "; ".join(found.notes), remedy)
 
 
+def _packages() -> Check:
+    """What installed packages add, none of it imported."""
+    found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}})
+    if troubles:
+        return Check("packages", "warn", "; ".join(troubles), "nothing else is hindered by it")
+    return Check("packages", "ok", "; ".join(map(str, found)) or "none adds anything to Posttrain")
+
+
 def _disk(root: Path) -> Check:
     free = shutil.disk_usage(root).free
     state = "fail" if free < _NO_DISK else "warn" if free < _LOW_DISK else "ok"
@@ -176,11 +187,11 @@ def _jobs(workspace: Workspace) -> Iterator[Check]:
 
 def _lives(workspace: Workspace, manifest: Manifest, attempt: AttemptRecord) -> bool:
     wiring = workspace.wiring
-    trainer, folder = wiring.trainers.get(manifest.stage(attempt.stage).trainer), wiring.folder(attempt)
-    if trainer is None:
-        return False
+    folder = wiring.folder(attempt)
     try:
-        spec = trainer.compile(folder.read_order(), folder.path)
+        spec = wiring.trainer(manifest.stage(attempt.stage).trainer).compile(folder.read_order(), folder.path)
         return wiring.executor.observe(spec).state in (JobState.STARTING, JobState.RUNNING)
-    except PosttrainError:  # it never came to be launched, or its folder is damaged: nothing to be found by it
+    except (
+        PosttrainError
+    ):  # it never came to be launched, its folder is damaged, its trainer gone: nothing to be found by it
         return False

@@ -96,7 +96,7 @@ def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> dict[st
             )
     contracts: dict[str, StageContract] = {}
     for each in manifest.stages:
-        if each.trainer in workspace.wiring.trainers:
+        if each.trainer in manifest.code:
             with located(f"{path}: stages.{each.name}"):
                 contracts[each.name] = workspace.wiring.trainers[each.trainer].check(each.kind, each.params)
     for stage, slot, ref in manifest.assets():

@@ -22,6 +22,7 @@ from posttrain.domain.errors import PosttrainError, WorkspaceError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord
 from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer, gpu_visible
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.blobs import blobs_url, open_blobs
@@ -69,12 +70,11 @@ class Workspace:
         self.settings: Mapping[str, Any] = read_json(self.root / SETTINGS) or {}
         self.trusts_rewards = self.settings.get("rewards") == TRUSTED
         self.ledger = Ledger(Database(self.root / "ledger.db", create=create), clock)
-        trainers = (NativeTrainer(),)
         self.wiring = Wiring(
             ledger=self.ledger,
             blobs=self.blobs,
             executor=LocalExecutor("posttrain.jobs.preload"),
-            trainers={trainer.name: trainer for trainer in trainers},
+            trainers=Trainers([NativeTrainer()]),
             clock=clock,
             root=self.root,
             actor=self.actor,

@@ -29,7 +29,7 @@ PREEMPTIONS_PER_ATTEMPT = 4  # a preempted job did nothing wrong, but a place th
 def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: StageRecord) -> None:
     """One look at the live attempt of a running stage, and what follows from it."""
     stage, attempt = _read_together(wiring, stage)
-    trainer = wiring.trainers[manifest.stage(stage.name).trainer]
+    trainer = wiring.trainer(manifest.stage(stage.name).trainer)
     try:
         if attempt.state == AttemptState.PLANNED:
             _begin(wiring, run, manifest, stage, attempt, trainer)

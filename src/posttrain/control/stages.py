@@ -120,7 +120,7 @@ def start_ready(
 def _code_changed(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> bool:
     """Refuse to compute with other sources than the manifest names: its digest would vouch for what it did not see."""
     trainer = manifest.stage(stage.name).trainer
-    locked, present = manifest.code[trainer], wiring.trainers[trainer].code_digest()
+    locked, present = manifest.code[trainer], wiring.trainer(trainer).code_digest()
     if locked == present:
         return False
     message = f"trainer {trainer}'s code must be {locked[:19]}… as the manifest says, got {present[:19]}…"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.control.planning import manifest_from_json
+from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.ports import BlobStore, Clock
 from posttrain.domain.records import AttemptRecord, RunRecord
@@ -37,6 +38,20 @@ class Wiring:
             IntegrityError: its bytes no longer match the digest.
         """
         return manifest_from_json(json.loads(self.blobs.get(run.manifest_digest)))
+
+    def trainer(self, name: str) -> Trainer:
+        """A trainer that a manifest names.
+
+        Raises:
+            InputError: it is not installed any more, or its package is broken.
+        """
+        try:
+            return self.trainers[name]
+        except KeyError as error:
+            known = ", ".join(sorted(self.trainers))
+            raise InputError(
+                f"trainer {name!r} must be installed, there is only {known}; install the package that it came from"
+            ) from error
 
     def attempt_dir(self, run_id: str, stage: str, number: int) -> Path:
         """Where attempt `number` lives."""

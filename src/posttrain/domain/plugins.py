@@ -1,0 +1,192 @@
+"""What installed packages add by entry points: `posttrain.trainers`.
+
+Nobody looks before a name is asked for that Posttrain does not have itself, and nothing is imported before it is used.
+What is wrong with a package is told where its name is asked for, and by `posttrain doctor`; it ends no other command.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from posttrain.domain.canonical import digest_bytes, digest_json
+from posttrain.domain.errors import InputError, PosttrainError
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from importlib.metadata import EntryPoint
+
+TRAINERS: Final = "posttrain.trainers"
+_PREFIX = "posttrain."
+_NAME = re.compile(r"^[a-z0-9][a-z0-9_-]{0,62}$")
+_REQUIRED = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*")
+_COMPILED = (".pyc", ".pyo")
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """One entry point of an installed package: `Plugin("posttrain.trainers", "words", "posttrain-words 1.0", …)`."""
+
+    group: str
+    name: str
+    distribution: str  # name and version
+    point: EntryPoint
+
+    def __str__(self) -> str:
+        return f"{self.group.removeprefix(_PREFIX).removesuffix('s')} {self.name!r} of {self.distribution}"
+
+    def load(self) -> Any:
+        """Import what it names.
+
+        Raises:
+            InputError: that fails, whatever the package raises.
+        """
+        with self.calling(f"loading {self.point.value}"):
+            return self.point.load()
+
+    @contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """One line that names the distribution, for whatever its code raises that is no error of Posttrain's own.
+
+        Raises:
+            InputError: it raised something.
+        """
+        try:
+            yield
+        except PosttrainError:
+            raise
+        except (Exception, SystemExit) as error:
+            said = " ".join(str(error).split())[:300]
+            raise InputError(f"{self}: {what} raised {type(error).__name__}: {said}; mend or uninstall it") from error
+
+    def code_digest(self, *modules: str) -> str:
+        """Digest of what decides its results: name and version, every file of its package as it is on the disk, and the
+        versions of what it says it requires.
+
+        Args:
+            modules: others that it runs, by their dotted names.
+
+        Raises:
+            InputError: its sources cannot be read.
+        """
+        files: dict[str, str] = {}
+        for module in dict.fromkeys((self.point.module, *modules)):
+            with self.calling(f"reading the sources of {module}"):
+                files |= _digests(module)
+        required = self.point.dist.requires if self.point.dist else None
+        names = sorted({found[0] for one in required or () if (found := _REQUIRED.match(one))})
+        versions = {name: _version(name) for name in names}
+        return digest_json({"distribution": self.distribution, "files": files, "requires": versions})
+
+
+def find_plugin(group: str, name: str) -> Plugin | None:
+    """The one entry point of that name; None: no installed package has it.
+
+    Raises:
+        InputError: two packages have it, or the packages that may have it cannot be read.
+    """
+    found, troubles = _scan()
+    plugins = [plugin for plugin in found if (plugin.group, plugin.name) == (group, name)]
+    if len(plugins) > 1:
+        owners = " and ".join(sorted(plugin.distribution for plugin in plugins))
+        raise InputError(f"{plugins[0]}: must be of one installed package, got {owners}; uninstall one of them")
+    if not plugins and troubles:
+        raise InputError(f"{name!r} may be of an installed package that cannot be read: {troubles[0]}")
+    return plugins[0] if plugins else None
+
+
+def plugin_names(group: str) -> list[str]:
+    """The names that installed packages add to a group, for hints."""
+    return sorted({plugin.name for plugin in _scan()[0] if plugin.group == group})
+
+
+def all_plugins(own: Mapping[str, Collection[str]]) -> tuple[list[Plugin], list[str]]:
+    """Everything that is installed, and one line for each thing that is wrong with it; nothing of it is imported.
+
+    Args:
+        own: group → names that Posttrain has itself, which no package can take.
+    """
+    found, troubles = list(_scan()[0]), list(_scan()[1])
+    for group, name in dict.fromkeys((plugin.group, plugin.name) for plugin in found):
+        mine = [plugin for plugin in found if (plugin.group, plugin.name) == (group, name)]
+        if group not in own:
+            troubles.append(f"{mine[0]}: there is no group {group}, only {', '.join(sorted(own))}")
+        elif name in own[group]:
+            troubles.append(f"{mine[0]}: Posttrain has one of that name, which is taken; rename it")
+        elif len(mine) > 1:
+            owners = " and ".join(sorted(plugin.distribution for plugin in mine))
+            troubles.append(f"{mine[0]}: must be of one installed package, got {owners}; uninstall one of them")
+        elif not _NAME.match(name):
+            troubles.append(f"{mine[0]}: names have small letters, digits, - and _ only; rename it")
+    return found, troubles
+
+
+@functools.cache
+def _scan() -> tuple[tuple[Plugin, ...], tuple[str, ...]]:
+    """Every entry point of ours, and what could not be read. Of packages without any only one file is looked at."""
+    from importlib import metadata  # takes longer than all else here, and most commands need no plugin
+
+    found: dict[tuple[str, str, str], Plugin] = {}
+    troubles: list[str] = []
+    for distribution in metadata.distributions():
+        told = "an installed package"
+        try:
+            if f"[{_PREFIX}" not in (distribution.read_text("entry_points.txt") or ""):
+                continue
+            told = f"{distribution.name} {distribution.version}"
+            for point in distribution.entry_points:
+                if point.group.startswith(_PREFIX):
+                    plugin = Plugin(point.group, point.name, told, point)
+                    found.setdefault((distribution.name, point.group, point.name), plugin)
+        except Exception as error:
+            troubles.append(f"{told}: entry_points.txt cannot be read: {type(error).__name__}: {error}; reinstall it")
+    return tuple(found.values()), tuple(troubles)
+
+
+def _digests(module: str) -> dict[str, str]:
+    """Path below its folder → digest, of the package or module that a dotted name begins with."""
+    spec = _outermost(module)
+    folders = [Path(place) for place in spec.submodule_search_locations or ()]
+    if not folders:
+        path = Path(str(spec.origin))
+        return {path.name: digest_bytes(path.read_bytes())}
+    files = {
+        f"{spec.name}/{path.relative_to(folder).as_posix()}": digest_bytes(path.read_bytes())
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if _decides(path)
+    }
+    if not files:
+        raise FileNotFoundError(f"{folders[0]} holds no file")
+    return files
+
+
+def _decides(path: Path) -> bool:
+    return path.is_file() and "__pycache__" not in path.parts and path.suffix not in _COMPILED
+
+
+def _outermost(module: str) -> ModuleSpec:
+    """Where the first part of a dotted name is that is more than a namespace."""
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = find_spec(".".join(parts[:count]))
+        if spec is None:
+            break
+        if spec.origin is not None:
+            return spec
+    raise ModuleNotFoundError(f"no module named {module!r}")
+
+
+def _version(library: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "absent"

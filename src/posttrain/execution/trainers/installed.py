@@ -1,0 +1,94 @@
+"""Trainers of installed packages (entry points `posttrain.trainers`): looked for when a run names one, and held to the
+port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import InputError
+from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
+from posttrain.domain.plugins import TRAINERS, Plugin, find_plugin, plugin_names
+from posttrain.execution.ports import StageContract, Trainer
+from posttrain.store.attempts import AttemptFolder
+
+_VERBS = ("code_digest", "check", "compile", "collect")
+
+
+class InstalledTrainer:
+    """A package's trainer. What its code raises becomes one line that names the package, and the package's sources and
+    version are part of its code digest, whatever it says itself.
+
+    Args:
+        plugin: its entry point: a class, or a function, that makes the trainer without arguments.
+
+    Raises:
+        InputError: what it makes is no trainer, or is called otherwise.
+    """
+
+    def __init__(self, plugin: Plugin) -> None:
+        self.plugin = plugin
+        make = plugin.load()
+        if not callable(make):
+            raise InputError(f"{plugin}: must name a class or a function that makes a trainer, got {make!r:.80}")
+        with plugin.calling("making it"):
+            self._trainer: Trainer = make()
+        lacks = [verb for verb in _VERBS if not callable(getattr(self._trainer, verb, None))]
+        if lacks:
+            raise InputError(f"{plugin}: a trainer must have {', '.join(_VERBS)}, this one lacks {', '.join(lacks)}")
+        if getattr(self._trainer, "name", None) != plugin.name:
+            called = getattr(self._trainer, "name", None)
+            raise InputError(f"{plugin}: its trainer must have the entry point's name, got {called!r}")
+
+    @property
+    def name(self) -> str:
+        """See `Trainer.name`."""
+        return self.plugin.name
+
+    def code_digest(self) -> str:
+        """See `Trainer.code_digest`: what it says, and its package."""
+        with self.plugin.calling("code_digest"):
+            own = str(self._trainer.code_digest())
+        return digest_json({"own": own, "package": self.plugin.code_digest(type(self._trainer).__module__)})
+
+    def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
+        """See `Trainer.check`."""
+        with self.plugin.calling(f"check of kind {kind!r}"):
+            return self._trainer.check(kind, params)
+
+    def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
+        """See `Trainer.compile`."""
+        with self.plugin.calling("compile"):
+            return self._trainer.compile(order, attempt_dir)
+
+    def collect(self, attempt: AttemptFolder) -> JobResult | None:
+        """See `Trainer.collect`."""
+        with self.plugin.calling("collect"):
+            return self._trainer.collect(attempt)
+
+
+class Trainers(Mapping[str, Trainer]):
+    """The trainers that there are: `own`, and those of installed packages, each loaded when it is asked for.
+
+    Asking for one whose package is broken raises InputError, never KeyError; the others are there nevertheless.
+    """
+
+    def __init__(self, own: Sequence[Trainer]) -> None:
+        self._known: dict[str, Trainer] = {trainer.name: trainer for trainer in own}
+
+    def __getitem__(self, name: str) -> Trainer:
+        if name not in self._known:
+            plugin = find_plugin(TRAINERS, name)
+            if plugin is None:
+                raise KeyError(name)
+            self._known[name] = InstalledTrainer(plugin)
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self._known, *plugin_names(TRAINERS))))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -1,0 +1,60 @@
+"""Packages as pip leaves them: written by hand, so that no test needs a network."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from posttrain.domain import plugins
+
+POINTS = "entry_points.txt"
+
+
+def metadata_of(name: str, version: str, points: str, requires: tuple[str, ...] = ()) -> dict[str, str]:
+    """File of a `.dist-info` folder → its text."""
+    needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
+    return {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: by hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        POINTS: textwrap.dedent(points),
+    }
+
+
+def files_of(
+    name: str, version: str, points: str, sources: Mapping[str, str], requires: tuple[str, ...] = ()
+) -> dict[str, str]:
+    """Path below site-packages → text."""
+    folder = f"{name.replace('-', '_')}-{version}.dist-info"
+    about = {f"{folder}/{file}": text for file, text in metadata_of(name, version, points, requires).items()}
+    files = {path: textwrap.dedent(text) for path, text in sources.items()} | about
+    return {**files, f"{folder}/RECORD": "".join(f"{path},,\n" for path in (*files, f"{folder}/RECORD"))}
+
+
+def install(
+    site: Path, name: str, version: str, points: str, sources: Mapping[str, str], requires: tuple[str, ...] = ()
+) -> None:
+    """Write a package below a folder of `sys.path`."""
+    for path, text in files_of(name, version, points, sources, requires).items():
+        (site / path).parent.mkdir(parents=True, exist_ok=True)
+        (site / path).write_text(text)
+
+
+def wheel(folder: Path, name: str, version: str, points: str, sources: Mapping[str, str]) -> Path:
+    """A wheel that pip installs."""
+    path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    with ZipFile(path, "w") as archive:
+        for member, text in files_of(name, version, points, sources).items():
+            archive.writestr(member, text)
+    return path
+
+
+def on_path(monkeypatch: pytest.MonkeyPatch, *sites: Path) -> None:
+    """Let this process import from these folders, and look for entry points anew."""
+    for site in reversed(sites):
+        site.mkdir(parents=True, exist_ok=True)
+        monkeypatch.syspath_prepend(site)
+    plugins._scan.cache_clear()
