@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from posttrain.domain.jobs import JobSpec, JobState
 from posttrain.execution import processes
 from posttrain.execution.environment import pin, read_environment
+from posttrain.execution.executors.local.devices import Devices
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.executors.local.forkserver import ForkServer
 from posttrain.execution.executors.local.supervisor import job_environment
@@ -95,10 +97,10 @@ def test_jobs_share_one_server_and_find_what_a_cold_one_finds(driver: Driver, tm
 
 
 @pytest.mark.parametrize("preload", ["executor_preload", None], ids=["forked", "cold"])
-def test_no_key_of_a_tracker_or_the_ledger_reaches_a_job_or_its_supervisor(
+def test_no_key_of_a_tracker_reaches_a_job_or_its_supervisor(
     tmp_path: Path, preload: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "PGPASSWORD", "OTHER_WORD"):
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "OTHER_WORD"):
         monkeypatch.setenv(name, "secret")
     found = Driver(tmp_path, preload=preload).run()
     assert found["keys"] == ["OTHER_WORD"]
@@ -149,7 +151,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None
     def start(seconds: float) -> int | None:
         spec = driver.spec()
         (Path(spec.attempt_dir) / "spec.json").write_text(
-            json.dumps({"module": spec.module, "environment": dict(spec.environment)})
+            json.dumps({**asdict(spec), "environment": dict(spec.environment), "machine": asdict(Devices())})
         )
         return server.start(Path(spec.attempt_dir), job_environment(spec.environment), seconds)
 
@@ -173,6 +175,7 @@ def test_what_has_threads_serves_nobody(tmp_path: Path) -> None:
 _DRIVER = """
 import json, sys
 from posttrain.domain.jobs import JobSpec
+from posttrain.execution.executors.local.devices import Devices
 from posttrain.execution.executors.local.executor import LocalExecutor
 
 executor = LocalExecutor("executor_preload")

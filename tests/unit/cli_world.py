@@ -218,7 +218,7 @@ def make_world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(folder)
     monkeypatch.chdir(folder)
     monkeypatch.delenv("POSTTRAIN_WORKSPACE", raising=False)
-    monkeypatch.setattr("posttrain.app.workspace.LocalExecutor", lambda preload: world.executor)
+    monkeypatch.setattr("posttrain.app.workspace.LocalExecutor", lambda *_: world.executor)
     monkeypatch.setattr("posttrain.app.workspace.SystemClock", lambda: world.clock)
     monkeypatch.setattr("posttrain.app.confinement._ask", lambda: {"whole": True, "notes": []})
     return world

@@ -11,6 +11,8 @@ from cli_world import World, make_world
 
 from posttrain.app import machine as machines
 from posttrain.app.machine import Gpu, Machine, visible
+from posttrain.domain.errors import InputError
+from posttrain.execution.executors.local.devices import Devices, take
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30)
 RUN = """\
@@ -195,3 +197,58 @@ def test_this_machine_is_what_a_job_would_find() -> None:
     assert (found.memory or 0) > 2**28
     assert Machine(1, None, (H100, Gpu())).gpu_memory is None
     assert Machine(1, None, (H100, Gpu("x", 5))).gpu_memory == 5
+
+
+def test_the_devices_that_jobs_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(machines, "_CUDA_FILES", (f"{tmp_path}/nvidia*",))
+    monkeypatch.setattr(machines, "gpu_visible", lambda: True)
+    monkeypatch.setattr(
+        machines, "_asked", lambda: "0, GPU-aa11, NVIDIA H100, 81559\n1, GPU-bb22, NVIDIA H100, 81559\n"
+    )
+    for variable in ("CUDA_VISIBLE_DEVICES", "POSTTRAIN_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    assert machines.local_devices().names == ("GPU-aa11", "GPU-bb22")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert machines.local_devices().names == ("GPU-bb22",)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7c1f,0,9")
+    assert machines.local_devices().names == ("MIG-7c1f", "GPU-aa11")
+    monkeypatch.setenv("POSTTRAIN_DEVICES", "1")
+    assert machines.local_devices().names == ("MIG-7c1f",)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert len(machines.this_machine().gpus) == 1, "plan sees what jobs will have"
+    monkeypatch.setattr(machines, "_asked", lambda: None)
+    assert machines.local_devices().names == ("0",)
+    monkeypatch.setattr(machines, "_CUDA_FILES", ())
+    assert machines.local_devices() == Devices(("0",), variable=""), "no list that every such driver reads"
+
+
+def test_devices_can_be_pretended_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "gpu_visible", lambda: False)
+    monkeypatch.delenv("POSTTRAIN_DEVICES", raising=False)
+    assert machines.local_devices().names == ()
+    monkeypatch.setenv("POSTTRAIN_DEVICES", "3")
+    assert machines.local_devices().names == ("0", "1", "2")
+    assert machines.this_machine().gpus == ()
+    for wrong in ("0", "-1", "two", "1,2", "²"):
+        monkeypatch.setenv("POSTTRAIN_DEVICES", wrong)
+        with pytest.raises(InputError, match="POSTTRAIN_DEVICES must be a number of devices, at least 1, got"):
+            machines.local_devices()
+
+
+def test_doctor_tells_who_has_the_devices(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def said() -> list[str]:
+        checks = json.loads(world("doctor", "-o", "json").stdout)
+        return [check["finding"] for check in checks if check["name"] == "device locks"]
+
+    monkeypatch.setattr(machines, "gpu_visible", lambda: False)
+    monkeypatch.delenv("POSTTRAIN_DEVICES", raising=False)
+    assert said() == []
+    monkeypatch.setenv("POSTTRAIN_DEVICES", "2")
+    monkeypatch.setenv("POSTTRAIN_DEVICE_LOCKS", str(tmp_path))
+    taken = take(machines.local_devices(), 1)
+    assert taken is not None
+    taken.sign({"attempt": "sort-1f3a-sft-1", "user": "ada"})
+    assert said() == ["1 of 2 free; 0 is held by sort-1f3a-sft-1 of ada"]
+    taken.close()
+    assert said() == ["2 of 2 free"]

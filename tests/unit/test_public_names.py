@@ -64,6 +64,7 @@ EXIT_CODES = {
     "GateInconclusiveError": 4,
     "JobFailedError": 5,
     "InfrastructureError": 6,
+    "CapacityError": 6,
     "TrackerError": 6,
     "BudgetExceededError": 7,
     "IntegrityError": 8,

@@ -28,6 +28,10 @@ SAID = "a number that is said or stored; nobody waits so long"
 PAST = "a moment long ago"
 ALLOWED = {
     ("e2e/test_fuzz.py", "time.sleep(0.02)"): "a reward's own work",
+    ("contract/device_job.py", "_SPELL_SECONDS = 0.2"): "the job's own work",
+    ("contract/device_job.py", "time.sleep(_SPELL_SECONDS)"): "the job's own work",
+    ("contract/device_job.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
+    ("contract/test_device_locks.py", "time.sleep(0.01)"): POLL,
     ("contract/executor_job.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
     ("contract/executor_late_supervisor.py", "time.sleep(0.01)"): POLL,
     ("contract/group_workers.py", "self.sleep(seconds)"): NEVER,
@@ -59,7 +63,6 @@ ALLOWED = {
         "contract/test_reward_contract.py",
         'reward = opened(source, timeout=3.0 if status == "timeout" else PATIENCE)',
     ): NEVER,
-    ("contract/test_ledger_contract.py", "with work.opened(ledger_at, busy_seconds=0.2) as hurried:"): NEVER,
     ("contract/test_reward_contract.py", "reward = opened(source, timeout=5.0)"): NEVER,
     ("contract/test_reward_contract.py", "reward._timeout = 5.0"): NEVER,
     ("contract/test_reward_contract.py", 'scores = opened(source, timeout=5.0).score(call(*"abcd"))'): NEVER,

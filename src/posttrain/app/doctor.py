@@ -20,6 +20,7 @@ from posttrain.app.checks import Check
 from posttrain.app.cluster_checks import check_ray, cluster_checks
 from posttrain.app.cluster_facts import ask_ray, read_machine
 from posttrain.app.confinement import confinement
+from posttrain.app.machine import local_devices
 from posttrain.app.workspace import Workspace, find_workspace, process_alive
 from posttrain.control.deciding import CONTROL
 from posttrain.domain.errors import PosttrainError, WorkspaceError
@@ -28,6 +29,7 @@ from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.plugins import TRAINERS, all_plugins
 from posttrain.domain.records import AttemptRecord
+from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.sealer import verify_chain
 
@@ -49,7 +51,7 @@ def examine(*, probe: bool = False, ray: str = "") -> list[Check]:
     checks = [_python(), _processors(), _threads(), _engine(), *cluster_checks(facts)]
     if ray:
         checks.append(check_ray(ray, facts, ask_ray(ray) if "ray" in facts.packages else None))
-    checks += [_rewards(), _packages()]
+    checks += [*_device_locks(), _rewards(), _packages()]
     try:
         root = find_workspace()
         workspace = Workspace(root)
@@ -102,6 +104,18 @@ def _engine() -> Check:
     if missing:
         return Check("engine", "fail", f"not installed: {', '.join(missing)}", "pip install posttrain")
     return Check("engine", "ok", ", ".join(versions))
+
+
+def _device_locks() -> Iterator[Check]:
+    """Who has the devices that jobs are given; nothing where there are none."""
+    try:
+        room = LocalExecutor(None, local_devices).capacity()
+    except PosttrainError as error:
+        yield Check("device locks", "fail", str(error), "jobs that need a device will not start")
+        return
+    if room.devices:
+        held = "".join(f"; {name} is held by {who}" for name, who in room.held.items())
+        yield Check("device locks", "ok", f"{room.devices - len(room.held)} of {room.devices} free{held}")
 
 
 def _rewards() -> Check:

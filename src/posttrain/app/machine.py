@@ -12,11 +12,15 @@ from pathlib import Path
 
 import psutil
 
+from posttrain.domain.errors import InputError
+from posttrain.execution.executors.local.devices import Devices
 from posttrain.execution.trainers.native import gpu_visible
 from posttrain.planner.feasibility import ACCELERATOR
 
+DEVICES_VARIABLE = "POSTTRAIN_DEVICES"
 _ASK_SECONDS = 60.0
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
+_CUDA_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg")
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _VENDOR = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO|AMD|INSTINCT|RADEON|RTX|GTX|PRO|GRAPHICS|DEVICE")
 
@@ -27,6 +31,7 @@ class Gpu:
 
     name: str = ""  # empty: nobody could be asked
     memory: int | None = None  # bytes
+    id: str = ""  # GPU-5ebe…, the same in every process; empty: nobody could be asked
 
     @property
     def kind(self) -> str:
@@ -59,8 +64,44 @@ def this_machine() -> Machine:
     """Look around. Asks `nvidia-smi` only where a device file says that there is a GPU."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limits = [int(text) for text in map(_read, _MEMORY_LIMITS) if text.isdigit()]
-    gpus = visible(_asked(), os.environ) if gpu_visible() else ()
+    gpus = visible(_asked(), os.environ)[: allowed()] if gpu_visible() else ()
     return Machine(cpus, min([psutil.virtual_memory().total, *limits]), gpus)
+
+
+def allowed() -> int | None:
+    """How many devices POSTTRAIN_DEVICES allows jobs to have; None: all that are there.
+
+    Raises:
+        InputError: it is no number of devices.
+    """
+    given = os.environ.get(DEVICES_VARIABLE)
+    if not given:
+        return None
+    if not given.isascii() or not given.isdigit() or not int(given):
+        raise InputError(
+            f"{DEVICES_VARIABLE} must be a number of devices, at least 1, got {given!r}; "
+            "to compute on CPUs, set runtime.device: cpu"
+        )
+    return int(given)
+
+
+def local_devices() -> Devices:
+    """The devices that jobs of this machine are given, each to one at a time; none without a GPU.
+
+    POSTTRAIN_DEVICES bounds them; where there is no GPU it pretends so many, so that sharing can be tried anywhere.
+
+    Raises:
+        InputError: POSTTRAIN_DEVICES is no number of devices.
+    """
+    bound = allowed()
+    if not gpu_visible():
+        return Devices(tuple(str(number) for number in range(bound or 0)))
+    if not any(glob.glob(pattern) for pattern in _CUDA_FILES):
+        return Devices(("0",), variable="")  # nobody tells how many: jobs take the first, one at a time
+    gpus = visible(_asked(), os.environ)
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    words = map(str, range(len(gpus))) if chosen is None else (word.strip() for word in chosen.split(","))
+    return Devices(tuple(gpu.id or word for gpu, word in zip(gpus, words, strict=False))[:bound])
 
 
 def visible(answer: str | None, environment: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -75,7 +116,7 @@ def visible(answer: str | None, environment: Mapping[str, str]) -> tuple[Gpu, ..
         found = {str(index): Gpu() for index in range(files)}
     else:
         rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == 3]
-        found = {f"{index} {uuid}": Gpu(name, _mebibytes(size)) for index, uuid, name, size in rows}
+        found = {f"{index} {uuid}": Gpu(name, _mebibytes(size), uuid) for index, uuid, name, size in rows}
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     return tuple(found.values()) if chosen is None else tuple(_chosen(chosen.split(","), found))
 

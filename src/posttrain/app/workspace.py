@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from posttrain.app.machine import local_devices
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.wiring import Wiring
 from posttrain.data.catalog import Catalog
@@ -23,7 +24,7 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.installed import Trainers
-from posttrain.execution.trainers.native import NativeTrainer, gpu_visible
+from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.blobs import blobs_url, open_blobs
 from posttrain.store.clock import SystemClock
@@ -73,12 +74,12 @@ class Workspace:
         self.wiring = Wiring(
             ledger=self.ledger,
             blobs=self.blobs,
-            executor=LocalExecutor("posttrain.jobs.preload"),
+            executor=LocalExecutor("posttrain.jobs.preload", local_devices),
             trainers=Trainers([NativeTrainer()]),
             clock=clock,
             root=self.root,
             actor=self.actor,
-            slots=1 if gpu_visible() else max(1, os.cpu_count() or 1),  # every job takes the first GPU
+            slots=max(1, os.cpu_count() or 1),
             trust_rewards=self.trusts_rewards,
         )
         self.catalog = Catalog(self.ledger, self.blobs, self.actor)

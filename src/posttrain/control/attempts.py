@@ -97,7 +97,7 @@ def _begin(
         if spec is None or wiring.executor.observe(spec).state is JobState.UNKNOWN:
             _end(wiring, stage, attempt, JobResult("stopped"), {})
         else:
-            record_launch(wiring, attempt, wiring.executor.launch(spec))
+            record_launch(wiring, attempt, wiring.executor.launch(spec), stage)
         return
     failure = launch_attempt(wiring, manifest, stage, attempt, trainer)
     if failure:

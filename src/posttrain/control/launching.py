@@ -6,12 +6,14 @@ from posttrain.control import budgets, environments
 from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens_in, tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import FailureClass, InfrastructureError
+from posttrain.domain.errors import CapacityError, FailureClass, InfrastructureError
 from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobSpec, JobState
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.execution.ports import Trainer
+
+WAITING_FOR_DEVICES = "WaitingForDevices"
 
 
 def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
@@ -57,24 +59,50 @@ def launch_attempt(
     folder = wiring.folder(attempt)
     # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
     if not folder.has_order() or _unknown(wiring, attempt, trainer):
+        if waits_for_devices(wiring, manifest, stage, trainer):
+            return None
         folder.write_order(_order(wiring, manifest, stage, attempt))
     spec = attempt_spec(wiring, attempt, trainer)
     crashpoint("attempt.after_intent")
     try:
         handle = wiring.executor.launch(spec)
+    except CapacityError as error:  # somebody else was quicker
+        _say_devices(wiring, stage, str(error))
+        return None
     except InfrastructureError as error:
         return Failure(FailureClass.INFRASTRUCTURE, str(error), "launch")
     crashpoint("attempt.after_launch")
-    record_launch(wiring, attempt, handle)
+    record_launch(wiring, attempt, handle, stage)
     crashpoint("attempt.after_handle")
     return None
+
+
+def waits_for_devices(wiring: Wiring, manifest: Manifest, stage: StageRecord, trainer: Trainer) -> bool:
+    """Whether devices that a job of the stage needs are taken; then the stage says by whom.
+
+    Raises:
+        InputError: the machine has fewer than it needs.
+        InfrastructureError: the executor cannot tell.
+    """
+    plan = manifest.stage(stage.name)
+    wanted = trainer.devices(plan.kind, plan.params)
+    lack = wiring.executor.capacity().lack(wanted) if wanted else ""
+    if lack:
+        _say_devices(wiring, stage, lack)
+    return bool(lack)
+
+
+def _say_devices(wiring: Wiring, stage: StageRecord, message: str) -> None:
+    if (stage.reason, stage.message) != (WAITING_FOR_DEVICES, message):
+        with wiring.ledger.transaction(wiring.actor) as transaction:
+            transaction.update_stage(stage, reason=WAITING_FOR_DEVICES, message=message, next_action="none needed")
 
 
 def _unknown(wiring: Wiring, attempt: AttemptRecord, trainer: Trainer) -> bool:
     return wiring.executor.observe(attempt_spec(wiring, attempt, trainer)).state is JobState.UNKNOWN
 
 
-def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str) -> None:
+def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str, stage: StageRecord) -> None:
     """Record that the executor has the job."""
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_attempt(
@@ -84,6 +112,8 @@ def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str) -> None:
             handle=handle,
             launched_at=wiring.clock.now(),
         )
+        if stage.reason == WAITING_FOR_DEVICES:
+            transaction.update_stage(stage, reason="Running", message=f"attempt {attempt.number}", next_action="")
 
 
 def bare_spec(wiring: Wiring, attempt: AttemptRecord) -> JobSpec:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from posttrain.control import budgets, environments
 from posttrain.control.cache import cache_key, usable
-from posttrain.control.launching import plan_attempt
+from posttrain.control.launching import plan_attempt, waits_for_devices
 from posttrain.control.resuming import tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.jobs import InputBlob
@@ -114,7 +114,8 @@ def start_ready(
                 stage, state=StageState.FAILED, reason="BudgetExceeded", message=over, next_action="raise the budget"
             )
         return
-    plan_attempt(wiring, stage, key)
+    if not waits_for_devices(wiring, manifest, stage, wiring.trainer(manifest.stage(stage.name).trainer)):
+        plan_attempt(wiring, stage, key)
 
 
 def _code_changed(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> bool:

@@ -9,6 +9,7 @@
     ├── GateInconclusiveError           4   the evidence is too thin; nothing shipped
     ├── JobFailedError                  5   a job ended in a way that a retry would repeat
     ├── InfrastructureError             6   a job was lost more often than allowed   (retryable)
+    │   └── CapacityError               6   devices that a job needs are taken       (retryable)
     ├── BudgetExceededError             7   the run's declared budget is spent
     ├── IntegrityError                  8   bytes do not match their digest, or a chain is broken
     ├── ConflictError                   9   somebody moved first (compare-and-set lost)  (retryable)
@@ -67,6 +68,10 @@ class InfrastructureError(PosttrainError):
 
     exit_code = 6
     retryable = True
+
+
+class CapacityError(InfrastructureError):
+    """Devices that a job needs are taken; nothing was started, and nothing is lost by waiting."""
 
 
 class BudgetExceededError(PosttrainError):

@@ -97,6 +97,34 @@ class JobSpec:
     module: str  # run as `python -m MODULE ATTEMPT_DIR`
     attempt_dir: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    devices: int = 0  # accelerators that it has for itself, where the executor deals them out
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The devices that an executor deals out to jobs: `Capacity(2, {"1": "sort-1f3a-sft-1 of ada"})`.
+
+    Without any (no GPU, or a scheduler of its own behind it) no job waits for one.
+    """
+
+    devices: int = 0
+    held: Mapping[str, str] = field(default_factory=dict)  # device → who has it
+
+    def lack(self, wanted: int) -> str:
+        """Why a job cannot have `wanted` devices now, in one line; empty where it can.
+
+        Raises:
+            InputError: it never can.
+        """
+        free = self.devices - len(self.held)
+        if not self.devices or wanted <= free:
+            return ""
+        if wanted > self.devices:
+            raise InputError(
+                f"placement: asks for {wanted} devices, this machine has {self.devices}; ask for fewer, or go elsewhere"
+            )
+        who = "; ".join(f"{name} is held by {holder}" for name, holder in self.held.items())
+        return f"needs {wanted} of {self.devices} devices, {free} free: {who}"
 
 
 class JobState(StrEnum):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.domain.jobs import JobOrder, JobResult, JobSpec, Observation
+from posttrain.domain.jobs import Capacity, JobOrder, JobResult, JobSpec, Observation
 from posttrain.domain.measures import ItemRange
 from posttrain.planner.residency import Load
 from posttrain.store.attempts import AttemptFolder
@@ -21,6 +21,7 @@ class Executor(Protocol):
     - starts at most one job per attempt, ever: launching again finds it, running or ended, also when two processes
       launch at once. A job that ended or was lost is never started again: that is a new attempt;
     - lets the job outlive the process that launched it;
+    - gives no device to two jobs, whoever launched them: a job has its `spec.devices` from its start until it is gone;
     - passes `spec.environment` on top of its own environment and runs `python -m MODULE ATTEMPT_DIR`;
     - bounds every wait.
     """
@@ -37,8 +38,16 @@ class Executor(Protocol):
         """Find the job of that name or create it; its handle, the same for every call.
 
         Raises:
+            CapacityError: devices that it needs are taken; it was not started, and trying again is safe.
             InfrastructureError: it could not be started; nothing runs, and trying again is safe.
             WorkspaceError: the attempt folder cannot be written.
+        """
+
+    def capacity(self) -> Capacity:
+        """The devices it deals out, and who has them now.
+
+        Raises:
+            InfrastructureError: that cannot be told.
         """
 
     def observe(self, spec: JobSpec) -> Observation:
@@ -121,8 +130,15 @@ class Trainer(Protocol):
             InputError: naming the field, the constraint and the value.
         """
 
+    def devices(self, kind: str, params: Mapping[str, Any]) -> int:
+        """The accelerators of its machine that a job of the stage computes on, where there are any.
+
+        Args:
+            params: as `check` normalised them.
+        """
+
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
-        """The module to run and the environment it needs before its first import."""
+        """The module to run, the devices and the environment it needs before its first import."""
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
         """How the job ended by its own word; None while there is no word."""

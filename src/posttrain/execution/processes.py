@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 HEARTBEAT_SECONDS = 0.25  # between two signs of life of a supervisor
 LEAVING_SECONDS = 60.0  # that a job may take to go once its result is there: freeing a GPU, leaving a cluster
-_CONTROLS = ("WANDB_", "MLFLOW_", "PGPASS", "POSTTRAIN_LEDGER")  # keys and addresses that are the control side's
+_TRACKERS = ("WANDB_", "MLFLOW_")  # keys and addresses of trackers: the control side's alone
 _PROC = Path("/proc")
 _DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
 
@@ -24,8 +25,8 @@ def supported() -> bool:
 
 
 def without_trackers(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for jobs and whatever works for them: no tracker's key, no password of the ledger."""
-    return {name: value for name, value in environment.items() if not name.startswith(_CONTROLS)}
+    """An environment for jobs and whatever works for them: a job needs no tracker's key, so it gets none."""
+    return {name: value for name, value in environment.items() if not name.startswith(_TRACKERS)}
 
 
 def identity(pid: int) -> str | None:
@@ -81,6 +82,18 @@ def group(leader: int) -> list[int]:
             stat = _stat(int(entry.name))
             if stat is not None and stat[1] == leader and stat[0] not in _DEAD:
                 found.append(int(entry.name))
+    return found
+
+
+def carrying(variable: str, value: str) -> list[int]:
+    """The running processes that were started with this variable in their environment, as far as we may look."""
+    wanted, found = f"{variable}={value}".encode(), []
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    stat = _stat(int(entry.name))
+                    found += [int(entry.name)] if stat is not None and stat[0] not in _DEAD else []
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-from posttrain.domain.jobs import JobSpec, JobState, Observation
+from posttrain.domain.jobs import Capacity, JobSpec, JobState, Observation
 from posttrain.store.attempts import AttemptFolder
 
 _TERMINATED = -15
@@ -29,6 +29,7 @@ class FakeExecutor:
     ) -> None:
         self.launched: list[JobSpec] = []  # each job once, in order
         self.cancelled: list[str] = []
+        self.room = Capacity()
         self._on_launch = on_launch
         self._jobs: dict[str, Observation] = {}
         self._now = now
@@ -44,6 +45,10 @@ class FakeExecutor:
             if code is not None:
                 self.finish(spec.name, code)
         return f"fake-{spec.name}"
+
+    def capacity(self) -> Capacity:
+        """See `Executor.capacity`: what a test says it is; by default it deals out nothing."""
+        return self.room
 
     def observe(self, spec: JobSpec) -> Observation:
         """See `Executor.observe`."""

@@ -50,9 +50,13 @@ class FakeTrainer:
             work={"steps": float(params.get("steps", 1))},
         )
 
+    def devices(self, kind: str, params: Mapping[str, Any]) -> int:
+        """See `Trainer.devices`; what its parameter `devices` says."""
+        return int(params.get("devices", 0))
+
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
         """See `Trainer.compile`."""
-        return JobSpec(order.name, self._module, str(attempt_dir))
+        return JobSpec(order.name, self._module, str(attempt_dir), devices=self.devices(order.kind, order.params))
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
         """See `Trainer.collect`."""

@@ -15,7 +15,7 @@ from posttrain.domain.plugins import TRAINERS, Plugin, find_plugin, plugin_names
 from posttrain.execution.ports import StageContract, Trainer
 from posttrain.store.attempts import AttemptFolder
 
-_VERBS = ("code_digest", "check", "compile", "collect")
+_VERBS = ("code_digest", "check", "devices", "compile", "collect")
 
 
 class InstalledTrainer:
@@ -58,6 +58,11 @@ class InstalledTrainer:
         """See `Trainer.check`."""
         with self.plugin.calling(f"check of kind {kind!r}"):
             return self._trainer.check(kind, params)
+
+    def devices(self, kind: str, params: Mapping[str, Any]) -> int:
+        """See `Trainer.devices`."""
+        with self.plugin.calling("devices"):
+            return self._trainer.devices(kind, params)
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
         """See `Trainer.compile`."""

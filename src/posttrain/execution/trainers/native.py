@@ -20,6 +20,7 @@ from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
 from posttrain.domain.measures import ItemRange
+from posttrain.domain.placement import COLLOCATED, Placement
 from posttrain.domain.rewards import JUDGES
 from posttrain.domain.validation import explain, unknown_kind
 from posttrain.engine.config import (
@@ -100,7 +101,18 @@ class NativeTrainer:
         threads = str(order.params.get("runtime", {}).get("threads", 1))
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
         environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
-        return JobSpec(order.name, self.modules[order.kind], str(attempt_dir), environment)
+        wanted = self.devices(order.kind, order.params)
+        return JobSpec(order.name, self.modules[order.kind], str(attempt_dir), environment, wanted)
+
+    def devices(self, kind: str, params: Mapping[str, Any]) -> int:
+        """One for a process that computes alone, else those of its pools; none for a stage that names a cluster."""
+        runtime = params.get("runtime") or {}
+        if kind == "init_model" or runtime.get("device") == "cpu" or runtime.get("ray_address"):
+            return 0
+        placement = Placement.model_validate(params.get("placement", COLLOCATED))
+        if placement.is_inline:
+            return 1
+        return sum(pool.resources.gpus for pool in placement.pools().values())
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
         """The job's own word on how it ended; None while there is none."""

@@ -7,6 +7,7 @@ a pid.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -18,11 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-from posttrain.domain.errors import DeadlineError, InfrastructureError
-from posttrain.domain.jobs import JobSpec, JobState, Observation
+from posttrain.domain.errors import CapacityError, DeadlineError, InfrastructureError
+from posttrain.domain.jobs import Capacity, JobSpec, JobState, Observation
 from posttrain.execution import processes
+from posttrain.execution.executors.local.devices import FOLDER_VARIABLE, Devices, holders
 from posttrain.execution.executors.local.forkserver import ForkServer
-from posttrain.execution.executors.local.supervisor import ALREADY_CLAIMED, job_environment, private
+from posttrain.execution.executors.local.supervisor import ALREADY_CLAIMED, NO_DEVICE, job_environment, private
 from posttrain.execution.processes import HEARTBEAT_SECONDS
 from posttrain.store.atomic import create_json, make_folder, read_json, unwritable, write_json
 from posttrain.store.attempts import AttemptFolder
@@ -32,6 +34,7 @@ _LAUNCH_SECONDS = 60.0  # a cold start of Python on a busy machine
 _TERMINATE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 _KILL_SECONDS = 10.0  # for the kernel to take a killed process away
 _POLL_SECONDS = 0.02
+_ANSWERS = (0, ALREADY_CLAIMED, NO_DEVICE)  # of a supervisor on its way
 
 
 class LocalExecutor:
@@ -40,11 +43,14 @@ class LocalExecutor:
     name: ClassVar[str] = "local"
     attests: ClassVar[bool] = True
 
-    def __init__(self, preload: str | None = None) -> None:
+    def __init__(self, preload: str | None = None, devices: Callable[[], Devices] = Devices) -> None:
         """Args:
         preload: a module that imports what jobs need (see `ForkServer`); None: every job imports for itself.
+        devices: of this machine, asked once, when a job first needs one; none: jobs share what is there.
         """
         self._forks = ForkServer(preload) if preload else None
+        self._list, self._devices = devices, Devices()
+        self._listed = False
 
     def launch(self, spec: JobSpec) -> str:
         """See `Executor.launch`; the handle is the supervisor's pid."""
@@ -59,8 +65,27 @@ class LocalExecutor:
                 return str(claim["pid"])
             if time.monotonic() >= deadline:
                 _withdraw(folder, spec)
-            elif self._start(folder, spec) == ALREADY_CLAIMED:
+                continue
+            code = self._start(folder, spec)
+            if code == NO_DEVICE:
+                raise CapacityError(self.capacity().lack(spec.devices) or "its devices were taken a moment ago")
+            if code == ALREADY_CLAIMED:
                 time.sleep(_POLL_SECONDS)  # somebody holds the lock and has not written the claim yet
+
+    def capacity(self) -> Capacity:
+        """See `Executor.capacity`: the devices of this machine, whoever has them."""
+        machine = self._machine()
+        try:
+            if machine.names and not os.access(machine.folder, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return Capacity(len(machine.names), holders(machine))
+        except OSError as error:
+            raise _unlockable(machine, error) from error
+
+    def _machine(self) -> Devices:
+        if not self._listed:
+            self._devices, self._listed = self._list(), True
+        return self._devices
 
     def observe(self, spec: JobSpec) -> Observation:
         """See `Executor.observe`."""
@@ -114,14 +139,23 @@ class LocalExecutor:
         raise DeadlineError(f"job {spec.name} is still there after SIGKILL; look at its process, then cancel again")
 
     def _start(self, folder: Path, spec: JobSpec) -> int:
-        write_json(folder / "spec.json", {**asdict(spec), "environment": dict(spec.environment)})
+        machine = self._machine() if spec.devices else Devices()
+        reserved = {"machine": asdict(machine), "devices": spec.devices if machine.names else 0}
+        write_json(folder / "spec.json", {**asdict(spec), "environment": dict(spec.environment), **reserved})
         code = None
         if self._forks is not None:
             code = self._forks.start(folder, job_environment(spec.environment), _LAUNCH_SECONDS)
-        return code if code in (0, ALREADY_CLAIMED) else _start_supervisor(folder, spec)
+        return code if code in _ANSWERS else _start_supervisor(folder, spec)
 
     def _over(self, spec: JobSpec) -> bool:
         return self.observe(spec).state not in (JobState.STARTING, JobState.RUNNING)
+
+
+def _unlockable(machine: Devices, error: OSError) -> InfrastructureError:
+    return InfrastructureError(
+        f"the device locks in {machine.folder} cannot be used: {error.strerror or error}; "
+        f"make the folder writable, or name another by {FOLDER_VARIABLE}"
+    )
 
 
 def _folder(spec: JobSpec) -> Path:
@@ -150,7 +184,7 @@ def _start_supervisor(folder: Path, spec: JobSpec) -> int:
         return ALREADY_CLAIMED
     except OSError as error:
         raise unwritable(folder, error) from error
-    if code not in (0, ALREADY_CLAIMED):
+    if code not in _ANSWERS:
         raise InfrastructureError(
             f"the supervisor of {spec.name} failed with exit code {code}; see {folder / 'log.txt'}"
         )

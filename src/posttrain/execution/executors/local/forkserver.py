@@ -195,7 +195,8 @@ def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) ->
             _cold(attempt, "its order asks for what the fork server has not loaded")
             supervisor.execute(attempt, spec)
         supervisor.settle(attempt)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the supervisor's lock among them, which the job must not hold
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the supervisor's locks among them, which the job must not hold
+        os.environ.update(spec["environment"])  # the devices that its supervisor took
         _run(attempt, spec["module"])
 
     with socket.socket(fileno=int(descriptor)) as theirs:

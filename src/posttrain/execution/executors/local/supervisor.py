@@ -9,6 +9,7 @@
                     ▼ claim is written       │ 1. supervisor.json: the claim. Who finds one starts nothing, ever
                  0 claimed                   │ 2. forks; the child waits on a pipe
                 75 somebody else did         │ 3. supervisor.json with the job's pid and start; then the child runs it
+                76 no device is free         │    (before 1: locks the job's devices, or claims nothing)
                                              │ 4. waits, and four times a second says how long by the lock's time of
                                              │    change; kills what the job left of its process group; exit.json
 
@@ -37,10 +38,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from posttrain.domain.crashpoints import crashpoint
+from posttrain.execution.executors.local import devices
 from posttrain.execution.processes import HEARTBEAT_SECONDS, LEAVING_SECONDS, identity, without_trackers
 from posttrain.store.atomic import create_json, write_json
 
 ALREADY_CLAIMED = 75
+NO_DEVICE = 76
 _FAILED = 70
 _CANNOT_EXECUTE = 127
 _PR_SET_PDEATHSIG = 1
@@ -60,37 +63,57 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
     if os.fork():
         os.close(writing)
         word = os.read(reading, 1)
-        return {b"1": 0, b"0": ALREADY_CLAIMED}.get(word, _FAILED)
+        return {b"1": 0, b"0": ALREADY_CLAIMED, b"2": NO_DEVICE}.get(word, _FAILED)
     os.close(reading)
     os.setsid()
     os.chdir(folder)
-    lock = _claim(folder)
+    try:
+        claimed = _claim(folder, spec)
+        word = b"0" if claimed is None else b"1"
+    except _NoDeviceError:
+        claimed, word = None, b"2"
     with suppress(BrokenPipeError):  # the launcher waits no longer; whether it found the claim is on disk
-        os.write(writing, b"0" if lock is None else b"1")
+        os.write(writing, word)
     os.close(writing)
-    if lock is not None:
-        _supervise(folder, spec, start or execute)
+    if claimed is not None:
+        lock, taken = claimed
+        _supervise(folder, spec, start or execute, taken)
+        taken.close()
         os.close(lock)  # after exit.json: whoever sees the lock free finds the record
     os._exit(0)
 
 
-def _claim(folder: Path) -> int | None:
-    """The lock's descriptor, with the claim written; None when this attempt has or had a supervisor."""
+class _NoDeviceError(Exception):
+    """Fewer devices are free than the job needs."""
+
+
+def _claim(folder: Path, spec: dict[str, Any]) -> tuple[int, devices.Taken] | None:
+    """The lock's descriptor and the job's devices, with the claim written; None when this attempt has or had a
+    supervisor.
+
+    Raises:
+        _NoDeviceError: nothing is claimed.
+    """
     lock = os.open(folder / "supervisor.lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return None
-    if (folder / "exit.json").exists() or not create_json(folder / "supervisor.json", _self()):
+    if (folder / "exit.json").exists() or (folder / "supervisor.json").exists():
         return None
-    return lock
+    taken = devices.take(devices.Devices(**spec["machine"]), spec["devices"])
+    if taken is None:
+        raise _NoDeviceError
+    return (lock, taken) if create_json(folder / "supervisor.json", _self()) else None
 
 
 def _self() -> dict[str, Any]:
     return {"pid": os.getpid(), "identity": identity(os.getpid())}
 
 
-def _supervise(folder: Path, spec: dict[str, Any], start: Start) -> None:
+def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.Taken) -> None:
+    record = {**_self(), **devices.signature(spec), "token": devices.show(spec, taken)}
+    taken.sign(record)
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     os.umask(0o077)  # what a job leaves is its owner's alone
     crashpoint("supervisor.before_spawn")
@@ -99,21 +122,23 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start) -> None:
     claim = {**_self(), "job_pid": job, "job_identity": identity(job), "started_at": started}
     os.utime(folder / "supervisor.lock", (started, started))
     write_json(folder / "supervisor.json", claim)
+    taken.sign({**record, **claim})  # before the job may touch a device
     os.write(release, b"1")
     os.close(release)
     for number in _FORWARDED:
         signal.signal(number, lambda n, _frame: os.kill(job, n))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     crashpoint("supervisor.after_spawn")
-    code = _wait(job, folder / "result.json", lambda: _beat(folder, started, begun))
+    code = _wait(job, folder / "result.json", lambda: _beat(folder, started, begun, taken))
     seconds = time.monotonic() - begun
     crashpoint("supervisor.before_exit_record")
     write_json(folder / "exit.json", {"exit_code": code, "at": time.time(), "seconds": seconds})
 
 
-def _beat(folder: Path, started: float, begun: float) -> None:
+def _beat(folder: Path, started: float, begun: float, taken: devices.Taken) -> None:
     """Say how long the job has run, so that it is known if this process is killed. Clocks that are set do not count."""
     at = started + time.monotonic() - begun
+    taken.touch()
     with suppress(OSError):  # a disk in trouble must not end the job
         os.utime(folder / "supervisor.lock", (at, at))
 

@@ -1,0 +1,275 @@
+"""Which jobs of this machine hold which of its devices: a lock file per device, the same for every workspace and user.
+
+::
+
+    /run/lock/posttrain-device-GPU-5ebe….lock      locked (flock) by the supervisor of the job that has the device
+        {"attempt": "sort-1f3a-sft-1", "user": "ada", "folder": …, "pid": …, "job_pid": …, "token": …}
+
+The kernel gives a lock back when its supervisor is gone, however it went; a file that is left says nothing by itself.
+A job dies with its supervisor, but not in the same instant, and what it started elsewhere (a Ray cluster) a moment
+later still. So whoever gets a lock first looks for what is left of the holder before: its process group, and processes
+that carry its token in their environment. While there is any, the device is not free.
+
+The files lie where every user may make one and nobody may remove another's (a sticky folder). They hold no secrets and
+are read with suspicion: anybody may write into them. Only the standard library: the supervisor imports this.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pwd
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.execution import processes
+
+FOLDER_VARIABLE = "POSTTRAIN_DEVICE_LOCKS"
+TOKEN_VARIABLE = "POSTTRAIN_DEVICE_TOKEN"
+_FOLDERS = ("/run/lock", "/tmp")
+_SHARED = stat.S_ISVTX | stat.S_IWOTH
+_LONGEST = 65536  # bytes of a record
+_LONGEST_WORD = 1000  # characters
+_SHOWN = 120  # characters of one of its words
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def lock_folder() -> str:
+    """The folder of this machine's device locks: one that every user finds, and in which each may make files.
+
+    Containers that share devices have to share it too: POSTTRAIN_DEVICE_LOCKS names it then.
+    """
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return named
+    for folder in _FOLDERS:
+        with suppress(OSError):
+            if os.stat(folder).st_mode & _SHARED == _SHARED:
+                return folder
+    return _FOLDERS[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices that jobs started from here may have: `Devices(("GPU-5ebe…", "GPU-77c1…"))`.
+
+    Their names are equal in every process of the machine, and what `variable` takes in a list.
+    """
+
+    names: Sequence[str] = ()
+    variable: str = "CUDA_VISIBLE_DEVICES"  # that shows a job its own; empty: nothing can
+    folder: str = field(default_factory=lock_folder)  # of the lock files
+
+
+class Taken:
+    """The locks of some devices, held until `close` or the end of the process."""
+
+    def __init__(self, locks: Mapping[str, int]) -> None:
+        self._locks = dict(locks)
+
+    @property
+    def names(self) -> list[str]:
+        """The devices, in the machine's order."""
+        return list(self._locks)
+
+    def sign(self, record: Mapping[str, Any]) -> None:
+        """Write down who has them; before the job may touch a device."""
+        data = json.dumps(dict(record), ensure_ascii=True).encode()[:_LONGEST]
+        for lock in self._locks.values():
+            with suppress(OSError):  # another user's file that may only be read is locked all the same
+                os.pwrite(lock, data + b"\n", 0)
+                os.ftruncate(lock, len(data) + 1)
+
+    def touch(self) -> None:
+        """Keep the files young, for cleaners of temporary folders."""
+        for lock in self._locks.values():
+            with suppress(OSError):
+                os.utime(lock)
+
+    def close(self) -> None:
+        """Give them back."""
+        for lock in self._locks.values():
+            os.close(lock)
+        self._locks = {}
+
+
+def take(devices: Devices, count: int) -> Taken | None:
+    """Lock the first `count` devices that are free; None when there are not so many, and then none is locked.
+
+    Raises:
+        OSError: a lock file can be neither made nor opened.
+    """
+    locks: dict[str, int] = {}
+    for name in devices.names:
+        if len(locks) == count:
+            break
+        lock = _lock(_path(devices, name))
+        if lock is not None and not _left(lock):
+            locks[name] = lock
+        elif lock is not None:
+            os.close(lock)
+    taken = Taken(locks)
+    if len(locks) == count:
+        return taken
+    taken.close()
+    return None
+
+
+def show(spec: dict[str, Any], taken: Taken) -> str:
+    """Let a job see its devices and no others, by its environment; the token that its processes carry."""
+    if not taken.names:
+        return ""
+    token, variable = os.urandom(8).hex(), spec["machine"]["variable"]
+    spec["environment"] |= {TOKEN_VARIABLE: token} | ({variable: ",".join(taken.names)} if variable else {})
+    return token
+
+
+def signature(spec: Mapping[str, Any]) -> dict[str, str]:
+    """Who a job is, for those who wait for its devices."""
+    return {"attempt": spec["name"][:_LONGEST_WORD], "user": _user(), "folder": spec["attempt_dir"][:_LONGEST_WORD]}
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except (KeyError, OSError):  # a container without a passwd entry
+        return str(os.getuid())
+
+
+def holders(devices: Devices) -> dict[str, str]:
+    """Device → who has it, in words, for those that are not free at this moment.
+
+    Raises:
+        OSError: a lock file can be neither made nor opened.
+    """
+    return {name: who for name in devices.names if (who := _holder(_path(devices, name)))}
+
+
+def _holder(path: Path) -> str:
+    if not path.exists():
+        return ""
+    lock = _file(path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        left = _left(lock)
+        if not left:
+            _forget(lock)
+        return f"process {left[0]} that {_words(_record(lock))} left" if left else ""
+    except BlockingIOError:
+        return _words(_record(lock))
+    finally:
+        os.close(lock)
+
+
+def _forget(lock: int) -> None:
+    """Nothing is left of the holder before: nobody need look again."""
+    with suppress(OSError):  # somebody else looks too, or the file may only be read
+        if os.fstat(lock).st_size:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock, 0)
+
+
+def _words(record: Any) -> str:
+    """`sort-1f3a-sft-1 of ada (in /home/ada/.posttrain/runs/…)`."""
+    if not isinstance(record, dict) or not record.get("attempt"):
+        return "another job"
+    name, user, place = (_shown(record.get(key)) for key in ("attempt", "user", "folder"))
+    return name + (f" of {user}" if user else "") + (f" (in {place})" if place else "")
+
+
+def _shown(word: object) -> str:
+    """A word of somebody else's file, fit for a line on a terminal."""
+    text = "".join(c if c.isprintable() else "?" for c in word) if isinstance(word, str) else ""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _path(devices: Devices, name: str) -> Path:
+    return Path(devices.folder, f"posttrain-device-{re.sub(r'[^A-Za-z0-9-]', '_', name)}.lock")
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the lock of the file at `path`; None where somebody else does."""
+    while True:
+        lock = _file(path)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same(lock, path):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        os.close(lock)  # removed since it was opened: whoever comes next locks another one
+
+
+def _file(path: Path) -> int:
+    while True:  # a cleaner of temporary folders may come between the two
+        lock = _make(path)
+        if lock is None:
+            lock = _open(path)
+        if lock is not None:
+            return lock
+
+
+def _make(path: Path) -> int | None:
+    try:
+        lock = os.open(path, _FLAGS | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return None
+    os.fchmod(lock, 0o666)  # whatever the umask: every user has to open it
+    return lock
+
+
+def _open(path: Path) -> int | None:
+    """The file that is there: one of its own, and no link to another. None: it is there no more."""
+    try:
+        try:
+            lock = os.open(path, _FLAGS | os.O_RDWR)
+        except PermissionError:
+            lock = os.open(path, _FLAGS | os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    found = os.fstat(lock)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(lock)
+        raise OSError(f"{path} must be a file of its own, and is not; remove it")
+    return lock
+
+
+def _same(lock: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _record(lock: int) -> Any:
+    try:
+        return json.loads(os.pread(lock, _LONGEST, 0))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _left(lock: int) -> list[int]:
+    """Processes of the holder before that still run."""
+    record = _record(lock)
+    if not isinstance(record, dict):
+        return []
+    return list(_group(record)) + list(_carriers(record.get("token")))
+
+
+def _group(record: Mapping[str, Any]) -> Iterator[int]:
+    pid, identity = record.get("job_pid"), record.get("job_identity")
+    if isinstance(pid, int) and pid > 1 and isinstance(identity, str):
+        # a pid is not given away while its group has members: if another process has it, the group is gone
+        yield from processes.group(pid) if processes.identity(pid) in (None, identity) else ()
+
+
+def _carriers(token: object) -> Iterator[int]:
+    if isinstance(token, str) and token:
+        yield from processes.carrying(TOKEN_VARIABLE, token)
