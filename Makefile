@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demos day dist test fast slow fuzz ray ecosystem site browser mutants bench levels lint types contracts format setup clean gpu
+.PHONY: demo demos day dist test fast slow fuzz ray ecosystem postgres site browser mutants bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -33,6 +33,10 @@ $(VENV)/.bench: $(VENV)/.dev
 
 $(VENV)/.browser: $(VENV)/.docs
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,docs,browser]'
+	@touch $@
+
+$(VENV)/.postgres: $(VENV)/.dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,postgres]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
@@ -66,10 +70,10 @@ demos: $(VENV)/.engine ## the other examples, one after the other
 test: lint types contracts fast slow ## everything CI runs
 
 fast: $(VENV)/.dev ## unit and contract tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser" -n 2
+	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser and not postgres" -n 2
 
 slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark
-	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem and not browser" -n 2 --timeout 3000
+	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem and not browser and not postgres" -n 2 --timeout 3000
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
 	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v
@@ -79,6 +83,10 @@ ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 
 ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets; trackers
 	$(BIN)/python -m pytest -m ecosystem --timeout 3000
+
+postgres: $(VENV)/.postgres ## the ledger on a PostgreSQL that is started for it and stopped
+	@$(BIN)/python tests/postgres_server.py
+	$(BIN)/python -m pytest -m postgres --timeout 3000 $$(grep -rlE 'postgres|ledger_at' tests --include='test_*.py')
 
 site: $(VENV)/.docs ## the documentation as a site in .site/, made anew; a broken link ends it
 	rm -rf .site && $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c handbook -d .site/.doctrees docs .site

@@ -15,8 +15,10 @@ if __name__ == "__main__":
         "server": preload.LOADED_BY if preload else None,
         "argv": sys.argv,
         "words": [w for w in Path("/proc/self/cmdline").read_bytes().decode().split("\0") if w],
-        "keys": sorted(name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "OTHER_"))),
-        "parents_keys": b"WANDB_" in Path(f"/proc/{os.getppid()}/environ").read_bytes(),
+        "keys": sorted(name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "PGPASS", "OTHER_"))),
+        "parents_keys": any(
+            key in Path(f"/proc/{os.getppid()}/environ").read_bytes() for key in (b"WANDB_", b"MLFLOW_", b"PGPASS")
+        ),
         "open": sorted(number for number in listed if os.path.exists(f"/proc/self/fd/{number}")),
         "main": sys.modules["__main__"].__name__,
         "folder": os.getcwd(),

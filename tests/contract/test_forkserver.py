@@ -97,10 +97,10 @@ def test_jobs_share_one_server_and_find_what_a_cold_one_finds(driver: Driver, tm
 
 
 @pytest.mark.parametrize("preload", ["executor_preload", None], ids=["forked", "cold"])
-def test_no_key_of_a_tracker_reaches_a_job_or_its_supervisor(
+def test_no_key_of_a_tracker_or_the_ledger_reaches_a_job_or_its_supervisor(
     tmp_path: Path, preload: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "OTHER_WORD"):
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "PGPASSWORD", "OTHER_WORD"):
         monkeypatch.setenv(name, "secret")
     found = Driver(tmp_path, preload=preload).run()
     assert found["keys"] == ["OTHER_WORD"]

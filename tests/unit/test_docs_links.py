@@ -98,7 +98,8 @@ def test_the_glossary_says_each_word_once_in_order() -> None:
 def test_every_decision_has_a_number_of_its_own_and_says_it() -> None:
     decisions = sorted((DOCS / "adr").glob("*.md"))
     numbers = [path.name[:4] for path in decisions]
-    assert len(set(numbers)) == len(numbers)  # of several that are written at once, one may come before another
+    assert len(set(numbers)) == len(numbers)
+    assert all(number.isdigit() for number in numbers)
     for path in decisions:
         assert path.read_text(encoding="utf-8").startswith(f"# {path.name[:4]}"), path.name
 

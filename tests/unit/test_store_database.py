@@ -18,7 +18,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
-from posttrain.domain.errors import ConflictError, DeadlineError, WorkspaceError
+from posttrain.domain.errors import ConflictError, DeadlineError, InputError, WorkspaceError
 from posttrain.domain.records import Asset, AttemptRecord, Event, ReleaseEntry, RunRecord, StageRecord
 from posttrain.store import schema
 from posttrain.store.database import Database
@@ -108,6 +108,30 @@ def test_a_database_that_holds_no_ledger_is_filled_only_when_asked(tmp_path: Pat
 def test_an_address_that_is_no_ledger_is_refused(address: str) -> None:
     with pytest.raises(WorkspaceError):
         Database(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "mysql://ann:hidden@host/x",
+        "postgresql://ann:hidden@host:port/x",
+        "postgresql://ann:hidden@host/x",
+        "postgresql://ann@host/x?password=hidden",
+        "postgres://ann@host/x?sslpassword=hidden&port=1",
+    ],
+)
+def test_a_password_in_an_address_is_never_shown(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises((InputError, WorkspaceError)) as caught:
+        Database(address)
+    assert "hidden" not in str(caught.value)
+    assert "postgresql://" in str(caught.value)
+
+
+def test_a_driver_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(WorkspaceError, match=r"pip install 'posttrain\[postgres\]'"):
+        Database("postgresql://ann@host/x")
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:

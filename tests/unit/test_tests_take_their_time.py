@@ -63,6 +63,7 @@ ALLOWED = {
         "contract/test_reward_contract.py",
         'reward = opened(source, timeout=3.0 if status == "timeout" else PATIENCE)',
     ): NEVER,
+    ("contract/test_ledger_contract.py", "with work.opened(ledger_at, busy_seconds=0.2) as hurried:"): NEVER,
     ("contract/test_reward_contract.py", "reward = opened(source, timeout=5.0)"): NEVER,
     ("contract/test_reward_contract.py", "reward._timeout = 5.0"): NEVER,
     ("contract/test_reward_contract.py", 'scores = opened(source, timeout=5.0).score(call(*"abcd"))'): NEVER,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 HEARTBEAT_SECONDS = 0.25  # between two signs of life of a supervisor
 LEAVING_SECONDS = 60.0  # that a job may take to go once its result is there: freeing a GPU, leaving a cluster
-_TRACKERS = ("WANDB_", "MLFLOW_")  # keys and addresses of trackers: the control side's alone
+_CONTROLS = ("WANDB_", "MLFLOW_", "PGPASS", "POSTTRAIN_LEDGER")  # keys and addresses that are the control side's
 _PROC = Path("/proc")
 _DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
 
@@ -25,8 +25,8 @@ def supported() -> bool:
 
 
 def without_trackers(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for jobs and whatever works for them: a job needs no tracker's key, so it gets none."""
-    return {name: value for name, value in environment.items() if not name.startswith(_TRACKERS)}
+    """An environment for jobs and whatever works for them: no tracker's key, no password of the ledger."""
+    return {name: value for name, value in environment.items() if not name.startswith(_CONTROLS)}
 
 
 def identity(pid: int) -> str | None:

@@ -2,7 +2,8 @@
 
 SQLite runs with a write-ahead log and `synchronous=FULL` (a committed transaction survives a power cut), and every
 write transaction begins IMMEDIATE: it waits for its turn at the start, where nothing is lost, instead of failing in
-the middle.
+the middle. On PostgreSQL (`store.postgres`) a read transaction is REPEATABLE READ, a write one READ COMMITTED with its
+compare-and-sets, and whoever opens a ledger without tables makes them under an advisory lock.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 
 from posttrain.domain.errors import ConflictError, DeadlineError, PosttrainError, WorkspaceError
+from posttrain.store import postgres
 from posttrain.store.atomic import unwritable
 from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITE = "posttrain_write"
 _MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes
+_MAKING = 0x706F7374  # PostgreSQL's advisory lock of whoever makes or upgrades a ledger
 _COMPLAINTS = 5  # of an integrity check: one is enough to restore a copy
 
 
@@ -36,13 +39,14 @@ class Database:
     """A ledger database at the newest schema.
 
     Args:
-        location: path of a SQLite file, or an SQLAlchemy URL (`sqlite:///…`, `postgresql+psycopg://…`).
+        location: path of a SQLite file, or a URL (`sqlite:///…`, `postgresql://user@host/database`).
         busy_seconds: how long a transaction waits for another writer before it gives up.
-        create: whether a missing SQLite file is made.
+        create: whether a missing SQLite file is made, and tables in a database that has none.
 
     Raises:
-        WorkspaceError: missing, cut short, full, not a database, or of a newer schema than this Posttrain knows. A
-            ledger that may not be written can be read.
+        WorkspaceError: missing, cut short, full, not a database, out of reach, or of a newer schema than this Posttrain
+            knows. A ledger that may not be written can be read.
+        InputError: the URL holds a password.
         DeadlineError: another process holds the database for longer than `busy_seconds`.
     """
 
@@ -50,7 +54,7 @@ class Database:
         self._busy = busy_seconds
         url = _url(location)
         self._sqlite = url.get_backend_name() == "sqlite"
-        self.place = url.database if self._sqlite else url.render_as_string(hide_password=True)
+        self.place = str(url.database) if self._sqlite else postgres.shown(url)
         if self._sqlite and (url.database or ":memory:") == ":memory:":
             raise WorkspaceError("the ledger needs a file, got an in-memory database; name a path")
         self._create = create
@@ -61,9 +65,12 @@ class Database:
             _refuse_cut_short(file, create)
             self.read_only = file.exists() and not _writable(file)
         try:
-            self._engine = create_engine(url, creator=self._reader(file)) if self.read_only else create_engine(url)
-        except (ArgumentError, ModuleNotFoundError) as error:
-            raise WorkspaceError(f"cannot use the ledger {self.place}: {_line(error)}; install its driver") from error
+            options: dict[str, Any] = {"creator": self._reader(file)} if self.read_only else {}
+            self._engine = create_engine(url, **(options if self._sqlite else postgres.engine_options(url, self._busy)))
+        except ModuleNotFoundError as error:
+            raise WorkspaceError(
+                f"cannot use the ledger {self.place}: its driver is not installed; {postgres.EXTRA}"
+            ) from error
         if self._sqlite:
             event.listen(self._engine, "connect", self._on_connect)
             event.listen(self._engine, "begin", self._on_begin)
@@ -77,8 +84,11 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A connection in a read transaction: everything read through it is one snapshot."""
-        with self._translated(), self._engine.connect() as connection, connection.begin():
-            yield connection
+        with self._translated(), self._engine.connect() as connection:
+            if not self._sqlite:  # whose default shows each statement another moment
+                connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+            with connection.begin():
+                yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -101,6 +111,13 @@ class Database:
         self._engine.dispose()
         if self._copy is not None:
             self._copy.cleanup()
+
+    def product(self) -> str:
+        """Which database this is, with its version."""
+        if self._sqlite:
+            return f"SQLite {sqlite3.sqlite_version}"
+        with self.read() as connection:
+            return postgres.product(connection)
 
     def check(self) -> list[str]:
         """What the database itself finds wrong with its pages, indexes and references, one line each."""
@@ -171,7 +188,9 @@ class Database:
                 connection.close()
 
     def _migrate(self, connection: Connection) -> None:
-        """Bring the schema up to date. Runs under the write lock: the second of two openers finds it done."""
+        """Bring the schema up to date. Runs under a lock: the second of two openers finds it done."""
+        if not self._sqlite:
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MAKING})")
         if _schema_version(connection) == SCHEMA_VERSION:
             return
         from alembic import command  # 0.2 s of imports that only the first open of a workspace pays
@@ -191,7 +210,7 @@ class Database:
             raise
         except IntegrityError as error:
             raise ConflictError(
-                f"the ledger refused a row: {error.orig}; somebody wrote it first, read it again"
+                f"the ledger refused a row: {_line(error.orig)}; somebody wrote it first, read it again"
             ) from error
         except DBAPIError as error:
             raise self._translate(error.orig) from error
@@ -199,6 +218,8 @@ class Database:
             raise self._translate(error) from error
 
     def _translate(self, error: BaseException | None) -> PosttrainError:
+        if not self._sqlite:
+            return postgres.translate(error, self.place, self._busy)
         code = _sqlite_code(error)
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return DeadlineError(
@@ -265,9 +286,14 @@ def _url(location: str | Path) -> URL:
     if isinstance(location, Path) or "://" not in address:
         return URL.create("sqlite", database=address)
     try:
-        return make_url(address)
-    except ArgumentError as error:
-        raise WorkspaceError(f"ledger address must be a path or a database URL, got {address!r}") from error
+        url = make_url(address)
+    except (ArgumentError, ValueError) as error:  # a port that is no number
+        raise WorkspaceError("ledger address must be a path or a URL postgresql://user@host/database") from error
+    if url.get_backend_name() != "sqlite" and not postgres.is_address(address):
+        raise WorkspaceError(f"ledger address must be a path or begin with postgresql://, got {url.drivername}://")
+    if url.get_backend_name() != "sqlite":
+        postgres.refuse_secrets(url)
+    return postgres.with_driver(url)
 
 
 def _schema_version(connection: Connection) -> str | None:

@@ -1,0 +1,117 @@
+"""A ledger in PostgreSQL: its address, how a connection behaves, and what the server's errors mean.
+
+The driver is psycopg (the extra `posttrain[postgres]`); SQLAlchemy alone imports it, when an engine is made.
+Errors are told apart by SQLSTATE; where a connection fails before there is one, by libpq's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import URL, Connection, text
+
+from posttrain.domain.errors import ConflictError, DeadlineError, InputError, PosttrainError, WorkspaceError
+
+SCHEME = "postgresql"
+EXTRA = "pip install 'posttrain[postgres]'"
+_DRIVER = "postgresql+psycopg"
+_SPELLINGS = (SCHEME, "postgres", _DRIVER)
+_SECRETS = ("password", "sslpassword")  # libpq takes these as parameters of a URL, too
+_CONNECT_SECONDS = 10
+_WORDS = {
+    "password authentication failed": "it refuses the password; give the right one by PGPASSWORD or ~/.pgpass",
+    "no password supplied": "it asks for a password; give it by PGPASSWORD or ~/.pgpass",
+    "no pg_hba.conf entry": "it does not let this user in from here; ask its administrator",
+    "does not exist": "it has no such database or user; have them made first (createuser, createdb)",
+    "too many clients": "it has no connection left; end others or raise its max_connections",
+    "starting up": "it is starting; run the command again",
+    "shutting down": "it is shutting down; start it and run the command again",
+}
+_STATES: Mapping[str, str] = {
+    "28P01": _WORDS["password authentication failed"],
+    "28000": _WORDS["no pg_hba.conf entry"],
+    "3D000": _WORDS["does not exist"],
+    "3F000": "it has no schema to make tables in; set the user's search_path",
+    "42501": "this user may not do that there; grant it what it lacks, or name the owner",
+    "53100": "its disk is full; free some space and run the command again",
+    "53300": _WORDS["too many clients"],
+    "25006": "it may only be read; name the server that takes writes",
+    "40001": "two transactions met; run the command again",
+    "40P01": "two transactions waited for each other; run the command again",
+}
+_LATE = ("55P03", "57014")  # lock_timeout, statement_timeout
+_RETRIED = ("40001", "40P01")
+_LOST = ("08", "57P")  # classes: connection exceptions, operator intervention
+
+
+def is_address(address: str) -> bool:
+    """Whether this names a PostgreSQL database."""
+    return address.partition("://")[0] in _SPELLINGS
+
+
+def with_driver(url: URL) -> URL:
+    """The URL as SQLAlchemy finds our driver by it."""
+    return url.set(drivername=_DRIVER) if url.drivername in _SPELLINGS else url
+
+
+def shown(url: URL) -> str:
+    """The URL as people write it, without any secret."""
+    bare = URL.create(SCHEME, url.username, None, url.host, url.port, url.database, url.query)
+    return bare.difference_update_query(_SECRETS).render_as_string().replace("%2F", "/")  # a socket's folder
+
+
+def refuse_secrets(url: URL) -> None:
+    """An address is written down and shown; a password never is.
+
+    Raises:
+        InputError: the URL holds one.
+    """
+    if url.password is not None or any(name in url.query for name in _SECRETS):
+        raise InputError(f"ledger address {shown(url)} must not hold a password; give it by PGPASSWORD or ~/.pgpass")
+
+
+def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:
+    """How an engine connects.
+
+    Whoever waits for a lock gives up after `busy_seconds`, as on SQLite. Whoever holds one and says nothing for half as
+    long (stopped, swapped out, cut off) is let go by the server, before those who wait for it give up.
+    """
+    waits = {
+        "lock_timeout": busy_seconds,
+        "idle_in_transaction_session_timeout": busy_seconds / 2,
+    }
+    given = url.query.get("options", "")
+    ours = [f"-c {name}={max(1, int(seconds * 1000))}" for name, seconds in waits.items()]
+    options = " ".join([*ours, *([given] if isinstance(given, str) else given)]).strip()
+    arguments: dict[str, Any] = {"options": options, "application_name": "posttrain", "keepalives_idle": 30}
+    if "connect_timeout" not in url.query:
+        arguments["connect_timeout"] = _CONNECT_SECONDS
+    arguments = {name: value for name, value in arguments.items() if name == "options" or name not in url.query}
+    return {"connect_args": arguments, "pool_pre_ping": True, "isolation_level": "READ COMMITTED"}
+
+
+def product(connection: Connection) -> str:
+    """Name and version of the server, and what it lets a power cut take."""
+    wanted = "SELECT name, setting FROM pg_settings WHERE name IN ('server_version', 'fsync', 'synchronous_commit')"
+    rows = {str(row[0]): str(row[1]) for row in connection.execute(text(wanted))}
+    unsafe = [name for name in ("fsync", "synchronous_commit") if rows[name] == "off"]
+    lost = f", {' and '.join(unsafe)} off: a power cut loses commits" if unsafe else ""
+    return f"PostgreSQL {rows['server_version'].split()[0]}{lost}"
+
+
+def translate(error: BaseException | None, place: str, busy_seconds: float) -> PosttrainError:
+    """An error of the driver, as one line."""
+    said, state = " ".join(str(error).split()), getattr(error, "sqlstate", None) or ""
+    if state in _LATE:
+        return DeadlineError(
+            f"ledger {place} was locked by another process for more than {busy_seconds:g} s; run the command again"
+        )
+    reason = _STATES.get(state)
+    if state in _RETRIED:
+        return ConflictError(f"ledger {place}: {reason}")
+    if reason is None and not state:
+        reason = next((reason for words, reason in _WORDS.items() if words in said), None)
+    if reason is None and (not state or state.startswith(_LOST)):
+        reason = f"it cannot be reached, or ended the connection ({said}); see to it and run the command again"
+    return WorkspaceError(f"cannot use the ledger {place}: {reason or f'{said}; check its address and its schema'}")

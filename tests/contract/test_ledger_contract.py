@@ -1,0 +1,250 @@
+"""What every database of a ledger must do: SQLite in the fast suite, PostgreSQL by `make postgres`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import ledger_workers as work
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from posttrain.domain.errors import ConflictError, DeadlineError, PosttrainError, StaleWriteError
+from posttrain.store.audit import verify_releases
+from posttrain.store.database import Database
+from posttrain.store.ledger import Ledger
+from posttrain.store.sealer import seal, verify_chain
+
+MODEL, OTHER, REPORT = (f"sha256:{digit * 64}" for digit in "bcd")
+
+
+@pytest.fixture
+def ledger(ledger_at: str) -> Iterator[Ledger]:
+    with work.opened(ledger_at) as ledger:
+        yield ledger
+
+
+@pytest.fixture
+def some(ledger_at: str) -> list[str]:
+    """Names of processes: as many as CI can bear in the fast suite, eight on PostgreSQL."""
+    return [f"p{number}" for number in range(8 if "://" in ledger_at else 3)]
+
+
+def test_what_was_submitted_is_read_back_updated_and_proved(ledger: Ledger) -> None:
+    run = work.submit(ledger)
+    assert ledger.run("run1") == run == ledger.find_run("sort") == ledger.find_run("run")
+    with ledger.transaction("bob") as transaction:
+        after = transaction.update_run(run, state="running", reason="Started", started_at=1234.000000123)
+        stage = transaction.update_stage(
+            transaction.snapshot.stages("run1")[0],
+            state="ready",
+            metrics={"loss": math.nan, "up": math.inf, "small": 5e-324, "third": 1 / 3},
+            tokens=2**60,
+        )
+        assert transaction.snapshot.run("run1") == after
+        assert ledger.run("run1") == run  # others see it when it is committed
+    assert ledger.run("run1") == after
+    found = ledger.stages("run1")[0]
+    assert math.isnan(found.metrics["loss"])
+    assert {**found.metrics, "loss": 0} == {**stage.metrics, "loss": 0}
+    assert found.tokens == 2**60
+    seal(ledger)
+    assert verify_chain(ledger).pending == 0
+    assert verify_releases(ledger)
+
+
+def test_who_decided_on_an_old_row_must_read_again(ledger: Ledger) -> None:
+    run = work.submit(ledger)
+    with ledger.transaction("first") as transaction:
+        transaction.update_run(run, message="mine")
+    with pytest.raises(StaleWriteError, match="generation 0"), ledger.transaction("second") as transaction:
+        transaction.update_run(run, state="running")
+    assert (ledger.run("run1").message, ledger.run("run1").state) == ("mine", "pending")
+
+
+def test_a_block_that_raises_leaves_nothing(ledger: Ledger) -> None:
+    run = work.submit(ledger)
+    seal(ledger)
+
+    def write_and_fail() -> None:
+        with ledger.transaction("ann") as transaction:
+            transaction.update_run(run, message="half done")
+            transaction.insert_run(work.a_run("half"), [work.a_stage("half")])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_and_fail()
+    assert ledger.run("run1") == run
+    assert [known.id for known in ledger.runs()] == ["run1"]
+    assert ledger.pending_events() == []
+
+
+def test_a_refused_row_leaves_the_rest_of_its_transaction(ledger: Ledger) -> None:
+    work.submit(ledger)
+    with ledger.transaction("ann") as transaction:
+        with pytest.raises(ConflictError, match="run run1 cannot be added"):
+            transaction.insert_run(work.a_run(), [])
+        transaction.insert_run(work.a_run("run2"), [work.a_stage("run2")])
+    assert sorted(run.id for run in ledger.runs()) == ["run1", "run2"]
+
+
+def test_a_snapshot_is_of_one_moment(ledger: Ledger) -> None:
+    run = work.submit(ledger)
+    with ledger.snapshot() as before:
+        assert before.run("run1").state == "pending"
+        with ledger.transaction("bob") as transaction:
+            transaction.update_run(run, state="running")
+            transaction.insert_run(work.a_run("run2"), [])
+        assert ledger.run("run1").state == "running"
+        assert before.run("run1").state == "pending"
+        assert [known.id for known in before.runs()] == ["run1"]
+        assert [event.kind for event in before.pending_events("run1")] == ["run.pending", "stage.pending"]
+
+
+def test_names_are_whatever_people_write(ledger: Ledger) -> None:
+    name = "naïve 名前 🙂 %_'\"\\ e\u0301"
+    with ledger.transaction("zoë") as transaction:
+        transaction.insert_run(work.a_run("run1", name), [])
+        transaction.append_release(name, MODEL, None, "promote", expected=None)
+    seal(ledger)
+    assert ledger.find_run(name).name == name
+    assert ledger.channels() == [name]
+    assert {event.subject for event in ledger.events(subject_prefix=name)} == {name}
+    assert ledger.events()[0].actor == "zoë"
+    verify_chain(ledger)
+
+
+_JSON = st.dictionaries(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=["Cs"])),
+    max_size=4,
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(payloads=st.lists(_JSON, max_size=3))
+def test_whatever_an_event_says_is_sealed_and_proved(ledger: Ledger, payloads: list[dict[str, object]]) -> None:
+    with ledger.transaction("ann") as transaction:
+        for payload in payloads:
+            transaction.append_event("note", "run1", payload)
+    seal(ledger)
+    assert verify_chain(ledger).pending == 0
+
+
+def test_the_first_openers_make_one_schema_and_all_work(ledger_at: str, some: list[str]) -> None:
+    assert sorted(work.together(work.open_first, ledger_at, some)) == some
+    with work.opened(ledger_at) as ledger:
+        assert sorted(run.id for run in ledger.runs()) == some
+        seal(ledger)
+        verify_chain(ledger)
+
+
+def test_a_cursor_meets_no_gap_beside_writers_and_sealers(ledger_at: str, ledger: Ledger, some: list[str]) -> None:
+    times = 12
+    work.submit(ledger)
+    seal(ledger)
+    notes = 3 * times * (len(some) - 1)
+    answers = work.together(_write_or_follow, ledger_at, some, times, notes)
+    (seen,) = (answer for answer in answers if isinstance(answer, list))
+    seal(ledger)
+    report = verify_chain(ledger)
+    assert report.pending == 0
+    assert len({sequence for sequence, _, _ in seen}) == len(seen) == notes
+    for writer in some[1:]:
+        assert sorted(number for _, actor, number in seen if actor == writer) == list(range(3 * times))
+    for writer in some[1:]:  # the three of a transaction stand in their order, whatever came between
+        mine = [number for _, actor, number in seen if actor == writer]
+        assert all(first < second for first, second in itertools.pairwise(mine))
+
+
+def _write_or_follow(address: str, name: str, times: int, notes: int) -> object:
+    return work.follow(address, name, notes) if name == "p0" else work.say_and_seal(address, name, times)
+
+
+def test_no_update_is_lost_by_a_race(ledger_at: str, ledger: Ledger, some: list[str]) -> None:
+    work.submit(ledger)
+    work.together(work.count_up, ledger_at, some, 10)
+    run = ledger.run("run1")
+    assert (run.message, run.generation) == (str(10 * len(some)), 10 * len(some))
+    seal(ledger)
+    changed = [event.payload["changes"]["message"] for event in ledger.events() if event.kind == "run.updated"]
+    assert changed == [str(number + 1) for number in range(10 * len(some))]
+
+
+def test_versions_that_race_are_counted_without_gaps(ledger_at: str, ledger: Ledger, some: list[str]) -> None:
+    answers = work.together(work.register, ledger_at, some, 5)
+    versions = sorted(itertools.chain.from_iterable(answers))
+    assert versions == list(range(1, 5 * len(some) + 1))
+    assert [asset.version for asset in ledger.assets("dataset", "train")] == versions
+    seal(ledger)
+    assert verify_releases(ledger) >= len(versions)
+
+
+def test_releases_that_race_are_one_history(ledger_at: str, ledger: Ledger, some: list[str]) -> None:
+    answers = work.together(work.promote, ledger_at, some, 5)
+    assert sorted(itertools.chain.from_iterable(answers)) == list(range(1, 5 * len(some) + 1))
+    history = ledger.history("prod")
+    assert [entry.sequence for entry in history] == list(range(1, 5 * len(some) + 1))
+    seal(ledger)
+    moves = [event.payload for event in ledger.events(subject_prefix="prod")]
+    for entry, move, before in zip(history, moves, [None, *history], strict=False):
+        assert (move["model"], move["sequence"]) == (entry.model_digest, entry.sequence)
+        assert move["previous"] == (before.model_digest if before else None)
+    assert verify_releases(ledger) >= len(history)
+
+
+def test_a_lease_is_taken_by_one(ledger_at: str, ledger: Ledger, some: list[str]) -> None:
+    runs = [f"run{number}" for number in range(10)]
+    for run_id in runs:
+        work.submit(ledger, run_id)
+    taken = work.together(work.claim, ledger_at, some, runs)
+    assert sorted(itertools.chain.from_iterable(taken)) == sorted(runs)
+    owners = {run.id: run.lease_owner for run in ledger.runs()}
+    assert set(owners.values()) <= set(some)
+    assert all(owners.values())
+
+
+def test_a_killed_writer_leaves_nothing_and_stops_nobody(ledger_at: str, ledger: Ledger) -> None:
+    run = work.submit(ledger)
+    seal(ledger)
+    told = work.PROCESSES.Event()
+    writer = work.PROCESSES.Process(target=work.write_and_wait, args=(ledger_at, told), daemon=True)
+    writer.start()
+    assert told.wait(work.PATIENCE)
+    assert ledger.run("run1") == run  # readers never wait
+    writer.kill()
+    writer.join(work.PATIENCE)
+    with ledger.transaction("next") as transaction:
+        transaction.update_run(run, message="whole")
+    assert [known.id for known in ledger.runs()] == ["run1"]
+    seal(ledger)
+    assert [event.kind for event in ledger.events()] == ["run.pending", "stage.pending", "run.updated"]
+    verify_chain(ledger)
+
+
+def test_who_waits_too_long_for_another_gives_up(ledger_at: str, ledger: Ledger) -> None:
+    run = work.submit(ledger)
+    with ledger.transaction("slow") as transaction:
+        transaction.update_run(run, message="mine")
+        with work.opened(ledger_at, busy_seconds=0.2) as hurried:
+            assert hurried.run("run1") == run
+            with pytest.raises(DeadlineError) as caught, hurried.transaction("hurried") as second:
+                second.update_run(run, message="never")
+    assert_one_line(caught.value)
+    assert "was locked by another process for more than 0.2 s; run the command again" in str(caught.value)
+    assert ledger.run("run1").message == "mine"
+
+
+def test_an_opener_that_may_not_make_tables_says_so(ledger_at: str) -> None:
+    with pytest.raises(PosttrainError) as caught:
+        Database(ledger_at, create=False)
+    assert_one_line(caught.value)
+    Database(ledger_at).close()
+    Database(ledger_at, create=False).close()
+
+
+def assert_one_line(error: BaseException) -> None:
+    assert "\n" not in str(error)
+    assert str(error)

@@ -1,0 +1,182 @@
+"""What goes wrong with a PostgreSQL server, said in one line, and healed where it can be."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import ledger_workers as work
+import pytest
+
+from postgres_server import PASSWORD, Server
+from posttrain.domain.errors import ConflictError, PosttrainError, WorkspaceError
+from posttrain.store.database import Database
+from posttrain.store.ledger import Ledger
+from posttrain.store.sealer import seal, verify_chain
+
+pytestmark = pytest.mark.postgres
+LONG = 2 * work.PATIENCE
+
+
+@pytest.fixture
+def own() -> Iterator[Server]:
+    """A server of this test's own, which waits for the disk."""
+    with Server(durable=True) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _no_password(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("PG")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def said(what: Callable[[], object], kind: type[PosttrainError] = WorkspaceError) -> str:
+    """The one line that this ends with."""
+    with pytest.raises(kind) as caught:
+        what()
+    line = str(caught.value)
+    assert "\n" not in line
+    assert PASSWORD not in line
+    return line
+
+
+def test_a_password_comes_from_the_environment_or_a_file(
+    postgres: Server, postgres_ledger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = postgres.over_tcp(postgres_ledger)
+    assert "it asks for a password; give it by PGPASSWORD or ~/.pgpass" in said(lambda: Database(address))
+    monkeypatch.setenv("PGPASSWORD", "wrong")
+    assert "it refuses the password; give the right one by PGPASSWORD" in said(lambda: Database(address))
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    Database(address).close()
+    monkeypatch.delenv("PGPASSWORD")
+    file = tmp_path / "passwords"
+    file.write_text(f"127.0.0.1:{postgres.port}:*:*:{PASSWORD}\n")
+    file.chmod(0o600)
+    monkeypatch.setenv("PGPASSFILE", str(file))
+    with closing(Database(address)) as database:
+        assert database.place == address
+        assert database.product().startswith("PostgreSQL ")
+
+
+def test_a_database_that_is_not_there_is_named(postgres: Server) -> None:
+    line = said(lambda: Database(postgres.address("nowhere")))
+    assert "/nowhere?host=" in line
+    assert "it has no such database or user" in line
+
+
+def test_a_server_that_is_not_there_is_named(postgres: Server) -> None:
+    for address in ("postgresql://ann@127.0.0.1:1/x", f"postgresql://ann@/x?host={postgres.folder}/none"):
+        line = said(lambda address=address: Database(address))  # type: ignore[misc]
+        assert "it cannot be reached" in line
+        assert "see to it and run the command again" in line
+
+
+def test_a_user_that_may_not_make_tables_is_told_so(postgres: Server, postgres_ledger: str) -> None:
+    postgres.sql("DROP ROLE IF EXISTS reader")
+    postgres.sql("CREATE ROLE reader LOGIN")
+    address = postgres_ledger.replace("://posttrain@", "://reader@")
+    assert "this user may not do that there" in said(lambda: Database(address))
+    Database(postgres_ledger).close()
+    assert "this user may not do that there" in said(lambda: Database(address))
+
+
+def test_a_connection_that_is_lost_in_the_middle_leaves_nothing_and_the_next_heals(own: Server) -> None:
+    address = own.create()
+    with work.opened(address) as ledger:
+        run = work.submit(ledger)
+
+        def write_on() -> None:
+            with ledger.transaction("ann") as transaction:
+                transaction.update_run(run, message="half done")
+                own.sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'posttrain'")
+                transaction.insert_run(work.a_run("run2"), [])
+
+        assert "or ended the connection" in said(write_on)
+        assert [(known.id, known.message) for known in ledger.runs()] == [("run1", "")]
+        with ledger.transaction("ann") as transaction:
+            transaction.update_run(run, message="whole")
+        seal(ledger)
+        verify_chain(ledger)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["shut-down", "killed"])
+def test_a_server_that_ends_loses_nothing_committed_and_is_found_again(own: Server, how: int) -> None:
+    address = own.create()
+    with work.opened(address) as ledger:
+        run = work.submit(ledger)
+
+        def write_on() -> None:
+            with ledger.transaction("ann") as transaction:
+                transaction.update_run(run, message="half done")
+                own.stop(how)
+                transaction.insert_run(work.a_run("run2"), [])
+
+        assert "or ended the connection" in said(write_on)
+        assert "it cannot be reached" in said(ledger.runs)
+        assert "it cannot be reached" in said(lambda: Database(address))
+        own.start()
+        assert [(known.id, known.message) for known in ledger.runs()] == [("run1", "")]
+        seal(ledger)
+        own.stop(how)
+        own.start()  # nobody asked meanwhile
+        assert verify_chain(ledger).sealed == 2
+
+
+def test_a_writer_that_is_stopped_is_let_go_before_those_who_wait_for_it(postgres_ledger: str) -> None:
+    with work.opened(postgres_ledger, busy_seconds=LONG) as ledger:
+        run = work.submit(ledger)
+        told = work.PROCESSES.Event()
+        writer = work.PROCESSES.Process(target=work.write_and_wait, args=(postgres_ledger, told, 1.0), daemon=True)
+        writer.start()
+        try:
+            assert told.wait(work.PATIENCE)
+            assert writer.pid is not None
+            os.kill(writer.pid, signal.SIGSTOP)
+            with ledger.transaction("next") as transaction:
+                transaction.update_run(run, message="whole")
+        finally:
+            writer.kill()
+            writer.join(work.PATIENCE)
+        assert [known.id for known in ledger.runs()] == ["run1"]
+
+
+def test_a_row_that_is_refused_is_one_line(postgres_ledger: str) -> None:
+    with work.opened(postgres_ledger) as ledger:
+        work.submit(ledger)
+
+        def cache_of_nobody() -> None:
+            with ledger.transaction("ann") as transaction:
+                transaction.put_cache(work.MODEL, "nobody", "train")
+
+        assert "the ledger refused a row" in said(cache_of_nobody, ConflictError)
+
+        def say_nothing() -> None:
+            with ledger.transaction("ann") as transaction:
+                transaction.append_event("note", "run\0", {})
+
+        assert "NUL" in said(say_nothing)
+
+
+def test_a_newer_schema_is_refused(postgres: Server, postgres_ledger: str) -> None:
+    Database(postgres_ledger).close()
+    postgres.sql("UPDATE schema_version SET version_num = '9999'", postgres_ledger)
+    assert "workspace schema 9999 is newer than this Posttrain" in said(lambda: Database(postgres_ledger))
+
+
+def test_a_server_that_forgets_by_default_is_told_of(postgres_ledger: str) -> None:
+    with closing(Database(postgres_ledger)) as database:
+        assert database.product().endswith(", fsync off: a power cut loses commits")
+
+
+def test_a_durable_server_is_named_with_its_version_alone(own: Server) -> None:
+    with closing(Database(own.create())) as database:
+        assert database.product().partition(" ")[0] == "PostgreSQL"
+        assert "," not in database.product()
+        with closing(Ledger(database)) as ledger:
+            assert ledger.runs() == []
