@@ -61,7 +61,7 @@ def test_a_password_comes_from_the_environment_or_a_file(
     monkeypatch.setenv("PGPASSFILE", str(file))
     with closing(Database(address)) as database:
         assert database.place == address
-        assert database.product().startswith("PostgreSQL ")
+        assert database.product()[0].startswith("PostgreSQL ")
 
 
 def test_a_database_that_is_not_there_is_named(postgres: Server) -> None:
@@ -171,12 +171,11 @@ def test_a_newer_schema_is_refused(postgres: Server, postgres_ledger: str) -> No
 
 def test_a_server_that_forgets_by_default_is_told_of(postgres_ledger: str) -> None:
     with closing(Database(postgres_ledger)) as database:
-        assert database.product().endswith(", fsync off: a power cut loses commits")
+        assert database.product()[1] == "fsync"
 
 
 def test_a_durable_server_is_named_with_its_version_alone(own: Server) -> None:
     with closing(Database(own.create())) as database:
-        assert database.product().partition(" ")[0] == "PostgreSQL"
-        assert "," not in database.product()
+        assert database.product()[1] == ""
         with closing(Ledger(database)) as ledger:
             assert ledger.runs() == []

@@ -57,7 +57,8 @@ def examine(*, probe: bool = False, ray: str = "") -> list[Check]:
         workspace = Workspace(root)
     except WorkspaceError as error:
         missing = "no workspace" in str(error) or "is no workspace" in str(error)
-        return [*checks, Check("workspace", "warn" if missing else "fail", str(error), "posttrain init")]
+        remedy = "posttrain init" if missing else "repair it; the line names the next step"
+        return [*checks, Check("workspace", "warn" if missing else "fail", str(error), remedy)]
     try:
         checks += [Check("workspace", "ok", str(workspace.root)), _disk(workspace.root), _fsync(workspace.root)]
         checks += [_guarded("ledger", lambda: _ledger(workspace)), *_jobs(workspace)]
@@ -165,7 +166,12 @@ def _fsync(root: Path) -> Check:
 
 def _ledger(workspace: Workspace) -> Check:
     chain = verify_chain(workspace.ledger)
-    return Check("ledger", "ok", f"{chain.sealed} events, chain intact, {chain.pending} not sealed yet")
+    database, unsafe = workspace.ledger.database.product()
+    where = f"{database} at {workspace.ledger_address}" if workspace.ledger_address else database
+    said = f"{where}: {chain.sealed} events, chain intact, {chain.pending} not sealed yet"
+    if unsafe:
+        return Check("ledger", "warn", f"{said}; {unsafe} off", "a power cut loses commits: turn it on in the server")
+    return Check("ledger", "ok", said)
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:

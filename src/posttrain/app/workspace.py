@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from posttrain.app.ledgers import FILE, KEY, bind, holds_runs, ledger_place, recorded
 from posttrain.app.machine import local_devices
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.wiring import Wiring
@@ -35,7 +36,9 @@ from posttrain.store.sealer import seal
 FOLDER = ".posttrain"
 VARIABLE = "POSTTRAIN_WORKSPACE"
 STORE_VARIABLE = "POSTTRAIN_STORE"
-SETTINGS = "workspace.json"  # {"format", "store"}: written once; "rewards" and "trackers" as a person said; "id"
+SETTINGS = (
+    "workspace.json"  # {"format", "store", "ledger"}: written once; "rewards" and "trackers" as a person said; "id"
+)
 TRUSTED = "trusted"
 _FORMAT = "posttrain.workspace/1"
 _OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
@@ -45,8 +48,8 @@ class Workspace:
     """The control plane over one folder.
 
     Raises:
-        WorkspaceError: no workspace there, read-only, disk full, of a newer schema, or POSTTRAIN_STORE names another
-            artifact store than the one it was made with.
+        WorkspaceError: no workspace there, read-only, disk full, of a newer schema, its PostgreSQL out of reach, or
+            POSTTRAIN_STORE or POSTTRAIN_LEDGER name another place than the one it was made with.
     """
 
     def __init__(
@@ -57,20 +60,28 @@ class Workspace:
         actor: str | None = None,
         rewards: str | None = None,
         trackers: Mapping[str, Any] | None = None,
+        ledger: str | None = None,
     ) -> None:
         self.root = root.resolve()
         if not create and not has_ledger(self.root):
             raise WorkspaceError(f"{self.root}: is no workspace; run `posttrain init`, or set {VARIABLE} to one")
         clock = SystemClock()
         self.actor = actor or f"user:{_user()}"
-        self.blobs = open_blobs(_store(self.root))  # first: a store that cannot be opened leaves no half workspace
+        store = _store(self.root)
+        place = ledger_place(self.root, read_json(self.root / SETTINGS), ledger)
+        # first: a server or a store that cannot be reached leaves no half workspace
+        database = None if isinstance(place, Path) else Database(place, create=create and not holds_runs(self.root))
+        self.blobs = open_blobs(store)
         if create:
-            _refuse_lost_ledger(self.root)
+            if database is None:
+                _refuse_lost_ledger(self.root)
             _make(self.root)
-            _record_store(self.root, self.blobs.url, rewards, trackers)
+            _record_places(self.root, self.blobs.url, place, rewards, trackers)
         self.settings: Mapping[str, Any] = read_json(self.root / SETTINGS) or {}
         self.trusts_rewards = self.settings.get("rewards") == TRUSTED
-        self.ledger = Ledger(Database(self.root / "ledger.db", create=create), clock)
+        self.ledger = Ledger(database or Database(place, create=create), clock)
+        if database is not None:
+            bind(self.ledger, self.root, self.identity(), self.actor)
         self.wiring = Wiring(
             ledger=self.ledger,
             blobs=self.blobs,
@@ -96,6 +107,11 @@ class Workspace:
     def reconciler(self) -> Reconciler:
         """This process as a reconciler."""
         return Reconciler(self.wiring, process_name(), process_alive)
+
+    @property
+    def ledger_address(self) -> str | None:
+        """The address of its ledger in PostgreSQL; None where it is a file of its own."""
+        return recorded(self.root, self.settings)
 
     @property
     def read_only(self) -> bool:
@@ -150,13 +166,13 @@ def open_workspace(path: Path | None = None) -> Workspace:
 
 
 def has_ledger(root: Path) -> bool:
-    """Whether this folder is a workspace.
+    """Whether this folder is a workspace: it has a ledger, or says where its ledger is.
 
     Raises:
         WorkspaceError: it may not be looked into.
     """
     try:
-        return (root / "ledger.db").exists()
+        return (root / FILE).exists() or recorded(root, read_json(root / SETTINGS)) is not None
     except OSError as error:
         raise WorkspaceError(
             f"{root}: cannot be looked into: {error.strerror}; a workspace is its owner's alone unless they open it"
@@ -164,17 +180,22 @@ def has_ledger(root: Path) -> bool:
 
 
 def init_workspace(
-    path: Path | None = None, *, rewards: str | None = None, trackers: Mapping[str, Any] | None = None
+    path: Path | None = None,
+    *,
+    rewards: str | None = None,
+    trackers: Mapping[str, Any] | None = None,
+    ledger: str | None = None,
 ) -> Workspace:
     """Make a workspace below `path` (default: here). Doing it again changes nothing but what is given.
 
     Args:
         rewards: `trusted`: rewards may run where the kernel cannot confine them; `confined` takes that back.
         trackers: of every run that names none itself, in place of those that were chosen before.
+        ledger: address of the PostgreSQL database that a new workspace keeps its ledger in.
     """
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
-    return Workspace(root, create=True, rewards=rewards, trackers=trackers)
+    return Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger)
 
 
 def process_name() -> str:
@@ -216,10 +237,12 @@ def _store(root: Path) -> str:
     return found
 
 
-def _record_store(root: Path, url: str, rewards: str | None, trackers: Mapping[str, Any] | None) -> None:
+def _record_places(
+    root: Path, url: str, place: Path | str, rewards: str | None, trackers: Mapping[str, Any] | None
+) -> None:
     with _settings_lock(root):
         known = read_json(root / SETTINGS)
-        record = known or _fresh_record(root, url)
+        record = known or _fresh_record(root, url) | ({} if isinstance(place, Path) else {KEY: place})
         if rewards is not None:
             record = {key: value for key, value in record.items() if key != "rewards"}
             record |= {"rewards": TRUSTED} if rewards == TRUSTED else {}
@@ -256,8 +279,8 @@ def _make(root: Path) -> None:
 
 def _refuse_lost_ledger(root: Path) -> None:
     """A fresh ledger over what another one knew would look like a workspace in which nothing ever happened."""
-    ledger = root / "ledger.db"
-    if not (ledger.exists() and ledger.stat().st_size) and (root / "runs").is_dir() and any((root / "runs").iterdir()):
+    ledger = root / FILE
+    if not (ledger.exists() and ledger.stat().st_size) and holds_runs(root):
         what = "is empty" if ledger.exists() else "is gone"
         raise WorkspaceError(f"{root}: holds runs, but its ledger {what}; restore ledger.db from a copy")
 

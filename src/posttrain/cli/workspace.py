@@ -50,6 +50,14 @@ def init(
         ),
     ] = None,
     tracker: TrackerOption = None,
+    ledger: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="PostgreSQL for a new ledger: postgresql://user@host/database; password by PGPASSWORD or ~/.pgpass.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
     from posttrain.app.tracking import describe, of_workspace
@@ -59,10 +67,12 @@ def init(
     chosen = read_choice(tracker) if tracker else None
     if chosen:
         refuse_unwritable_choice(chosen, folder)
-    workspace = init_workspace(folder, rewards=rewards, trackers=chosen)
+    workspace = init_workspace(folder, rewards=rewards, trackers=chosen, ledger=ledger)
     if workspace.trusts_rewards:
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
     say(f"workspace {workspace.root}")
+    if workspace.ledger_address:
+        say(f"ledger {workspace.ledger_address}")
     say(*(f"tracker {kind}: {where}" for kind, where in describe(of_workspace(workspace))))
     if written is None:
         say("next: posttrain asset add dataset:NAME FILE, or posttrain demo")

@@ -112,10 +112,17 @@ class Database:
         if self._copy is not None:
             self._copy.cleanup()
 
-    def product(self) -> str:
-        """Which database this is, with its version."""
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """One process at a time, on PostgreSQL: for what no compare-and-set decides."""
+        with self.write() as connection:
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MAKING})")
+            yield
+
+    def product(self) -> tuple[str, str]:
+        """Which database this is, with its version; which of its settings let a power cut take commits."""
         if self._sqlite:
-            return f"SQLite {sqlite3.sqlite_version}"
+            return f"SQLite {sqlite3.sqlite_version}", ""
         with self.read() as connection:
             return postgres.product(connection)
 

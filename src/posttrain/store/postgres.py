@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import URL, Connection, text
+from sqlalchemy import URL, Connection, make_url, text
+from sqlalchemy.exc import ArgumentError
 
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError, PosttrainError, WorkspaceError
 
@@ -50,6 +51,22 @@ def is_address(address: str) -> bool:
     return address.partition("://")[0] in _SPELLINGS
 
 
+def checked_address(address: str) -> str:
+    """The address in its one spelling, as it is written down and compared.
+
+    Raises:
+        InputError: it is not of PostgreSQL, or holds a password.
+    """
+    try:
+        url = make_url(address) if is_address(address) else None
+    except (ArgumentError, ValueError):  # a port that is no number
+        url = None
+    if url is None or not url.database:
+        raise InputError(f"ledger address must be {SCHEME}://user@host/database, got {_masked(address)!r}; correct it")
+    refuse_secrets(url)
+    return shown(url)
+
+
 def with_driver(url: URL) -> URL:
     """The URL as SQLAlchemy finds our driver by it."""
     return url.set(drivername=_DRIVER) if url.drivername in _SPELLINGS else url
@@ -69,6 +86,11 @@ def refuse_secrets(url: URL) -> None:
     """
     if url.password is not None or any(name in url.query for name in _SECRETS):
         raise InputError(f"ledger address {shown(url)} must not hold a password; give it by PGPASSWORD or ~/.pgpass")
+
+
+def _masked(address: str) -> str:
+    """Of an address that cannot be read, what is certainly no password."""
+    return f"{address.partition('://')[0]}://…" if "://" in address else address
 
 
 def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:
@@ -91,13 +113,12 @@ def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:
     return {"connect_args": arguments, "pool_pre_ping": True, "isolation_level": "READ COMMITTED"}
 
 
-def product(connection: Connection) -> str:
-    """Name and version of the server, and what it lets a power cut take."""
+def product(connection: Connection) -> tuple[str, str]:
+    """Name and version of the server; which settings let a power cut take commits, "" if none does."""
     wanted = "SELECT name, setting FROM pg_settings WHERE name IN ('server_version', 'fsync', 'synchronous_commit')"
     rows = {str(row[0]): str(row[1]) for row in connection.execute(text(wanted))}
     unsafe = [name for name in ("fsync", "synchronous_commit") if rows[name] == "off"]
-    lost = f", {' and '.join(unsafe)} off: a power cut loses commits" if unsafe else ""
-    return f"PostgreSQL {rows['server_version'].split()[0]}{lost}"
+    return f"PostgreSQL {rows['server_version'].split()[0]}", " and ".join(unsafe)
 
 
 def translate(error: BaseException | None, place: str, busy_seconds: float) -> PosttrainError:
