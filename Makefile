@@ -84,9 +84,9 @@ ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets; trackers
 	$(BIN)/python -m pytest -m ecosystem --timeout 3000
 
-postgres: $(VENV)/.postgres ## the ledger on a PostgreSQL that is started for it and stopped
+postgres: $(VENV)/.postgres ## the ledger on a PostgreSQL that is started for it and stopped; MINUTES=10 for the long ordeal
 	@$(BIN)/python tests/postgres_server.py
-	$(BIN)/python -m pytest -m postgres --timeout 3000 $$(grep -rlE 'postgres|ledger_at' tests --include='test_*.py')
+	MINUTES=$(MINUTES) $(BIN)/python -m pytest -m postgres --timeout 3000 $(if $(MINUTES),-s) $$(grep -rlE 'postgres|ledger_at' tests --include='test_*.py')
 
 site: $(VENV)/.docs ## the documentation as a site in .site/, made anew; a broken link ends it
 	rm -rf .site && $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c handbook -d .site/.doctrees docs .site

@@ -82,6 +82,7 @@ ALLOWED = {
         'return f"import time\\n\\n{SHORT}".replace("    return", f"    time.sleep({seconds} / 16)\\n    return")',
     ): "a reward that takes its time, so that the steps before a death have been told of; slower is as good",
     ("e2e/test_recovery.py", "time.sleep(0.02)"): POLL,
+    ("e2e/test_postgres_ordeal.py", "time.sleep(0.02)"): POLL,
     ("e2e/workbench.py", "time.sleep(0.03)"): POLL,
     ("unit/test_app_cluster_checks.py", 'monkeypatch.setattr(cluster_facts, "_RESOLVE_SECONDS", 0.01)'): NEVER,
     (
