@@ -28,7 +28,7 @@ class Block:
     @property
     def file(self) -> str:
         """The file that the block is, where its first line says so: `# reward.py`."""
-        found = re.match(r"# ([\w.-]+\.\w+)\n", self.text)
+        found = re.match(r"# ([\w./-]+\.\w+)\n", self.text)
         return found[1] if found else ""
 
 

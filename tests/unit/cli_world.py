@@ -121,6 +121,7 @@ class World:
     runner: CliRunner = field(default_factory=CliRunner)
     hold: set[str] = field(default_factory=set)  # stage kinds whose jobs never end by themselves
     broken: dict[str, list[int]] = field(default_factory=dict)  # stage kind → exit codes of jobs that die first
+    measuring: set[str] = field(default_factory=lambda: {"evaluate"})  # stage kinds whose jobs measure; others train
 
     def __post_init__(self) -> None:
         self.executor = FakeExecutor(self._job)
@@ -170,7 +171,7 @@ class World:
             return None
         if self.broken.get(order.kind):
             return self.broken[order.kind].pop(0)
-        evaluate(folder, order) if order.kind == "evaluate" else train(folder, order)
+        evaluate(folder, order) if order.kind in self.measuring else train(folder, order)
         return 0
 
 

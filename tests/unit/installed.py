@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+from pages import blocks
 
 from posttrain.domain import plugins
 
@@ -58,3 +63,20 @@ def on_path(monkeypatch: pytest.MonkeyPatch, *sites: Path) -> None:
         site.mkdir(parents=True, exist_ok=True)
         monkeypatch.syspath_prepend(site)
     plugins._scan.cache_clear()
+
+
+def package_of(page: str) -> tuple[str, str, str, dict[str, str]]:
+    """The package that a page of the documentation shows: name, version, entry points, sources."""
+    shown = {block.file: block.text for block in blocks("toml", "python", "yaml") if block.page == page}
+    project = tomllib.loads(shown["pyproject.toml"])["project"]
+    points = "".join(
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in named.items())
+        for group, named in project["entry-points"].items()
+    )
+    sources = {file: text for file, text in shown.items() if "/" in file}
+    return project["name"], project["version"], points, sources
+
+
+def run_of(page: str) -> str:
+    """The run file that a page shows."""
+    return next(block.text for block in blocks("yaml") if (block.page, block.file) == (page, "run.yaml"))

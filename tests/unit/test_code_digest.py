@@ -10,6 +10,7 @@ from posttrain.execution.trainers import native
 
 ROOT = Path(native.__file__).parents[2]
 DECIDES_NOTHING = {
+    "domain/contracts.py": "the form of what is said of a stage; what it holds is in the cache key",
     "domain/crashpoints.py": "kills on request, in tests",
     "domain/errors.py": "words of errors",
     "domain/facts.py": "the form of what is reported",
@@ -18,6 +19,7 @@ DECIDES_NOTHING = {
     "domain/jobs.py": "the form of orders and results; what an order holds is in the cache key",
     "domain/manifest.py": "what it holds is in the cache key",
     "domain/overrides.py": "applied before the manifest is made",
+    "domain/plugins.py": "finds what is installed, whose own digest is in the cache key",
     "domain/ports.py": "forms only",
     "domain/runspec.py": "what it holds is in the cache key",
     "domain/time_limit.py": "ends what takes too long, and changes no result",

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.domain.contracts import Load
 from posttrain.domain.placement import Placement
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig
@@ -18,7 +19,7 @@ from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.execution.trainers import native
-from posttrain.planner.residency import Load, Residency, Shape, resident, shared_weights
+from posttrain.planner.residency import Residency, Shape, resident, shared_weights
 
 N = 1000
 SHAPE = Shape(N, layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_dim=2, vocabulary=10, tied=True)

@@ -9,7 +9,7 @@ from posttrain.app.tracing import stage_attempts
 from posttrain.app.workspace import Workspace
 from posttrain.control.deciding import ADDED
 from posttrain.control.responses import Answered, Response, Responses, spread
-from posttrain.control.scores import EVALUATE, model_words, released
+from posttrain.control.scores import model_words, released
 from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.facts import Sample
 from posttrain.domain.manifest import Manifest
@@ -70,7 +70,7 @@ def suite_answers(
         troubles: gets a line for what cannot be read.
     """
     records = {row.name: row for row in rows}
-    evaluations = [s for s in manifest.stages if s.kind == EVALUATE and not s.name.startswith(ADDED)]
+    evaluations = [s for s in manifest.stages if s.measures and not s.name.startswith(ADDED)]
     for stage in sorted(evaluations, key=lambda one: one.inputs["model"].word != released(manifest)):
         made = records[stage.name].outputs.get("items")
         if made is None:

@@ -12,7 +12,7 @@ from posttrain.app.status import RunWatcher
 from posttrain.app.workspace import Workspace
 from posttrain.control.comparing import MOST, Comparison, Subject, side_by_side, subject
 from posttrain.control.responses import Answered, Responses, spread
-from posttrain.control.scores import EVALUATE, Measured
+from posttrain.control.scores import Measured
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.web.comparison import Changed, ComparePage, ItemPair, SubjectFacts, compare_page
 from posttrain.web.quantities import rank
@@ -73,7 +73,7 @@ def _overlaid(
         subjects = [one for one in found.subjects if one.run.id == run]
         label = f"{', '.join(one.label for one in subjects)} {subjects[0].run.name}"
         for stage in subjects[0].manifest.stages:
-            if stage.kind != EVALUATE and watcher.watcher(stage.name).curves:
+            if not stage.measures and watcher.watcher(stage.name).curves:
                 own = stage_curves(workspace, watcher, subjects[0].manifest, stage.name, label)
                 for metric, series in own.items():
                     stages.setdefault(stage.name, {}).setdefault(metric, []).append(series)

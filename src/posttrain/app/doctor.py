@@ -22,9 +22,9 @@ from posttrain.app.cluster_facts import ask_ray, read_machine
 from posttrain.app.confinement import confinement
 from posttrain.app.machine import local_devices
 from posttrain.app.workspace import Workspace, find_workspace, process_alive
-from posttrain.control.deciding import CONTROL
 from posttrain.domain.errors import PosttrainError, WorkspaceError
 from posttrain.domain.jobs import JobState
+from posttrain.domain.kinds import CONTROL, KINDS, OWN
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.plugins import TRAINERS, all_plugins
@@ -133,7 +133,7 @@ def _rewards() -> Check:
 
 def _packages() -> Check:
     """What installed packages add, none of it imported."""
-    found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}})
+    found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}, KINDS: OWN})
     if troubles:
         return Check("packages", "warn", "; ".join(troubles), "nothing else is hindered by it")
     return Check("packages", "ok", "; ".join(map(str, found)) or "none adds anything to Posttrain")

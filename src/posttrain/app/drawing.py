@@ -130,7 +130,7 @@ def _measured(
     rows = {stage.record.name: stage.record for stage in status.stages}
     for stage in manifest.stages:
         model = stage.inputs.get("model")
-        if stage.kind != "evaluate" or model is None or model.name not in ends:
+        if not stage.measures or model is None or model.name not in ends:
             continue
         found = _suite_accuracy(workspace, stage, rows[stage.name], probed)
         if found:

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError
 
 from posttrain.domain.errors import InputError, NotFoundError
-from posttrain.domain.runspec import Frozen, read_yaml
-from posttrain.domain.validation import explain, nearest
+from posttrain.domain.runspec import read_yaml
+from posttrain.domain.validation import Frozen, explain, nearest
 from posttrain.store.atomic import unwritable
 
 DEFAULT = "01-sort"

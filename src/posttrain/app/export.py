@@ -22,9 +22,10 @@ from posttrain.data.assets import floating_types
 from posttrain.data.importing import IMPORTED
 from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states
+from posttrain.domain.contracts import BEST
 from posttrain.domain.errors import InputError
 from posttrain.domain.identity import deciding
-from posttrain.domain.manifest import BEST, Manifest, StageManifest
+from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
 from posttrain.execution.foreground import answers
 from posttrain.store.atomic import sync_folder, sync_tree, unwritable
@@ -250,7 +251,7 @@ def _stage_line(stage: StageManifest, row: StageRecord) -> StageLine:
 def _scores(manifest: Manifest, digest: str, rows: Mapping[str, StageRecord]) -> Iterator[ScoreLine]:
     """What this run measured of the model."""
     for stage in manifest.stages:
-        if stage.kind != "evaluate" or rows[stage.name].inputs.get("model", {}).get("digest") != digest:
+        if not stage.measures or rows[stage.name].inputs.get("model", {}).get("digest") != digest:
             continue
         suites = {
             slot.removeprefix("suites."): ref.name for slot, ref in stage.inputs.items() if slot.startswith("suites.")

@@ -30,11 +30,11 @@ from posttrain.data.parts import data_files
 from posttrain.data.refs import local_path, parse_ref
 from posttrain.data.rows import Row, Rows, canonical_row, distinct_items, read_rows, stored_files
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.contracts import RowNeeds
 from posttrain.domain.errors import InputError, IntegrityError, WorkspaceError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.rewards import scored_slot
 from posttrain.domain.runspec import RunSpec
-from posttrain.execution.ports import RowNeeds
 from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.store.scratch import scratch
 from posttrain.store.trees import materialise, tree_listing

@@ -12,12 +12,13 @@ from posttrain.app.fitting import located
 from posttrain.app.outlook import look_ahead, refuse_hopeless
 from posttrain.app.placing import refuse_infeasible, refuse_oversized
 from posttrain.app.workspace import Workspace
+from posttrain.control.codes import called, present_code
 from posttrain.control.planning import Planned, manifest_from_json
 from posttrain.domain.canonical import canonical_json
+from posttrain.domain.contracts import StageContract
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.validation import explain
-from posttrain.execution.ports import StageContract
 
 LOCK_SUFFIX = ".lock.json"
 
@@ -88,10 +89,11 @@ def read_lock(path: Path, workspace: Workspace) -> Planned:
 def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> dict[str, StageContract]:
     """What the trainers say of its stages."""
     for name, digest in manifest.code.items():
-        trainer = workspace.wiring.trainers.get(name)
-        if trainer is None or trainer.code_digest() != digest:
+        with located(f"{path}"):
+            present = present_code(name, workspace.wiring.trainers)
+        if present != digest:
             raise InputError(
-                f"{path}: locked with other sources, libraries or platform of trainer {name!r} ({digest[:19]}…); "
+                f"{path}: locked with other sources, libraries or platform of {called(name)} ({digest[:19]}…); "
                 "lock the run file again, or install what it was locked with"
             )
     contracts: dict[str, StageContract] = {}

@@ -14,7 +14,7 @@ from posttrain.app.counting import registered_rows
 from posttrain.app.fitting import located, read_dataset
 from posttrain.app.workspace import Workspace
 from posttrain.control.cache import cache_key, usable
-from posttrain.control.deciding import ADDED, CONTROL, measures
+from posttrain.control.deciding import ADDED, measures
 from posttrain.control.planning import Planned
 from posttrain.control.selecting import dataset_slots, selected_on, selects
 from posttrain.data.rows import Row, has_answer, prompt_text
@@ -22,6 +22,7 @@ from posttrain.decision.power import PowerNote, gate_power, unknown_power
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.gates import GateRule
 from posttrain.domain.jobs import InputBlob
+from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, StageState
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.measures import ItemRange, compares
@@ -37,7 +38,6 @@ _COMING = (StageState.READY, StageState.RUNNING)  # ready: in back-off, or about
 _GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
 _NOW = " makes it now"
 # stage kind → columns that a document has beside its prompt, and which share of the documents has them
-_LEARNT = {"sft": {"completion": 1.0}, "reward_model": {"chosen": 0.5, "rejected": 0.5}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def _standings(manifest: Manifest, workspace: Workspace, verified: bool) -> dict
     found: dict[str, _Standing] = {}
     first: dict[str, str] = {}  # key → the stage that has it first
     for stage in manifest.stages:
-        if stage.trainer == CONTROL:
+        if kind_of(stage.kind).driver is Driver.CONTROL:
             found[stage.name] = _Standing()
             continue
         above = [found[ref.name] for ref in stage.inputs.values() if ref.source == "stage"]
@@ -225,7 +225,7 @@ def _estimate(
     history: list[tuple[str | None, Experience]],
     channel_empty: bool,
 ) -> Estimate:
-    if stage.trainer == CONTROL:
+    if kind_of(stage.kind).driver is Driver.CONTROL:
         return Estimate(0, 0.0, "no process")
     if standing.record or standing.free:
         return Estimate(0, 0.0, standing.free or "cached")
@@ -241,16 +241,21 @@ def _estimate(
 def workload(stage: StageManifest, work: Mapping[str, float], datasets: Mapping[str, Dataset]) -> Workload:
     """What a stage has to do, with the sizes of its rows."""
     own = {slot: datasets[str(ref.digest)] for slot, ref in dataset_slots(stage)}
-    counts = {slot: d.items if stage.kind == "evaluate" else d.rows for slot, d in own.items()}
-    if stage.kind == "evaluate" and None not in counts.values():
-        asked = stage.params["suites"]
-        answers = {slot: 1 + asked[slot.removeprefix("suites.")]["samples"] for slot in counts}
-        documents = sum((rows or 0) * answers[slot] for slot, rows in counts.items())
-        work = {**work, "documents": documents, "least": documents}
+    counts = {slot: d.items if stage.measures else d.rows for slot, d in own.items()}
+    if stage.measures and None not in counts.values():
+        documents = sum((rows or 0) * _answers(stage, slot) for slot, rows in counts.items())
+        work = {"documents": documents, "least": documents, **work}
     read = [row for dataset in own.values() if dataset.read for row in dataset.read]
-    parts = _LEARNT.get(stage.kind, {})
+    parts = kind_of(stage.kind).sizes
     sizes = [len(prompt_text(row)) + sum(_size(row, name) * share for name, share in parts.items()) for row in read]
     return Workload(stage.kind, work, sum(sizes) / len(sizes) if sizes else None)
+
+
+def _answers(stage: StageManifest, slot: str) -> int:
+    """How often an evaluation asks for an answer to each of a suite's items."""
+    suites = stage.params.get("suites")
+    suite = suites.get(slot.removeprefix("suites.")) if isinstance(suites, Mapping) else None
+    return 1 + int(suite.get("samples", 0)) if isinstance(suite, Mapping) else 1
 
 
 def _size(row: Row, column: str) -> int:
@@ -260,7 +265,7 @@ def _size(row: Row, column: str) -> int:
 
 def _history(workspace: Workspace, manifest: Manifest) -> Iterator[tuple[str | None, Experience]]:
     """Earlier stages that really ran, newest first, each with the base model of its run."""
-    wanted = {stage.kind for stage in manifest.stages if stage.trainer != CONTROL}
+    wanted = {s.kind for s in manifest.stages if kind_of(s.kind).driver is Driver.JOB}
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
         earlier, _ = workspace.manifest_or_trouble(run)
         if earlier is None:
@@ -332,7 +337,9 @@ def _power(planned: Planned, datasets: Mapping[str, Dataset], empty: bool) -> It
             stage, possible = manifest.stage(name), planned.contracts[name].metrics[rule.metric]
             if possible is None:
                 continue
-            suite = stage.inputs[f"suites.{rule.metric.rpartition('/')[0]}"]
+            suite = stage.inputs.get(f"suites.{rule.metric.rpartition('/')[0]}")
+            if suite is None:  # of an installed kind, which has no suites: nobody knows how many items it will measure
+                continue
             data = datasets[str(suite.digest)]
             items = data.answered if compares(rule.metric) else data.items
             if data.items is None or items is None:
@@ -350,7 +357,7 @@ def _power(planned: Planned, datasets: Mapping[str, Dataset], empty: bool) -> It
 def _unanswered(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
     """One line for every suite of a run file with rows that only a reward scores."""
     for stage in planned.manifest.stages:
-        if stage.kind != "evaluate" or stage.name.startswith(ADDED):
+        if not stage.measures or stage.name.startswith(ADDED):
             continue
         for slot, ref in dataset_slots(stage):
             data, suite = datasets[str(ref.digest)], slot.removeprefix("suites.")

@@ -11,11 +11,13 @@ from posttrain.app.fitting import model_files, origin
 from posttrain.app.machine import Machine, this_machine
 from posttrain.app.rewarding import bytes_of
 from posttrain.app.workspace import Workspace
+from posttrain.domain.contracts import Load
 from posttrain.domain.errors import InputError
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.planner.fallbacks import expected
 from posttrain.planner.feasibility import gib, infeasible, too_large, unfit
-from posttrain.planner.residency import Load, Residency, Shape, resident
+from posttrain.planner.residency import Residency, Shape, resident
 
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
 _LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"
@@ -59,7 +61,7 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
         InputError: naming its parameters, its bytes and this machine's memory.
     """
     for stage in manifest.stages:
-        shape = _made_from_nothing(stage.params) if stage.kind == "init_model" else None
+        shape = _made_from_nothing(stage.params) if kind_of(stage.kind).from_nothing else None
         memory = this_machine().memory if shape else None
         if shape and memory is not None and 4 * shape.parameters > memory:
             raise InputError(
@@ -110,7 +112,7 @@ def _shape(
 ) -> Shape | None:
     found = origin(manifest, stage, slot)
     if isinstance(found, StageManifest):
-        return _made_from_nothing(found.params) if found.kind == "init_model" else None
+        return _made_from_nothing(found.params) if kind_of(found.kind).from_nothing else None
     config, stored = _stored_config(found, workspace, source, model)
     width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")))
     return Shape.of_config(config, stored // width if width else None)

@@ -28,13 +28,16 @@ from posttrain.control.selecting import dataset_slots
 from posttrain.data.contamination import contamination
 from posttrain.data.rows import demonstrations, repeated_rows
 from posttrain.decision.power import PowerNote
-from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.domain.contracts import Load
+from posttrain.domain.kinds import installed_kind
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.overrides import Setting
 from posttrain.domain.passes import Passes
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.runspec import RunSpec, load_run_spec
+from posttrain.execution.trainers.installed import InstalledTrainer
 from posttrain.planner.estimate import Estimate
-from posttrain.planner.residency import Load, Residency
+from posttrain.planner.residency import Residency
 
 _INPUT = ("slot", "name", "digest")
 
@@ -51,6 +54,7 @@ class StagePlan:
     load: Load | None = None  # of a training stage: its placement
     residency: Residency | None = None  # what is resident when; None: trains nothing, or a model of unknown shape
     passes: Passes | None = None  # `epochs` as steps, where the file says them
+    packages: tuple[str, ...] = ()  # installed ones that its kind and its trainer come from, with versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
         "cached_from": stage.cached_from,
         "estimate": asdict(stage.estimate),
         **({"passes": asdict(stage.passes)} if stage.passes else {}),
+        **({"packages": list(stage.packages)} if stage.packages else {}),
     }
     if stage.load is None:
         return plain
@@ -120,6 +125,7 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
             planned.contracts[stage.name].load if stage.name in planned.contracts else None,
             residencies.get(stage.name, (None, []))[0],
             planned.passes.get(stage.name),
+            tuple(_packages(stage, workspace)),
         )
         for stage in planned.manifest.stages
     )
@@ -131,6 +137,14 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
     run = existing[0] if existing else None
     trackers = tuple(describe(planned.trackers or of_workspace(workspace)))
     return PlanView(planned.manifest, stages, ahead.power, tuple(warnings), ahead.changes, trackers, run)
+
+
+def _packages(stage: StageManifest, workspace: Workspace) -> Iterator[str]:
+    """`posttrain-words 1.0`, for what of a stage is not Posttrain's own."""
+    kind = installed_kind(stage.kind)
+    trainer = workspace.wiring.trainers.get(stage.trainer)
+    plugins = [kind.plugin if kind else None, trainer.plugin if isinstance(trainer, InstalledTrainer) else None]
+    yield from dict.fromkeys(plugin.distribution for plugin in plugins if plugin)
 
 
 def _origin(record: StageRecord | None) -> str | None:
@@ -191,7 +205,7 @@ def _wide_steps(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[s
 
 def _repeated(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
     """One line per evaluation suite with rows that repeat another."""
-    suites = [ref for stage in planned.manifest.stages if stage.kind == "evaluate" for _, ref in dataset_slots(stage)]
+    suites = [ref for stage in planned.manifest.stages if stage.measures for _, ref in dataset_slots(stage)]
     for ref in {ref.digest: ref for ref in suites}.values():
         found = datasets[str(ref.digest)]
         if found.rows and found.items is not None and found.items < found.rows:
@@ -204,7 +218,7 @@ def _seen_in_training(planned: Planned, datasets: Mapping[str, Dataset]) -> Iter
     suites: dict[str, InputRef] = {}
     for stage in planned.manifest.stages:
         for _, ref in dataset_slots(stage):
-            (suites if stage.kind == "evaluate" else train)[str(ref.digest)] = ref
+            (suites if stage.measures else train)[str(ref.digest)] = ref
     for digest, suite in suites.items():
         for other, source in train.items():
             known, asked = datasets[other].read, datasets[digest].read

@@ -14,11 +14,10 @@ from posttrain.app.tracked import flat
 from posttrain.app.workspace import Workspace
 from posttrain.control import budgets
 from posttrain.control.compare import Difference, compare
-from posttrain.control.deciding import CONTROL
 from posttrain.control.explain import explain_run
 from posttrain.control.lineage import Node, run_lineage, selection_words
-from posttrain.control.scores import EVALUATE
 from posttrain.domain.gates import GateReport
+from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import StageRecord
 from posttrain.telemetry.timeline import AttemptSpans, StepTime, step_times
@@ -149,7 +148,7 @@ def _stage_curves(
     """Of every stage that said a metric by step: an evaluation's means are scores, no curve."""
     for stage in status.stages:
         name, kind = stage.record.name, stage.record.kind
-        if kind != EVALUATE and watcher.watcher(name).curves:
+        if not kind_of(kind).measures and watcher.watcher(name).curves:
             series = stage_curves(workspace, watcher, manifest, name, name)
             yield StageCurves(name, kind, series, stage.begun, *_chosen(stage.record))
 
@@ -165,7 +164,7 @@ def _parameters(manifest: Manifest) -> Iterator[StageParameters]:
     for stage in manifest.stages:
         inputs = tuple((slot, ref.word, ref.digest or "") for slot, ref in sorted(stage.inputs.items()))
         params = tuple((path, _said(value)) for path, value in flat(stage.params))
-        if stage.trainer != CONTROL:
+        if kind_of(stage.kind).driver is Driver.JOB:
             yield StageParameters(stage.name, stage.kind, inputs, params)
 
 

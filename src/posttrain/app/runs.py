@@ -25,6 +25,7 @@ from posttrain.control.submission import submit as submit_manifest
 from posttrain.data.refs import Source, parse_ref
 from posttrain.decision.releases import release_states
 from posttrain.domain.errors import InputError
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import ReleaseState, RunState
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.overrides import Setting
@@ -90,7 +91,7 @@ class Run:
             DeadlineError: `timeout` passed; the run is not stopped by that.
             PosttrainError: with `check`, the error of the run's outcome.
         """
-        if any(stage.kind == "gate" for stage in self.workspace.ledger.stages(self.id)):
+        if any(kind_of(stage.kind).judges for stage in self.workspace.ledger.stages(self.id)):
             load_ahead(JUDGING)
         reconciler, scribe = self.workspace.reconciler, Scribe(self.workspace, self.id)
 
@@ -310,7 +311,7 @@ def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = Fals
     """Record a run of an already resolved manifest. A stopped run of it goes on. See `control.submission.submit`."""
     workspace.catalog.publish(planned.manifest)
     submitted = submit_manifest(workspace.wiring, planned.manifest, again=again, exact=exact)
-    makes_model = all(stage.kind == "init_model" for stage in planned.manifest.stages)  # and reports nothing
+    makes_model = all(kind_of(stage.kind).from_nothing for stage in planned.manifest.stages)  # and reports nothing
     trackers = Trackers() if makes_model else planned.trackers
     record_trackers(workspace, submitted.run.id, trackers, attached=submitted.attached)
     if submitted.run.state == RunState.STOPPED:

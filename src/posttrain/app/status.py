@@ -14,10 +14,11 @@ from posttrain.control.resuming import trained_elsewhere
 from posttrain.control.scores import Scores
 from posttrain.control.scores import run_scores as measured_scores
 from posttrain.control.selecting import choice_warnings
+from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
 from posttrain.domain.lifecycle import RunState, StageState, is_final
-from posttrain.domain.manifest import BEST, MODEL, Manifest
+from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher

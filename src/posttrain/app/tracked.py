@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from posttrain.app.workspace import Workspace
-from posttrain.control.deciding import CONTROL
 from posttrain.control.judging import read_report
-from posttrain.control.scores import EVALUATE
+from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.gates import GateReport, Outcome
+from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
@@ -66,23 +66,26 @@ class RunSource:
 
     def _rows(self, stage: StageRecord, attempts: list[AttemptRecord], report: GateReport | None) -> Iterator[Row]:
         feed = self._feeds.setdefault(stage.name, StageFeed(self._workspace.root, stage.name))
-        if stage.kind == "gate":
+        kind = kind_of(stage.kind)
+        if kind.judges:
             if report is not None:
                 yield from feed.take(0, stage.finished_at or 0.0, dict(_verdicts(report)))
             return
         yield from feed.read(attempts)
-        if stage.kind == EVALUATE and stage.state == StageState.SUCCEEDED:  # also where its attempts were cleared away
+        if (
+            kind_of(stage.kind).measures and stage.state == StageState.SUCCEEDED
+        ):  # also where its attempts were cleared away
             yield from feed.take(0, stage.finished_at or 0.0, stage.metrics)
         elif stage.state == StageState.SUCCEEDED:
             for step, values in _of_result(stage.metrics):
                 yield from feed.take(step, stage.finished_at or 0.0, values)
 
     def _report(self, stages: list[StageRecord]) -> GateReport | None:
-        gate = next((stage for stage in stages if stage.kind == "gate" and "report" in stage.outputs), None)
+        gate = next((stage for stage in stages if kind_of(stage.kind).judges and REPORT in stage.outputs), None)
         if gate is None:
             return None
         try:
-            return read_report(self._workspace.wiring, gate.outputs["report"]["digest"])
+            return read_report(self._workspace.wiring, gate.outputs[REPORT]["digest"])
         except PosttrainError as error:
             self._lost[gate.name] = str(error)
             return None
@@ -114,7 +117,7 @@ def _ending(run: RunRecord, stages: list[StageRecord], report: GateReport | None
 def _params(manifest: Manifest) -> Iterator[tuple[str, Any]]:
     yield "seed", manifest.seed
     for stage in manifest.stages:
-        if stage.trainer == CONTROL:
+        if kind_of(stage.kind).driver is Driver.CONTROL:
             continue
         yield f"{stage.name}.kind", stage.kind
         for slot, ref in sorted(stage.inputs.items()):

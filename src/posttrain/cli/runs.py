@@ -231,7 +231,7 @@ def diff(
     one, two = runs.run(first, workspace), runs.run(second, workspace)
     differences = one.diff(two)
     metrics = _metric_rows(one.metrics, two.metrics)
-    measured = {stage.name for stage in one.manifest.stages if stage.kind == "evaluate"}
+    measured = {stage.name for stage in one.manifest.stages if stage.measures}
     workspace.close()
     if output is Output.JSON:
         emit_json({"a": one.id, "b": two.id, "differences": [asdict(d) for d in differences], "metrics": metrics})

@@ -17,12 +17,12 @@ from posttrain.control.compare import Difference
 from posttrain.control.lineage import selection_words
 from posttrain.control.scores import Scores
 from posttrain.domain.gates import Outcome, Verdict
+from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.records import AttemptRecord, ReleaseEntry
 from posttrain.planner.feasibility import gib
 from posttrain.planner.residency import Residency
 
-_CONTROL = ("gate", "release")  # stages without a process: their inputs are what the tree shows anyway
 _NOTE = 400  # characters of a note (a guideline) that are shown
 
 
@@ -205,9 +205,11 @@ def plan_tree(view: PlanView) -> Tree:
     for stage in view.stages:
         state = f"cached: {stage.cached_from}" if stage.cached_from else _cost(stage)
         tint = "green" if stage.cached_from else "default"
-        head = Text.assemble((stage.name, "bold"), (f"  {stage.kind}", "cyan"), (f"  {state}", tint))
+        kind = stage.kind + "".join(f" ({package})" for package in stage.packages)
+        head = Text.assemble((stage.name, "bold"), (f"  {kind}", "cyan"), (f"  {state}", tint))
         below = root.add(branch(head))
-        for slot, name, full in stage.inputs if stage.kind not in _CONTROL else ():
+        inputs = stage.inputs if kind_of(stage.kind).driver is Driver.JOB else ()  # of the others the tree shows them
+        for slot, name, full in inputs:
             below.add(branch(Text(f"{slot}: {name}" + (f"  {digest(full)}" if full else ""), style="dim")))
         if stage.passes:
             below.add(branch(Text(str(stage.passes), style="dim")))

@@ -8,7 +8,9 @@ from posttrain.control import environments
 from posttrain.control.judging import check_weights, read_report
 from posttrain.control.wiring import Wiring
 from posttrain.decision.releases import promotion, rollback_target
+from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError, StaleWriteError
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.records import ReleaseEntry, RunRecord
 from posttrain.domain.validation import nearest
@@ -80,11 +82,10 @@ def promote(wiring: Wiring, run_id: str, channel: str) -> ReleaseEntry:
         IntegrityError: the model's bytes are missing or corrupt.
     """
     run = wiring.ledger.run(run_id)
-    stages = {stage.kind: stage for stage in wiring.ledger.stages(run.id)}
-    gate = stages.get("gate")
-    if gate is None or "report" not in gate.outputs:
+    gate = next((stage for stage in wiring.ledger.stages(run.id) if kind_of(stage.kind).judges), None)
+    if gate is None or REPORT not in gate.outputs:
         raise InputError(f"run {run.id}: promote needs a gate report and it has none; its gates have not been judged")
-    report_digest = gate.outputs["report"]["digest"]
+    report_digest = gate.outputs[REPORT]["digest"]
     report = read_report(wiring, report_digest)
     release, known = wiring.manifest(run).release, wiring.ledger.channels()
     if channel not in known and (release is None or release.channel != channel):

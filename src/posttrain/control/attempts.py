@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from posttrain.control import budgets
@@ -12,8 +12,9 @@ from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, StaleWriteError
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import Failure, JobResult, JobSpec, JobState, Observation
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState
-from posttrain.domain.manifest import Manifest
+from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.execution.ports import Trainer
 from posttrain.execution.processes import LEAVING_SECONDS
@@ -21,8 +22,6 @@ from posttrain.store.trees import put_tree
 
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 STOP_GRACE_SECONDS = 30.0
-_SMALLER_BATCHES = "lower runtime.micro_batch_tokens"
-_SMALLER = {"init_model": "make the model smaller", "evaluate": "lower the suites' max_new_tokens"}
 PREEMPTIONS_PER_ATTEMPT = 4  # a preempted job did nothing wrong, but a place that always preempts is no place
 
 
@@ -46,6 +45,7 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
             _retry(wiring, manifest, stage, attempt, result.failure, AttemptState.FAILED, result)
             return
         outputs = _publish(wiring, attempt, result)
+        _refuse_lacking(manifest.stage(stage.name), result, outputs)
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
         what = "cannot be launched" if attempt.state == AttemptState.PLANNED else "left what cannot be collected"
         failure = Failure(FailureClass.BUG, f"the job {what}: {error}", "collect")
@@ -166,6 +166,14 @@ def _publish(wiring: Wiring, attempt: AttemptRecord, result: JobResult) -> dict[
     return outputs
 
 
+def _refuse_lacking(plan: StageManifest, result: JobResult, outputs: Mapping[str, Mapping[str, str]]) -> None:
+    """Raises IntegrityError where a job that succeeded left less, or something else, than its stage declares."""
+    for name, form in plan.outputs.items() if result.status == "succeeded" else ():
+        left = outputs[name]["form"] if name in outputs else "nothing"
+        if left != form:
+            raise IntegrityError(f"it must leave output {name} as a {form}, as its stage declares, got {left}")
+
+
 def _end(
     wiring: Wiring, stage: StageRecord, attempt: AttemptRecord, result: JobResult, outputs: dict[str, dict[str, str]]
 ) -> None:
@@ -219,7 +227,7 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
     return {
         FailureClass.BUDGET: "raise the budget in run.yaml and submit again",
         FailureClass.BAD_INPUT: f"mend what the message names and submit again, or posttrain retry {stage.run_id}",
-        FailureClass.OUT_OF_MEMORY: f"{_SMALLER.get(stage.kind, _SMALLER_BATCHES)} and submit again",
+        FailureClass.OUT_OF_MEMORY: f"{kind_of(stage.kind).fitting} and submit again",
         FailureClass.DIVERGED: "lower the learning rate and submit again",
     }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; mend the cause and submit again")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from posttrain.control.codes import deciding_code
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.identity import job_identity
@@ -16,7 +17,7 @@ from posttrain.store.trees import verify_tree
 
 def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, InputBlob]) -> str:
     """What decides a stage's outputs, and nothing else (`domain.identity`)."""
-    code = manifest.code[stage.trainer]
+    code = deciding_code(manifest, stage)
     return digest_json({"code": code, **job_identity(stage.kind, stage.params, manifest.seed, inputs)})
 
 

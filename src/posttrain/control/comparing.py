@@ -147,7 +147,7 @@ def subject(wiring: Wiring, label: str, run: RunRecord, stage: str | None) -> Su
     """
     manifest = wiring.manifest(run)
     rows = {row.name: row for row in wiring.ledger.stages(run.id)}
-    evaluators = [one.name for one in manifest.stages if one.kind == "evaluate"]
+    evaluators = [one.name for one in manifest.stages if one.measures]
     if stage is not None and stage not in evaluators:
         known = nearest(stage, evaluators) or " (it has none)"
         raise InputError(f"compare: {run.id}/{stage} must be an evaluate stage, got {stage!r}{known}")

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from posttrain.domain.contracts import MODEL, REPORT, StageContract
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateRule
-from posttrain.domain.manifest import MODEL, InputRef, StageManifest
+from posttrain.domain.kinds import CONTROL, GATE, RELEASE, StageKind, kind_of
+from posttrain.domain.manifest import InputRef, StageManifest
 from posttrain.domain.measures import ItemRange
 from posttrain.domain.runspec import ReleaseSpec, RunSpec
 from posttrain.domain.validation import nearest
-from posttrain.execution.ports import StageContract
 
-CONTROL = "control"  # the "trainer" of stages that need no process
 ADDED = "baseline-"  # how evaluations begin that no run file asks for
 EVIDENCE, BASELINE, RIVAL = "evidence.", "baseline.", "against."  # how the gate's inputs are called
 
@@ -63,7 +63,7 @@ class Decision:
         if release is None:
             return []
         candidate = self._candidate(release)
-        evaluators = [s for s in self._stages.values() if s.kind == "evaluate" and s.inputs["model"] == candidate]
+        evaluators = [s for s in self._stages.values() if s.measures and s.inputs[MODEL] == candidate]
         made = _judged_metrics(self._spec, self._source, evaluators, self._known)
         live = InputRef(source="channel", name=release.channel)
         inputs = {"candidate": candidate, CHANNEL: live} | {EVIDENCE + s.name: _metrics_of(s) for s in evaluators}
@@ -79,9 +79,9 @@ class Decision:
                 stage = self._measured(self._stages[name], model, rival)
                 inputs[f"{RIVAL}{rival}.{name}"] = _metrics_of(stage)
                 added += [stage] if stage.name not in self._stages else []
-        report = InputRef(source="stage", name="gate", output="report", form="file")
-        added.append(_control_stage("gate", inputs, {"report": "file"}))
-        added.append(_control_stage("release", {"candidate": candidate, "report": report}, {}))
+        report = InputRef(source="stage", name=GATE.name, output=REPORT, form="file")
+        added.append(_control_stage(GATE, inputs))
+        added.append(_control_stage(RELEASE, {"candidate": candidate, REPORT: report}))
         return added
 
     def _candidate(self, release: ReleaseSpec) -> InputRef:
@@ -101,7 +101,7 @@ class Decision:
                 f"{self._source}: {field}: must be another model than the one that is released, got {rival!r}; "
                 "name another stage, base or channel"
             )
-        if model.source == "stage" and self._stages[model.name].kind == "reward_model":
+        if model.source == "stage" and kind_of(self._stages[model.name].kind).scores:
             raise InputError(
                 f"{self._source}: {field}: must be a model that answers, got {rival!r}, which is a reward model; "
                 "name another stage, base or channel"
@@ -138,8 +138,9 @@ def _metrics_of(stage: StageManifest) -> InputRef:
     return InputRef(source="stage", name=stage.name, output="metrics", form="file")
 
 
-def _control_stage(name: str, inputs: dict[str, InputRef], outputs: dict[str, str]) -> StageManifest:
-    return StageManifest(name=name, kind=name, trainer=CONTROL, inputs=inputs, params={}, outputs=outputs)
+def _control_stage(kind: StageKind, inputs: dict[str, InputRef]) -> StageManifest:
+    outputs = dict(kind.outputs)
+    return StageManifest(name=kind.name, kind=kind.name, trainer=CONTROL, inputs=inputs, params={}, outputs=outputs)
 
 
 def _judged_metrics(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from posttrain.control.judging import read_report
 from posttrain.control.wiring import Wiring
+from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import (
     ConflictError,
     FailureClass,
@@ -18,6 +19,7 @@ from posttrain.domain.errors import (
     StoppedError,
 )
 from posttrain.domain.gates import GateReport
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 
@@ -42,8 +44,8 @@ def explain_run(wiring: Wiring, run_id: str) -> Explanation:
     """Gather the facts of one run."""
     run = wiring.ledger.run(run_id)
     stages = tuple(wiring.ledger.stages(run.id))
-    gate = next((stage for stage in stages if stage.kind == "gate" and "report" in stage.outputs), None)
-    report = read_report(wiring, gate.outputs["report"]["digest"]) if gate else None
+    gate = next((stage for stage in stages if kind_of(stage.kind).judges and REPORT in stage.outputs), None)
+    report = read_report(wiring, gate.outputs[REPORT]["digest"]) if gate else None
     return Explanation(run, stages, tuple(wiring.ledger.attempts(run.id)), report)
 
 

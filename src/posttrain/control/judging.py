@@ -33,7 +33,7 @@ _REASONS = {Outcome.FAIL: "GateFailed", Outcome.INCONCLUSIVE: "GateInconclusive"
 def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
     """Judge every gate of the run on the bound evidence; only PASS lets the release stage start."""
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
-    evaluators = {s.name: _evaluator(manifest, s) for s in manifest.stages if s.kind == "evaluate"}
+    evaluators = {s.name: _evaluator(manifest, s) for s in manifest.stages if s.measures}
     report = judge_all(
         manifest.gates,
         _read(wiring, inputs, EVIDENCE),

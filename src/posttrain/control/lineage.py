@@ -13,9 +13,11 @@ from posttrain.control.models import MadeModel, stage_that_made
 from posttrain.control.wiring import Wiring
 from posttrain.data.importing import IMPORTED, begins_at
 from posttrain.decision.releases import release_states
+from posttrain.domain.contracts import BEST, METRICS, MODEL
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.jobs import InputBlob
-from posttrain.domain.manifest import BEST, MODEL, model_output
+from posttrain.domain.kinds import kind_of
+from posttrain.domain.manifest import model_output
 from posttrain.domain.records import Asset, ReleaseEntry, StageRecord
 from posttrain.store.audit import verify_releases
 from posttrain.store.sealer import verify_chain
@@ -131,14 +133,12 @@ def _evaluations(wiring: Wiring, run_id: str, model: str) -> list[Node]:
     nodes = []
     for stage in wiring.ledger.stages(run_id):
         measured = stage.inputs.get("model", {}).get("digest")
-        if stage.kind == "evaluate" and "metrics" in stage.outputs and measured == model:
+        if kind_of(stage.kind).measures and METRICS in stage.outputs and measured == model:
             suites = tuple(
                 _input_node(wiring, slot, InputBlob(**blob)) for slot, blob in stage.inputs.items() if slot != "model"
             )
             nodes.append(
-                Node(
-                    "evaluation", f"{run_id}/{stage.name}", stage.outputs["metrics"]["digest"], "file", children=suites
-                )
+                Node("evaluation", f"{run_id}/{stage.name}", stage.outputs[METRICS]["digest"], "file", children=suites)
             )
     return nodes
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from posttrain.control.wiring import Wiring
 from posttrain.data.refs import AssetRef, Source
+from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import InputError, NotFoundError
-from posttrain.domain.manifest import BEST, MODEL, NAMED, InputRef, Manifest, model_output
+from posttrain.domain.kinds import kind_of
+from posttrain.domain.manifest import NAMED, InputRef, Manifest, model_output
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.validation import nearest
 
@@ -97,7 +99,7 @@ def _main_stage(manifest: Manifest) -> str:
         return manifest.release.model
     makers = [stage for stage in manifest.stages if "model" in stage.outputs]
     judges = {ref.name for stage in makers for slot, ref in stage.inputs.items() if slot == "reward_model"}
-    policies = [stage.name for stage in makers if stage.name not in judges and stage.kind != "reward_model"]
+    policies = [stage.name for stage in makers if stage.name not in judges and not kind_of(stage.kind).scores]
     return (policies or [stage.name for stage in makers] or [""])[-1]
 
 

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Protocol
 
+from posttrain.control.codes import code_of
 from posttrain.control.deciding import Decision
+from posttrain.domain.contracts import MODEL, StageContract
 from posttrain.domain.errors import InputError, PosttrainError
-from posttrain.domain.manifest import MODEL, InputRef, Manifest, StageManifest, model_output, topological
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest, model_output, topological
 from posttrain.domain.passes import Passes, passes_of
 from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
 from posttrain.domain.runspec import RunSpec, StageSpec
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.validation import nearest
-from posttrain.execution.ports import StageContract, Trainer
+from posttrain.execution.ports import Trainer
 
 
 class Resolve(Protocol):
@@ -90,7 +92,7 @@ def plan_run(
         gates=spec.gates,
         budget=spec.budget,
         release=spec.release,
-        code={name: trainers[name].code_digest() for name in sorted({s.trainer for s in spec.stages.values()})},
+        code=code_of(((s.kind, s.trainer) for s in spec.stages.values()), trainers),
     )
     return Planned(manifest, contracts | decision.contracts, tuple(_new_channel(spec, channels)), passes=passes)
 

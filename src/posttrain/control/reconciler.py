@@ -26,6 +26,7 @@ from posttrain.control.stages import bind_pending, start_ready
 from posttrain.control.trouble import BACKOFF_SECONDS, Troubles
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError
+from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
@@ -163,12 +164,13 @@ class Reconciler:
             stage = bound
         if stage.state != StageState.READY:
             return
-        if stage.kind == "gate":
-            judge_stage(self._wiring, manifest, stage)
-        elif stage.kind == "release":
-            release_stage(self._wiring, run, manifest, stage, stages)
-        else:
+        kind = kind_of(stage.kind)
+        if kind.driver is Driver.JOB:
             start_ready(self._wiring, run, manifest, stage, stages)
+        elif kind.judges:
+            judge_stage(self._wiring, manifest, stage)
+        else:
+            release_stage(self._wiring, run, manifest, stage, stages)
 
     def _settle(self, run: RunRecord) -> RunRecord:
         stages = self._wiring.ledger.stages(run.id)
@@ -181,7 +183,7 @@ class Reconciler:
                 message = f"stage {culprit.name}: {culprit.message}"
                 return self._move(run, target, culprit.reason, message, culprit.next_action)
         if all(stage.state in _DONE for stage in stages):
-            shipped = next((stage.message for stage in stages if stage.kind == "release"), "every stage is done")
+            shipped = next((stage.message for stage in stages if kind_of(stage.kind).ships), "every stage is done")
             return self._move(run, RunState.SUCCEEDED, "Succeeded", shipped, f"posttrain get {run.id}")
         if run.state == RunState.STOPPING:
             return self._move(

@@ -17,12 +17,13 @@ from posttrain.control.wiring import Wiring
 from posttrain.decision.gates import Evidence
 from posttrain.decision.intervals import CONFIDENCE, Estimate, Paired, estimate, paired
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.contracts import METRICS
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.records import StageRecord
 from posttrain.domain.rewards import JUDGES
 
-EVALUATE = "evaluate"
 JUDGED = ("reward", "sampled_reward")  # metrics of a suite that its reward decides
 
 
@@ -157,7 +158,7 @@ def measurements(
     """
     for stage in manifest.stages:
         record = rows.get(stage.name)
-        made = record.outputs.get("metrics") if record and stage.kind == EVALUATE else None
+        made = record.outputs.get(METRICS) if record and stage.measures else None
         if record is None or made is None:
             continue
         try:
@@ -194,7 +195,7 @@ def _earlier(manifest: Manifest, one: Measured, found: list[Measured]) -> list[M
 
 def _rivals(manifest: Manifest) -> list[InputRef]:
     """The models of this run that its gates compare with."""
-    inputs = [stage.inputs for stage in manifest.stages if stage.kind == "gate"]
+    inputs = [stage.inputs for stage in manifest.stages if kind_of(stage.kind).judges]
     named = [(RIVAL + rule.rival, own) for rule in manifest.gates if rule.rival for own in inputs]
     return [own[slot] for slot, own in named if slot in own]
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from posttrain.data.contamination import contamination
 from posttrain.data.rows import Row
-from posttrain.domain.manifest import BEST, InputRef, Manifest, StageManifest
+from posttrain.domain.contracts import BEST
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 
 _SELECTED = "what was selected on rows is no evidence on them; probe other rows"
 _LEARNT = "what it learnt by heart looks best; probe rows that it is not trained on"
@@ -71,5 +72,5 @@ def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float
 
 def _suites(manifest: Manifest) -> dict[str, InputRef]:
     """Digest → data set of every suite."""
-    measured = [stage for stage in manifest.stages if stage.kind == "evaluate"]
+    measured = [stage for stage in manifest.stages if stage.measures]
     return {str(ref.digest): ref for stage in measured for _, ref in dataset_slots(stage)}

@@ -7,10 +7,12 @@ from dataclasses import asdict
 
 from posttrain.control import budgets, environments
 from posttrain.control.cache import cache_key, usable
+from posttrain.control.codes import called, names_of, present_code
 from posttrain.control.launching import plan_attempt, waits_for_devices
 from posttrain.control.resuming import tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.jobs import InputBlob
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
@@ -42,7 +44,7 @@ def bind_pending(
             live = _channel(wiring, manifest, stages, ref.name)
             if live:
                 inputs[slot] = live
-            elif stage.kind != "gate":
+            elif not kind_of(stage.kind).judges:
                 return _skip(wiring, stage, ref.name)
     bound = {slot: asdict(blob) for slot, blob in inputs.items()}
     with wiring.ledger.transaction(wiring.actor) as transaction:
@@ -120,11 +122,13 @@ def start_ready(
 
 def _code_changed(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> bool:
     """Refuse to compute with other sources than the manifest names: its digest would vouch for what it did not see."""
-    trainer = manifest.stage(stage.name).trainer
-    locked, present = manifest.code[trainer], wiring.trainer(trainer).code_digest()
-    if locked == present:
+    names = names_of(manifest, manifest.stage(stage.name))
+    now = {name: present_code(name, wiring.trainers) for name in names}
+    name = next((name for name, present in now.items() if present != manifest.code[name]), None)
+    if name is None:
         return False
-    message = f"trainer {trainer}'s code must be {locked[:19]}… as the manifest says, got {present[:19]}…"
+    locked, present = manifest.code[name], now[name]
+    message = f"the code of {called(name)} must be {locked[:19]}… as the manifest says, got {present[:19]}…"
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_stage(
             stage,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.control.planning import Planned
-from posttrain.control.scores import EVALUATE, estimate_json, measurements
+from posttrain.control.scores import estimate_json, measurements
 from posttrain.control.wiring import Wiring
 from posttrain.decision.gates import Evidence
 from posttrain.decision.ranking import Ranking, rank
@@ -25,7 +25,7 @@ def swept_model(planned: Planned, released: str | None) -> str:
     Raises:
         InputError: no evaluation.
     """
-    words = [stage.inputs["model"].word for stage in planned.manifest.stages if stage.kind == EVALUATE]
+    words = [stage.inputs["model"].word for stage in planned.manifest.stages if stage.measures]
     if not words:
         raise InputError("sweep: needs an evaluation to compare by, got no evaluate stage; add one")
     return released if released in words and released else words[-1]
@@ -40,7 +40,7 @@ def swept_metric(planned: Planned, gates: Sequence[GateRule], model: str, named:
     Raises:
         InputError: no evaluation of the model has that metric.
     """
-    stages = [stage for stage in planned.manifest.stages if stage.kind == EVALUATE]
+    stages = [stage for stage in planned.manifest.stages if stage.measures]
     chosen = [stage for stage in stages if stage.inputs["model"].word == model]
     known = [metric for stage in chosen for metric in planned.contracts[stage.name].metrics]
     wanted = named or next((gate.metric for gate in gates if gate.metric in known), known[0])

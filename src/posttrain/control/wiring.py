@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.control.codes import trainer_of
 from posttrain.control.planning import manifest_from_json
-from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.ports import BlobStore, Clock
 from posttrain.domain.records import AttemptRecord, RunRecord
@@ -45,13 +45,7 @@ class Wiring:
         Raises:
             InputError: it is not installed any more, or its package is broken.
         """
-        try:
-            return self.trainers[name]
-        except KeyError as error:
-            known = ", ".join(sorted(self.trainers))
-            raise InputError(
-                f"trainer {name!r} must be installed, there is only {known}; install the package that it came from"
-            ) from error
+        return trainer_of(name, self.trainers)
 
     def attempt_dir(self, run_id: str, stage: str, number: int) -> Path:
         """Where attempt `number` lives."""

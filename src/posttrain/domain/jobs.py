@@ -31,7 +31,7 @@ class JobOrder:
     """`job.json`: everything a job needs. It reaches nothing but its attempt folder and the artifact store."""
 
     name: str  # deterministic external name: <run>-<stage>-<attempt>
-    kind: str  # sft | grpo | evaluate | init_model
+    kind: str  # of the stage
     seed: int
     params: Mapping[str, Any]
     inputs: Mapping[str, InputBlob]

@@ -8,13 +8,13 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.contracts import BEST, METRICS, MODEL
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule
-from posttrain.domain.runspec import Budget, Frozen, ReleaseSpec
-from posttrain.domain.validation import nearest
+from posttrain.domain.runspec import Budget, ReleaseSpec
+from posttrain.domain.validation import Frozen, nearest
 
 MANIFEST_SCHEMA: Final = 1
-MODEL, BEST = "model", "best"  # outputs that are models: the last one, and the best one by the stage's probe
 NAMED: Final = "named"  # in an input's meta: the word it was named by, which may mean another model by now
 
 
@@ -55,11 +55,16 @@ class StageManifest(Frozen):
     """One stage with normalised parameters (defaults filled in) and resolved inputs."""
 
     name: str
-    kind: str  # sft | grpo | evaluate | init_model | gate | release
+    kind: str  # sft | grpo | evaluate | gate …: a name of `domain.kinds`
     trainer: str  # "control" for gate and release: they need no process
     inputs: dict[str, InputRef]
     params: dict[str, Any]
     outputs: dict[str, str] = Field(default_factory=dict)  # name → file | tree
+
+    @property
+    def measures(self) -> bool:
+        """Whether it leaves what it measured of a model, item by item."""
+        return METRICS in self.outputs and MODEL in self.inputs
 
     def upstream(self) -> set[str]:
         """Names of the stages this one waits for."""

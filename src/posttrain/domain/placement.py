@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.runspec import Frozen
-from posttrain.domain.validation import nearest
+from posttrain.domain.validation import Frozen, nearest
 
 ROLES = ("policy", "critic", "reference", "reward_model", "rollout", "reward")
 COLLOCATED = "collocated"

@@ -1,4 +1,4 @@
-"""What installed packages add by entry points: `posttrain.trainers`.
+"""What installed packages add by entry points: `posttrain.kinds`, `posttrain.trainers`.
 
 Nobody looks before a name is asked for that Posttrain does not have itself, and nothing is imported before it is used.
 What is wrong with a package is told where its name is asked for, and by `posttrain doctor`; it ends no other command.

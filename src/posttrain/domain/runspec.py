@@ -25,17 +25,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateRule
+from posttrain.domain.kinds import ADDED, kind_names
 from posttrain.domain.overrides import Setting, overridden, setting_words
 from posttrain.domain.rewards import AUTO, DIALECTS, Called
 from posttrain.domain.trackers import Trackers
-from posttrain.domain.validation import explain, nearest, refuse_truth_values
+from posttrain.domain.validation import Frozen, explain, nearest
 
 _DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
-RESERVED_STAGES = frozenset({"base", "gate", "release", CHANNEL})
+RESERVED_STAGES = frozenset({"base", *ADDED, CHANNEL})
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h|d)?$")
 MOST_TOKENS = 2**53 - 1  # that a run may declare
@@ -64,17 +65,6 @@ def parse_count(value: Any) -> Any:
         except ValueError as error:
             raise ValueError(f"must be a whole number such as 5000000 or 5e6, got {value!r}") from error
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-class Frozen(BaseModel):
-    """Immutable, and a key nobody knows is refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _numbers_are_numbers(cls, value: Any) -> Any:
-        return refuse_truth_values(cls, value)
 
 
 class Budget(Frozen):
@@ -159,7 +149,7 @@ class StageSpec(Frozen):
         if not isinstance(value, dict):
             raise ValueError("must be a map with at least `kind`")
         if "kind" not in value:
-            raise ValueError("`kind` is required: one of sft, reward_model, grpo, ppo, dataflow, evaluate, init_model")
+            raise ValueError(f"`kind` is required: one of {', '.join(kind_names())}")
         known = {key: value[key] for key in ("kind", "trainer") if key in value}
         return {**known, "params": {key: item for key, item in value.items() if key not in known}}
 
@@ -171,8 +161,8 @@ class RunSpec(Frozen):
     owner: str = Field(min_length=1)
     seed: int = Field(ge=0, lt=2**53)
     model: str | None = None  # the base model's ref; stages name it `base`
-    data: dict[Name, str] = {}
-    rewards: dict[Name, Annotated[RewardUse, BeforeValidator(_ref_or_map)]] = {}
+    data: dict[Name, str] = Field(default_factory=dict)
+    rewards: dict[Name, Annotated[RewardUse, BeforeValidator(_ref_or_map)]] = Field(default_factory=dict)
     stages: dict[Name, StageSpec] = Field(min_length=1)
     gates: tuple[GateRule, ...] = ()
     budget: Budget = Budget()

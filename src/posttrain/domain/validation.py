@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.vocabulary import FIELDS, KINDS, UNITS
@@ -168,3 +168,14 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
 def _inner(annotation: Any) -> Any:
     arguments = typing.get_args(annotation)
     return arguments[-1] if arguments and arguments[-1] is not Ellipsis else arguments[0] if arguments else None
+
+
+class Frozen(BaseModel):
+    """Immutable, and a key nobody knows is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: Any) -> Any:
+        return refuse_truth_values(cls, value)

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from posttrain.domain.measures import RATE, SHARE, ItemRange
 from posttrain.domain.placement import Placement
 from posttrain.domain.rewards import JUDGES, reward_slots
-from posttrain.domain.runspec import Frozen
+from posttrain.domain.validation import Frozen
 from posttrain.domain.weights import Reward
 
 # Of anything that is counted or measured there is a most: more is a slip that would be found late, in a job's memory

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from posttrain.domain.contracts import StageContract
 from posttrain.domain.jobs import Capacity, JobOrder, JobResult, JobSpec, Observation
-from posttrain.domain.measures import ItemRange
-from posttrain.planner.residency import Load
 from posttrain.store.attempts import AttemptFolder
 
 
@@ -72,45 +70,6 @@ class Executor(Protocol):
         Raises:
             DeadlineError: it survived being killed (a process stuck in the kernel, an unreachable node).
         """
-
-
-@dataclass(frozen=True, slots=True)
-class RowNeeds:
-    """What a stage asks of a data set's rows: what its job would refuse, a plan refuses before anything runs."""
-
-    pairs: bool = False  # rows are preference pairs: prompt, chosen, rejected
-    learn: bool = False  # rows are demonstrations to learn from; else prompts to respond to
-    max_length: int | None = None  # tokens of a demonstration; None: the model's context
-    reserve: int = 0  # tokens of the context kept free for a response
-    answer: bool = False  # every row needs a reference answer
-    distinct: bool = False  # rows are items that a gate counts: one prompt has one answer
-    whole: bool = False  # with distinct: one prompt has one row, since a reward reads all of it
-    first: int | None = None  # only so many rows are used; None: all
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """How a training stage goes through its data."""
-
-    slot: str  # the data set
-    field: str  # batch_size | prompts_per_step
-    per_step: int  # documents that a step takes
-    epochs: float | None = None  # passes that were asked for; the plan turns them into steps and asks again with these
-    turns: bool = False  # of a conversation every assistant turn is a document; else a row is one
-
-
-@dataclass(frozen=True, slots=True)
-class StageContract:
-    """What a trainer says of a stage before anything runs."""
-
-    params: Mapping[str, Any]  # normalised: defaults filled in
-    inputs: Mapping[str, tuple[str, str]]  # slot → (asset kind, word of run.yaml), e.g. "data" → ("dataset", "train")
-    outputs: Mapping[str, str]  # name → form: file | tree
-    metrics: Mapping[str, ItemRange | None] = field(default_factory=dict)  # it will produce; None: no gate may read it
-    work: Mapping[str, float] = field(default_factory=dict)  # for the planner: steps, documents, max_new_tokens …
-    rows: Mapping[str, RowNeeds] = field(default_factory=dict)  # data set slot → what its rows must be
-    load: Load | None = None  # what it makes of memory and asks of devices; None: one process that trains nothing
-    length: Length | None = None  # of a training stage
 
 
 class Trainer(Protocol):

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+from posttrain.domain.contracts import Load
 from posttrain.domain.placement import MAIN, ROLES, Placement, Pool
-from posttrain.planner.residency import Load, Peak, Shape
+from posttrain.planner.residency import Peak, Shape
 
 ACCELERATOR = "accelerator_type:"  # prefix of Ray's names of kinds
 _SHARED = ("policy", "critic", "reference", "reward_model")  # roles whose ranks can share one batch's tokens

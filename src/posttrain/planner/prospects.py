@@ -11,18 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.runspec import LONGEST, MOST_TOKENS
 from posttrain.planner.estimate import Estimate
-
-# stage kind → what makes a stage of it cheaper
-_LESS = {
-    "sft": "lower steps or batch_size of {}",
-    "reward_model": "lower steps or batch_size of {}",
-    "grpo": "lower steps, prompts_per_step or max_new_tokens of {}",
-    "ppo": "lower steps, prompts_per_step or max_new_tokens of {}",
-    "dataflow": "lower steps or tokens_per_step of {}",
-    "evaluate": "give {} fewer items or samples",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +112,7 @@ def time_concern(
 
 def cheaper(stage: str, kinds: Mapping[str, str]) -> str:
     """What may be changed of a stage so that it costs less."""
-    return _LESS.get(kinds[stage], "make {} smaller").format(stage)
+    return kind_of(kinds[stage]).cheaper.replace("{}", stage)
 
 
 def _raise_tokens(enough: int, remedy: str) -> str:

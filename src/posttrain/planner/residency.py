@@ -36,31 +36,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from posttrain.domain.placement import Placement, Pool
+from posttrain.domain.contracts import Load
+from posttrain.domain.kinds import kind_of
+from posttrain.domain.placement import Pool
 
 CHUNKED_LOGITS = 2**25  # above, the engine computes logits in chunks and again in backward
 CHUNK_BYTES = (2**27, 2**31)  # of a chunk's temporaries, which take what the head's gradient takes within these bounds
 _TRAINED = ("policy", "critic", "reward_model")  # in the phase named `update`
-_ROLES_OF_PHASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "sft": {"update": ("policy",)},
-    "reward_model": {"update": ("reward_model",)},
-    "grpo": {
-        "rollout": ("rollout",),
-        "reward": ("reward",),
-        "reference": ("reference",),
-        "update": ("policy",),
-        "weights": ("policy", "rollout"),
-    },
-    "ppo": {
-        "rollout": ("rollout",),
-        "reward": ("reward", "reward_model"),
-        "reference": ("reference",),
-        "values": ("critic",),
-        "update critic": ("critic",),
-        "update policy": ("policy",),
-        "weights": ("policy", "rollout"),
-    },
-}
 _ANY: Mapping[str, tuple[str, ...]] = {"rollout": ("rollout",), "reward": ("reward",), "update": _TRAINED}
 
 
@@ -114,24 +96,6 @@ class Shape:
     def unit_parameters(self) -> int:
         """Whole at once when sharded: embedding and head, the layer at work, and the one fetched ahead."""
         return self.hidden * self.vocabulary * (1 if self.tied else 2) + 2 * self.layer_parameters
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a stage's configuration makes of memory."""
-
-    kind: str
-    roles: tuple[str, ...]
-    placement: Placement
-    device: str  # cpu | cuda | auto
-    dtype: str  # float32 | bfloat16 | auto
-    micro_batch_tokens: int | None  # None: the engine's own for the device
-    activation_checkpointing: bool = False
-    sequence_parallel: int = 1
-    documents: int = 0  # of one optimiser step; 0: not known, so micro-batches are taken to be full
-    rows: int = 0  # responses decoded together
-    response_tokens: int = 0
-    ray_address: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +181,7 @@ def shared_weights(load: Load) -> bool:
 
 def _phases(load: Load) -> dict[str, tuple[str, ...]]:
     """Phases with the roles that work in them; without those in which no role of the stage has anything to do."""
-    known = _ROLES_OF_PHASES.get(load.kind, _ANY)
+    known = kind_of(load.kind).phases or _ANY
     found = {phase: tuple(role for role in roles if role in load.roles) for phase, roles in known.items()}
     sharded = [role for role in _trained(load) if role in load.roles and load.placement.pool_of(role).ranks > 1]
     found = {"start": tuple(sharded), **found}
@@ -314,4 +278,4 @@ def _logits(tokens: int, shape: Shape, *, backward: bool) -> int:
 
 def _trained(load: Load) -> tuple[str, ...]:
     """The roles that learn. PPO's reward model does not: it was trained by a stage of its own."""
-    return ("reward_model",) if load.kind == "reward_model" else ("policy", "critic")
+    return ("reward_model",) if kind_of(load.kind).scores else ("policy", "critic")

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.contracts import StageContract
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.measures import RATE, ItemRange
-from posttrain.execution.ports import StageContract
 from posttrain.store.attempts import AttemptFolder
 
 _INPUTS = {"model": "model", "data": "dataset", "reward": "reward"}  # parameter → asset kind
@@ -41,7 +42,7 @@ class FakeTrainer:
         except InputError as error:
             raise InputError(f"{kind}: {error}") from error
         inputs = {key: (asset, str(params[key])) for key, asset in _INPUTS.items() if key in params}
-        measures = kind == "evaluate"
+        measures = kind_of(kind).measures
         return StageContract(
             params={key: key if key in inputs else value for key, value in params.items()},
             inputs=inputs,

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.contracts import StageContract, refuse_malformed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
+from posttrain.domain.kinds import CONTROL
 from posttrain.domain.plugins import TRAINERS, Plugin, find_plugin, plugin_names
-from posttrain.execution.ports import StageContract, Trainer
+from posttrain.execution.ports import Trainer
 from posttrain.store.attempts import AttemptFolder
 
 _VERBS = ("code_digest", "check", "devices", "compile", "collect")
@@ -57,7 +59,9 @@ class InstalledTrainer:
     def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
         """See `Trainer.check`."""
         with self.plugin.calling(f"check of kind {kind!r}"):
-            return self._trainer.check(kind, params)
+            contract = self._trainer.check(kind, params)
+        refuse_malformed(contract, str(self.plugin))
+        return contract
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
         """See `Trainer.devices`."""
@@ -86,7 +90,7 @@ class Trainers(Mapping[str, Trainer]):
 
     def __getitem__(self, name: str) -> Trainer:
         if name not in self._known:
-            plugin = find_plugin(TRAINERS, name)
+            plugin = find_plugin(TRAINERS, name) if name != CONTROL else None
             if plugin is None:
                 raise KeyError(name)
             self._known[name] = InstalledTrainer(plugin)

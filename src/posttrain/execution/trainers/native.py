@@ -14,11 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from posttrain.domain.canonical import digest_bytes, digest_json
+from posttrain.domain.contracts import Length, Load, RowNeeds, StageContract, refuse_malformed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
+from posttrain.domain.kinds import OWN, installed_kind, kind_names, kind_of
 from posttrain.domain.measures import ItemRange
 from posttrain.domain.placement import COLLOCATED, Placement
 from posttrain.domain.rewards import JUDGES
@@ -35,14 +37,12 @@ from posttrain.engine.config import (
     TrainingConfig,
     stage_config,
 )
-from posttrain.execution.ports import Length, RowNeeds, StageContract
-from posttrain.planner.residency import Load
 from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
 _DECIDING_ROOMS = (
-    *("engine", "jobs", "data/files.py", "data/rows.py", "domain/canonical.py", "domain/measures.py"),
-    *("domain/placement.py", "domain/rewards.py", "domain/seeds.py", "domain/weights.py"),
+    *("engine", "jobs", "data/files.py", "data/rows.py", "domain/canonical.py", "domain/kinds.py"),
+    *("domain/measures.py", "domain/placement.py", "domain/rewards.py", "domain/seeds.py", "domain/weights.py"),
     *("pacing/balancing.py", "planner/feasibility.py", "planner/residency.py"),
 )
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
@@ -58,15 +58,6 @@ class NativeTrainer:
     """Compiles stages to `python -m posttrain.jobs.…`."""
 
     name: ClassVar[str] = "native"
-    modules: ClassVar[Mapping[str, str]] = {
-        "sft": "posttrain.jobs.train",
-        "reward_model": "posttrain.jobs.train",
-        "grpo": "posttrain.jobs.train",
-        "ppo": "posttrain.jobs.train",
-        "dataflow": "posttrain.jobs.train",
-        "evaluate": "posttrain.jobs.evaluate",
-        "init_model": "posttrain.jobs.init_model",
-    }
 
     def code_digest(self) -> str:
         """Digest of the engine's sources, the versions of the libraries under it, and the platform."""
@@ -79,7 +70,7 @@ class NativeTrainer:
             InputError: an unknown kind or parameter, a value out of range, a role placed that the stage does not have.
         """
         if kind not in STAGE_CONFIGS:
-            raise InputError(f"kind: {unknown_kind(kind, STAGE_CONFIGS)}")
+            return _installed_contract(kind, params)
         try:
             config = stage_config(kind, dict(params))
         except ValidationError as error:
@@ -98,16 +89,22 @@ class NativeTrainer:
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
         """The process to launch. OpenMP settings must be there before torch is imported (spin-waiting costs 9x)."""
+        kind = kind_of(order.kind)
+        if not kind.module:
+            raise InputError(f"kind {order.kind!r} must be installed; install the package that it came from")
         threads = str(order.params.get("runtime", {}).get("threads", 1))
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
         environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
         wanted = self.devices(order.kind, order.params)
-        return JobSpec(order.name, self.modules[order.kind], str(attempt_dir), environment, wanted)
+        return JobSpec(order.name, kind.module, str(attempt_dir), environment, wanted)
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
-        """One for a process that computes alone, else those of its pools; none for a stage that names a cluster."""
+        """One for a process that computes alone, else those of its pools; none for a stage that names a cluster, or is
+        of an installed kind and has no `runtime.device` other than cpu.
+        """
         runtime = params.get("runtime") or {}
-        if kind == "init_model" or runtime.get("device") == "cpu" or runtime.get("ray_address"):
+        unasked = kind not in OWN and "device" not in runtime  # of an installed kind nobody knows what it computes
+        if unasked or kind_of(kind).from_nothing or runtime.get("device") == "cpu" or runtime.get("ray_address"):
             return 0
         placement = Placement.model_validate(params.get("placement", COLLOCATED))
         if placement.is_inline:
@@ -117,6 +114,27 @@ class NativeTrainer:
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
         """The job's own word on how it ended; None while there is none."""
         return attempt.read_result()
+
+
+def _installed_contract(kind: str, params: Mapping[str, Any]) -> StageContract:
+    """What a kind of an installed package says of a stage.
+
+    Raises:
+        InputError: nobody has such a kind; what its package says, raises or gives is no good.
+    """
+    found = installed_kind(kind)
+    if found is None:
+        raise InputError(f"kind: {unknown_kind(kind, kind_names())}")
+    with found.plugin.calling("its contract"):
+        try:
+            contract = found.check(params)
+        except ValidationError as error:
+            raise explain(error, kind, BaseModel) from error
+    refuse_malformed(contract, str(found.plugin))
+    lacks = [name for name, form in found.kind.outputs.items() if contract.outputs.get(name) != form]
+    if lacks:
+        raise InputError(f"{found.plugin}: its contract must leave {', '.join(lacks)} as the kind does")
+    return contract
 
 
 @functools.cache
