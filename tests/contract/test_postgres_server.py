@@ -86,6 +86,23 @@ def test_a_user_that_may_not_make_tables_is_told_so(postgres: Server, postgres_l
     assert "this user may not do that there" in said(lambda: Database(address))
 
 
+def test_a_user_that_may_only_read_reads(postgres: Server, postgres_ledger: str) -> None:
+    postgres.sql("DROP ROLE IF EXISTS looker")
+    postgres.sql("CREATE ROLE looker LOGIN")
+    with work.opened(postgres_ledger) as ledger:
+        work.submit(ledger)
+        seal(ledger)
+    postgres.sql("GRANT SELECT ON ALL TABLES IN SCHEMA public TO looker", postgres_ledger)
+    with work.opened(postgres_ledger.replace("://posttrain@", "://looker@")) as ledger:
+        assert ledger.database.read_only
+        assert [run.id for run in ledger.runs()] == ["run1"]
+        assert verify_chain(ledger).sealed == 2
+        line = said(lambda: work.submit(ledger, "run2"))
+    assert line.endswith("it is read-only; use a user and a server that may write")
+    postgres.sql("DROP OWNED BY looker", postgres_ledger)
+    postgres.sql("DROP ROLE looker")
+
+
 def test_a_connection_that_is_lost_in_the_middle_leaves_nothing_and_the_next_heals(own: Server) -> None:
     address = own.create()
     with work.opened(address) as ledger:

@@ -26,7 +26,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from posttrain.domain.errors import ConflictError, DeadlineError, PosttrainError, WorkspaceError
 from posttrain.store import postgres
 from posttrain.store.atomic import unwritable
-from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE
+from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE, events
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITE = "posttrain_write"
@@ -98,9 +98,8 @@ class Database:
             WorkspaceError: the ledger is read-only.
         """
         if self.read_only:
-            raise WorkspaceError(
-                f"cannot write the ledger {self.place}: it is read-only; make it and its folder writable"
-            )
+            remedy = "make it and its folder writable" if self._sqlite else "use a user and a server that may write"
+            raise WorkspaceError(f"cannot write the ledger {self.place}: it is read-only; {remedy}")
         with self._translated(), self._engine.connect() as connection:
             connection = connection.execution_options(**{_WRITE: True})
             with connection.begin():
@@ -171,6 +170,8 @@ class Database:
             self._use_write_ahead_log()
         with self.read() as connection:
             version = _schema_version(connection)
+            if version == SCHEMA_VERSION and not self._sqlite:
+                self.read_only = not postgres.may_write(connection, events.name)
         if version != SCHEMA_VERSION:
             _refuse_newer(version)
             if version is None and not self._create:

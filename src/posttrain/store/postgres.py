@@ -113,6 +113,12 @@ def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:
     return {"connect_args": arguments, "pool_pre_ping": True, "isolation_level": "READ COMMITTED"}
 
 
+def may_write(connection: Connection, table: str) -> bool:
+    """Whether this user may add rows, on a server that takes writes."""
+    asked = "SELECT has_table_privilege(:name, 'INSERT') AND NOT pg_is_in_recovery()"
+    return bool(connection.execute(text(asked), {"name": table}).scalar_one())
+
+
 def product(connection: Connection) -> tuple[str, str]:
     """Name and version of the server; which settings let a power cut take commits, "" if none does."""
     wanted = "SELECT name, setting FROM pg_settings WHERE name IN ('server_version', 'fsync', 'synchronous_commit')"
