@@ -303,3 +303,12 @@ def test_a_plan_of_own_kinds_imports_no_package(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0"
+
+
+def test_a_job_that_leaves_less_than_its_stage_declares_has_failed(world: World, site: Path) -> None:
+    add(site, "distil", "kind_lacking")
+    world.measuring.add("distil")  # its job measures, where its stage promises a model
+    with_distil(world)
+    result = world("run", "run.yaml")
+    assert result.exit_code == 5
+    assert "it must leave output model as a tree, as its stage declares, got nothing" in result.stderr
