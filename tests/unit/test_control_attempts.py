@@ -279,6 +279,7 @@ def test_what_a_job_measured_is_kept(bench: Bench) -> None:
 def test_a_result_that_failed_leaves_nothing_and_answers_for_nothing(bench: Bench) -> None:
     def half(folder: AttemptFolder) -> int:
         train("half a model")(folder)
+        (folder.path / "result.json").unlink()
         failure = Failure(FailureClass.BUG, "it broke", "it broke")
         folder.write_result(JobResult("failed", {"model": Output("outputs/model", "tree")}, failure=failure))
         return 0

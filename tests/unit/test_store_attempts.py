@@ -20,6 +20,7 @@ from posttrain.domain.facts import Fact, Metric, Note, Progress, Sample, Span
 from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobResult, Output
 from posttrain.store.atomic import read_json, write_atomic
 from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.channel import ControlKind, Summary
 
 DIGEST = "sha256:" + "a" * 64
 ORDER = JobOrder(
@@ -58,12 +59,15 @@ def checkpoint(attempt: AttemptFolder, step: int, tokens: int | None = None) -> 
 def test_orders_and_results_come_back_as_they_were(attempt: AttemptFolder) -> None:
     assert attempt.read_order() == ORDER
     assert attempt.read_result() is None
-    for result in (
-        JobResult("succeeded", {"model": Output("outputs/model", "tree")}, {"accuracy": 0.1 + 0.2}, 12, 3.5),
-        JobResult("failed", failure=Failure(FailureClass.DIVERGED, "loss is NaN at step 3", "DivergedError@step")),
+    for number, result in enumerate(
+        (
+            JobResult("succeeded", {"model": Output("outputs/model", "tree")}, {"accuracy": 0.1 + 0.2}, 12, 3.5),
+            JobResult("failed", failure=Failure(FailureClass.DIVERGED, "loss is NaN at step 3", "DivergedError@step")),
+        )
     ):
-        attempt.write_result(result)
-        assert attempt.read_result() == result
+        own = AttemptFolder(attempt.path / str(number))
+        own.write_result(result)
+        assert own.read_result() == result
 
 
 def test_a_result_may_hold_a_metric_that_is_not_a_number(attempt: AttemptFolder) -> None:
@@ -82,18 +86,44 @@ def test_what_cannot_be_read_says_so(tmp_path: Path, attempt: AttemptFolder) -> 
             (attempt.path / name).write_bytes(bad)
             with pytest.raises(IntegrityError, match=name):
                 read()
-    (attempt.path / "control.json").write_bytes(b"{")
-    with pytest.raises(IntegrityError, match=r"control\.json"):
-        attempt.stop_requested()
+    attempt.request_stop()
+    for bad in (b"{", b"[]", b'{"kind": "dance", "at": 1}'):
+        (attempt.path / "controls" / "000001.json").write_bytes(bad)
+        with pytest.raises(IntegrityError, match=r"controls/000001\.json"):
+            attempt.stop_requested()
 
 
 def test_requests_add_up(attempt: AttemptFolder) -> None:
     assert (attempt.stop_requested(), attempt.checkpoints_requested()) == (False, 0)
-    attempt.request_checkpoint()
-    attempt.request_stop()
-    attempt.request_checkpoint()
+    for ask in (attempt.request_checkpoint, attempt.request_stop, attempt.request_stop, attempt.request_checkpoint):
+        ask()
     assert (attempt.stop_requested(), attempt.checkpoints_requested()) == (True, 2)
-    assert read_json(attempt.path / "control.json") == {"stop": True, "checkpoint": 2}
+    assert [control.kind for control in attempt.channel.controls()] == ["checkpoint", "stop", "checkpoint"]
+
+
+def test_what_was_carried_out_is_acknowledged_and_no_more(attempt: AttemptFolder) -> None:
+    for ask in (attempt.request_checkpoint, attempt.request_stop, attempt.request_checkpoint):
+        ask()
+    attempt.acknowledge(ControlKind.CHECKPOINT, 1)
+    assert [attempt.channel.acknowledged(number) for number in (1, 2, 3)] == [True, False, False]
+    attempt.acknowledge(ControlKind.STOP)
+    assert [attempt.channel.acknowledged(number) for number in (1, 2, 3)] == [True, True, False]
+
+
+def test_a_job_of_before_hears_stop_too(attempt: AttemptFolder) -> None:
+    (attempt.path / "control.json").write_text('{"checkpoint": 1, "stop": false}')
+    attempt.request_stop()
+    assert read_json(attempt.path / "control.json") == {"stop": True, "checkpoint": 1}
+
+
+def test_who_reads_how_far_a_job_is_reads_no_segment(attempt: AttemptFolder) -> None:
+    with EventWriter(attempt, seconds=1e9) as sink:
+        sink(Note("first", 0.0))
+        sink(Progress(3, 9, "sft", 70, 5.0))
+    (attempt.events / "000002.jsonl").write_bytes(b"{")
+    assert attempt.channel.summary() == Summary(3, 9, "sft", 70, 2, 5.0)
+    (attempt.path / "summary.json").write_bytes(b"")  # what a power cut leaves
+    assert attempt.channel.summary() is None
 
 
 _FLOATS = st.floats(allow_nan=False)

@@ -32,6 +32,8 @@ ALLOWED = {
     ("contract/device_job.py", "time.sleep(_SPELL_SECONDS)"): "the job's own work",
     ("contract/device_job.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
     ("contract/test_device_locks.py", "time.sleep(0.01)"): POLL,
+    ("contract/channel_jobs.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
+    ("contract/test_channel_contract.py", "time.sleep(0.01)"): POLL,
     ("contract/executor_job.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
     ("contract/executor_late_supervisor.py", "time.sleep(0.01)"): POLL,
     ("contract/group_workers.py", "self.sleep(seconds)"): NEVER,

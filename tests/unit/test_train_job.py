@@ -113,8 +113,8 @@ class TestJobs:
         attempt = shop.sft("own")
         attempt.request_stop()
         assert run(attempt).status == "stopped"
-        (attempt.path / "result.json").unlink()
-        (attempt.path / "control.json").unlink()
+        for name in ("result.json", "start.json", "controls/000001.json"):
+            (attempt.path / name).unlink()
         assert run(attempt).status == "succeeded"
 
     def test_the_same_attempt_goes_on_from_its_newest_checkpoint(self, shop: Shop) -> None:
@@ -126,7 +126,8 @@ class TestJobs:
 
         assert entry.run(str(attempt.path), stopped) == 0
         assert sorted(p.name for p in attempt.checkpoints.glob("step-*")) == ["step-00000002", "step-00000003"]
-        (attempt.path / "result.json").unlink()
+        for name in ("result.json", "start.json"):
+            (attempt.path / name).unlink()
         assert run(attempt).status == "succeeded"
         notes = [fact.message for fact in attempt.facts()[0] if isinstance(fact, Note)]
         assert "resumed from the checkpoint at step 3" in notes

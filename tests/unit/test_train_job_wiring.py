@@ -129,7 +129,8 @@ class TestCheckpoints:
         latest = attempt.latest_checkpoint()
         assert latest is not None
         assert latest.step > 0
-        (attempt.path / "result.json").unlink()
+        for name in ("result.json", "start.json"):
+            (attempt.path / name).unlink()
         resumed = replace(attempt.read_order(), resume=put_tree(shop.blobs, older.path), token_allowance=None)
         attempt.write_order(resumed)
         result = run(attempt)

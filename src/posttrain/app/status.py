@@ -121,10 +121,11 @@ class RunWatcher:
     Args:
         run_id: the exact id.
         cached: also read the facts of stages that were reused, from where they were computed (for curves).
+        brief: of facts only what the jobs sum up: how far they are, and no metric.
     """
 
-    def __init__(self, workspace: Workspace, run_id: str, *, cached: bool = False) -> None:
-        self._workspace, self._run_id, self._cached = workspace, run_id, cached
+    def __init__(self, workspace: Workspace, run_id: str, *, cached: bool = False, brief: bool = False) -> None:
+        self._workspace, self._run_id, self._cached, self._brief = workspace, run_id, cached, brief
         self._watchers: dict[str, StageWatcher] = {}
         self._manifest: Manifest | None = None
         self._trouble = ""
@@ -160,6 +161,12 @@ class RunWatcher:
         """The facts of one stage that were read so far."""
         return self._watchers.setdefault(stage, StageWatcher(self._workspace.root))
 
+    def _progress(self, row: StageRecord, attempts: list[AttemptRecord]) -> StageProgress:
+        if not self._brief:
+            return self.watcher(row.name).read(attempts)
+        said = self._workspace.wiring.folder(attempts[-1]).channel.summary()
+        return StageProgress(said.step, said.total, said.tokens, at=said.at) if said else StageProgress()
+
     def _attempts(self, ledger: Snapshot, row: StageRecord) -> list[AttemptRecord]:
         if self._cached and row.cached_from:
             origin, _, name = row.cached_from.rpartition("/")
@@ -170,7 +177,7 @@ class RunWatcher:
         self, run: RunRecord, row: StageRecord, attempts: list[AttemptRecord], waiting: dict[str, str], now: float
     ) -> StageStatus:
         own = tuple(attempt for attempt in attempts if attempt.run_id == row.run_id)
-        progress = self.watcher(row.name).read(attempts) if attempts else StageProgress()
+        progress = self._progress(row, attempts) if attempts else StageProgress()
         live = [attempt.launched_at for attempt in own if attempt.launched_at and attempt.finished_at is None]
         running = sum(max(0.0, now - launched) for launched in live)
         seconds = spending((), own, running=running).seconds  # what the budget is billed, or will be
@@ -215,9 +222,15 @@ class Vigil:
         return run
 
 
-def read_status(workspace: Workspace, run_id: str) -> RunStatus:
-    """One look at a run."""
-    return RunWatcher(workspace, run_id).read()
+def read_status(workspace: Workspace, run_id: str, *, brief: bool = False) -> RunStatus:
+    """One look at a run; see `RunWatcher`."""
+    return RunWatcher(workspace, run_id, brief=brief).read()
+
+
+def under_way(status: RunStatus) -> str:
+    """`train 12/40, evaluate 3/8`: how far the jobs of a run are that said so; empty where none runs."""
+    running = [stage for stage in status.stages if stage.record.state == StageState.RUNNING and stage.progress.total]
+    return ", ".join(f"{stage.record.name} {stage.progress.step}/{stage.progress.total}" for stage in running)
 
 
 def run_scores(workspace: Workspace, status: RunStatus) -> Scores:

@@ -43,11 +43,11 @@ def ls(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List runs, newest first, and what the channels point at."""
-    from posttrain.app.status import read_status
+    from posttrain.app.status import read_status, under_way
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
-    statuses = [read_status(workspace, run.id) for run in workspace.ledger.runs(limit=limit)]
+    statuses = [read_status(workspace, run.id, brief=True) for run in workspace.ledger.runs(limit=limit)]
     live = [entry for name in workspace.ledger.channels() if (entry := workspace.ledger.channel(name))]
     workspace.close()
     if output is Output.JSON:
@@ -66,7 +66,7 @@ def ls(
     for status in statuses:
         run = status.run
         mark = Text(glyph(run.state), style=style(run.state))
-        reason = status.trouble or (run.message if run.state != "succeeded" else run.reason)
+        reason = status.trouble or under_way(status) or (run.message if run.state != "succeeded" else run.reason)
         action = "" if run.state == "succeeded" and not status.trouble else status.next_action
         table.row(
             mark, run.id, run.state, ago(run.created_at), duration(status.seconds), " ".join(reason.split()), action

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from posttrain.control import budgets
+from posttrain.control.fencing import another_runs, give_up, unheeded
 from posttrain.control.launching import attempt_spec, bare_spec, launch_attempt, record_launch
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
@@ -95,7 +96,8 @@ def _begin(
         known = wiring.folder(attempt).has_order()
         spec = attempt_spec(wiring, attempt, trainer) if known else None
         if spec is None or wiring.executor.observe(spec).state is JobState.UNKNOWN:
-            _end(wiring, stage, attempt, JobResult("stopped"), {})
+            if give_up(wiring, attempt, "the run was stopped before it was launched"):
+                _end(wiring, stage, attempt, JobResult("stopped"), {})
         else:
             record_launch(wiring, attempt, wiring.executor.launch(spec), stage)
         return
@@ -124,14 +126,18 @@ def _look(
     spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), running=running)
     over = budgets.exhausted(manifest, spent)
     if (over or run.state == RunState.STOPPING) and not _may_go_on(wiring, attempt):
-        wiring.executor.cancel(spec, 0.0)
+        seen = wiring.executor.cancel(spec, 0.0)
+        if another_runs(wiring, attempt, seen):
+            return Observation(JobState.RUNNING)
         if over:
             failure = Failure(FailureClass.BUDGET, over, "budget")
             return trainer.collect(wiring.folder(attempt)) or JobResult("failed", failure=failure)
-        return trainer.collect(wiring.folder(attempt)) or JobResult("stopped")
+        return trainer.collect(wiring.folder(attempt)) or JobResult("stopped", message=unheeded(wiring, attempt))
     observation = wiring.executor.observe(spec)
     if observation.state in (JobState.STARTING, JobState.RUNNING):
         return observation
+    if another_runs(wiring, attempt, observation):
+        return Observation(JobState.RUNNING)
     return trainer.collect(wiring.folder(attempt)) or observation  # it may have ended between the two looks
 
 
@@ -177,14 +183,14 @@ def _refuse_lacking(plan: StageManifest, result: JobResult, outputs: Mapping[str
 def _end(
     wiring: Wiring, stage: StageRecord, attempt: AttemptRecord, result: JobResult, outputs: dict[str, dict[str, str]]
 ) -> None:
+    give_up(wiring, attempt, f"it ended: {result.status}")
     now, failure = wiring.clock.now(), result.failure
     seconds = _seconds(wiring, attempt, result.seconds)
     attempt_state = AttemptState(result.status)
     stage_state = StageState(result.status)
     reason = {"succeeded": "Succeeded", "stopped": "Stopped"}.get(result.status) or _reason(failure)
-    message = (
-        failure.message if failure else {"stopped": "stopped by a person"}.get(result.status, result.message or "done")
-    )
+    default = "stopped by a person" if result.status == "stopped" else "done"
+    message = failure.message if failure else result.message or default
     action = "" if result.status == "succeeded" else _next_action(stage, failure)
     tokens = _billed(wiring, attempt, result.tokens)
     with wiring.ledger.transaction(wiring.actor) as transaction:
@@ -252,6 +258,7 @@ def _retry(
     said: JobResult | None = None,
 ) -> None:
     """Back off and try again, unless the attempts are used up or the same thing happened twice in a row."""
+    give_up(wiring, attempt, f"it ended: {failure.message}")
     said = said or JobResult("failed")
     tried = [a for a in wiring.ledger.attempts(stage.run_id, stage.name) if a.number > stage.retried_after]
     preempted = failure.kind is FailureClass.PREEMPTED

@@ -152,6 +152,7 @@ def _order(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: Atte
         seconds_declared=manifest.budget.wall_clock,
         environment=environments.ordered(wiring, stage.run_id),
         trust_rewards=wiring.trust_rewards,
+        epoch=attempt.number,
     )
 
 

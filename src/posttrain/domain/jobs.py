@@ -11,6 +11,7 @@ from posttrain.domain.errors import FailureClass, InputError, IntegrityError
 
 ORDER_SCHEMA = 1
 CHECKPOINT_FORMAT = "posttrain.checkpoint/1"
+ANOTHER_RUNS = 73  # exit code of a job whose attempt another process began, or nobody may (EX_CANTCREAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class JobOrder:
     seconds_declared: float | None = None  # budget.wall_clock
     environment: str = ""  # digest of what the run's first job could import; empty: nobody compares
     trust_rewards: bool = False  # the workspace says that its rewards may run where the kernel cannot confine them
+    epoch: int = 0  # of the attempt: later ones of its stage have larger numbers
     schema: int = ORDER_SCHEMA
 
     def to_json(self) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class CheckpointCommit:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """`result.json`: written last and atomically, so its presence means that the job ended by itself."""
+    """`result.json`: written last, once and atomically, so its presence means that the job ended by itself."""
 
     status: str  # succeeded | failed | stopped
     outputs: Mapping[str, Output] = field(default_factory=dict)

@@ -62,10 +62,10 @@ class Executor(Protocol):
         """
 
     def cancel(self, spec: JobSpec, grace_seconds: float) -> Observation:
-        """Stop the job and wait until it is gone: ask (control.json), after `grace_seconds` terminate, then kill.
+        """Stop the job and wait until it is gone: ask (by its channel), after `grace_seconds` terminate, then kill.
 
         Returns as soon as the job has ended, with the last observation; UNKNOWN for a job that was never launched. The
-        request stays in control.json, so a job that starts late ends at once.
+        request stays in the channel, so a job that starts late ends at once.
 
         Raises:
             DeadlineError: it survived being killed (a process stuck in the kernel, an unreachable node).

@@ -1,8 +1,9 @@
 """What every job does around its work: read the order, open the store, catch what goes wrong, answer last.
 
-A job always answers with a `result.json`, for failures too, and then exits 0; an exit without an answer means that
-the process was lost. A failure is one line in the answer and a full traceback in the log. Nothing here imports torch:
-OpenMP reads its settings when torch is loaded, so they are set first.
+A job's first act is the attempt's `start`: where another process has that, or a tombstone is there, it exits with
+`ANOTHER_RUNS` and computes nothing. Else it answers with a `result.json`, for failures too, and then exits 0; an exit
+without an answer means that the process was lost. A failure is one line in the answer and a full traceback in the log.
+Nothing here imports torch: OpenMP reads its settings when torch is loaded, so they are set first.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ from posttrain.domain.errors import (
 )
 from posttrain.domain.facts import FactSink, Metric, Note
 from posttrain.domain.identity import job_identity
-from posttrain.domain.jobs import Failure, JobOrder, JobResult
+from posttrain.domain.jobs import ANOTHER_RUNS, Failure, JobOrder, JobResult
 from posttrain.domain.ports import BlobStore
 from posttrain.engine.rewards.port import RewardError
 from posttrain.execution.environment import PACKAGES, pinned
+from posttrain.execution.processes import identity
 from posttrain.store.atomic import sync_folder, sync_tree
 from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
 from posttrain.store.blobs import open_blobs
+from posttrain.store.channel import ControlKind
 from posttrain.store.trees import materialise
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -57,7 +60,7 @@ class Job:
     sink: FactSink
     flush: Callable[[], None]  # makes the facts said so far durable
     blobs: BlobStore
-    stopping: Callable[[], bool]  # somebody asked for a stop, by control.json or SIGTERM
+    stopping: Callable[[], bool]  # somebody asked for a stop, by an order or SIGTERM
     folder: Path
     meter: Callable[[int, int], None] = lambda spent, reserved: None  # tokens spent, and what the next step may cost
     deadline: float | None = None  # seconds since the epoch
@@ -114,7 +117,8 @@ def run(attempt_dir: str, body: Body) -> int:
     """Run one job to its `result.json`.
 
     Returns:
-        The exit code: 0 once there is a result, whatever it says; 1 when not even that could be written.
+        The exit code: 0 once there is a result, whatever it says; `ANOTHER_RUNS` where the attempt is another's or
+        was cancelled; 1 when nothing could be written.
     """
     started = time.time()
     attempt = AttemptFolder(Path(attempt_dir))
@@ -122,6 +126,8 @@ def run(attempt_dir: str, body: Body) -> int:
         if attempt.read_result() is not None:
             return 0
         order = attempt.read_order()
+        if not _begins(attempt, order):
+            return ANOTHER_RUNS
         settle_environment(order.params.get("runtime", {}).get("threads", 1))
         crashpoint("job.start")
         with _sigterm_noted() as stopping, SpendingMeter(attempt) as meter, EventWriter(attempt) as sink:
@@ -147,6 +153,8 @@ def run(attempt_dir: str, body: Body) -> int:
             sync_tree(attempt.outputs)  # a result that survives a power cut must not name outputs that did not
             sync_folder(attempt.path)
         crashpoint("outputs.before_result")
+        if result.status == "stopped":
+            attempt.acknowledge(ControlKind.STOP)
         attempt.write_result(replace(result, seconds=time.time() - started))
         crashpoint("outputs.after_result")
     except (PosttrainError, OSError) as error:
@@ -165,6 +173,18 @@ def main(body: Body) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _begins(attempt: AttemptFolder, order: JobOrder) -> bool:
+    """Whether this process is the attempt's job, from now on; else the log says who is."""
+    held = attempt.channel.start(order.epoch, identity(os.getpid()) or "")
+    if held is None:
+        return True
+    why = (
+        f"the attempt was given up: {held.cancelled}" if held.cancelled else f"process {held.pid} of {held.host} has it"
+    )
+    print(f"job {order.name} computes nothing: {why}", file=sys.stderr)
+    return False
 
 
 def settle_environment(threads: int) -> None:

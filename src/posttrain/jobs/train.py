@@ -329,13 +329,17 @@ def _controller(job: Job, trained: Trained, config: TrainingConfig, recorder: Re
 
 
 def _orders(job: Job) -> Callable[[], Order]:
-    """Stop by control.json or SIGTERM; one checkpoint for every time one is asked for."""
+    """Stop by an order or SIGTERM; one checkpoint for every time one is asked for."""
     from posttrain.engine.controller import Order
+    from posttrain.store.channel import ControlKind
 
-    served = job.attempt.checkpoints_requested()
+    served = written = job.attempt.checkpoints_requested()
 
     def orders() -> Order:
-        nonlocal served
+        nonlocal served, written
+        if served > written:  # asked again, so the last one was carried out
+            job.attempt.acknowledge(ControlKind.CHECKPOINT, served)
+            written = served
         if job.stopping():
             return Order.STOP
         requested = job.attempt.checkpoints_requested()

@@ -116,22 +116,33 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def create_json(path: Path, value: Any) -> bool:
-    """Write JSON where nothing is yet; False where there is something, which stays. One of several writers wins.
+    """Write JSON where nothing is yet, as `create_file`."""
+    return create_file(path, json.dumps(value, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+
+
+def create_file(path: Path, data: bytes) -> bool:
+    """Write where nothing is yet; False where there is something, which stays. One of several writers wins.
 
     Raises:
         WorkspaceError: as `write_atomic`, or the file system has no hard links.
     """
-    whole = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.new")
+    whole = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(8).hex()}.new")
     try:
-        write_json(whole, value)
-        os.link(whole, path)  # unlike a rename, it replaces nothing
+        with open(whole, "xb", opener=_private) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(whole, path)  # unlike a rename, it replaces nothing
+        except FileExistsError:
+            return False
+        whole.unlink()
         sync_folder(path.parent)
-    except FileExistsError:
-        return False
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
-        whole.unlink(missing_ok=True)
+        with suppress(OSError):
+            whole.unlink(missing_ok=True)
     return True
 
 

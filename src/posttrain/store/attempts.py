@@ -4,17 +4,14 @@
 
     ATTEMPT_DIR/
         job.json            JobOrder, written before the launch
-        control.json        inbound: {"stop": bool, "checkpoint": how many have been asked for}
-        events/000001.jsonl write-once segments of facts, numbered without gaps
-        samples/000001.jsonl the same for recorded samples, which are large: who reads metrics does not pass them
+        start.json events/ samples/ summary.json controls/ result.json     the attempt's channel: see `store.channel`
+        control.json        how older jobs are told to stop: {"stop": bool, "checkpoint": how many}
         checkpoints/step-00000120/   COMMIT last: a folder without it does not exist for anybody
         outputs/            what the job leaves
         meter               tokens spent and tokens that the step under way may spend, rewritten in place
-        result.json         JobResult, last and atomic: its presence means that the job ended by itself
         spec.json supervisor.json exit.json log.txt      the local executor's
 
-But for the meter, nothing is appended to and nothing is renamed over while somebody reads it, so the layout also works
-where the folder is an object-store prefix. Imports no database and no object store: a job has neither.
+Imports no database and no object store: reading an attempt needs neither.
 """
 
 from __future__ import annotations
@@ -25,12 +22,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.facts import Fact, Note, Progress, Sample, fact_from_json, fact_to_json
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
-from posttrain.store.atomic import make_folder, read_json, write_atomic, write_json
+from posttrain.store.atomic import make_folder, read_json, write_json
+from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
+from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.trees import file_digest
 
 METER = "meter"
@@ -50,6 +48,7 @@ class AttemptFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
+        self.channel = AttemptChannel(FolderObjects(self.path))
         self.events = self.path / "events"
         self.samples = self.path / "samples"
         self.checkpoints = self.path / "checkpoints"
@@ -85,28 +84,40 @@ class AttemptFolder:
             raise _unreadable(self.path / "job.json", error) from error
 
     def request_stop(self) -> None:
-        """Ask the job to write a checkpoint and end."""
-        self._control(stop=True)
+        """Ask the job to write a checkpoint and end; asking again changes nothing."""
+        if self.stop_requested():
+            return
+        self.channel.order(ControlKind.STOP)
+        if self.channel.started() is None:  # it may be a job of before, which hears nothing else
+            path = self.path / "control.json"
+            write_json(path, {"checkpoint": 0, **(read_json(path) or {}), "stop": True})
 
     def stop_requested(self) -> bool:
         """Whether somebody asked the job to stop."""
-        return bool((read_json(self.path / "control.json") or {}).get("stop", False))
+        return any(control.kind is ControlKind.STOP for control in self.channel.controls())
 
     def request_checkpoint(self) -> None:
         """Ask the job for one more checkpoint."""
-        self._control(checkpoint=self.checkpoints_requested() + 1)
+        self.channel.order(ControlKind.CHECKPOINT)
 
     def checkpoints_requested(self) -> int:
         """How many checkpoints have been asked for so far: a job that served fewer owes one."""
-        return int((read_json(self.path / "control.json") or {}).get("checkpoint", 0))
+        return sum(control.kind is ControlKind.CHECKPOINT for control in self.channel.controls())
+
+    def acknowledge(self, kind: ControlKind, count: int | None = None) -> None:
+        """Say that the job carried out the first `count` orders of this kind; None: all that were given."""
+        given = [control.number for control in self.channel.controls() if control.kind is kind]
+        for number in given[:count]:
+            self.channel.acknowledge(number)
 
     def write_result(self, result: JobResult) -> None:
         """Say how the job ended. The last thing a job does.
 
         Raises:
             WorkspaceError: the disk is full or read-only; there is no result then.
+            ConflictError: another job of this attempt said how it ended.
         """
-        write_json(self.path / "result.json", result.to_json())
+        self.channel.answer(result.to_json())
 
     def read_result(self) -> JobResult | None:
         """How the job ended by its own word; None while there is none.
@@ -114,7 +125,7 @@ class AttemptFolder:
         Raises:
             IntegrityError: it cannot be read.
         """
-        raw = read_json(self.path / "result.json")
+        raw = self.channel.answered()
         if raw is None:
             return None
         try:
@@ -133,13 +144,13 @@ class AttemptFolder:
         Raises:
             IntegrityError: a segment cannot be read.
         """
-        return _read_segments(self.events, after_segment, unreadable)
+        return self._said(EVENTS, after_segment, unreadable)
 
     def segments(
         self, after_segment: int, unreadable: Callable[[IntegrityError], None]
     ) -> Iterator[tuple[list[Fact], int]]:
         """As `facts`, a segment at a time with its number: the facts of a million steps fill a memory."""
-        yield from _segments(self.events, after_segment, unreadable)
+        yield from self._segments(EVENTS, after_segment, unreadable)
 
     def recorded_samples(self, unreadable: Callable[[IntegrityError], None] | None = None) -> list[Sample]:
         """The samples whose way was recorded, in the order they were said; none where the job recorded none.
@@ -150,7 +161,7 @@ class AttemptFolder:
         Raises:
             IntegrityError: a segment cannot be read.
         """
-        said, _ = _read_segments(self.samples, 0, unreadable)
+        said, _ = self._said(SAMPLES, 0, unreadable)
         return [fact for fact in said if isinstance(fact, Sample)]
 
     def some_samples(self, segments: int) -> list[Sample]:
@@ -165,7 +176,7 @@ class AttemptFolder:
         said: list[Sample] = []
         for path in found:
             try:
-                said += [fact for fact in _read_segment(path) if isinstance(fact, Sample)]
+                said += [fact for fact in _facts(path.read_bytes(), str(path)) if isinstance(fact, Sample)]
             except IntegrityError:
                 continue
         return said
@@ -176,8 +187,8 @@ class AttemptFolder:
         Raises:
             IntegrityError: a segment cannot be read.
         """
-        for segment in sorted(self.events.glob("*.jsonl"), reverse=True):
-            for fact in reversed(_read_segment(segment)):
+        for data in self.channel.backwards(EVENTS):
+            for fact in reversed(_facts(data, str(self.events))):
                 if isinstance(fact, Progress):
                     return fact
         return None
@@ -213,9 +224,30 @@ class AttemptFolder:
         """The newest committed checkpoint that verifies; older ones stand in for a damaged newer one."""
         return next(filter(None, map(self.checkpoint, reversed(self.checkpoint_steps()))), None)
 
-    def _control(self, **orders: Any) -> None:
-        path = self.path / "control.json"
-        write_json(path, {"stop": False, "checkpoint": 0, **(read_json(path) or {}), **orders})
+    def _said(
+        self, stream: str, after: int, unreadable: Callable[[IntegrityError], None] | None
+    ) -> tuple[list[Fact], int]:
+        """Facts of a stream's segments behind number `after`, and the number of the last one."""
+        found: list[Fact] = []
+        last = after
+        for facts, number in self._segments(stream, after, unreadable):
+            found += facts
+            last = number
+        return found, last
+
+    def _segments(
+        self, stream: str, after: int, unreadable: Callable[[IntegrityError], None] | None
+    ) -> Iterator[tuple[list[Fact], int]]:
+        """Facts of each segment behind number `after`, and its number; none of one that cannot be read."""
+        for number, data in self.channel.segments(stream, after, unreadable):
+            facts: list[Fact] = []
+            try:
+                facts = _facts(data, f"{self.path / stream}/{number:06d}.jsonl")
+            except IntegrityError as error:
+                if unreadable is None:
+                    raise
+                unreadable(error)
+            yield facts, number
 
 
 class SpendingMeter:
@@ -262,7 +294,8 @@ class EventWriter:
     def __init__(self, attempt: AttemptFolder, most: int = 256, seconds: float = 0.5) -> None:
         self._most, self._seconds = most, seconds
         make_folder(attempt.events)
-        self._facts, self._samples = _Segments(attempt.events), _Segments(attempt.samples)
+        self._channel = attempt.channel
+        self._facts, self._samples = _Segments(self._channel, EVENTS, packed=True), _Segments(self._channel, SAMPLES)
         self._flushed = float("-inf")
 
     def __call__(self, fact: Fact) -> None:
@@ -275,7 +308,10 @@ class EventWriter:
     def flush(self) -> None:
         """Write what is buffered. Samples come first: whoever sees a step's progress finds its samples."""
         self._samples.write()
-        self._facts.write()
+        said = next((fact for fact in reversed(self._facts.waiting) if isinstance(fact, Progress)), None)
+        number = self._facts.write()
+        if said is not None:
+            self._channel.summarise(Summary(said.step, said.total, said.phase, said.tokens, number, said.at))
         self._flushed = time.monotonic()
 
     def close(self) -> None:
@@ -290,62 +326,40 @@ class EventWriter:
 
 
 class _Segments:
-    """The write-once segments of one folder, which is made with the first of them, and what waits to be written."""
+    """The write-once segments of one stream, and what waits to be written.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        packed: many small ones become few; samples are large, and some of them are read by number.
+    """
+
+    def __init__(self, channel: AttemptChannel, stream: str, packed: bool = False) -> None:
+        self._channel, self._stream, self._packed = channel, stream, packed
         self.waiting: list[Fact] = []
-        self._next = 1 + max((int(path.stem) for path in folder.glob("*.jsonl")), default=0)
+        self._next = 1 + channel.last(stream)
 
-    def write(self) -> None:
+    def write(self) -> int:
+        """Write what waits as one segment; the number of the newest."""
         if self.waiting:
             lines = [json.dumps(fact_to_json(fact), sort_keys=True, ensure_ascii=False) for fact in self.waiting]
-            make_folder(self._folder)
-            write_atomic(self._folder / f"{self._next:06d}.jsonl", "".join(line + "\n" for line in lines).encode())
+            self._channel.append(self._stream, self._next, "".join(line + "\n" for line in lines).encode())
             self._next += 1
             self.waiting.clear()
+            if self._packed:
+                self._channel.pack(self._stream, self._next - 1)
+        return self._next - 1
 
 
 def _unreadable(path: Path, error: Exception) -> IntegrityError:
     return IntegrityError(f"{path} does not have the fields it should: {error}; it is damaged or of another version")
 
 
-def _read_segments(
-    folder: Path, after: int, unreadable: Callable[[IntegrityError], None] | None
-) -> tuple[list[Fact], int]:
-    """Facts of a folder's segments behind number `after`, and the number of the last one."""
-    found: list[Fact] = []
-    last = after
-    for facts, number in _segments(folder, after, unreadable):
-        found += facts
-        last = number
-    return found, last
-
-
-def _segments(
-    folder: Path, after: int, unreadable: Callable[[IntegrityError], None] | None
-) -> Iterator[tuple[list[Fact], int]]:
-    """Facts of each segment behind number `after`, and its number; none of one that cannot be read."""
-    number = after + 1
-    while (segment := folder / f"{number:06d}.jsonl").exists():
-        facts: list[Fact] = []
-        try:
-            facts = _read_segment(segment)
-        except IntegrityError as error:
-            if unreadable is None:
-                raise
-            unreadable(error)
-        yield facts, number
-        number += 1
-
-
-def _read_segment(path: Path) -> list[Fact]:
+def _facts(data: bytes, name: str) -> list[Fact]:
     try:
         # split at "\n" only: JSON leaves other line separators inside strings
-        lines = path.read_bytes().decode().split("\n")
+        lines = data.decode().split("\n")
         return [fact_from_json(json.loads(line)) for line in lines if line]
     except (ValueError, AttributeError) as error:
-        raise IntegrityError(f"event segment {path} cannot be read: {error}; remove it to go on without") from error
+        raise IntegrityError(f"event segment {name} cannot be read: {error}; remove it to go on without") from error
 
 
 def _verified_commit(folder: Path) -> CheckpointCommit | None:

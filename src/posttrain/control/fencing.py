@@ -1,0 +1,62 @@
+"""At most one job of an attempt computes, and none of one that ended: by the attempt's `start` object."""
+
+from __future__ import annotations
+
+import socket
+
+from posttrain.control.wiring import Wiring
+from posttrain.domain.errors import IntegrityError
+from posttrain.domain.jobs import ANOTHER_RUNS, JobState, Observation
+from posttrain.domain.records import AttemptRecord
+from posttrain.execution import processes
+from posttrain.store.channel import ControlKind, Start
+
+_REASON = "AnotherRuns"
+
+
+def give_up(wiring: Wiring, attempt: AttemptRecord, why: str) -> bool:
+    """Before an attempt is recorded as ended: a job of it that comes late (its launcher was suspended, say) begins not.
+
+    Returns:
+        Whether no job of it computes; False: one began before this.
+
+    Raises:
+        WorkspaceError: the attempt folder cannot be written; then it has not ended yet.
+    """
+    try:
+        held = wiring.folder(attempt).channel.bury(attempt.number, why)
+    except IntegrityError:  # something is there, and a job that cannot read it does not begin either
+        return True
+    return held is None or not _may_live(held)
+
+
+def another_runs(wiring: Wiring, attempt: AttemptRecord, seen: Observation) -> bool:
+    """Whether the executor's job found that another one has begun this attempt, which may live: its result counts.
+
+    It is over when its process is seen to be gone; of another machine's that cannot be seen.
+    """
+    if seen.state is not JobState.EXITED or seen.exit_code != ANOTHER_RUNS:
+        return False
+    folder = wiring.folder(attempt)
+    held = folder.channel.started()
+    if held is None or folder.channel.answered() is not None or not _may_live(held):
+        return False
+    if attempt.reason != _REASON:
+        message = f"process {held.pid} of {held.host} began this attempt before the launched job; its result counts"
+        with wiring.ledger.transaction(wiring.actor) as transaction:
+            transaction.update_attempt(attempt, reason=_REASON, message=message)
+    return True
+
+
+def unheeded(wiring: Wiring, attempt: AttemptRecord) -> str:
+    """What is said of a job that was told to stop and was ended instead; empty for one that said it stops."""
+    channel = wiring.folder(attempt).channel
+    stops = [control.number for control in channel.controls() if control.kind is ControlKind.STOP]
+    if not stops or any(channel.acknowledged(number) for number in stops):
+        return ""
+    return "stopped by a person; the job did not heed it and was killed, so steps since its last checkpoint are lost"
+
+
+def _may_live(held: Start) -> bool:
+    elsewhere = held.host != socket.gethostname()
+    return not held.cancelled and (elsewhere or processes.alive(held.pid, held.process))

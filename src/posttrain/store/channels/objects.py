@@ -1,0 +1,102 @@
+"""An attempt's objects below a prefix of an object store that obstore knows: `s3://bucket/prefix`.
+
+Asks of the store what S3 promises: reads and listings show what was acknowledged, and a PUT with `If-None-Match: *`
+lets one of several win. Address and credentials come from the environment (`AWS_ENDPOINT_URL`, …).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from posttrain.domain.errors import InfrastructureError, InputError
+
+if TYPE_CHECKING:
+    from obstore.store import RetryConfig
+
+_SECONDS = timedelta(seconds=30)  # that a request may take, with what obstore itself tries again
+_RETRIES: RetryConfig = {"max_retries": 3, "retry_timeout": _SECONDS}
+
+
+class ObjectStoreObjects:
+    """`ChannelObjects` below `url`.
+
+    Raises:
+        InputError: obstore does not know the URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        from obstore.store import from_url  # who uses folders need not load it
+
+        self._url = url.rstrip("/")
+        try:
+            self._store: Any = from_url(self._url, retry_config=_RETRIES)
+        except Exception as error:  # obstore raises its own and built-in errors alike here
+            raise InputError(
+                f"channel URL {url!r} cannot be opened: {_line(error)}; name s3://BUCKET/PREFIX"
+            ) from error
+
+    @property
+    def place(self) -> str:
+        """The URL."""
+        return self._url
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See `ChannelObjects.create`."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._translated():
+            try:
+                obstore.put(self._store, key, data, mode="create")
+            except AlreadyExistsError:
+                return False
+        return True
+
+    def overwrite(self, key: str, data: bytes) -> None:
+        """See `ChannelObjects.overwrite`."""
+        import obstore
+
+        with self._translated():
+            obstore.put(self._store, key, data)
+
+    def get(self, key: str) -> bytes | None:
+        """See `ChannelObjects.get`."""
+        import obstore
+
+        with self._translated():
+            try:
+                return bytes(obstore.get(self._store, key).bytes())
+            except FileNotFoundError:  # obstore's NotFoundError is one
+                return None
+
+    def remove(self, key: str) -> None:
+        """See `ChannelObjects.remove`."""
+        import obstore
+
+        with self._translated(), suppress(FileNotFoundError):
+            obstore.delete(self._store, key)
+
+    def numbers(self, folder: str) -> list[int]:
+        """See `ChannelObjects.numbers`."""
+        import obstore
+
+        with self._translated():
+            found = obstore.list_with_delimiter(self._store, folder)["objects"]
+        stems = (item["path"].rpartition("/")[2].partition(".")[0] for item in found)
+        return sorted(int(stem) for stem in stems if stem.isdigit())
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            raise InfrastructureError(f"channel {self._url} does not answer: {_line(error)}; try again") from error
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

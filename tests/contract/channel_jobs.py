@@ -1,0 +1,53 @@
+"""Processes of channel tests: `python channel_jobs.py WORD ADDRESS …`; ADDRESS is a folder or an object store's URL."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from posttrain.domain.jobs import JobResult
+from posttrain.jobs import entry
+from posttrain.store.channel import EVENTS, PACK, AttemptChannel, ChannelObjects
+from posttrain.store.channels.folder import FolderObjects
+from posttrain.store.channels.objects import ObjectStoreObjects
+
+
+def objects(address: str) -> ChannelObjects:
+    return ObjectStoreObjects(address) if "://" in address else FolderObjects(Path(address))
+
+
+def race(address: str) -> int:
+    """Say READY, wait for a line, try to begin; 0 for who begins."""
+    channel = AttemptChannel(objects(address))
+    print("READY", flush=True)
+    sys.stdin.readline()
+    return 0 if channel.start(1, "a process") is None else 1
+
+
+def write(address: str, segments: str) -> int:
+    """Write segments, packed as they fill groups, from where the last writer was killed."""
+    channel = AttemptChannel(objects(address))
+    for number in range(channel.last(EVENTS) + 1, int(segments) + 1):
+        channel.append(EVENTS, number, b"%d\n" % number)
+        if number % PACK == 0:
+            channel.pack(EVENTS, number)
+    return 0
+
+
+def compute(job: entry.Job) -> JobResult:
+    """The body of a job: leave a trace of computing, then wait for a file."""
+    with (job.folder / "computed").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    (job.folder / "ready").touch()
+    while not (job.folder / "go").exists() and not job.stopping():
+        time.sleep(0.01)
+    return JobResult("succeeded")
+
+
+if __name__ == "__main__":
+    words = {"race": race, "write": write}
+    if sys.argv[1] in words:
+        sys.exit(words[sys.argv[1]](*sys.argv[2:]))
+    entry.main(compute)  # as an executor runs it: MODULE ATTEMPT_DIR

@@ -1,0 +1,125 @@
+"""At most one job of an attempt computes, and none of an attempt that ended, whatever the executor says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from control_bench import TRAIN_ONLY, Bench, train, vanish
+
+from posttrain.control import actions
+from posttrain.domain.jobs import ANOTHER_RUNS
+from posttrain.domain.records import AttemptRecord
+from posttrain.execution.processes import identity
+from posttrain.store.channel import ControlKind
+
+GONE = "another boot:1"  # the identity of no process
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def begun_elsewhere(bench: Bench, process: str) -> tuple[str, AttemptRecord]:
+    """A run whose launched job found that `process` has its attempt."""
+    bench.scripts["sft"] = [lambda folder: folder.channel.start(1, process) and None, train()]  # type: ignore[func-returns-value]
+    run_id = bench.submit(**TRAIN_ONLY)
+    while not bench.launched:
+        bench.reconciler.tick(run_id)
+    attempt = bench.ledger.attempts(run_id)[0]
+    bench.executor.finish(attempt.name, ANOTHER_RUNS)
+    return run_id, attempt
+
+
+def test_a_run_that_is_stopped_before_a_launch_leaves_a_tombstone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def suspended(name: str) -> None:
+        raise KeyboardInterrupt(name)
+
+    run_id = bench.submit(**TRAIN_ONLY)
+    bench.reconciler.tick(run_id)
+    monkeypatch.setattr("posttrain.control.launching.crashpoint", suspended)
+    with pytest.raises(KeyboardInterrupt):  # its order is written, and it is about to launch
+        bench.reconciler.tick(run_id)
+    monkeypatch.undo()
+    actions.stop(bench.wiring, run_id)
+    assert bench.drive(run_id).state == "stopped"
+    channel = bench.wiring.folder(bench.ledger.attempts(run_id)[0]).channel
+    held = channel.start(1, "the job that was launched at last")
+    assert held is not None
+    assert held.cancelled == "the run was stopped before it was launched"
+
+
+def test_a_job_that_began_meanwhile_is_not_stopped_unseen(bench: Bench) -> None:
+    run_id = bench.submit(**TRAIN_ONLY)
+    bench.reconciler.tick(run_id)
+    folder = bench.wiring.folder(bench.ledger.attempts(run_id)[0])
+    folder.channel.start(1, identity(os.getpid()) or "")
+    actions.stop(bench.wiring, run_id)
+    bench.reconciler.tick(run_id)
+    assert bench.ledger.attempts(run_id)[0].state == "planned"
+    (folder.path / "start.json").unlink()
+    folder.channel.start(1, GONE)
+    assert bench.drive(run_id).state == "stopped"
+
+
+def test_nothing_begins_an_attempt_that_was_lost(bench: Bench) -> None:
+    bench.scripts["sft"] = [vanish(), train()]
+    run = bench.drive(bench.submit(**TRAIN_ONLY))
+    assert run.state == "succeeded"
+    for attempt in bench.ledger.attempts(run.id):
+        held = bench.wiring.folder(attempt).channel.start(attempt.number, "late")
+        assert held is not None
+        assert (held.epoch, held.cancelled.startswith("it ended: ")) == (attempt.number, True)
+
+
+def test_the_result_of_a_job_that_began_before_the_launched_one_counts(bench: Bench) -> None:
+    run_id, attempt = begun_elsewhere(bench, identity(os.getpid()) or "")
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    (seen,) = bench.ledger.attempts(run_id)
+    assert (seen.state, seen.reason) == ("launched", "AnotherRuns")
+    assert f"process {os.getpid()} of " in (seen.message or "")
+    train()(bench.wiring.folder(attempt))
+    assert bench.drive(run_id).state == "succeeded"
+    assert bench.launched == ["sft"]
+
+
+def test_a_start_whose_process_is_gone_is_a_lost_attempt(bench: Bench) -> None:
+    run_id, _ = begun_elsewhere(bench, GONE)
+    assert bench.drive(run_id).state == "succeeded"
+    assert [attempt.state for attempt in bench.ledger.attempts(run_id)] == ["lost", "succeeded"]
+
+
+def test_a_run_is_not_stopped_while_another_job_of_its_attempt_computes(bench: Bench) -> None:
+    run_id, attempt = begun_elsewhere(bench, identity(os.getpid()) or "")
+    bench.reconciler.tick(run_id)
+    actions.stop(bench.wiring, run_id)
+    folder = bench.wiring.folder(attempt)
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+        bench.clock.sleep(60)
+    assert bench.ledger.run(run_id).state == "stopping"
+    assert folder.stop_requested()
+    (folder.path / "start.json").unlink()
+    folder.channel.start(1, GONE)
+    assert bench.drive(run_id).state == "stopped"
+
+
+@pytest.mark.parametrize("heeded", [False, True])
+def test_who_stops_a_run_learns_that_its_job_did_not_heed_it(bench: Bench, heeded: bool) -> None:
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit(**TRAIN_ONLY)
+    while not bench.launched:
+        bench.reconciler.tick(run_id)
+    actions.stop(bench.wiring, run_id)
+    bench.reconciler.tick(run_id)
+    if heeded:
+        bench.wiring.folder(bench.ledger.attempts(run_id)[0]).acknowledge(ControlKind.STOP)
+    assert bench.drive(run_id).state == "stopped"
+    assert bench.stage(run_id, "sft").message == "stopped by a person" + (
+        "" if heeded else "; the job did not heed it and was killed, so steps since its last checkpoint are lost"
+    )
