@@ -39,6 +39,7 @@ LONGEST_STOP = 3.0  # seconds
 OVER_LEASE = 20.0  # seconds: longer than a lease and than the server waits for a stopped writer
 RETRIED = (9, 10, -signal.SIGKILL)  # somebody was first; the server was away; killed
 MOST_COMMANDS = 40
+VICTIMS = ("driver", "driver", "driver", "job", "job", "job", "supervisor", "server")
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,13 @@ class Ordeal:
     drivers: list[subprocess.Popen[str]] = field(default_factory=list)
     started: int = 0
 
+    def __post_init__(self) -> None:
+        self.next = self._drawn()
+
+    def _drawn(self) -> str:
+        """Who is struck next, as soon as it is there."""
+        return self.rng.choice(VICTIMS)
+
     def drive(self) -> None:
         """Until both terminals say that the run succeeded."""
         self.drivers = [self._start(), self._start()]
@@ -95,9 +103,8 @@ class Ordeal:
             self.bench.live()  # sees to it that no stage has two jobs
             now = time.monotonic()
             self._wake(now)
-            if self.struck.total() < STRIKES and now >= due:
-                self._strike(now)
-                due = time.monotonic() + self._pause()
+            if self.struck.total() < STRIKES and now >= due and self._strike(now):
+                due, self.next = time.monotonic() + self._pause(), self._drawn()
             self.drivers = [again for driver in self.drivers if (again := self._followed(driver)) is not None]
             time.sleep(0.02)
         self._wake(float("inf"))
@@ -120,24 +127,25 @@ class Ordeal:
             assert ended.error
         return None if ended.code == 0 else self._start()
 
-    def _strike(self, now: float) -> None:
+    def _strike(self, now: float) -> bool:
+        """Strike who was drawn; whether it was there."""
         victims = [("driver", driver.pid) for driver in self.drivers if driver.poll() is None]
         victims += [(process.kind, process.pid) for process in self.bench.live()]
-        kinds = sorted({kind for kind, _ in victims})
-        if self.rng.randrange(8) == 0:
+        there = [pid for kind, pid in victims if kind == self.next]
+        if self.next == "server":
             self.server.stop(signal.SIGQUIT)
             self.server.start()
             self.struck["server"] += 1
-        elif kinds:
-            kind = self.rng.choice(kinds)
-            pid = self.rng.choice([pid for name, pid in victims if name == kind])
-            sent = self.rng.choice([signal.SIGKILL, signal.SIGSTOP])
+        elif there:
+            pid, sent = self.rng.choice(there), self.rng.choice([signal.SIGKILL, signal.SIGSTOP])
             with suppress(ProcessLookupError):
                 os.kill(pid, sent)
-                self.struck[f"{sent.name} {kind}"] += 1
+                self.struck[f"{sent.name} {self.next}"] += 1
                 if sent == signal.SIGSTOP:
-                    long = kind == "driver" and self.rng.randrange(3) == 0
+                    long = self.next == "driver" and self.rng.randrange(3) == 0
                     self.stopped[pid] = now + (OVER_LEASE if long else self.rng.uniform(0.1, LONGEST_STOP))
+
+        return self.next == "server" or bool(there)
 
     def _wake(self, now: float) -> None:
         for pid in [pid for pid, until in self.stopped.items() if until <= now]:
