@@ -17,7 +17,7 @@ from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.audit import verify_releases
+from posttrain.store.audit import verify_rows
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def test_watching_an_ended_run_returns(world: World) -> None:
 
 def test_every_row_of_the_ledger_is_what_an_event_said(story: tuple[World, dict[str, str]]) -> None:
     workspace = Workspace(story[0].root / ".posttrain")
-    assert verify_releases(workspace.ledger) >= 29  # as many as the three runs alone leave
+    assert verify_rows(workspace.ledger) >= 29  # as many as the three runs alone leave
     workspace.close()
 
 

@@ -144,8 +144,10 @@ def test_two_who_submit_at_once_share_a_run(bench: Bench, monkeypatch: pytest.Mo
 
     def nothing_yet(**asked: Any) -> Any:
         """The other one commits after this look and before this one's own commit."""
-        return [] if "manifest_digest" in asked else looked(**asked)
+        looks.append(asked)
+        return [] if len(looks) == 1 else looked(**asked)
 
+    looks: list[Any] = []
     first = bench.submit(**TRAIN_ONLY)
     monkeypatch.setattr(bench.ledger, "runs", nothing_yet)
     assert bench.submit(**TRAIN_ONLY) == first
@@ -161,7 +163,7 @@ def test_a_proof_finds_what_was_altered(bench: Bench, what: str) -> None:
     sound = verify(bench.wiring, tree)  # the bench's datasets are digests without bytes
     assert (sound.events > 10, sound.pending) == (True, 0)
     with bench.ledger.database.write() as connection:
-        connection.exec_driver_sql("UPDATE events SET actor = actor || 'x' WHERE id = 2 AND ? = 'chain'", (what,))
+        connection.exec_driver_sql("UPDATE events SET kind = kind || 'x' WHERE id = 2 AND ? = 'chain'", (what,))
     report = bench.stage(bench.ledger.runs()[0].id, "gate").outputs["report"]["digest"]
     spoilt = {"model": digest_bytes(b"weights"), "report": report}.get(what, "sha256:")
     for path in (bench.root / "blobs" / "sha256").rglob("*"):
@@ -170,4 +172,4 @@ def test_a_proof_finds_what_was_altered(bench: Bench, what: str) -> None:
     added = set(verify(bench.wiring, tree).problems) - set(sound.problems)
     assert len(added) == 1, added
     with bench.ledger.database.write() as connection:
-        connection.exec_driver_sql("UPDATE events SET actor = rtrim(actor, 'x') WHERE id = 2")
+        connection.exec_driver_sql("UPDATE events SET kind = rtrim(kind, 'x') WHERE id = 2")

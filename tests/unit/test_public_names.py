@@ -54,6 +54,7 @@ COMMANDS = {
     "asset create": ["--seed", "MODEL.yaml", "model:NAME"],
     "asset ls": ["--output", "-o", "[KIND]"],
     "asset get": ["--output", "-o", "ref"],
+    "upgrade": ["--output", "-o"],
     "doctor": ["--output", "--probe", "--ray", "-o"],
 }
 EXIT_CODES = {
@@ -100,7 +101,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
     verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry"
-    verbs += " sample eval export promote rollback lineage verify trace track import asset doctor"
+    verbs += " sample eval export promote rollback lineage verify trace track import asset upgrade doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -128,6 +129,7 @@ def test_every_reading_command_speaks_json() -> None:
         "import wandb-export",
         "asset ls",
         "asset get",
+        "upgrade",
         "doctor",
     }
     assert {name for name, words in COMMANDS.items() if "-o" in words} == reading

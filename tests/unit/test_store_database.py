@@ -53,7 +53,10 @@ def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> No
     ],
 )
 def test_every_field_of_a_record_has_its_column(table: Any, record: Any) -> None:
-    assert {column.name for column in table.columns} == {field.name for field in dataclasses.fields(record)}
+    hidden = {"assets": {"project", "principal"}, "releases": {"project", "principal"}, "events": {"audited", "words"}}
+    joined = {"assets": {"created_by"}, "releases": {"actor"}, "events": {"actor", "sequence", "payload"}}
+    columns = {column.name for column in table.columns} - hidden.get(table.name, set()) | joined.get(table.name, set())
+    assert columns == {field.name for field in dataclasses.fields(record)}
 
 
 def test_a_committed_transaction_is_durable_and_readers_do_not_wait(tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ def test_a_newer_schema_is_refused_and_an_unmigrated_file_migrated(tmp_path: Pat
     connection.close()
     with pytest.raises(WorkspaceError) as caught:
         Database(path)
-    assert str(caught.value) == "workspace schema 0007 is newer than this Posttrain (0001); upgrade posttrain"
+    assert str(caught.value) == "workspace schema 0007 is newer than this Posttrain (0002); upgrade posttrain"
 
 
 def test_two_processes_may_open_a_new_ledger_at_once(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_a_writer_that_waits_too_long_gives_up(tmp_path: Path) -> None:
 
 def test_a_row_the_database_refuses_is_a_conflict(tmp_path: Path) -> None:
     database = Database(tmp_path / "l.db")
-    statement = "INSERT INTO stage_cache (cache_key, run_id, stage) VALUES ('k', 'nobody', 'train')"
+    statement = "INSERT INTO stage_cache (project, cache_key, run_id, stage) VALUES ('p', 'k', 'nobody', 'train')"
     with pytest.raises(ConflictError), database.write() as connection:
         connection.exec_driver_sql(statement)
     database.close()
@@ -169,7 +172,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing_committed(tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     write(database)
-    assert len(Ledger(database).pending_events()) == 2
+    assert [event.kind for event in Ledger(database).pending_events()].count("note") == 2
     database.close()
 
 

@@ -32,6 +32,7 @@ from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal
+from posttrain.store.upgrade import Upgraded, upgrade_ledger
 
 FOLDER = ".posttrain"
 VARIABLE = "POSTTRAIN_WORKSPACE"
@@ -196,6 +197,17 @@ def init_workspace(
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
     return Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger)
+
+
+def upgrade_workspace() -> Upgraded:
+    """Bring the ledger of the nearest workspace to the present schema.
+
+    Raises:
+        ConflictError: a driver of an older version is at work.
+        IntegrityError: its event log does not hold.
+    """
+    root = find_workspace().resolve()
+    return upgrade_ledger(root / "ledger.db", process_alive)
 
 
 def process_name() -> str:

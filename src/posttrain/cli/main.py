@@ -49,7 +49,7 @@ _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
     *("compare", "attach", "stop", "retry"),
     *("sample", "eval", "export", "promote", "rollback", "lineage", "verify", "trace", "track"),
-    *("import", "asset", "doctor"),
+    *("import", "asset", "upgrade", "doctor"),
 ]
 
 

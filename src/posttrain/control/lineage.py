@@ -19,7 +19,7 @@ from posttrain.domain.jobs import InputBlob
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import model_output
 from posttrain.domain.records import Asset, ReleaseEntry, StageRecord
-from posttrain.store.audit import verify_releases
+from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import verify_chain
 from posttrain.store.trees import read_json, verify_tree
 
@@ -281,7 +281,7 @@ def verify(wiring: Wiring, tree: Node, progress: Callable[[int], None] = lambda 
         problems += [f"ledger: {line}; restore it from a copy" for line in wiring.ledger.database.check()]
         chain = verify_chain(wiring.ledger)
         events, pending = chain.sealed, chain.pending
-        verify_releases(wiring.ledger)
+        verify_rows(wiring.ledger)
     except (IntegrityError, WorkspaceError) as error:  # the second: the database refuses to read on
         problems.append(str(error))
     return VerifyReport(len(seen), size, events, tuple(problems), pending)

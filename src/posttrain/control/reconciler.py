@@ -198,7 +198,7 @@ class Reconciler:
             for stage in stages:
                 if not is_final("stage", stage.state):
                     transaction.update_stage(
-                        stage, reason="NotReached", message=message, next_action=culprit.next_action, quiet=True
+                        stage, reason="NotReached", message=message, next_action=culprit.next_action
                     )
 
     def _move(

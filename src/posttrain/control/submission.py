@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 
 from posttrain.control.wiring import Wiring
@@ -39,18 +40,24 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False, exact: bo
     if unfinished:
         return Submitted(unfinished, attached=True, moved=True)
     digest = wiring.blobs.put(canonical_json(manifest.to_json()))
-    run_id = f"{manifest.name}-{digest.removeprefix('sha256:')[:8]}"
-    if existing:
-        run_id += f".{len(existing) + 1}"
-    run, stages = _records(manifest, run_id, digest, wiring.clock.now())
+    repeat = existing[0].repeat + 1 if existing else 1
+    run, stages = _records(wiring, manifest, digest, repeat)
     crashpoint("submit.before_commit")
     try:
         with wiring.ledger.transaction(wiring.actor) as transaction:
             transaction.insert_run(run, stages)
     except ConflictError:  # another submit of the same digest won the race: attach to it
-        return Submitted(wiring.ledger.run(run_id), attached=True)
+        won = wiring.ledger.runs(manifest_digest=digest)
+        if not won or won[0].repeat < repeat:
+            raise
+        return Submitted(won[0], attached=True)
     crashpoint("submit.after_commit")
-    return Submitted(wiring.ledger.run(run_id), attached=False)
+    return Submitted(wiring.ledger.run(run.id), attached=False)
+
+
+def new_run_id(wiring: Wiring, name: str) -> str:
+    """`NAME-<8 characters>`: forty random bits in base32, small letters."""
+    return f"{name}-{base64.b32encode(wiring.ledger.entropy(5)).decode().lower()}"
 
 
 def _unfinished(wiring: Wiring, manifest: Manifest) -> RunRecord | None:
@@ -64,17 +71,20 @@ def _unfinished(wiring: Wiring, manifest: Manifest) -> RunRecord | None:
     return None
 
 
-def _records(manifest: Manifest, run_id: str, digest: str, now: float) -> tuple[RunRecord, list[StageRecord]]:
+def _records(wiring: Wiring, manifest: Manifest, digest: str, repeat: int) -> tuple[RunRecord, list[StageRecord]]:
+    run_id = new_run_id(wiring, manifest.name)
     run = RunRecord(
         id=run_id,
         name=manifest.name,
         manifest_digest=digest,
         state=RunState.PENDING,
         owner=manifest.owner,
-        created_at=now,
+        created_at=wiring.clock.now(),
         reason="Submitted",
         message="waiting for a reconciler",
         next_action=f"posttrain run, or posttrain get {run_id} --watch",
+        project=wiring.ledger.project,
+        repeat=repeat,
     )
     stages = [
         StageRecord(

@@ -21,7 +21,7 @@ CRASHPOINTS = frozenset(
         "collect.before_publish", "collect.after_publish", "collect.after_commit",
         "gate.before_commit", "gate.after_commit",
         "promote.before_commit", "promote.after_commit",
-        "sealer.before_commit",
+        "sealer.before_commit", "upgrade.after_copy", "upgrade.before_commit",
         "track.after_begin", "track.inside_log", "track.after_log", "track.before_end", "track.after_end",
         # execution
         "supervisor.before_spawn", "supervisor.after_spawn", "supervisor.before_exit_record",

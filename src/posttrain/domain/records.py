@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+DEFAULT_PROJECT = "default"
+
 
 @dataclass(frozen=True, slots=True)
 class Asset:
@@ -46,6 +48,8 @@ class RunRecord:
     started_at: float | None = None
     finished_at: float | None = None
     desired: str = "running"  # what a person asked for: running | stopped
+    project: str = DEFAULT_PROJECT
+    repeat: int = 1  # 1, 2, …: runs of one manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +120,17 @@ class ReleaseEntry:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One fact of the audit log. `sequence`, `previous_hash` and `hash` are None until the sealer has passed."""
+    """One fact of the audit log. `sequence` is None until the sealer has passed."""
 
     id: int  # insertion order, may have gaps
     kind: str  # run.running, stage.succeeded, channel.promote …
     subject: str  # run id, run/stage, run/stage/attempt, channel name, asset ref
-    actor: str
+    actor: str  # the principal's name
     at: float
-    payload: Mapping[str, Any]
+    payload: Mapping[str, Any]  # audited values and words; of a change: from, to, generation, changes
+    project: str
+    principal: str  # pseudonymous id
+    auth: str  # how the principal was known
+    request: str  # of the transaction that wrote it
+    leaf: str  # hash of the canonical envelope, 64 hexadecimal digits
     sequence: int | None = None
-    previous_hash: str | None = None
-    hash: str | None = None

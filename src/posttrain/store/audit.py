@@ -1,7 +1,7 @@
-"""The rows of the ledger against its event log.
+"""The rows of the ledger against its event log, replayed.
 
-Rows are what everybody reads; only events are chained. Whoever edits a row of the database leaves a chain that holds,
-so a proof compares the two: every release, and what a lineage is read from, must be what an event said.
+Rows are what everybody reads; only events are sealed. Whoever edits a row of the database leaves a log that holds, so a
+proof builds every told column of every row again from the events, and compares.
 """
 
 from __future__ import annotations
@@ -10,93 +10,92 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Text, or_, select, type_coerce
+from sqlalchemy import Connection, Text, select, type_coerce
 
 from posttrain.domain.errors import IntegrityError
+from posttrain.store.audited import ADDED, REMOVED, TABLES
+from posttrain.store.envelopes import auditable
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import events, releases, runs, stages
-from posttrain.store.snapshot import Snapshot
+from posttrain.store.schema import events, payloads
 
-_LINEAGE: Mapping[str, Any] = {
-    "inputs": {},
-    "outputs": {},
-    "cached_from": None,
-}  # columns of a stage → their value before any event
 _BATCH = 1000
-_Facts = dict[str, Mapping[str, Any]]  # what a row is about → the fields compared
+_Key = tuple[Any, ...]
+_Rows = dict[str, dict[_Key, dict[str, Any]]]  # table → key → columns
 
 
-def verify_releases(ledger: Ledger) -> int:
-    """Compare releases, runs' manifests, stages' inputs and outputs, and assets with the event log.
+def verify_rows(ledger: Ledger) -> int:
+    """Rebuild every table from the event log and compare.
 
-    Seal first and verify the chain: an event that is not sealed yet is believed.
+    Seal first and verify the log: what is not sealed yet is believed.
 
     Returns:
         How many rows were compared.
 
     Raises:
-        IntegrityError: a row that no event tells of, or tells otherwise, or that is gone; names it and the field.
+        IntegrityError: a row that no event tells of, or tells otherwise, or that is gone; names it and the column.
     """
+    compared = 0
     with ledger.database.read() as connection:
-        told: _Facts = {}
-        payload = type_coerce(events.c.payload, Text)
-        query = select(events.c.kind, events.c.subject, events.c.actor, payload).order_by(events.c.id)
-        kinds = [events.c.kind.startswith(f"{family}.") for family in ("channel", "run", "stage", "asset")]
-        for kind, subject, actor, text in connection.execute(
-            query.where(or_(*kinds)).execution_options(yield_per=_BATCH)
-        ):
-            _take(told, kind, subject, actor, text)
-        found = dict(_rows(connection))
-    for name in sorted(told.keys() | found.keys()):
-        _compare(name, told.get(name), found.get(name))
-    return len(found)
+        told: _Rows = {name: {} for name in TABLES}
+        for event, audited, body in _said(connection):
+            words = json.loads(body)["rows"] if body else []
+            for place, row in enumerate(json.loads(audited).get("rows", ())):
+                _take(told, event, row, words[place] if place < len(words) else {})
+        for name, rows in told.items():
+            compared += _compare(connection, name, rows)
+    return compared
 
 
-def _take(told: _Facts, kind: str, subject: str, actor: str, text: str) -> None:
-    """What one event says of a row. Most say nothing of a lineage, so their payload need not be parsed."""
-    family, _, what = kind.partition(".")
-    if family == "stage":
-        if what == "cached":
-            return
-        name = f"stage {subject}"
-        told.setdefault(name, dict(_LINEAGE))
-        if any(f'"{key}"' in text for key in _LINEAGE):
-            changed = json.loads(text).get("changes", {})
-            told[name] = {**told[name], **{key: value for key, value in changed.items() if key in _LINEAGE}}
+def _said(connection: Connection) -> Iterator[tuple[int, str, str | None]]:
+    query = select(events.c.id, type_coerce(events.c.audited, Text), type_coerce(payloads.c.body, Text))
+    query = query.outerjoin(payloads, payloads.c.event == events.c.id).order_by(events.c.id)
+    for event, audited, body in connection.execute(query.execution_options(yield_per=_BATCH)):
+        yield int(event), audited, body
+
+
+def _take(told: _Rows, event: int, row: list[Any], words: Mapping[str, Any]) -> None:
+    """One row that an event tells of."""
+    sign, name, key, values = row
+    spec, rows = TABLES[name], told[name]
+    place = tuple(key)
+    if sign == ADDED:
+        if place in rows:
+            raise IntegrityError(f"{_named(name, place)}: event {event} adds it a second time; {_REMEDY}")
+        rows[place] = spec.empty()
+    elif place not in rows:
+        raise IntegrityError(f"{_named(name, place)}: event {event} changes it, but no event added it; {_REMEDY}")
+    if sign == REMOVED:
+        del rows[place]
         return
-    payload = json.loads(text)
-    if family == "channel":
-        name = f"release {payload['sequence']} of channel {subject}"
-        told[name] = {"action": what, "actor": actor, **{key: payload[key] for key in ("model", "run", "report", "at")}}
-    elif family == "run" and "manifest" in payload:
-        told[f"run {subject}"] = {"manifest": payload["manifest"]}
-    elif kind == "asset.registered":
-        told[f"asset {subject}"] = {"digest": payload["digest"], "parents": payload["parents"]}
+    rows[place].update(values)
+    rows[place].update(words)
 
 
-def _rows(connection: Connection) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What the rows say, in the events' words. One statement for each table, however many runs there are."""
-    for entry in connection.execute(select(releases)):
-        fields: dict[str, Any] = {"action": entry.action, "actor": entry.actor, "model": entry.model_digest}
-        fields |= {"run": entry.run_id, "report": entry.report_digest, "at": entry.at}
-        yield f"release {entry.sequence} of channel {entry.channel}", fields
-    for run_id, manifest in connection.execute(select(runs.c.id, runs.c.manifest_digest)):
-        yield f"run {run_id}", {"manifest": manifest}
-    columns = (stages.c[key] for key in _LINEAGE)
-    for run_id, name, *values in connection.execute(select(stages.c.run_id, stages.c.name, *columns)):
-        yield f"stage {run_id}/{name}", dict(zip(_LINEAGE, values, strict=True))
-    for asset in Snapshot(connection).assets():
-        yield f"asset {asset.ref}", {"digest": asset.digest, "parents": list(asset.parents)}
+def _compare(connection: Connection, name: str, told: dict[_Key, dict[str, Any]]) -> int:
+    spec = TABLES[name]
+    query = select(*(spec.table.c[column] for column in spec.columns)).order_by(*spec.table.primary_key)
+    compared = 0
+    for found in connection.execute(query.execution_options(yield_per=_BATCH)).mappings():
+        row = dict(found)
+        key = tuple(row[column] for column in spec.key)
+        expected = told.pop(key, None)
+        if expected is None:
+            raise IntegrityError(f"{spec.name(row)}: stands in the ledger, but no event tells of it; {_REMEDY}")
+        for column in spec.columns:
+            if column not in spec.key and auditable(row[column]) != expected[column]:
+                raise IntegrityError(
+                    f"{spec.name(row)}: {column} must be {expected[column]!r} as the event log says, "
+                    f"got {row[column]!r}; {_REMEDY}"
+                )
+        compared += 1
+    for key in told:
+        raise IntegrityError(f"{_named(name, key)}: an event tells of it, but it is gone from the ledger; {_REMEDY}")
+    return compared
 
 
-def _compare(name: str, told: Mapping[str, Any] | None, found: Mapping[str, Any] | None) -> None:
-    remedy = "restore the ledger from a copy"
-    if told is None:
-        raise IntegrityError(f"{name}: stands in the ledger, but no event tells of it; {remedy}")
-    if found is None:
-        raise IntegrityError(f"{name}: an event tells of it, but it is gone from the ledger; {remedy}")
-    wrong = next((key for key in told if told[key] != found[key]), None)
-    if wrong is not None:
-        raise IntegrityError(
-            f"{name}: {wrong} must be {told[wrong]!r} as the event log says, got {found[wrong]!r}; {remedy}"
-        )
+def _named(table: str, key: _Key) -> str:
+    spec = TABLES[table]
+    return spec.name(dict(zip(spec.key, key, strict=True)))
+
+
+_REMEDY = "restore the ledger from a copy"

@@ -24,8 +24,11 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 
 from posttrain.domain.errors import ConflictError, DeadlineError, PosttrainError, WorkspaceError
+from posttrain.domain.ports import Clock
 from posttrain.store import postgres
 from posttrain.store.atomic import unwritable
+from posttrain.store.baseline import tell_rows
+from posttrain.store.clock import SystemClock
 from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE, events
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -35,6 +38,10 @@ _MAKING = 0x706F7374  # PostgreSQL's advisory lock of whoever makes or upgrades 
 _COMPLAINTS = 5  # of an integrity check: one is enough to restore a copy
 
 
+class LostAnswerError(PosttrainError):
+    """A commit of which nobody knows whether it happened; whoever wrote looks for what it wrote."""
+
+
 class Database:
     """A ledger database at the newest schema.
 
@@ -42,16 +49,20 @@ class Database:
         location: path of a SQLite file, or a URL (`sqlite:///…`, `postgresql://user@host/database`).
         busy_seconds: how long a transaction waits for another writer before it gives up.
         create: whether a missing SQLite file is made, and tables in a database that has none.
+        older: whether a ledger of an older schema is opened, to be upgraded.
 
     Raises:
-        WorkspaceError: missing, cut short, full, not a database, out of reach, or of a newer schema than this Posttrain
-            knows. A ledger that may not be written can be read.
+        WorkspaceError: missing, cut short, full, not a database, out of reach, or of another schema than this
+            Posttrain's (an older one is upgraded by `store.upgrade`). A ledger that may not be written can be read.
         InputError: the URL holds a password.
         DeadlineError: another process holds the database for longer than `busy_seconds`.
     """
 
-    def __init__(self, location: str | Path, *, busy_seconds: float = 30.0, create: bool = True) -> None:
-        self._busy = busy_seconds
+    def __init__(
+        self, location: str | Path, *, busy_seconds: float = 30.0, create: bool = True, older: bool = False
+    ) -> None:
+        self._busy, self._older = busy_seconds, older
+        self.clock: Clock = SystemClock()
         url = _url(location)
         self._sqlite = url.get_backend_name() == "sqlite"
         self.place = str(url.database) if self._sqlite else postgres.shown(url)
@@ -96,14 +107,25 @@ class Database:
 
         Raises:
             WorkspaceError: the ledger is read-only.
+            LostAnswerError: the connection was lost during the commit: it may have happened.
         """
         if self.read_only:
             remedy = "make it and its folder writable" if self._sqlite else "use a user and a server that may write"
             raise WorkspaceError(f"cannot write the ledger {self.place}: it is read-only; {remedy}")
         with self._translated(), self._engine.connect() as connection:
             connection = connection.execution_options(**{_WRITE: True})
-            with connection.begin():
+            transaction = connection.begin()
+            try:
                 yield connection
+            except BaseException:
+                transaction.rollback()
+                raise
+            try:
+                transaction.commit()
+            except DBAPIError as error:
+                if error.connection_invalidated:
+                    raise LostAnswerError(f"ledger {self.place}: no answer to a commit") from error
+                raise
 
     def close(self) -> None:
         """Return every connection."""
@@ -169,15 +191,24 @@ class Database:
         if self._sqlite and not self.read_only:
             self._use_write_ahead_log()
         with self.read() as connection:
-            version = _schema_version(connection)
+            version = schema_version(connection)
             if version == SCHEMA_VERSION and not self._sqlite:
                 self.read_only = not postgres.may_write(connection, events.name)
-        if version != SCHEMA_VERSION:
-            _refuse_newer(version)
-            if version is None and not self._create:
-                raise WorkspaceError(f"ledger {self.place} holds nothing: it was cut off; restore it from a copy")
-            with self.write() as connection:
-                self._migrate(connection)
+        _refuse_newer(version)
+        if version == SCHEMA_VERSION or (version is not None and self._older):
+            return
+        if version is not None:
+            raise WorkspaceError(
+                f"ledger {self.place} has schema {version}, this Posttrain needs {SCHEMA_VERSION}; "
+                "run `posttrain upgrade`, which keeps a copy"
+            )
+        if not self._create:
+            raise WorkspaceError(f"ledger {self.place} holds nothing: it was cut off; restore it from a copy")
+        with self.write() as connection:
+            hold_off_others(connection)
+            if schema_version(connection) is None:
+                migrate(connection)
+                tell_rows(connection, self.clock, os.urandom, came_from=None)
 
     def _use_write_ahead_log(self) -> None:
         """Switch the file over, once in its life. SQLite does not wait for others here, so we do."""
@@ -194,21 +225,6 @@ class Database:
                 time.sleep(0.01)
             finally:
                 connection.close()
-
-    def _migrate(self, connection: Connection) -> None:
-        """Bring the schema up to date. Runs under a lock: the second of two openers finds it done."""
-        if not self._sqlite:
-            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MAKING})")
-        if _schema_version(connection) == SCHEMA_VERSION:
-            return
-        from alembic import command  # 0.2 s of imports that only the first open of a workspace pays
-        from alembic.config import Config
-
-        config = Config()
-        config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-        config.set_main_option("path_separator", "os")
-        config.attributes["connection"] = connection
-        command.upgrade(config, SCHEMA_VERSION)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -243,6 +259,24 @@ class Database:
             sqlite3.SQLITE_CORRUPT: "it is damaged; restore it from a copy",
         }.get(code, f"{_line(error)}; check its address and its schema")
         return WorkspaceError(f"cannot use the ledger {self.place}: {reason}")
+
+
+def hold_off_others(connection: Connection) -> None:
+    """Let one transaction at a time make or upgrade the ledger, until it ends. SQLite has one writer anyway."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MAKING})")
+
+
+def migrate(connection: Connection) -> None:
+    """Bring the schema up to date, in the transaction of `connection`."""
+    from alembic import command  # 0.2 s of imports that only the first open of a workspace pays
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    command.upgrade(config, SCHEMA_VERSION)
 
 
 def _refuse_cut_short(file: Path, create: bool) -> None:
@@ -304,7 +338,8 @@ def _url(location: str | Path) -> URL:
     return postgres.with_driver(url)
 
 
-def _schema_version(connection: Connection) -> str | None:
+def schema_version(connection: Connection) -> str | None:
+    """The schema of a ledger; None: there is nothing yet."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
     found = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()

@@ -6,13 +6,16 @@ Writing: `transaction(actor)`. Keep it short and do no work inside: on SQLite it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from posttrain.domain.errors import InfrastructureError
 from posttrain.domain.ports import Clock
-from posttrain.domain.records import Asset, AttemptRecord, Event, ReleaseEntry, RunRecord, StageRecord
+from posttrain.domain.records import DEFAULT_PROJECT, Asset, AttemptRecord, Event, ReleaseEntry, RunRecord, StageRecord
 from posttrain.store.clock import SystemClock
-from posttrain.store.database import Database
+from posttrain.store.database import Database, LostAnswerError
+from posttrain.store.journal import Author, Entropy, new_request
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
 
@@ -21,27 +24,61 @@ class Ledger:
     """The state of record, over one database.
 
     Every method raises WorkspaceError (read-only, disk full, damaged) and DeadlineError (locked for too long).
+
+    Args:
+        project: what is read and written belongs to it; nothing of another is seen.
+        entropy: so many random bytes, for ids and salts.
     """
 
-    def __init__(self, database: Database, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        clock: Clock | None = None,
+        *,
+        project: str = DEFAULT_PROJECT,
+        entropy: Entropy = os.urandom,
+    ) -> None:
         self.database = database
         self.clock: Clock = clock or SystemClock()
+        self.project, self.entropy = project, entropy
+        self._principals: dict[str, str] = {}
 
     @contextmanager
     def transaction(self, actor: str) -> Iterator[Transaction]:
         """One write transaction. It commits when the block ends and leaves nothing when the block raises.
 
+        A lost answer to the commit is resolved by what is there afterwards.
+
         Args:
-            actor: who is written into every event, e.g. `user:ann` or `reconciler`.
+            actor: whose principal is named in every event, e.g. `user:ann` or `reconciler`.
+
+        Raises:
+            InfrastructureError: the connection was lost and nothing was written.
         """
-        with self.database.write() as connection:
-            yield Transaction(connection, actor, self.clock)
+        author = Author(actor, new_request(self.entropy), entropy=self.entropy, known=self._principals)
+        try:
+            with self.database.write() as connection:
+                transaction = Transaction(connection, author, self.clock, self.project)
+                yield transaction
+                transaction.flush()
+        except LostAnswerError as error:
+            if not self._committed(author.request):
+                raise InfrastructureError(
+                    f"ledger {self.database.place}: the connection was lost before a commit; nothing was written, "
+                    "run the command again"
+                ) from error
+        self._principals.update(transaction.principals)
+
+    def _committed(self, request: str) -> bool:
+        """Whether a transaction whose answer was lost is there."""
+        with self.snapshot() as now:
+            return now.has_request(request)
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
         """Several reads of one moment."""
         with self.database.read() as connection:
-            yield Snapshot(connection)
+            yield Snapshot(connection, self.project)
 
     def run(self, run_id: str) -> RunRecord:
         """See `Snapshot.run`."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any, TypeVar
 
 from sqlalchemy import Row
 
-from posttrain.domain.records import Asset
+from posttrain.domain.records import Asset, Event
+from posttrain.store.audited import CHANGED
 
 Record = TypeVar("Record")
 
 
 def _names(record: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(record))
+    return tuple(record.__dataclass_fields__)
 
 
 def to_record(kind: type[Record], row: Row[*tuple[Any, ...]]) -> Record:
@@ -22,6 +22,23 @@ def to_record(kind: type[Record], row: Row[*tuple[Any, ...]]) -> Record:
     if kind is Asset:
         values["parents"] = tuple(values["parents"])
     return kind(**values)
+
+
+def to_event(row: Row[*tuple[Any, ...]]) -> Event:
+    """An envelope with its words, place and actor's name, as readers know it: what changed is `payload["changes"]`."""
+    values = dict(row._mapping)
+    audited = dict(values["audited"])
+    told, words = audited.pop("rows", []), (values["body"] or {}).get("rows", [])
+    if told and told[0][0] == CHANGED:
+        changes = {**told[0][3], **(words[0] if words else {})}
+        changes.pop("state", None)
+        if "generation" in changes:
+            audited["generation"] = changes.pop("generation")
+        audited["changes"] = changes
+    elif told:
+        audited = {**told[0][3], **(words[0] if words else {}), **audited}
+    values |= {"payload": audited, "leaf": values["leaf"].hex()}
+    return Event(**{name: values[name] for name in _names(Event)})
 
 
 def to_columns(record: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from sqlalchemy import (
     ForeignKeyConstraint,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -27,7 +28,7 @@ from sqlalchemy import (
     TypeDecorator,
 )
 
-SCHEMA_VERSION = "0001"  # the newest revision in migrations/versions; revisions are counted, so they compare as text
+SCHEMA_VERSION = "0002"  # the newest revision in migrations/versions; revisions are counted, so they compare as text
 VERSION_TABLE = "schema_version"
 
 
@@ -69,7 +70,9 @@ runs = Table(
     Column("started_at", Float(53)),
     Column("finished_at", Float(53)),
     Column("desired", String(32), nullable=False),
-    Index("runs_by_manifest", "manifest_digest"),
+    Column("project", String(63), nullable=False),
+    Column("repeat", Integer, nullable=False),  # 1, 2, …: runs of one manifest
+    Index("runs_by_manifest", "project", "manifest_digest", "repeat", unique=True),
     Index("runs_by_name", "name"),
     Index("runs_by_state", "state"),
 )
@@ -126,13 +129,14 @@ attempts = Table(
 assets = Table(
     "assets",
     metadata,
+    Column("project", String(63), primary_key=True),
     Column("kind", String(32), primary_key=True),
     Column("name", String(256), primary_key=True),
     Column("version", Integer, primary_key=True),
     Column("digest", String(71), nullable=False),
     Column("form", String(16), nullable=False),
     Column("created_at", Float(53), nullable=False),
-    Column("created_by", Text, nullable=False),
+    Column("principal", String(32), nullable=False),
     Column("meta", JsonText, nullable=False),
     Column("parents", JsonText, nullable=False),
     CheckConstraint("version >= 1", name="asset_versions_start_at_1"),
@@ -142,12 +146,13 @@ assets = Table(
 releases = Table(
     "releases",
     metadata,
+    Column("project", String(63), primary_key=True),
     Column("channel", String(128), primary_key=True),
     Column("sequence", Integer, primary_key=True),  # 1, 2, … within the channel: two writers cannot both be the next
     Column("model_digest", String(71), nullable=False),
     Column("run_id", String(64)),
     Column("action", String(32), nullable=False),
-    Column("actor", Text, nullable=False),
+    Column("principal", String(32), nullable=False),
     Column("at", Float(53), nullable=False),
     Column("report_digest", String(71)),
 )
@@ -155,14 +160,115 @@ releases = Table(
 stage_cache = Table(
     "stage_cache",
     metadata,
+    Column("project", String(63), primary_key=True),
     Column("cache_key", String(71), primary_key=True),
     Column("run_id", String(64), nullable=False),
     Column("stage", String(128), nullable=False),
     ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
 )
 
+projects = Table(
+    "projects",
+    metadata,
+    Column("id", String(63), primary_key=True),
+    Column("created_at", Float(53), nullable=False),
+)
+
+principals = Table(
+    "principals",
+    metadata,
+    Column("id", String(32), primary_key=True),  # random: what events and rows name, so that a name can be erased
+    Column("kind", String(16), nullable=False),  # user | service
+    Column("name", Text, nullable=False, unique=True),
+    Column("created_at", Float(53), nullable=False),
+)
+
+roles = Table(
+    "roles",
+    metadata,
+    Column("project", String(63), ForeignKey("projects.id"), primary_key=True),
+    Column("principal", String(32), ForeignKey("principals.id"), primary_key=True),
+    Column("role", String(16), nullable=False),  # viewer | submitter | approver | admin
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("principal", String(32), ForeignKey("principals.id"), nullable=False),
+    Column("secret_digest", String(71), nullable=False, unique=True),
+    Column("scopes", JsonText, nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("expires_at", Float(53), nullable=False),
+    Column("revoked_at", Float(53)),
+    Column("replaces", String(32)),  # the token that this one was rotated from
+    Index("tokens_by_principal", "principal"),
+)
+
 events = Table(
     "events",
+    metadata,
+    Column("id", _Counter, primary_key=True, autoincrement=True),
+    Column("project", String(63), nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("principal", String(32), nullable=False),
+    Column("auth", String(16), nullable=False),  # how the principal was known: os | token | …
+    Column("request", String(32), nullable=False),  # of the transaction that wrote it
+    Column("at", Float(53), nullable=False),
+    Column("audited", JsonText, nullable=False),  # values of audited columns, and other states, numbers, digests
+    Column("words", String(71)),  # salted digest of its row in `payloads`; NULL: it has none
+    Column("leaf", LargeBinary(32), nullable=False),
+    Index("events_by_place", "subject", "at"),
+    Index("events_by_request", "request"),
+    sqlite_autoincrement=True,  # an id is never used twice
+)
+
+payloads = Table(
+    "payloads",
+    metadata,
+    Column("event", _Counter, ForeignKey("events.id"), primary_key=True, autoincrement=False),
+    Column("retention", String(16), nullable=False),
+    Column("salt", LargeBinary(16), nullable=False),
+    Column("body", JsonText, nullable=False),
+)
+
+unsealed = Table(
+    "unsealed",
+    metadata,
+    Column("event", _Counter, ForeignKey("events.id"), primary_key=True, autoincrement=False),
+)
+
+leaves = Table(
+    "leaves",
+    metadata,
+    Column("sequence", _Counter, primary_key=True, autoincrement=False),  # 1, 2, … without a gap
+    Column("event", _Counter, ForeignKey("events.id"), nullable=False, unique=True),
+    Column("leaf", LargeBinary(32), nullable=False),
+)
+
+tiles = Table(
+    "tiles",
+    metadata,
+    Column("level", Integer, primary_key=True),
+    Column("position", _Counter, primary_key=True, autoincrement=False),
+    Column("hash", LargeBinary(32), nullable=False),  # root over 256^(level + 1) leaves
+)
+
+tree_head = Table(
+    "tree_head",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("size", BigInteger, nullable=False),
+    Column("root", LargeBinary(32), nullable=False),
+    Column("peaks", LargeBinary, nullable=False),  # roots of the perfect subtrees, the largest first
+    CheckConstraint("id = 1", name="one_tree_head"),
+)
+
+# --- of ledgers that were made before: read and verified by the old rule ----------------------------------------------
+
+events_before = Table(
+    "events_before",
     metadata,
     Column("id", _Counter, primary_key=True, autoincrement=True),
     Column("kind", String(64), nullable=False),
@@ -173,7 +279,6 @@ events = Table(
     Column("sequence", BigInteger, unique=True),
     Column("previous_hash", String(71)),
     Column("hash", String(71)),
-    Index("events_by_subject", "subject"),
     sqlite_autoincrement=True,  # an id is never used twice
 )
 

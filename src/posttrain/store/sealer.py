@@ -1,113 +1,190 @@
-"""The sealer: gives committed events their place in the hash chain.
+"""The sealer: gives committed events their place in the Merkle tree.
 
-Writers append events without a number, so nothing serialises them; afterwards one sealer at a time numbers what is
-committed, without gaps, and chains it: `hash = sha256(RFC 8785 JSON of {previous_hash, sequence, kind, subject,
-actor, at, payload})`. The row `chain_head` is both the lock (whoever seals holds it for the length of its
-transaction) and the proof of the tail: without it, cutting off the last events would leave a valid, shorter chain.
+Writers append events with their leaves and no number, so nothing serialises them; afterwards one sealer at a time
+numbers what is committed, without gaps. It only inserts: leaves, complete tiles, and a new head. The row `tree_head` is
+both the lock (whoever seals holds it for the length of its transaction) and the proof of the tail: without it, cutting
+off the last events would leave a valid, shorter log.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Text, bindparam, func, insert, select, type_coerce, update
+from sqlalchemy import Connection, Text, delete, func, insert, select, type_coerce, update
 
-from posttrain.domain.canonical import DIGEST_PREFIX, digest_json
+from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.store.chain import Chain, verify_before
+from posttrain.store.envelopes import FIELDS, UPGRADED, Payload, envelope_leaf
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import chain_head, events
+from posttrain.store.merkle import Tree
+from posttrain.store.schema import events, leaves, payloads, tiles, tree_head, unsealed
 
-GENESIS = DIGEST_PREFIX + "0" * 64  # previous_hash of event 1
-_BATCH = 1000
-_SEALED_FIELDS = ("sequence", "previous_hash", "kind", "subject", "actor", "at", "payload")
+_BATCH = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class ChainReport:
-    """A chain that holds: `sealed` events up to `head`, and `pending` ones that the sealer has not passed yet."""
+class TreeReport:
+    """A log that holds: `sealed` events under `root`, and `pending` ones that the sealer has not passed yet."""
 
     sealed: int
-    head: str  # hash of the last sealed event
+    root: str
     pending: int
-
-
-def event_hash(fields: Mapping[str, Any]) -> str:
-    """`sha256:…` of an event's sealed fields (`sequence, previous_hash, kind, subject, actor, at, payload`)."""
-    return digest_json({name: fields[name] for name in _SEALED_FIELDS})
+    before: int = 0  # events of before an upgrade, which hold by the rule of then
 
 
 def seal(ledger: Ledger) -> int:
     """Seal everything committed so far; how many events that were. Safe to call from anywhere, at any time."""
     total = 0
-    while any(ledger.pending_events(limit=1)):
+    while _waits(ledger):
         with ledger.database.write() as connection:
             total += _seal_batch(connection)
             crashpoint("sealer.before_commit")
     return total
 
 
+def _waits(ledger: Ledger) -> bool:
+    with ledger.database.read() as connection:
+        return connection.execute(select(unsealed.c.event).limit(1)).first() is not None
+
+
 def _seal_batch(connection: Connection) -> int:
-    sequence, previous = _head(connection, lock=True)
-    started = sequence
-    pending = select(events).where(events.c.sequence.is_(None)).order_by(events.c.id).limit(_BATCH)
-    placed: list[dict[str, Any]] = []
-    for row in connection.execute(pending).all():
-        sequence += 1
-        place = {"sequence": sequence, "previous_hash": previous}
-        previous = event_hash({**row._mapping, **place})
-        placed.append({"row": row.id, "hash": previous, **place})
-    if placed:
-        connection.execute(update(events).where(events.c.id == bindparam("row")), placed)
-    if connection.execute(update(chain_head).values(sequence=sequence, hash=previous)).rowcount == 0:
-        connection.execute(insert(chain_head).values(id=1, sequence=sequence, hash=previous))
-    return sequence - started
+    head = connection.execute(select(tree_head).with_for_update()).one()
+    waiting = select(events.c.id, events.c.leaf).join(unsealed, unsealed.c.event == events.c.id)
+    found = connection.execute(waiting.order_by(events.c.id).limit(_BATCH)).all()
+    if not found:
+        return 0
+    tree = Tree.of(head.size, head.peaks)
+    placed = [
+        {"sequence": sequence, "event": row.id, "leaf": row.leaf} for sequence, row in enumerate(found, head.size + 1)
+    ]
+    connection.execute(insert(leaves), placed)
+    complete = tree.add(row.leaf for row in found)
+    if complete:
+        connection.execute(insert(tiles), [asdict(tile) for tile in complete])
+    sealed = select(leaves.c.event).where(leaves.c.sequence > head.size)
+    connection.execute(delete(unsealed).where(unsealed.c.event.in_(sealed)))
+    connection.execute(update(tree_head).values(size=tree.size, root=tree.root, peaks=tree.packed))
+    return len(found)
 
 
-def _head(connection: Connection, lock: bool = False) -> tuple[int, str]:
-    query = select(chain_head.c.sequence, chain_head.c.hash)
-    row = connection.execute(query.with_for_update() if lock else query).one_or_none()
-    return (0, GENESIS) if row is None else (int(row.sequence), str(row.hash))
-
-
-def verify_chain(ledger: Ledger) -> ChainReport:
-    """Recompute the whole chain.
+def verify_chain(ledger: Ledger) -> TreeReport:
+    """Recompute every leaf from its envelope and words, every tile, and the head; and the chain of before.
 
     Raises:
-        IntegrityError: an event was changed, moved, removed or cut off; names the first bad sequence.
+        IntegrityError: an event was changed, moved, removed or cut off, or words, a leaf, a tile or the head were;
+            names the first bad sequence.
     """
-    columns = [events.c[name] for name in _SEALED_FIELDS if name != "payload"]
-    payload = type_coerce(events.c.payload, Text)
-    query = select(payload, events.c.hash, *columns).where(events.c.sequence.is_not(None)).order_by(events.c.sequence)
-    names = [column.name for column in columns]
-    sequence, previous = 0, GENESIS
     with ledger.database.read() as connection:
-        for text, written, *values in connection.execute(query.execution_options(yield_per=_BATCH)):
-            sequence += 1
-            _check(dict(zip(names, values, strict=True)), text, written, sequence, previous)
-            previous = str(written)
-        head, head_hash = _head(connection)
-        unsealed = select(func.count()).select_from(events).where(events.c.sequence.is_(None))
-        pending = int(connection.execute(unsealed).scalar_one())
-    if (head, head_hash) != (sequence, previous):
-        raise _broken(min(sequence, head) + 1, f"the chain ends at {sequence}, its head says {head}")
-    return ChainReport(sealed=sequence, head=previous, pending=pending)
+        tree, kept = Tree(), _tiles(connection)
+        before = verify_before(connection)
+        for row in _sealed(connection):
+            _check(tree.size + 1, row)
+            if tree.size == 0:
+                _check_upgrade(row, before)
+            for tile in tree.add([row["leaf"]]):
+                if kept.pop((tile.level, tile.position), None) != tile.hash:
+                    raise _broken(tree.size, f"tile {tile.position} of level {tile.level} is not what its leaves say")
+        _check_head(connection, tree, kept)
+        pending = _check_pending(connection, tree.size)
+    return TreeReport(tree.size, DIGEST_PREFIX + tree.root.hex(), pending, before.events)
 
 
-def _check(fields: Mapping[str, Any], payload: str, written: str, sequence: int, previous: str) -> None:
-    if fields["sequence"] != sequence:
-        raise _broken(sequence, f"the next event there is has sequence {fields['sequence']}")
-    if fields["previous_hash"] != previous:
-        raise _broken(sequence, "it does not name the event before it")
+def _sealed(connection: Connection) -> Iterator[Mapping[str, Any]]:
+    """Every leaf with its event and words; what is missing is None."""
+    columns = [type_coerce(events.c[name], Text) if name == "audited" else events.c[name] for name in FIELDS]
+    query = select(
+        leaves.c.sequence, leaves.c.event, leaves.c.leaf, events.c.leaf.label("written"), *columns,
+        payloads.c.retention, payloads.c.salt, type_coerce(payloads.c.body, Text).label("body"),
+    )  # fmt: skip
+    query = query.outerjoin(events, events.c.id == leaves.c.event).outerjoin(payloads, payloads.c.event == events.c.id)
+    rows = connection.execute(query.order_by(leaves.c.sequence).execution_options(yield_per=_BATCH))
+    for row in rows.mappings():
+        yield dict(row)
+
+
+def _check(sequence: int, row: Mapping[str, Any]) -> None:
+    if row["sequence"] != sequence:
+        raise _broken(sequence, f"the next leaf there is has sequence {row['sequence']}")
+    if row["written"] is None:
+        raise _broken(sequence, "its event is gone")
+    if row["written"] != row["leaf"]:
+        raise _broken(sequence, "its leaf is not its event's")
+    _check_event(row, lambda what: _broken(sequence, what))
+
+
+def _check_event(row: Mapping[str, Any], broken: Callable[[str], IntegrityError]) -> None:
+    """Whether an event is what its leaf says, and its words what it says."""
     try:
-        found = event_hash({**fields, "payload": json.loads(payload)})
-    except (ValueError, InputError, RecursionError) as error:
-        raise _broken(sequence, "its payload cannot be read") from error
-    if found != written:
-        raise _broken(sequence, "its fields do not match its hash")
+        found = envelope_leaf({**row, "audited": json.loads(row["audited"])})
+    except (ValueError, TypeError, InputError, RecursionError) as error:
+        raise broken("its envelope cannot be read") from error
+    if found != row["written"]:
+        raise broken("its envelope does not match its leaf")
+    if row["words"] is None and row["body"] is not None:
+        raise broken("it has words that its envelope does not name")
+    if row["words"] is None:
+        return
+    if row["body"] is None:
+        raise broken("its words are gone")
+    try:
+        said = Payload(row["retention"], row["salt"], json.loads(row["body"])).digest
+    except (ValueError, TypeError, InputError, RecursionError) as error:
+        raise broken("its words cannot be read") from error
+    if said != row["words"]:
+        raise broken("its words do not match its envelope")
+
+
+def _check_upgrade(first: Mapping[str, Any], before: Chain) -> None:
+    """The first leaf names the head of the chain of before, so that nothing can be added to it or taken away."""
+    told = json.loads(first["audited"]).get("chain", {}) if first["kind"] == UPGRADED else {}
+    if (told.get("events", 0), told.get("head", "")) != (before.events, before.head if before.events else ""):
+        raise _broken(1, "the events of before the upgrade are not those that it names")
+
+
+def _check_head(connection: Connection, tree: Tree, kept: Mapping[tuple[int, int], bytes]) -> None:
+    if kept:
+        level, position = next(iter(kept))
+        raise _broken(tree.size, f"tile {position} of level {level} has no leaves")
+    head = connection.execute(select(tree_head)).one_or_none()
+    if head is None:
+        raise _broken(tree.size + 1, "the head is gone")
+    if (head.size, head.root, head.peaks) != (tree.size, tree.root, tree.packed):
+        raise _broken(min(tree.size, head.size) + 1, f"the log ends at {tree.size}, its head says {head.size}")
+
+
+def _check_pending(connection: Connection, size: int) -> int:
+    """Events that wait to be sealed are what their leaves say, and every event is either sealed or waits."""
+    columns = [type_coerce(events.c[name], Text) if name == "audited" else events.c[name] for name in FIELDS]
+    query = select(
+        events.c.id, events.c.leaf.label("written"), *columns, unsealed.c.event.label("waits"),
+        payloads.c.retention, payloads.c.salt, type_coerce(payloads.c.body, Text).label("body"),
+    )  # fmt: skip
+    query = query.outerjoin(leaves, leaves.c.event == events.c.id).outerjoin(unsealed, unsealed.c.event == events.c.id)
+    query = query.outerjoin(payloads, payloads.c.event == events.c.id).where(leaves.c.event.is_(None))
+    pending = 0
+    for row in connection.execute(query.order_by(events.c.id)).mappings():
+        number = int(row["id"])
+        if row["waits"] is None:
+            raise _broken(size + 1, f"event {number} is neither sealed nor waits to be")
+
+        def broken(what: str, number: int = number) -> IntegrityError:
+            return _broken(size + 1, f"of event {number}, which waits to be sealed, {what}")
+
+        _check_event(dict(row), broken)
+        pending += 1
+    strays = select(func.count()).select_from(unsealed).join(leaves, leaves.c.event == unsealed.c.event)
+    if connection.execute(strays).scalar_one():
+        raise _broken(size + 1, "a sealed event waits to be sealed again")
+    return pending
+
+
+def _tiles(connection: Connection) -> dict[tuple[int, int], bytes]:
+    return {(row.level, row.position): row.hash for row in connection.execute(select(tiles))}
 
 
 def _broken(sequence: int, what: str) -> IntegrityError:

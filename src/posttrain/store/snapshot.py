@@ -8,17 +8,37 @@ from sqlalchemy import ColumnElement, Connection, Select, func, or_, select
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.records import Asset, AttemptRecord, Event, ReleaseEntry, RunRecord, StageRecord
-from posttrain.store.rows import Record, to_record
-from posttrain.store.schema import assets, attempts, events, releases, runs, stage_cache, stages
+from posttrain.store.rows import Record, to_event, to_record
+from posttrain.store.schema import (
+    assets,
+    attempts,
+    events,
+    events_before,
+    leaves,
+    payloads,
+    principals,
+    releases,
+    runs,
+    stage_cache,
+    stages,
+    unsealed,
+)
 
 _SHOWN = 5  # candidates named in an error
+_ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
+_RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
 
 
 class Snapshot:
-    """Reads over one connection. Inside a `Transaction` it sees what that transaction has written so far."""
+    """Reads of one project over one connection.
 
-    def __init__(self, connection: Connection) -> None:
+    Inside a `Transaction` it sees the rows which that transaction has written so far. What belongs to another project
+    is not there.
+    """
+
+    def __init__(self, connection: Connection, project: str) -> None:
         self._connection = connection
+        self._project = project
 
     def run(self, run_id: str) -> RunRecord:
         """The run of exactly this id.
@@ -26,7 +46,7 @@ class Snapshot:
         Raises:
             NotFoundError: there is none.
         """
-        row = self._connection.execute(select(runs).where(runs.c.id == run_id)).one_or_none()
+        row = self._connection.execute(self._runs().where(runs.c.id == run_id)).one_or_none()
         if row is None:
             raise NotFoundError(f"there is no run {run_id}; `posttrain ls` shows them")
         return to_record(RunRecord, row)
@@ -34,12 +54,12 @@ class Snapshot:
     def runs(
         self, limit: int | None = None, state: str | None = None, manifest_digest: str | None = None
     ) -> list[RunRecord]:
-        """Runs, newest first."""
-        query = select(runs).order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
+        """Runs, newest first; of one manifest by repetition, the last first."""
+        query = self._runs().order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
         if state is not None:
             query = query.where(runs.c.state == state)
         if manifest_digest is not None:
-            query = query.where(runs.c.manifest_digest == manifest_digest)
+            query = query.where(runs.c.manifest_digest == manifest_digest).order_by(None).order_by(runs.c.repeat.desc())
         return self._all(RunRecord, query)
 
     def find_run(self, prefix: str) -> RunRecord:
@@ -49,7 +69,7 @@ class Snapshot:
             NotFoundError: nothing matches.
             InputError: several ids start like this; the message lists them.
         """
-        newest = select(runs).order_by(runs.c.created_at.desc(), runs.c.id.desc())
+        newest = self._runs().order_by(runs.c.created_at.desc(), runs.c.id.desc())
         exact = self._all(RunRecord, newest.where(or_(runs.c.id == prefix, runs.c.name == prefix)))
         if exact:
             return next((run for run in exact if run.id == prefix), exact[0])
@@ -64,7 +84,7 @@ class Snapshot:
         return found[0]
 
     def stages(self, run_id: str) -> list[StageRecord]:
-        """The stages of a run, by position."""
+        """The stages of a run of this project, by position."""
         return self._all(
             StageRecord, select(stages).where(stages.c.run_id == run_id).order_by(stages.c.position, stages.c.name)
         )
@@ -96,7 +116,7 @@ class Snapshot:
 
     def assets(self, kind: str | None = None, name: str | None = None) -> list[Asset]:
         """Assets by kind, name and version."""
-        query = select(assets).order_by(assets.c.kind, assets.c.name, assets.c.version)
+        query = self._assets().order_by(assets.c.kind, assets.c.name, assets.c.version)
         if kind is not None:
             query = query.where(assets.c.kind == kind)
         if name is not None:
@@ -105,27 +125,29 @@ class Snapshot:
 
     def assets_by_digest(self, digest: str) -> list[Asset]:
         """Every asset version with these bytes."""
-        query = select(assets).where(assets.c.digest == digest)
+        query = self._assets().where(assets.c.digest == digest)
         return self._all(Asset, query.order_by(assets.c.kind, assets.c.name, assets.c.version))
 
     def channel(self, name: str) -> ReleaseEntry | None:
         """What is live on a channel; None for a channel that nothing was ever released to."""
-        query = select(releases).where(releases.c.channel == name).order_by(releases.c.sequence.desc()).limit(1)
+        query = self._releases().where(releases.c.channel == name).order_by(releases.c.sequence.desc()).limit(1)
         return next(iter(self._all(ReleaseEntry, query)), None)
 
     def history(self, name: str) -> list[ReleaseEntry]:
         """Everything that was ever live on a channel, oldest first."""
-        query = select(releases).where(releases.c.channel == name).order_by(releases.c.sequence)
+        query = self._releases().where(releases.c.channel == name).order_by(releases.c.sequence)
         return self._all(ReleaseEntry, query)
 
     def channels(self) -> list[str]:
         """The names of channels with a history."""
-        query = select(releases.c.channel).distinct().order_by(releases.c.channel)
+        query = select(releases.c.channel).where(releases.c.project == self._project).distinct()
+        query = query.order_by(releases.c.channel)
         return list(self._connection.execute(query).scalars())
 
     def stages_by_key(self, cache_key: str) -> list[StageRecord]:
         """Every stage that computes, or computed, what this key names; newest run first."""
         query = select(stages).join(runs, runs.c.id == stages.c.run_id).where(stages.c.cache_key == cache_key)
+        query = query.where(runs.c.project == self._project)
         return self._all(StageRecord, query.order_by(runs.c.created_at.desc(), runs.c.id, stages.c.position))
 
     def cached_stage(self, cache_key: str) -> StageRecord | None:
@@ -135,6 +157,7 @@ class Snapshot:
         """
         where = (stages.c.run_id == stage_cache.c.run_id) & (stages.c.name == stage_cache.c.stage)
         query = select(stages).join(stage_cache, where).where(stage_cache.c.cache_key == cache_key)
+        query = query.where(stage_cache.c.project == self._project)
         return next(iter(self._all(StageRecord, query)), None)
 
     def events(self, after: int = 0, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
@@ -144,17 +167,44 @@ class Snapshot:
             subject_prefix: a subject and everything below it: `run1` gives `run1`, `run1/train`, `run1/train/2`, not
                 `run10`.
         """
-        query = select(events).where(events.c.sequence > after).order_by(events.c.sequence).limit(limit)
-        return self._all(Event, query.where(*_below(subject_prefix)))
+        query = self._events().where(leaves.c.sequence > after).order_by(leaves.c.sequence).limit(limit)
+        return self._told(query.where(*_below(subject_prefix)))
 
     def last_said(self, subject: str) -> float | None:
         """When the newest event of exactly this subject was; None without one."""
-        return self._connection.execute(select(func.max(events.c.at)).where(events.c.subject == subject)).scalar()
+        for table in (events, events_before):
+            found = self._connection.execute(select(func.max(table.c.at)).where(table.c.subject == subject)).scalar()
+            if found is not None:
+                return float(found)
+        return None
 
     def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
         """Committed events that the sealer has not passed yet, in id order; they have no `sequence`."""
-        query = select(events).where(events.c.sequence.is_(None)).order_by(events.c.id).limit(limit)
-        return self._all(Event, query.where(*_below(subject_prefix)))
+        query = self._events().join(unsealed, unsealed.c.event == events.c.id).order_by(events.c.id).limit(limit)
+        return self._told(query.where(*_below(subject_prefix)))
+
+    def has_request(self, request: str) -> bool:
+        """Whether a transaction of this request id was committed."""
+        return bool(self._connection.execute(select(events.c.id).where(events.c.request == request).limit(1)).first())
+
+    def _runs(self) -> Select[Any]:
+        return select(runs).where(runs.c.project == self._project)
+
+    def _assets(self) -> Select[Any]:
+        return _ASSETS.where(assets.c.project == self._project)
+
+    def _releases(self) -> Select[Any]:
+        return _RELEASES.where(releases.c.project == self._project)
+
+    def _events(self) -> Select[Any]:
+        query = select(events, leaves.c.sequence, payloads.c.body, principals.c.name.label("actor"))
+        query = query.join(principals, principals.c.id == events.c.principal)
+        query = query.outerjoin(leaves, leaves.c.event == events.c.id)
+        query = query.outerjoin(payloads, payloads.c.event == events.c.id)
+        return query.where(events.c.project == self._project)
+
+    def _told(self, query: Select[Any]) -> list[Event]:
+        return [to_event(row) for row in self._connection.execute(query)]
 
     def _all(self, kind: type[Record], query: Select[Any]) -> list[Record]:
         return [to_record(kind, row) for row in self._connection.execute(query)]

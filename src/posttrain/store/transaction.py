@@ -3,7 +3,7 @@
 Every update is a compare-and-set on (id, generation): a writer that decided on an old row gets `StaleWriteError`,
 reads again and decides again. Leases are columns beside the state, changed without touching the generation: renewing
 one makes nobody's copy of the row stale, and a holder whose lease ran out is still stopped by the generation as soon
-as its successor has written.
+as its successor has written. Events are kept back until the end of the block and written at once.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import Any
 from sqlalchemy import Connection, Table, insert, or_, update
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
-from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import Asset, AttemptRecord, ReleaseEntry, RunRecord, StageRecord
+from posttrain.store.audited import ADDED, CHANGED, Change
+from posttrain.store.journal import Author, Journal
 from posttrain.store.rows import Record, to_columns
-from posttrain.store.schema import assets, attempts, events, releases, runs, stage_cache, stages
+from posttrain.store.schema import assets, attempts, releases, runs, stage_cache, stages
 from posttrain.store.snapshot import Snapshot
 
-_EXACT = 2**53  # whole numbers from here on are not the same in every JSON reader
 _FIXED = frozenset(
     {"id", "run_id", "stage", "number", "state", "generation", "created_at", "lease_owner", "lease_expires"}
+    | {"project", "repeat"}
 )
 _KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "stage", "number")}
 _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempts}
@@ -36,23 +37,32 @@ _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempt
 class Transaction:
     """One write transaction of `actor`, open as long as the `with` block of `Ledger.transaction`."""
 
-    def __init__(self, connection: Connection, actor: str, clock: Clock) -> None:
+    def __init__(self, connection: Connection, author: Author, clock: Clock, project: str) -> None:
         self._connection = connection
-        self._actor = actor
         self._clock = clock
-        self.snapshot = Snapshot(connection)  # reads that see this transaction's own writes
+        self._project = project
+        self._journal = Journal(connection, author, clock, project)
+        self.snapshot = Snapshot(connection, project)  # reads that see this transaction's own rows
+
+    @property
+    def principals(self) -> Mapping[str, str]:
+        """Name → id of whoever this transaction named for the first time."""
+        return self._journal.found
+
+    def flush(self) -> None:
+        """Write the events of what was changed so far."""
+        self._journal.flush()
 
     def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord]) -> None:
         """A new run and all its stages.
 
         Raises:
-            ConflictError: the id exists.
+            ConflictError: the id exists, or this repetition of its manifest.
         """
-        self._insert(runs, run, f"run {run.id}")
-        self.append_event(f"run.{run.state}", run.id, {"manifest": run.manifest_digest, "name": run.name})
+        self._insert(runs, to_columns(run), f"run {run.id}", f"run.{run.state}", run.id)
         for stage in run_stages:
-            self._insert(stages, stage, f"stage {run.id}/{stage.name}")
-            self.append_event(f"stage.{stage.state}", f"{run.id}/{stage.name}", {"kind": stage.kind})
+            subject = f"{run.id}/{stage.name}"
+            self._insert(stages, to_columns(stage), f"stage {subject}", f"stage.{stage.state}", subject)
 
     def insert_attempt(self, attempt: AttemptRecord) -> None:
         """A new attempt: the intent to launch.
@@ -60,9 +70,9 @@ class Transaction:
         Raises:
             ConflictError: the number or the external name is taken.
         """
-        self._insert(attempts, attempt, f"attempt {attempt.name}")
-        payload = {"name": attempt.name, "executor": attempt.executor, "resume": attempt.resume}
-        self.append_event(f"attempt.{attempt.state}", f"{attempt.run_id}/{attempt.stage}/{attempt.number}", payload)
+        subject = f"{attempt.run_id}/{attempt.stage}/{attempt.number}"
+        what = f"attempt {attempt.name}"
+        self._insert(attempts, to_columns(attempt), what, f"attempt.{attempt.state}", subject)
 
     def update_run(
         self,
@@ -70,7 +80,6 @@ class Transaction:
         *,
         state: str | None = None,
         event_payload: Mapping[str, Any] | None = None,
-        quiet: bool = False,
         **columns: Any,
     ) -> RunRecord:
         """Change a run, if nobody did since `run` was read.
@@ -80,7 +89,6 @@ class Transaction:
         Args:
             state: the new state; the transition must be in the table.
             event_payload: said in the event beside the changed columns.
-            quiet: no event for a change of columns only.
             columns: fields of `RunRecord` to set. Columns that have these values already are no change: with nothing
                 left to change nothing is written and `run` is returned.
 
@@ -92,7 +100,7 @@ class Transaction:
             ConflictError: the transition is not in the table.
             InputError: a column that cannot be set.
         """
-        return self._update("run", run, run.id, state, event_payload, quiet, columns)
+        return self._update("run", run, run.id, state, event_payload, columns)
 
     def update_stage(
         self,
@@ -100,11 +108,10 @@ class Transaction:
         *,
         state: str | None = None,
         event_payload: Mapping[str, Any] | None = None,
-        quiet: bool = False,
         **columns: Any,
     ) -> StageRecord:
         """Change a stage; everything as in `update_run`."""
-        return self._update("stage", stage, f"{stage.run_id}/{stage.name}", state, event_payload, quiet, columns)
+        return self._update("stage", stage, f"{stage.run_id}/{stage.name}", state, event_payload, columns)
 
     def update_attempt(
         self,
@@ -112,12 +119,11 @@ class Transaction:
         *,
         state: str | None = None,
         event_payload: Mapping[str, Any] | None = None,
-        quiet: bool = False,
         **columns: Any,
     ) -> AttemptRecord:
         """Change an attempt; everything as in `update_run`."""
         subject = f"{attempt.run_id}/{attempt.stage}/{attempt.number}"
-        return self._update("attempt", attempt, subject, state, event_payload, quiet, columns)
+        return self._update("attempt", attempt, subject, state, event_payload, columns)
 
     def insert_asset(self, asset: Asset) -> Asset:
         """Register a version of an asset. Registering the same thing again gives back what is there.
@@ -142,8 +148,7 @@ class Transaction:
             rule = "versions are immutable" if wanted < following else f"the next version is {following}"
             raise ConflictError(f"cannot register {asset.ref}: {rule}; register it as version {following}")
         new = replace(asset, version=following)
-        self._insert(assets, new, f"asset {new.ref}")
-        self.append_event("asset.registered", new.ref, {"digest": new.digest, "parents": list(new.parents)})
+        self._insert(assets, self._owned(new, "created_by"), f"asset {new.ref}", "asset.registered", new.ref)
         return new
 
     def append_release(
@@ -173,31 +178,28 @@ class Transaction:
             )
         sequence = live.sequence + 1 if live else 1
         entry = ReleaseEntry(
-            sequence, channel, model_digest, run_id, action, self._actor, self._clock.now(), report_digest
+            sequence, channel, model_digest, run_id, action, self._journal.author.name, self._clock.now(), report_digest
         )
-        self._insert(releases, entry, f"release {sequence} of channel {channel}")
-        payload = {"model": model_digest, "previous": expected, "run": run_id, "report": report_digest}
-        self.append_event(f"channel.{action}", channel, {**payload, "sequence": sequence, "at": entry.at})
+        what = f"release {sequence} of channel {channel}"
+        self._insert(releases, self._owned(entry, "actor"), what, f"channel.{action}", channel, previous=expected)
         return entry
 
     def put_cache(self, cache_key: str, run_id: str, stage: str) -> None:
         """Let `cache_key` be answered by this stage, whatever answered it before."""
-        values = {"run_id": run_id, "stage": stage}
-        changed = self._connection.execute(
-            update(stage_cache).where(stage_cache.c.cache_key == cache_key).values(**values)
-        )
-        if not changed.rowcount:
-            self._connection.execute(insert(stage_cache).values(cache_key=cache_key, **values))
-        self.append_event("stage.cached", f"{run_id}/{stage}", {"cache_key": cache_key})
+        key, values = {"project": self._project, "cache_key": cache_key}, {"run_id": run_id, "stage": stage}
+        mine = (stage_cache.c.project == self._project) & (stage_cache.c.cache_key == cache_key)
+        sign = CHANGED
+        if not self._connection.execute(update(stage_cache).where(mine).values(**values)).rowcount:
+            sign = ADDED
+            self._connection.execute(insert(stage_cache).values(**key, **values))
+        self._journal.tell("stage.cached", f"{run_id}/{stage}", Change(sign, "stage_cache", key, values))
 
     def append_event(self, kind: str, subject: str, payload: Mapping[str, Any]) -> None:
-        """Tell of something that has no row of its own.
+        """Tell of something that has no row of its own. All of `payload` is audited: no free text, no names.
 
         Numbers that canonical JSON cannot hold become words.
         """
-        values = json.loads(canonical_json(_auditable(payload)))
-        row = {"kind": kind, "subject": subject, "actor": self._actor, "at": self._clock.now(), "payload": values}
-        self._connection.execute(insert(events).values(**row))
+        self._journal.tell(kind, subject, facts=payload)
 
     def claim(self, run: RunRecord, owner: str, seconds: float) -> RunRecord | None:
         """Take or renew the lease of a run: it is free, ran out, or is `owner`'s already.
@@ -217,12 +219,21 @@ class Transaction:
         mine = (runs.c.id == run.id) & (runs.c.lease_owner == owner)
         self._connection.execute(update(runs).where(mine).values(lease_owner=None, lease_expires=None))
 
-    def _insert(self, table: Table, record: Any, what: str) -> None:
+    def _owned(self, record: Any, field: str) -> dict[str, Any]:
+        """The record's columns: its project, and who is named in `field` as a principal."""
+        columns = to_columns(record)
+        return {"project": self._project, "principal": self._journal.principal(columns.pop(field)), **columns}
+
+    def _insert(
+        self, table: Table, columns: Mapping[str, Any], what: str, kind: str, subject: str, **facts: Any
+    ) -> None:
         try:
             with self._connection.begin_nested():
-                self._connection.execute(insert(table).values(**to_columns(record)))
+                self._connection.execute(insert(table).values(**columns))
         except ConstraintError as error:
             raise ConflictError(f"{what} cannot be added: {error.orig}; read what is there and decide again") from error
+        key = {column.name: columns[column.name] for column in table.primary_key}
+        self._journal.tell(kind, subject, Change(ADDED, table.name, key, columns), facts=facts)
 
     def _update(
         self,
@@ -231,7 +242,6 @@ class Transaction:
         subject: str,
         state: str | None,
         event_payload: Mapping[str, Any] | None,
-        quiet: bool,
         columns: Mapping[str, Any],
     ) -> Record:
         before = to_columns(record)
@@ -249,12 +259,12 @@ class Transaction:
             raise StaleWriteError(
                 f"{machine} {subject} changed since it was read (generation {before['generation']}); read it again"
             )
+        facts = dict(event_payload or {})
         if state is not None:
-            moved = {"from": before["state"], "to": state, "generation": generation}
-            self.append_event(f"{machine}.{state}", subject, {**moved, "changes": changes, **(event_payload or {})})
-        elif not quiet:
-            payload = {"generation": generation, "changes": changes, **(event_payload or {})}
-            self.append_event(f"{machine}.updated", subject, payload)
+            facts = {"from": before["state"], "to": state, **facts}
+        key = {key: before[key] for key in _KEYS[machine]}
+        kind = f"{machine}.{'updated' if state is None else state}"
+        self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values), facts=facts)
         return replace(record, **values)  # type: ignore[type-var]
 
 
@@ -275,13 +285,3 @@ def _changes(machine: str, before: Mapping[str, Any], columns: Mapping[str, Any]
 
 def _mapping(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else str(value)
-
-
-def _auditable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _auditable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_auditable(item) for item in value]
-    # RFC 8785 writes a whole float beyond 2^53 like an integer, which no reader may then take for one
-    inexact = isinstance(value, (int, float)) and not abs(value) < _EXACT  # NaN is not smaller than anything
-    return str(value) if inexact else value

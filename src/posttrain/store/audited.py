@@ -1,0 +1,100 @@
+"""Which columns the event log tells, for every table whose rows it can rebuild.
+
+A change of rows is told as `[sign, table, key, values]`: `+` a new row (columns that hold their empty value are left
+out), `~` changed columns, `-` a row that is gone. Columns of free text are told in the event's words instead, in the
+same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Table
+
+from posttrain.store import schema
+from posttrain.store.envelopes import auditable
+
+ADDED, CHANGED, REMOVED = "+", "~", "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """How one table is told."""
+
+    table: Table
+    title: str  # of a row, by its columns
+    words: frozenset[str] = frozenset()  # free text and personal data
+    free: frozenset[str] = frozenset()  # not told: leases, which a crash may leave in any state
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The columns that tell a row from others."""
+        return tuple(column.name for column in self.table.primary_key)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that is told."""
+        return tuple(column.name for column in self.table.columns if column.name not in self.free)
+
+    def name(self, row: Mapping[str, Any]) -> str:
+        """A row as a person calls it."""
+        return self.title.format(**row)
+
+    def empty(self) -> dict[str, Any]:
+        """The value of every column that a new row's event need not tell."""
+        return {name: _empty(self.table, name) for name in self.columns}
+
+
+def _empty(table: Table, name: str) -> Any:
+    column = table.c[name]
+    if column.nullable:
+        return None
+    if isinstance(column.type, schema.JsonText):
+        return {}
+    return "" if column.type.python_type is str else 0
+
+
+_SAID = frozenset({"message", "next_action"})
+TABLES: Mapping[str, Audited] = {
+    one.table.name: one
+    for one in (
+        Audited(schema.projects, "project {id}"),
+        Audited(schema.principals, "principal {id}", frozenset({"name"})),
+        Audited(schema.roles, "role of {principal} in {project}"),
+        Audited(schema.tokens, "token {id}"),
+        Audited(schema.runs, "run {id}", _SAID | {"owner"}, frozenset({"lease_owner", "lease_expires"})),
+        Audited(schema.stages, "stage {run_id}/{name}", _SAID),
+        Audited(
+            schema.attempts,
+            "attempt {run_id}/{stage}/{number}",
+            frozenset({"message", "failure_signature", "folder", "handle"}),
+        ),
+        Audited(schema.assets, "asset {kind}:{name}@{version}", frozenset({"meta"})),
+        Audited(schema.releases, "release {sequence} of channel {channel}"),
+        Audited(schema.stage_cache, "cache entry {cache_key}"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One row that an event tells of."""
+
+    sign: str
+    table: str
+    key: Mapping[str, Any]
+    values: Mapping[str, Any]  # of a new row all, of a changed one what changed, of a removed one none
+
+    def told(self) -> tuple[list[Any], dict[str, Any]]:
+        """What stands in the envelope, and what in the words."""
+        spec = TABLES[self.table]
+        empty = spec.empty() if self.sign == ADDED else {}
+        kept = {
+            name: auditable(value)
+            for name, value in self.values.items()
+            if name not in spec.free and name not in spec.key and not (name in empty and value == empty[name])
+        }
+        words = {name: kept.pop(name) for name in sorted(spec.words & kept.keys())}
+        return [self.sign, self.table, [self.key[name] for name in spec.key], kept], words

@@ -1,0 +1,118 @@
+"""The events of one transaction: gathered, and written together before it commits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, insert, select
+from sqlalchemy.exc import IntegrityError as ConstraintError
+
+from posttrain.domain.ports import Clock
+from posttrain.store.audited import ADDED, Change
+from posttrain.store.envelopes import RETAINED, SALT, Payload, auditable, envelope_leaf
+from posttrain.store.schema import events, payloads, principals, unsealed
+
+Entropy = Callable[[int], bytes]  # so many random bytes
+_PRINCIPAL_BYTES, _REQUEST_BYTES = 8, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Author:
+    """Who writes, and how that is known."""
+
+    name: str  # `user:ann`, `service:driver`
+    request: str  # of this transaction; tells afterwards whether it was committed
+    auth: str = "os"
+    entropy: Entropy = os.urandom
+    known: dict[str, str] = field(default_factory=dict)  # name → principal, committed ones
+
+
+def new_request(entropy: Entropy) -> str:
+    """The id of one transaction: 32 hexadecimal digits."""
+    return entropy(_REQUEST_BYTES).hex()
+
+
+class Journal:
+    """What a transaction will tell."""
+
+    def __init__(self, connection: Connection, author: Author, clock: Clock, project: str) -> None:
+        self._connection, self._clock, self._project = connection, clock, project
+        self.author = author
+        self._rows: list[dict[str, Any]] = []
+        self._payloads: list[Payload | None] = []
+        self.found: dict[str, str] = {}  # name → principal, of those that this transaction read or made
+
+    def tell(self, kind: str, subject: str, *changes: Change, facts: Mapping[str, Any] | None = None) -> None:
+        """Tell of changed rows and of other facts: states, numbers, digests.
+
+        Raises:
+            InputError: what canonical JSON cannot hold.
+        """
+        audited = dict(auditable(facts or {}))
+        told = [change.told() for change in changes]
+        words = [words for _, words in told]
+        if told:
+            audited["rows"] = [row for row, _ in told]
+        payload = Payload(RETAINED, self.author.entropy(SALT), {"rows": words}) if any(words) else None
+        envelope = {
+            "project": self._project,
+            "kind": kind,
+            "subject": subject,
+            "principal": self.principal(self.author.name),
+            "auth": self.author.auth,
+            "request": self.author.request,
+            "at": self._clock.now(),
+            "audited": audited,
+            "words": payload.digest if payload else None,
+        }
+        self._rows.append({**envelope, "leaf": envelope_leaf(envelope)})
+        self._payloads.append(payload)
+
+    def flush(self) -> None:
+        """Write what was told."""
+        if not self._rows:
+            return
+        rows, said = self._rows, self._payloads
+        self._rows, self._payloads = [], []
+        inserted = self._connection.execute(insert(events).returning(events.c.id, sort_by_parameter_order=True), rows)
+        ids = list(inserted.scalars())
+        told = [
+            {"event": event, "retention": payload.retention, "salt": payload.salt, "body": payload.body}
+            for event, payload in zip(ids, said, strict=True)
+            if payload is not None
+        ]
+        if told:
+            self._connection.execute(insert(payloads), told)
+        self._connection.execute(insert(unsealed), [{"event": event} for event in ids])
+
+    def principal(self, name: str) -> str:
+        """The pseudonymous id of whoever is called `name`, made when they are first named."""
+        found = self.author.known.get(name) or self.found.get(name)
+        if found is None:
+            found = self.found[name] = self._read_principal(name) or self._make_principal(name)
+        return found
+
+    def _read_principal(self, name: str) -> str | None:
+        return self._connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
+
+    def _make_principal(self, name: str) -> str:
+        columns: dict[str, Any] = {
+            "id": self.author.entropy(_PRINCIPAL_BYTES).hex(),
+            "kind": "user" if name.startswith("user:") else "service",
+            "name": name,
+            "created_at": self._clock.now(),
+        }
+        try:
+            with self._connection.begin_nested():
+                self._connection.execute(insert(principals).values(**columns))
+        except ConstraintError:  # somebody else made it a moment ago
+            there = self._read_principal(name)
+            if there is None:
+                raise
+            return there
+        self.found[name] = str(columns["id"])
+        self.tell("principal.added", self.found[name], Change(ADDED, "principals", {"id": columns["id"]}, columns))
+        return self.found[name]

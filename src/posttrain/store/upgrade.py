@@ -1,0 +1,121 @@
+"""A ledger of an older schema, brought to this one. A copy of how it was is kept.
+
+Everything happens in one transaction under the write lock: whoever dies in the middle leaves the ledger as it was, and
+perhaps a copy. Events of before stay as they are; the new log begins with an event that names their last hash, and
+tells every row as it is at this moment.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection, func, select, text
+
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import ConflictError, WorkspaceError
+from posttrain.store.atomic import unwritable
+from posttrain.store.audit import verify_rows
+from posttrain.store.baseline import tell_rows
+from posttrain.store.database import Database, hold_off_others, migrate, schema_version
+from posttrain.store.ledger import Ledger
+from posttrain.store.schema import SCHEMA_VERSION, runs
+from posttrain.store.sealer import seal, verify_chain
+
+
+@dataclass(frozen=True, slots=True)
+class Upgraded:
+    """What an upgrade did."""
+
+    came_from: str  # schema; the same as `schema`: there was nothing to do
+    schema: str
+    copy: str  # where the ledger of before is; empty: nothing was done
+    runs: int
+    events: int  # of before, which still hold by their own rule
+
+
+def upgrade_ledger(location: str | Path, alive: Callable[[str], bool]) -> Upgraded:
+    """Bring a ledger to the present schema and prove that what it told before holds.
+
+    Args:
+        alive: whether a holder of a lease (`host:pid:start`) may still live.
+
+    Raises:
+        ConflictError: a driver of the older version is at work.
+        IntegrityError: the log of before does not hold; nothing is changed.
+        WorkspaceError: no ledger, a newer one, or no room for the copy.
+    """
+    database = Database(location, create=False, older=True)
+    try:
+        came_from, kept = SCHEMA_VERSION, ""
+        with database.write() as connection:
+            hold_off_others(connection)
+            found = schema_version(connection)
+            if found is not None and found != SCHEMA_VERSION:
+                came_from = found
+                _refuse_driven(connection, database.clock.now(), alive)
+                kept = _keep(connection, database.place, came_from)
+                crashpoint("upgrade.after_copy")
+                migrate(connection)
+                tell_rows(connection, database.clock, os.urandom, came_from)
+                crashpoint("upgrade.before_commit")
+        ledger = Ledger(database)
+        seal(ledger)
+        report = verify_chain(ledger)
+        verify_rows(ledger)
+        with database.read() as connection:
+            count = connection.execute(select(func.count()).select_from(runs)).scalar_one()
+    finally:
+        database.close()
+    return Upgraded(came_from, SCHEMA_VERSION, kept, count, report.before)
+
+
+def _refuse_driven(connection: Connection, now: float, alive: Callable[[str], bool]) -> None:
+    """An older Posttrain that goes on writing would write what nobody reads any more."""
+    held = "SELECT id, lease_owner FROM runs WHERE lease_owner IS NOT NULL AND lease_expires > :now ORDER BY id"
+    for run, owner in connection.execute(text(held), {"now": now}):
+        if alive(str(owner)):
+            raise ConflictError(
+                f"run {run}: is being driven by {owner}, an older Posttrain; end that command (its jobs go on), then "
+                "run `posttrain upgrade` again"
+            )
+
+
+def _keep(connection: Connection, place: str | None, schema: str) -> str:
+    """Copy the ledger as it is under the write lock; where the copy is."""
+    if connection.dialect.name == "sqlite":
+        return str(_keep_file(Path(str(place)), schema))
+    name = f"before_{schema}_upgrade"
+    connection.execute(text(f'CREATE SCHEMA "{name}"'))
+    tables = "SELECT tablename FROM pg_tables WHERE schemaname = current_schema() ORDER BY tablename"
+    for (table,) in connection.execute(text(tables)).all():
+        connection.execute(text(f'CREATE TABLE "{name}"."{table}" AS TABLE "{table}"'))
+    return f"database schema {name}"
+
+
+def _keep_file(ledger: Path, schema: str) -> Path:
+    """A copy beside the ledger, whole or not there; one that an earlier, failed upgrade left is another file."""
+    number = 1
+    while (kept := ledger.with_name(f"{ledger.stem}-{schema}-{number}{ledger.suffix}")).exists():
+        number += 1
+    half = kept.with_suffix(".part")
+    try:
+        half.unlink(missing_ok=True)
+        os.close(os.open(half, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        with closing(sqlite3.connect(ledger)) as reader:
+            reader.execute("VACUUM INTO ?", (str(half),))
+        for path in (half, half.parent):  # the copy, then its name
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+            if path is half:
+                half.rename(kept)
+    except sqlite3.Error as error:
+        raise WorkspaceError(f"cannot copy the ledger {ledger} to {kept}: {error}; nothing was changed") from error
+    except OSError as error:
+        raise unwritable(kept, error) from error
+    return kept

@@ -1,0 +1,124 @@
+"""A workspace that the Posttrain of before made, with its runs, a run under way and a job running, is upgraded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import tarfile
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from cli_world import World, make_world
+
+from posttrain.app import workspace as rooms
+from posttrain.store.audit import verify_rows
+from posttrain.store.sealer import verify_chain
+
+MADE = Path(__file__).parent / "fixtures" / "workspace-0001.tar.gz"  # three runs, a rollback, `held` under way
+HELD, FIRST = "held-669de2d6", "sort-4d49a10e"
+OLD_EVENTS = 143
+
+
+@pytest.fixture
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    with tarfile.open(MADE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return make_world(tmp_path, monkeypatch)
+
+
+def ledger_bytes(world: World) -> bytes:
+    with closing(sqlite3.connect(world.root / ".posttrain" / "ledger.db")) as connection:
+        return "\n".join(connection.iterdump()).encode()
+
+
+def test_an_older_ledger_is_not_touched_by_any_other_command(old: World) -> None:
+    before = ledger_bytes(old)
+    for words in (("ls",), ("run", "run.yaml"), ("get", "prod"), ("init",)):
+        refused = old(*words)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (10, 1), words
+        assert "has schema 0001, this Posttrain needs 0002; run `posttrain upgrade`" in refused.stderr
+    assert ledger_bytes(old) == before
+
+
+def test_runs_lineage_and_proofs_still_hold(old: World) -> None:
+    before = ledger_bytes(old)
+    done = old.json("upgrade")
+    assert (done["came_from"], done["schema"], done["runs"], done["events"]) == ("0001", "0002", 4, OLD_EVENTS)
+    kept = Path(done["copy"])
+    assert kept.parent == old.root / ".posttrain"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    with closing(sqlite3.connect(kept)) as copy:
+        assert "\n".join(copy.iterdump()).encode() == before
+    assert [run["id"] for run in old.json("ls")["runs"]] == [HELD, "sort-88370d53", "sort-ffd12110", FIRST]
+    assert "everything matches" in old.ok("verify", "prod")
+    assert [entry["action"] for entry in old.json("get", "prod")["history"]] == ["promote", "promote", "rollback"]
+    assert {entry["actor"] for entry in old.json("get", "prod")["history"]} == {"user:ada"}
+    assert "dataset:train@1" in old.ok("lineage", "prod")
+    assert old.json("upgrade")["copy"] == ""  # nothing to do
+    workspace = rooms.open_workspace()
+    assert verify_chain(workspace.ledger).before == OLD_EVENTS
+    assert verify_rows(workspace.ledger) > 30
+    workspace.close()
+
+
+def test_what_was_under_way_goes_on_and_what_was_done_is_reused(old: World) -> None:
+    old.ok("upgrade")
+    assert "attached" in old.ok("run", "run.yaml")  # submitted before
+    old.write("again.yaml", (old.root / "run3.yaml").read_text())
+    found = old("run", "again.yaml")
+    assert (found.exit_code, old.json("get", HELD)["state"]) == (0, "succeeded"), found.stderr
+    assert old.newest() == HELD
+    old.ok("run", "run.yaml", "--again")
+    assert old.json("get", old.newest())["stages"][0]["reason"] == "CacheHit"
+
+
+def test_a_changed_event_of_before_is_found_afterwards(old: World) -> None:
+    old.ok("upgrade")
+    with closing(sqlite3.connect(old.root / ".posttrain" / "ledger.db")) as connection, connection:
+        connection.execute("UPDATE events_before SET actor = 'user:eve' WHERE sequence = 7")
+    refused = old("verify", "prod")
+    assert "event log of before the upgrade is broken at sequence 7" in refused.stdout + refused.stderr
+    with closing(sqlite3.connect(old.root / ".posttrain" / "ledger.db")) as connection, connection:
+        connection.execute("DELETE FROM events_before")
+        connection.execute("DELETE FROM chain_head")
+    refused = old("verify", "prod")
+    assert "the events of before the upgrade are not those that it names" in refused.stdout + refused.stderr
+
+
+def test_a_ledger_whose_log_does_not_hold_is_not_upgraded(old: World) -> None:
+    with closing(sqlite3.connect(old.root / ".posttrain" / "ledger.db")) as connection, connection:
+        connection.execute("UPDATE events SET actor = 'user:eve' WHERE sequence = 7")
+    before = ledger_bytes(old)
+    refused = old("upgrade")
+    assert "broken at sequence 7" in refused.stderr
+    assert ledger_bytes(old) == before
+
+
+def test_a_driver_of_the_older_version_is_waited_for(old: World) -> None:
+    mine = rooms.process_name()
+    with closing(sqlite3.connect(old.root / ".posttrain" / "ledger.db")) as connection, connection:
+        connection.execute("UPDATE runs SET lease_owner = ?, lease_expires = 9e9 WHERE id = ?", (mine, HELD))
+    refused = old("upgrade")
+    assert f"run {HELD}: is being driven by {mine}, an older Posttrain" in refused.stderr
+    assert not list((old.root / ".posttrain").glob("ledger-*"))
+    with closing(sqlite3.connect(old.root / ".posttrain" / "ledger.db")) as connection, connection:
+        dead = mine.rsplit(":", 2)[0] + ":1:1.00"
+        connection.execute("UPDATE runs SET lease_owner = ? WHERE id = ?", (dead, HELD))
+    assert old.json("upgrade")["runs"] == 4
+
+
+@pytest.mark.parametrize("place", ["upgrade.after_copy", "upgrade.before_commit"])
+def test_an_upgrade_killed_in_the_middle_is_made_again(old: World, place: str) -> None:
+    before = ledger_bytes(old)
+    environment = {**os.environ, "POSTTRAIN_CRASHPOINT": place, "POSTTRAIN_WORKSPACE": str(old.root / ".posttrain")}
+    died = subprocess.run([sys.executable, "-m", "posttrain", "upgrade"], env=environment, check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert ledger_bytes(old) == before
+    done = json.loads(old.ok("upgrade", "-o", "json"))
+    assert Path(done["copy"]).name == "ledger-0001-2.db"
+    assert "everything matches" in old.ok("verify", "prod")
