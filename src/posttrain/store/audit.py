@@ -61,7 +61,7 @@ def _take(told: _Rows, event: int, row: list[Any], words: Mapping[str, Any]) -> 
     if sign == ADDED:
         if place in rows:
             raise IntegrityError(f"{_named(name, place)}: event {event} adds it a second time; {_REMEDY}")
-        rows[place] = spec.empty()
+        rows[place] = dict(spec.empty)
     elif place not in rows:
         raise IntegrityError(f"{_named(name, place)}: event {event} changes it, but no event added it; {_REMEDY}")
     if sign == REMOVED:

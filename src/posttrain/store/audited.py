@@ -7,6 +7,7 @@ same order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from posttrain.store.envelopes import auditable
 ADDED, CHANGED, REMOVED = "+", "~", "-"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Audited:
     """How one table is told."""
 
@@ -28,12 +29,12 @@ class Audited:
     words: frozenset[str] = frozenset()  # free text and personal data
     free: frozenset[str] = frozenset()  # not told: leases, which a crash may leave in any state
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple[str, ...]:
         """The columns that tell a row from others."""
         return tuple(column.name for column in self.table.primary_key)
 
-    @property
+    @functools.cached_property
     def columns(self) -> tuple[str, ...]:
         """Every column that is told."""
         return tuple(column.name for column in self.table.columns if column.name not in self.free)
@@ -42,7 +43,8 @@ class Audited:
         """A row as a person calls it."""
         return self.title.format(**row)
 
-    def empty(self) -> dict[str, Any]:
+    @functools.cached_property
+    def empty(self) -> Mapping[str, Any]:
         """The value of every column that a new row's event need not tell."""
         return {name: _empty(self.table, name) for name in self.columns}
 
@@ -58,7 +60,7 @@ def _empty(table: Table, name: str) -> Any:
 
 _SAID = frozenset({"message", "next_action"})
 TABLES: Mapping[str, Audited] = {
-    one.table.name: one
+    str(one.table.name): one
     for one in (
         Audited(schema.projects, "project {id}"),
         Audited(schema.principals, "principal {id}", frozenset({"name"})),
@@ -90,11 +92,11 @@ class Change:
     def told(self) -> tuple[list[Any], dict[str, Any]]:
         """What stands in the envelope, and what in the words."""
         spec = TABLES[self.table]
-        empty = spec.empty() if self.sign == ADDED else {}
+        empty = spec.empty if self.sign == ADDED else {}
         kept = {
             name: auditable(value)
             for name, value in self.values.items()
             if name not in spec.free and name not in spec.key and not (name in empty and value == empty[name])
         }
         words = {name: kept.pop(name) for name in sorted(spec.words & kept.keys())}
-        return [self.sign, self.table, [self.key[name] for name in spec.key], kept], words
+        return [self.sign, f"{self.table}", [self.key[name] for name in spec.key], kept], words

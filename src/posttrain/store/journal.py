@@ -16,6 +16,8 @@ from posttrain.store.envelopes import RETAINED, SALT, Payload, auditable, envelo
 from posttrain.store.schema import events, payloads, principals, unsealed
 
 Entropy = Callable[[int], bytes]  # so many random bytes
+_EVENT, _PAYLOAD, _UNSEALED = insert(events), insert(payloads), insert(unsealed)
+_EVENTS = insert(events).returning(events.c.id, sort_by_parameter_order=True)
 _PRINCIPAL_BYTES, _REQUEST_BYTES = 8, 16
 
 
@@ -77,16 +79,18 @@ class Journal:
             return
         rows, said = self._rows, self._payloads
         self._rows, self._payloads = [], []
-        inserted = self._connection.execute(insert(events).returning(events.c.id, sort_by_parameter_order=True), rows)
-        ids = list(inserted.scalars())
+        if len(rows) == 1:
+            ids = [self._connection.execute(_EVENT, rows[0]).inserted_primary_key[0]]
+        else:
+            ids = list(self._connection.execute(_EVENTS, rows).scalars())
         told = [
             {"event": event, "retention": payload.retention, "salt": payload.salt, "body": payload.body}
             for event, payload in zip(ids, said, strict=True)
             if payload is not None
         ]
         if told:
-            self._connection.execute(insert(payloads), told)
-        self._connection.execute(insert(unsealed), [{"event": event} for event in ids])
+            self._connection.execute(_PAYLOAD, told)
+        self._connection.execute(_UNSEALED, [{"event": event} for event in ids])
 
     def principal(self, name: str) -> str:
         """The pseudonymous id of whoever is called `name`, made when they are first named."""

@@ -8,12 +8,13 @@ as its successor has written. Events are kept back until the end of the block an
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Table, insert, or_, update
+from sqlalchemy import Connection, Table, Update, bindparam, insert, or_, update
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
@@ -252,20 +253,26 @@ class Transaction:
             return record
         generation = before["generation"] + 1
         values = {**changes, "generation": generation, "state": before["state"] if state is None else state}
-        table = _TABLES[machine]
-        keys = [table.c[key] == before[key] for key in _KEYS[machine]]
-        where = (*keys, table.c.generation == before["generation"])
-        if not self._connection.execute(update(table).where(*where).values(**values)).rowcount:
+        table, key = _TABLES[machine], {name: before[name] for name in _KEYS[machine]}
+        was = {f"was_{name}": value for name, value in {**key, "generation": before["generation"]}.items()}
+        if not self._connection.execute(_compare_and_set(machine, frozenset(values)), {**values, **was}).rowcount:
             raise StaleWriteError(
                 f"{machine} {subject} changed since it was read (generation {before['generation']}); read it again"
             )
         facts = dict(event_payload or {})
         if state is not None:
             facts = {"from": before["state"], "to": state, **facts}
-        key = {key: before[key] for key in _KEYS[machine]}
         kind = f"{machine}.{'updated' if state is None else state}"
         self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values), facts=facts)
         return replace(record, **values)  # type: ignore[type-var]
+
+
+@functools.cache
+def _compare_and_set(machine: str, columns: frozenset[str]) -> Update:
+    """The statement that sets these columns where the row is as it was read. Built once: that costs as much as to run it."""
+    table = _TABLES[machine]
+    was = [table.c[name] == bindparam(f"was_{name}") for name in (*_KEYS[machine], "generation")]
+    return update(table).where(*was).values({name: bindparam(name) for name in sorted(columns)})
 
 
 def _content(asset: Asset) -> tuple[str, str, Any]:
