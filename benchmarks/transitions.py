@@ -5,7 +5,7 @@
 All at equal durability: a write-ahead log that is synced at every commit (SQLite: WAL, synchronous=FULL; PostgreSQL:
 fsync and synchronous_commit on). Interleaved, round by round, medians over rounds:
 
-- `floor`: one transaction of the database's own driver that updates a row and inserts a row: the fsync cannot be left out;
+- `floor`: one transaction of the database's own driver that updates a row and inserts a row, with its fsync;
 - `transition`: `Transaction.update_attempt` in a transaction of its own: a compare-and-set with its event;
 - `dbos step`: a step of a workflow that does nothing, which DBOS records;
 - `grouped`: transitions when 50 share a commit; `sealing`: events that get their place in the tree. Both in 1/s.
@@ -32,6 +32,7 @@ from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal
 
 ROUNDS, EACH, GROUP, SEALED = 9, 60, 50, 8_000
+_RATES = ("grouped", "sealing")
 DIGEST = "sha256:" + "a" * 64
 
 
@@ -168,9 +169,9 @@ def measure(name: str, bench: Bench, floor: Callable[[int], float], url: str, ro
             ):
                 found.setdefault(what, []).append(value)
     return [
-        Row(name, what, statistics.median(values), min(values), max(values), "1/s" if what in ("grouped", "sealing") else "ms")
+        Row(name, what, statistics.median(values), min(values), max(values), "1/s" if what in _RATES else "ms")
         for what, values in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:

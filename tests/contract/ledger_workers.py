@@ -8,13 +8,14 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, StaleWriteError
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 
-MANIFEST, MODEL = (f"sha256:{digit * 64}" for digit in "ab")
+MODEL = "sha256:" + "b" * 64
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["ledger_workers", "alembic.command"])
 PATIENCE = 300.0  # seconds; only a hang waits so long
@@ -26,7 +27,7 @@ def opened(address: str, busy_seconds: float = PATIENCE) -> closing[Ledger]:
 
 
 def a_run(run_id: str = "run1", name: str = "sort", created_at: float = 1.0) -> RunRecord:
-    return RunRecord(run_id, name, MANIFEST, "pending", "ann", created_at)
+    return RunRecord(run_id, name, digest_bytes(run_id.encode()), "pending", "ann", created_at)
 
 
 def a_stage(run_id: str = "run1", name: str = "train") -> StageRecord:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from posttrain.domain.errors import ConflictError, DeadlineError, PosttrainError, StaleWriteError
-from posttrain.store.audit import verify_releases
+from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
@@ -52,7 +52,7 @@ def test_what_was_submitted_is_read_back_updated_and_proved(ledger: Ledger) -> N
     assert found.tokens == 2**60
     seal(ledger)
     assert verify_chain(ledger).pending == 0
-    assert verify_releases(ledger)
+    assert verify_rows(ledger)
 
 
 def test_who_decided_on_an_old_row_must_read_again(ledger: Ledger) -> None:
@@ -112,7 +112,7 @@ def test_names_are_whatever_people_write(ledger: Ledger) -> None:
     assert ledger.find_run(name).name == name
     assert ledger.channels() == [name]
     assert {event.subject for event in ledger.events(subject_prefix=name)} == {name}
-    assert ledger.events()[0].actor == "zoë"
+    assert {event.actor for event in ledger.events(subject_prefix=name)} == {"zoë"}
     verify_chain(ledger)
 
 
@@ -179,7 +179,7 @@ def test_versions_that_race_are_counted_without_gaps(ledger_at: str, ledger: Led
     assert versions == list(range(1, 5 * len(some) + 1))
     assert [asset.version for asset in ledger.assets("dataset", "train")] == versions
     seal(ledger)
-    assert verify_releases(ledger) >= len(versions)
+    assert verify_rows(ledger) >= len(versions)
 
 
 def test_releases_that_race_are_one_history(ledger_at: str, ledger: Ledger, some: list[str]) -> None:
@@ -190,9 +190,9 @@ def test_releases_that_race_are_one_history(ledger_at: str, ledger: Ledger, some
     seal(ledger)
     moves = [event.payload for event in ledger.events(subject_prefix="prod")]
     for entry, move, before in zip(history, moves, [None, *history], strict=False):
-        assert (move["model"], move["sequence"]) == (entry.model_digest, entry.sequence)
+        assert (move["model_digest"], move["sequence"]) == (entry.model_digest, entry.sequence)
         assert move["previous"] == (before.model_digest if before else None)
-    assert verify_releases(ledger) >= len(history)
+    assert verify_rows(ledger) >= len(history)
 
 
 def test_a_lease_is_taken_by_one(ledger_at: str, ledger: Ledger, some: list[str]) -> None:
@@ -220,7 +220,8 @@ def test_a_killed_writer_leaves_nothing_and_stops_nobody(ledger_at: str, ledger:
         transaction.update_run(run, message="whole")
     assert [known.id for known in ledger.runs()] == ["run1"]
     seal(ledger)
-    assert [event.kind for event in ledger.events()] == ["run.pending", "stage.pending", "run.updated"]
+    told = [event.kind for event in ledger.events(subject_prefix="run1")]
+    assert told == ["run.pending", "stage.pending", "run.updated"]
     verify_chain(ledger)
 
 

@@ -80,7 +80,8 @@ class Journal:
         rows, said = self._rows, self._payloads
         self._rows, self._payloads = [], []
         if len(rows) == 1:
-            ids = [self._connection.execute(_EVENT, rows[0]).inserted_primary_key[0]]
+            key = self._connection.execute(_EVENT, rows[0]).inserted_primary_key
+            ids = [key.id] if key is not None else []
         else:
             ids = list(self._connection.execute(_EVENTS, rows).scalars())
         told = [

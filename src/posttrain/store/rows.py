@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Row
 
 from posttrain.domain.records import Asset, Event
-from posttrain.store.audited import CHANGED
+from posttrain.store.audited import CHANGED, TABLES
 
 Record = TypeVar("Record")
 
@@ -36,7 +36,8 @@ def to_event(row: Row[*tuple[Any, ...]]) -> Event:
             audited["generation"] = changes.pop("generation")
         audited["changes"] = changes
     elif told:
-        audited = {**told[0][3], **(words[0] if words else {}), **audited}
+        key = zip(TABLES[told[0][1]].key, told[0][2], strict=True)
+        audited = {**dict(key), **told[0][3], **(words[0] if words else {}), **audited}
     values |= {"payload": audited, "leaf": values["leaf"].hex()}
     return Event(**{name: values[name] for name in _names(Event)})
 

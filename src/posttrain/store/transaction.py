@@ -269,7 +269,7 @@ class Transaction:
 
 @functools.cache
 def _compare_and_set(machine: str, columns: frozenset[str]) -> Update:
-    """The statement that sets these columns where the row is as it was read. Built once: that costs as much as to run it."""
+    """What sets these columns where the row is as it was read. Built once: that costs as much as running it."""
     table = _TABLES[machine]
     was = [table.c[name] == bindparam(f"was_{name}") for name in (*_KEYS[machine], "generation")]
     return update(table).where(*was).values({name: bindparam(name) for name in sorted(columns)})
