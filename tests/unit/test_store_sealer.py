@@ -260,3 +260,14 @@ def test_any_payload_seals_and_a_cursor_misses_nothing(
         seen += [event.sequence for event in page]
         after = seen[-1] or 0
     assert seen == list(range(cursor + 1, report.sealed + 1))
+
+
+def test_what_is_said_may_be_erased_and_facts_not(ledger: Ledger) -> None:
+    with ledger.transaction("ann") as transaction:
+        transaction.append_event("note", "here", {"items": 3}, {"folder": "host:/srv"})
+    seal(ledger)
+    assert ledger.events()[-1].payload == {"items": 3, "folder": "host:/srv"}
+    verify_chain(ledger)
+    with ledger.database.read() as connection:
+        told = connection.exec_driver_sql("SELECT group_concat(audited) FROM events").scalar()
+    assert "host" not in str(told)

@@ -16,6 +16,7 @@ import pytest
 from cli_world import World, make_world
 
 from posttrain.app import workspace as rooms
+from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import verify_chain
 
@@ -66,15 +67,19 @@ def test_runs_lineage_and_proofs_still_hold(old: World) -> None:
     workspace.close()
 
 
-def test_what_was_under_way_goes_on_and_what_was_done_is_reused(old: World) -> None:
+def test_what_was_under_way_goes_on_and_what_was_done_is_known(old: World, monkeypatch: pytest.MonkeyPatch) -> None:
     old.ok("upgrade")
-    assert "attached" in old.ok("run", "run.yaml")  # submitted before
-    old.write("again.yaml", (old.root / "run3.yaml").read_text())
-    found = old("run", "again.yaml")
-    assert (found.exit_code, old.json("get", HELD)["state"]) == (0, "succeeded"), found.stderr
-    assert old.newest() == HELD
-    old.ok("run", "run.yaml", "--again")
-    assert old.json("get", old.newest())["stages"][0]["reason"] == "CacheHit"
+    workspace = rooms.open_workspace()
+    held, done = workspace.ledger.run(HELD), workspace.ledger.stages(FIRST)[0]
+    cached = workspace.ledger.cached_stage(done.cache_key or "")
+    assert cached is not None
+    assert (cached.name, cached.outputs) == (done.name, done.outputs)
+    locked = workspace.wiring.manifest(held).code["native"]
+    monkeypatch.setattr(NativeTrainer, "code_digest", lambda self: locked)  # sources have changed since
+    assert "succeeded" in old.ok("attach", HELD)
+    assert old.json("get", HELD)["state"] == "succeeded"
+    assert [run.id for run in workspace.ledger.runs(manifest_digest=held.manifest_digest)] == [HELD]
+    workspace.close()
 
 
 def test_a_changed_event_of_before_is_found_afterwards(old: World) -> None:

@@ -168,7 +168,7 @@ def _ledger(workspace: Workspace) -> Check:
     chain = verify_chain(workspace.ledger)
     database, unsafe = workspace.ledger.database.product()
     where = f"{database} at {workspace.ledger_address}" if workspace.ledger_address else database
-    said = f"{where}: {chain.sealed} events, chain intact, {chain.pending} not sealed yet"
+    said = f"{where}: {chain.sealed} events, log intact, {chain.pending} not sealed yet"
     if unsafe:
         return Check("ledger", "warn", f"{said}; {unsafe} off", "a power cut loses commits: turn it on in the server")
     return Check("ledger", "ok", said)

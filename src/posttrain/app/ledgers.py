@@ -86,4 +86,4 @@ def bind(ledger: Ledger, root: Path, identity: str, actor: str) -> None:
             raise WorkspaceError(
                 f"{root}: the ledger {ledger.database.place} is that of the workspace {others[0]}; name another one"
             )
-        transaction.append_event("workspace.bound", mine, {"folder": where})
+        transaction.append_event("workspace.bound", mine, {}, {"folder": where})

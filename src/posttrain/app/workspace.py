@@ -207,7 +207,7 @@ def upgrade_workspace() -> Upgraded:
         IntegrityError: its event log does not hold.
     """
     root = find_workspace().resolve()
-    return upgrade_ledger(root / "ledger.db", process_alive)
+    return upgrade_ledger(ledger_place(root, read_json(root / SETTINGS)), process_alive)
 
 
 def process_name() -> str:

@@ -103,7 +103,7 @@ def verify(
         emit_json({**asdict(report), "ok": not report.problems})
     else:
         size = f"{report.bytes / 2**20:.1f} MiB"
-        say(f"{target}: hashed {report.checked} artifacts again ({size}) and {report.events} chained events")
+        say(f"{target}: hashed {report.checked} artifacts again ({size}) and {report.events} sealed events")
         say(*(f"  problem: {problem}" for problem in report.problems))
         if not report.problems:
             say("everything matches")

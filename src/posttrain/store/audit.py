@@ -38,7 +38,7 @@ def verify_rows(ledger: Ledger) -> int:
     with ledger.database.read() as connection:
         told: _Rows = {name: {} for name in TABLES}
         for event, audited, body in _said(connection):
-            words = json.loads(body)["rows"] if body else []
+            words = json.loads(body).get("rows", ()) if body else ()
             for place, row in enumerate(json.loads(audited).get("rows", ())):
                 _take(told, event, row, words[place] if place < len(words) else {})
         for name, rows in told.items():

@@ -47,8 +47,15 @@ class Journal:
         self._payloads: list[Payload | None] = []
         self.found: dict[str, str] = {}  # name → principal, of those that this transaction read or made
 
-    def tell(self, kind: str, subject: str, *changes: Change, facts: Mapping[str, Any] | None = None) -> None:
-        """Tell of changed rows and of other facts: states, numbers, digests.
+    def tell(
+        self,
+        kind: str,
+        subject: str,
+        *changes: Change,
+        facts: Mapping[str, Any] | None = None,
+        said: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Tell of changed rows and of other facts: states, numbers, digests. What is `said` may be erased later.
 
         Raises:
             InputError: what canonical JSON cannot hold.
@@ -58,7 +65,9 @@ class Journal:
         words = [words for _, words in told]
         if told:
             audited["rows"] = [row for row, _ in told]
-        payload = Payload(RETAINED, self.author.entropy(SALT), {"rows": words}) if any(words) else None
+        body: dict[str, Any] = {"rows": words} if any(words) else {}
+        body |= {"said": auditable(said)} if said else {}
+        payload = Payload(RETAINED, self.author.entropy(SALT), body) if body else None
         envelope = {
             "project": self._project,
             "kind": kind,

@@ -28,7 +28,8 @@ def to_event(row: Row[*tuple[Any, ...]]) -> Event:
     """An envelope with its words, place and actor's name, as readers know it: what changed is `payload["changes"]`."""
     values = dict(row._mapping)
     audited = dict(values["audited"])
-    told, words = audited.pop("rows", []), (values["body"] or {}).get("rows", [])
+    body = values["body"] or {}
+    told, words = audited.pop("rows", []), body.get("rows", [])
     if told and told[0][0] == CHANGED:
         changes = {**told[0][3], **(words[0] if words else {})}
         changes.pop("state", None)
@@ -38,7 +39,7 @@ def to_event(row: Row[*tuple[Any, ...]]) -> Event:
     elif told:
         key = zip(TABLES[told[0][1]].key, told[0][2], strict=True)
         audited = {**dict(key), **told[0][3], **(words[0] if words else {}), **audited}
-    values |= {"payload": audited, "leaf": values["leaf"].hex()}
+    values |= {"payload": {**audited, **body.get("said", {})}, "leaf": values["leaf"].hex()}
     return Event(**{name: values[name] for name in _names(Event)})
 
 

@@ -195,12 +195,16 @@ class Transaction:
             self._connection.execute(insert(stage_cache).values(**key, **values))
         self._journal.tell("stage.cached", f"{run_id}/{stage}", Change(sign, "stage_cache", key, values))
 
-    def append_event(self, kind: str, subject: str, payload: Mapping[str, Any]) -> None:
-        """Tell of something that has no row of its own. All of `payload` is audited: no free text, no names.
+    def append_event(
+        self, kind: str, subject: str, facts: Mapping[str, Any], said: Mapping[str, Any] | None = None
+    ) -> None:
+        """Tell of something that has no row of its own.
 
-        Numbers that canonical JSON cannot hold become words.
+        Args:
+            facts: states, numbers, digests: kept for ever. Numbers that canonical JSON cannot hold become words.
+            said: free text and personal data, which may be erased.
         """
-        self._journal.tell(kind, subject, facts=payload)
+        self._journal.tell(kind, subject, facts=facts, said=said)
 
     def claim(self, run: RunRecord, owner: str, seconds: float) -> RunRecord | None:
         """Take or renew the lease of a run: it is free, ran out, or is `owner`'s already.
