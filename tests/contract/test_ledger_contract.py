@@ -103,6 +103,16 @@ def test_a_snapshot_is_of_one_moment(ledger: Ledger) -> None:
         assert [event.kind for event in before.pending_events("run1")] == ["run.pending", "stage.pending"]
 
 
+def test_a_job_may_say_anything(ledger: Ledger) -> None:
+    run = work.submit(ledger)
+    with ledger.transaction("bob") as transaction:
+        transaction.update_run(run, message="half\0a word")
+    assert ledger.run("run1").message == "half\ufffda word"
+    seal(ledger)
+    verify_chain(ledger)
+    assert verify_rows(ledger)
+
+
 def test_names_are_whatever_people_write(ledger: Ledger) -> None:
     name = "naïve 名前 🙂 %_'\"\\ e\u0301"
     with ledger.transaction("zoë") as transaction:
@@ -157,6 +167,16 @@ def test_a_cursor_meets_no_gap_beside_writers_and_sealers(ledger_at: str, ledger
     for writer in some[1:]:  # the three of a transaction stand in their order, whatever came between
         mine = [number for _, actor, number in seen if actor == writer]
         assert all(first < second for first, second in itertools.pairwise(mine))
+
+
+def test_the_first_sealers_make_one_chain(ledger_at: str, ledger: Ledger, some: list[str]) -> None:
+    for number in range(30):
+        with ledger.transaction("ann") as transaction:
+            transaction.append_event("note", f"run/{number}", {"number": number})
+    sealed = work.together(work.seal_all, ledger_at, some)
+    report = verify_chain(ledger)
+    assert (report.pending, report.sealed) == (0, sum(sealed))
+    assert report.sealed >= 30
 
 
 def _write_or_follow(address: str, name: str, times: int, notes: int) -> object:

@@ -45,13 +45,18 @@ def to_event(row: Row[*tuple[Any, ...]]) -> Event:
 
 def to_columns(record: Any) -> dict[str, Any]:
     """The record's fields as column values."""
-    return {name: _plain(getattr(record, name)) for name in _names(type(record))}
+    return {name: plain(getattr(record, name)) for name in _names(type(record))}
 
 
-def _plain(value: Any) -> Any:
-    """Mappings and tuples as the dictionaries and lists that JSON gives back: equal stays equal on the round trip."""
+def plain(value: Any) -> Any:
+    """Mappings and tuples as the dictionaries and lists that JSON gives back: equal stays equal on the round trip.
+
+    A NUL, which PostgreSQL refuses in any text, becomes U+FFFD: a job may say anything.
+    """
+    if type(value) is str:
+        return value.replace("\0", "\ufffd") if "\0" in value else value
     if hasattr(value, "items"):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {plain(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

@@ -23,7 +23,7 @@ from posttrain.domain.ports import Clock
 from posttrain.domain.records import Asset, AttemptRecord, ReleaseEntry, RunRecord, StageRecord
 from posttrain.store.audited import ADDED, CHANGED, Change
 from posttrain.store.journal import Author, Journal
-from posttrain.store.rows import Record, to_columns
+from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import assets, attempts, releases, runs, stage_cache, stages
 from posttrain.store.snapshot import Snapshot
 
@@ -236,7 +236,8 @@ class Transaction:
             with self._connection.begin_nested():
                 self._connection.execute(insert(table).values(**columns))
         except ConstraintError as error:
-            raise ConflictError(f"{what} cannot be added: {error.orig}; read what is there and decide again") from error
+            said = " ".join(str(error.orig).split())
+            raise ConflictError(f"{what} cannot be added: {said}; read what is there and decide again") from error
         key = {column.name: columns[column.name] for column in table.primary_key}
         self._journal.tell(kind, subject, Change(ADDED, table.name, key, columns), facts=facts)
 
@@ -290,8 +291,8 @@ def _changes(machine: str, before: Mapping[str, Any], columns: Mapping[str, Any]
     if unknown:
         allowed = ", ".join(sorted(set(before) - _FIXED - set(_KEYS[machine])))
         raise InputError(f"column {unknown[0]!r} of a {machine} cannot be set; settable are {allowed}")
-    plain = {name: json.loads(json.dumps(value, default=_mapping)) for name, value in columns.items()}
-    return {name: value for name, value in plain.items() if value != before[name]}
+    read = {name: plain(json.loads(json.dumps(value, default=_mapping))) for name, value in columns.items()}
+    return {name: value for name, value in read.items() if value != before[name]}
 
 
 def _mapping(value: Any) -> Any:
