@@ -15,7 +15,7 @@ from posttrain.control import actions
 from posttrain.control.explain import explain_run
 from posttrain.control.lineage import release_lineage, verify
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import GateInconclusiveError, GateRejectedError, InputError
+from posttrain.domain.errors import GateInconclusiveError, GateRejectedError, InputError, QuarantinedError
 from posttrain.domain.jobs import JobResult, Output
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.sealer import seal
@@ -118,7 +118,9 @@ def test_a_rollback_keeps_the_report_of_what_it_returns_to(bench: Bench) -> None
     first, second = shipped_twice(bench)
     reports = [bench.stage(run.id, "gate").outputs["report"]["digest"] for run in (first, second)]
     assert actions.rollback(bench.wiring, "prod").report_digest == reports[0]
-    again = actions.promote(bench.wiring, second.id, "prod")
+    with pytest.raises(QuarantinedError):
+        actions.promote(bench.wiring, second.id, "prod")
+    again = actions.promote(bench.wiring, second.id, "prod", "the traffic was at fault")
     assert (again.run_id, again.report_digest) == (second.id, reports[1]), "the channel is where its gate saw it"
     assert actions.promote(bench.wiring, second.id, "prod") == again
 

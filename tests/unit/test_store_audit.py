@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.domain.errors import IntegrityError
-from posttrain.domain.records import Asset, AttemptRecord, RunRecord, StageRecord
+from posttrain.domain.records import Asset, AttemptRecord, Look, RunRecord, StageRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.audited import TABLES
 from posttrain.store.database import Database
@@ -44,6 +44,7 @@ def fill(ledger: Ledger) -> None:
     with ledger.transaction("user:bob") as transaction:
         transaction.append_release("prod", OTHER, None, "rollback", expected=MODEL)
         transaction.put_cache("sha256:key", "run1", "sft")
+        transaction.record_look(Look("prod", OTHER, MODEL, MODEL, "run1", "pass", "ann", 4.0))
 
 
 @pytest.fixture
@@ -57,9 +58,10 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 def test_what_happened_is_what_the_rows_say(ledger: Ledger) -> None:
     before = verify_rows(ledger)
-    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 3 + 1  # project, principals, run, stage, attempt, asset, releases, cache
+    # project, principals, run, stage, attempt, asset, releases, quarantine, look, cache
+    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1
     with ledger.transaction("user:ann") as transaction:
-        transaction.append_release("prod", MODEL, "run1", "promote", expected=OTHER)
+        transaction.append_release("prod", MODEL, "run1", "promote", expected=OTHER, lift="it was not the model")
     assert verify_rows(ledger) == before + 1  # not sealed yet
 
 

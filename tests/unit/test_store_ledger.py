@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.domain.errors import ConflictError, InputError, NotFoundError, StaleWriteError
-from posttrain.domain.records import Asset, AttemptRecord, Event, RunRecord, StageRecord
+from posttrain.domain.errors import ConflictError, InputError, NotFoundError, QuarantinedError, StaleWriteError
+from posttrain.domain.records import Asset, AttemptRecord, Event, Look, RunRecord, StageRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
@@ -302,7 +302,45 @@ def test_a_channel_moves_only_from_where_one_saw_it(ledger: Ledger, clock: HeldC
     assert ledger.channel("prod") == history[-1]
     assert (history[-1].actor, history[-1].at) == ("bob", 1001.0)
     assert ledger.channels() == ["canary", "prod"]
-    assert kinds(ledger, "prod") == ["channel.promote", "channel.promote", "channel.rollback"]
+    moves = ["channel.promote", "channel.promote", "channel.quarantined", "channel.rollback"]
+    assert kinds(ledger, "prod") == moves
+
+
+def test_what_was_rolled_back_is_quarantined_until_somebody_says_why(ledger: Ledger, clock: HeldClock) -> None:
+    with ledger.transaction("ann") as transaction:
+        transaction.append_release("prod", MODEL, "run1", "promote", expected=None)
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=MODEL)
+        transaction.append_release("prod", MODEL, "run1", "rollback", expected=OTHER)
+    (barred,) = ledger.quarantine("prod")
+    assert (barred.model_digest, barred.release, barred.since, barred.actor) == (OTHER, 3, clock.time, "ann")
+    assert ledger.quarantine("canary") == []
+    with (
+        pytest.raises(QuarantinedError, match="release 3 and is q"),
+        ledger.transaction("bob") as transaction,
+    ):
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=MODEL)
+    with ledger.transaction("bob") as transaction:
+        transaction.append_release("canary", OTHER, "run2", "promote", expected=None)
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=MODEL, lift="the prompt was wrong")
+    assert ledger.quarantine("prod") == []
+    with ledger.transaction("bob") as transaction:
+        transaction.append_release("prod", MODEL, "run1", "rollback", expected=OTHER)  # again: quarantined again
+        transaction.append_release("prod", OTHER, "run2", "rollback", expected=MODEL)  # a person's own word lifts it
+    assert [one.model_digest for one in ledger.quarantine("prod")] == [MODEL]
+    said = [event.payload["changes"]["reason"] for event in told(ledger, "prod") if event.kind.endswith("_lifted")]
+    assert said == ["the prompt was wrong", "rolled back to, by release 6"]
+    verify_rows(ledger)
+
+
+def test_looks_are_counted_by_channel_and_items(ledger: Ledger) -> None:
+    look = Look("prod", MODEL, OTHER, MANIFEST, "run1", "pass", "ann", 1.0)
+    with ledger.transaction("ann") as transaction:
+        assert [transaction.record_look(look).number for _ in range(2)] == [1, 2]
+        transaction.record_look(dataclasses.replace(look, items=OTHER))
+        transaction.record_look(dataclasses.replace(look, channel="canary"))
+    assert [one.number for one in ledger.looks("prod")] == [1, 2, 3]
+    assert [one.number for one in ledger.looks("prod", MODEL)] == [1, 2]
+    verify_rows(ledger)
 
 
 def test_a_cache_key_is_answered_by_the_stage_put_last(ledger: Ledger) -> None:

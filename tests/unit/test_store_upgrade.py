@@ -76,8 +76,11 @@ def test_what_was_under_way_goes_on_and_what_was_done_is_known(old: World, monke
     assert (cached.name, cached.outputs) == (done.name, done.outputs)
     locked = workspace.wiring.manifest(held).code["native"]
     monkeypatch.setattr(NativeTrainer, "code_digest", lambda self: locked)  # sources have changed since
-    assert "succeeded" in old.ok("attach", HELD)
-    assert old.json("get", HELD)["state"] == "succeeded"
+    assert "release rejected; channel prod" in old("attach", HELD).stdout  # it made what was rolled back there
+    assert old.json("get", HELD)["reason"] == "Quarantined"
+    (barred,) = old.json("get", "prod")["quarantine"]
+    old.ok("promote", HELD, "--lift-quarantine", "a mistake")
+    assert old.json("get", "prod")["live"] == barred["model_digest"]
     assert [run.id for run in workspace.ledger.runs(manifest_digest=held.manifest_digest)] == [HELD]
     workspace.close()
 

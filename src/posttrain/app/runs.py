@@ -127,9 +127,13 @@ class Run:
         """What differs in the manifests."""
         return compare.compare(self.workspace.wiring, self.manifest, other.manifest)
 
-    def promote(self, channel: str) -> ReleaseEntry:
-        """Point a channel at this run's model, if its gates pass."""
-        entry = actions.promote(self.workspace.wiring, self.id, channel)
+    def promote(self, channel: str, *, lift_quarantine: str = "") -> ReleaseEntry:
+        """Point a channel at this run's model, if its gates pass.
+
+        Args:
+            lift_quarantine: why a model that was rolled back from the channel may come back.
+        """
+        entry = actions.promote(self.workspace.wiring, self.id, channel, lift_quarantine)
         announce(self.workspace, channel)
         return entry
 

@@ -32,6 +32,10 @@ def register(app: typer.Typer) -> None:
 def promote(
     run: RunArgument,
     channel: Annotated[str | None, typer.Option(help="By default the channel its run file names.")] = None,
+    lift_quarantine: Annotated[
+        str,
+        typer.Option(metavar="REASON", help="Why a model that was rolled back may come back.", show_default=False),
+    ] = "",
 ) -> None:
     """Point a channel at a run's model. Only if every gate passed and the channel has not moved since."""
     from posttrain.app import runs
@@ -43,7 +47,7 @@ def promote(
     if channel is None and release is None:
         raise InputError(f"promote {handle.id}: its run file names no channel; say which with --channel")
     name = channel or (release.channel if release else "")
-    entry = handle.promote(name)
+    entry = handle.promote(name, lift_quarantine=lift_quarantine)
     workspace.seal()
     say(f"{name} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence})")
     workspace.close()

@@ -123,19 +123,21 @@ def get(
 def _get_channel(workspace: Workspace, name: str, output: Output) -> None:
     from posttrain.app import runs
     from posttrain.app.registering import channel_states
-    from posttrain.cli.screens import history_table, tracker_lines
+    from posttrain.cli.screens import history_table, release_lines, tracker_lines
 
     channel = runs.channel(name, workspace)
     history, states = channel.history, channel.states
+    barred, looks = workspace.ledger.quarantine(name), workspace.ledger.looks(name)
     trackers = channel_states(workspace, name)
     workspace.close()
     if output is Output.JSON:
         rows = [{**asdict(entry), "state": states[entry.model_digest]} for entry in history]
-        told = {"channel": name, "live": history[-1].model_digest, "history": rows}
+        told = {"channel": name, "live": history[-1].model_digest, "history": rows, "looks": len(looks)}
+        told["quarantine"] = [asdict(one) for one in barred]
         emit_json({**told, "trackers": [one.to_json() for one in trackers]})
         return
     back = f"posttrain rollback {name}, " if len({entry.model_digest for entry in history}) > 1 else ""
-    lines = tracker_lines(trackers)
+    lines: list[Any] = [*release_lines(barred, looks), *tracker_lines(trackers)]
     console().print(history_table(history, states), *lines, f"next:   {back}posttrain lineage {name}", sep="\n")
 
 

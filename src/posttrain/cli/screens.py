@@ -19,7 +19,7 @@ from posttrain.control.scores import Scores
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
-from posttrain.domain.records import AttemptRecord, ReleaseEntry
+from posttrain.domain.records import AttemptRecord, Look, Quarantine, ReleaseEntry
 from posttrain.planner.feasibility import gib
 from posttrain.planner.residency import Residency
 
@@ -138,6 +138,16 @@ def history_table(history: Sequence[ReleaseEntry], states: Mapping[str, str]) ->
             digest(entry.report_digest),
         )
     return table
+
+
+def release_lines(barred: Sequence[Quarantine], looks: Sequence[Look]) -> Iterator[Text]:
+    """What may not be promoted to a channel again, and how often its gates' items were looked at."""
+    for one in barred:
+        words = f"quarantined: {digest(one.model_digest)}, taken off by release {one.release} ({one.actor})"
+        yield Text(words, style=style("warn"))
+    if looks:
+        same = sum(look.items == looks[-1].items for look in looks)
+        yield Text(f"judged {len(looks)} times, {same} of them on the items of the last time", style="dim")
 
 
 def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:

@@ -70,12 +70,16 @@ def retry(wiring: Wiring, run_id: str) -> RunRecord:
         )
 
 
-def promote(wiring: Wiring, run_id: str, channel: str) -> ReleaseEntry:
+def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
     """Point a channel at a run's judged model. Only a PASS report promotes, and only if the channel has not moved
     since.
 
+    Args:
+        lift_quarantine: why a model that was rolled back from this channel may come back.
+
     Raises:
         InputError: the run has no gate report.
+        QuarantinedError: its model was rolled back from this channel.
         NotFoundError: a channel that neither exists nor is the one the run file names.
         GateRejectedError, GateInconclusiveError: the report does not say PASS.
         ConflictError: the channel moved since the gate looked.
@@ -100,7 +104,13 @@ def promote(wiring: Wiring, run_id: str, channel: str) -> ReleaseEntry:
         return live  # asking twice is one promotion
     with wiring.ledger.transaction(wiring.actor) as transaction:
         return transaction.append_release(
-            channel, report.candidate, run.id, "promote", expected=current, report_digest=report_digest
+            channel,
+            report.candidate,
+            run.id,
+            "promote",
+            expected=current,
+            report_digest=report_digest,
+            lift=lift_quarantine,
         )
 
 

@@ -16,13 +16,13 @@ from posttrain.decision.gates import Baseline, Evidence, judge_all
 from posttrain.decision.releases import promotion
 from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import ConflictError, IntegrityError, NotFoundError, StaleWriteError
+from posttrain.domain.errors import ConflictError, IntegrityError, NotFoundError, QuarantinedError, StaleWriteError
 from posttrain.domain.gates import CHANNEL, GateReport, Outcome
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.measures import ItemRange
-from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.records import Look, RunRecord, StageRecord
 from posttrain.domain.seeds import derive_seed
 from posttrain.store.trees import verify_tree
 
@@ -56,7 +56,27 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
             metrics={f"{v.gate}/estimate": v.estimate for v in report.verdicts if v.estimate is not None},
             finished_at=wiring.clock.now(),
         )
+        if manifest.release is not None:
+            transaction.record_look(_look(wiring, manifest, stage, report, digest_json(evaluators)))
     crashpoint("gate.after_commit")
+
+
+def _look(wiring: Wiring, manifest: Manifest, stage: StageRecord, report: GateReport, items: str) -> Look:
+    """This judgement, as a channel counts it: of which items, for whom, and what the candidate grew from."""
+    assert manifest.release is not None
+    roots = sorted(
+        ref.digest for one in manifest.stages for slot, ref in one.inputs.items() if slot == "model" and ref.digest
+    )
+    return Look(
+        channel=manifest.release.channel,
+        items=items,
+        lineage=digest_json(roots),
+        candidate=report.candidate,
+        run_id=stage.run_id,
+        outcome=str(report.outcome),
+        owner=manifest.owner,
+        at=wiring.clock.now(),
+    )
 
 
 def _baseline(wiring: Wiring, inputs: Mapping[str, InputBlob], word: str) -> Baseline:
@@ -120,10 +140,16 @@ def release_stage(
     except StaleWriteError:  # the stage's own row, not the channel: look again
         raise
     except ConflictError as error:
+        barred = isinstance(error, QuarantinedError)
         action = f"posttrain run RUN.yaml --again judges against what {channel} points at now"
+        action = f"posttrain promote {run.id} --lift-quarantine REASON" if barred else action
         with wiring.ledger.transaction(wiring.actor) as transaction:
             transaction.update_stage(
-                stage, state=StageState.REJECTED, reason="ChannelMoved", message=str(error), next_action=action
+                stage,
+                state=StageState.REJECTED,
+                reason="Quarantined" if barred else "ChannelMoved",
+                message=str(error),
+                next_action=action,
             )
     crashpoint("promote.after_commit")
 

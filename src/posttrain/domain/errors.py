@@ -97,6 +97,10 @@ class ConflictError(PosttrainError):
     retryable = True
 
 
+class QuarantinedError(ConflictError):
+    """A model that was rolled back from a channel may not be promoted there again until a person says why."""
+
+
 class StaleWriteError(ConflictError):
     """A ledger row changed since it was read: read again and decide again."""
 

@@ -119,6 +119,34 @@ class ReleaseEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantine:
+    """A model that was rolled back from a channel."""
+
+    channel: str
+    model_digest: str
+    release: int  # the rollback's
+    since: float
+    actor: str  # who rolled back, or lifted it
+    lifted_at: float | None = None
+    reason: str = ""  # for lifting it
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A judgement of a channel's gates: items that were looked at often prove less."""
+
+    channel: str
+    items: str  # digest of what was judged on: suites and evaluators
+    lineage: str  # base model of the candidate
+    candidate: str
+    run_id: str
+    outcome: str
+    owner: str
+    at: float
+    number: int = 0  # 1, 2, … of the channel; 0: the next
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One fact of the audit log. `sequence` is None until the sealer has passed."""
 

@@ -72,7 +72,7 @@ class Journal:
             "project": self._project,
             "kind": kind,
             "subject": subject,
-            "principal": self.principal(self.author.name),
+            "principal": self.own,
             "auth": self.author.auth,
             "request": self.author.request,
             "at": self._clock.now(),
@@ -101,6 +101,11 @@ class Journal:
         if told:
             self._connection.execute(_PAYLOAD, told)
         self._connection.execute(_UNSEALED, [{"event": event} for event in ids])
+
+    @property
+    def own(self) -> str:
+        """The author's principal."""
+        return self.principal(self.author.name)
 
     def principal(self, name: str) -> str:
         """The pseudonymous id of whoever is called `name`, made when they are first named."""

@@ -12,7 +12,17 @@ from contextlib import contextmanager
 
 from posttrain.domain.errors import InfrastructureError
 from posttrain.domain.ports import Clock
-from posttrain.domain.records import DEFAULT_PROJECT, Asset, AttemptRecord, Event, ReleaseEntry, RunRecord, StageRecord
+from posttrain.domain.records import (
+    DEFAULT_PROJECT,
+    Asset,
+    AttemptRecord,
+    Event,
+    Look,
+    Quarantine,
+    ReleaseEntry,
+    RunRecord,
+    StageRecord,
+)
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.journal import Author, Entropy, new_request
@@ -131,6 +141,16 @@ class Ledger:
         """See `Snapshot.history`."""
         with self.snapshot() as now:
             return now.history(name)
+
+    def quarantine(self, name: str) -> list[Quarantine]:
+        """See `Snapshot.quarantine`."""
+        with self.snapshot() as now:
+            return now.quarantine(name)
+
+    def looks(self, name: str, items: str | None = None) -> list[Look]:
+        """See `Snapshot.looks`."""
+        with self.snapshot() as now:
+            return now.looks(name, items)
 
     def channels(self) -> list[str]:
         """See `Snapshot.channels`."""

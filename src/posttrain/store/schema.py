@@ -157,6 +157,35 @@ releases = Table(
     Column("report_digest", String(71)),
 )
 
+quarantine = Table(
+    "quarantine",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("channel", String(128), primary_key=True),
+    Column("model_digest", String(71), primary_key=True),
+    Column("release", Integer, nullable=False),  # the rollback that took the model off the channel
+    Column("since", Float(53), nullable=False),
+    Column("principal", String(32), nullable=False),  # who rolled back, or lifted it
+    Column("lifted_at", Float(53)),  # NULL: it may not be promoted there
+    Column("reason", Text, nullable=False),  # for lifting it
+)
+
+looks = Table(
+    "looks",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("channel", String(128), primary_key=True),
+    Column("number", Integer, primary_key=True),  # 1, 2, … of the channel
+    Column("items", String(71), nullable=False),  # digest of what its gates were judged on: suites and evaluators
+    Column("lineage", String(71), nullable=False),  # base model of the candidate
+    Column("candidate", String(71), nullable=False),
+    Column("run_id", String(64), nullable=False),
+    Column("outcome", String(16), nullable=False),
+    Column("owner", Text, nullable=False),  # of the run
+    Column("at", Float(53), nullable=False),
+    Index("looks_by_items", "project", "items"),
+)
+
 stage_cache = Table(
     "stage_cache",
     metadata,

@@ -7,7 +7,16 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Select, func, or_, select
 
 from posttrain.domain.errors import InputError, NotFoundError
-from posttrain.domain.records import Asset, AttemptRecord, Event, ReleaseEntry, RunRecord, StageRecord
+from posttrain.domain.records import (
+    Asset,
+    AttemptRecord,
+    Event,
+    Look,
+    Quarantine,
+    ReleaseEntry,
+    RunRecord,
+    StageRecord,
+)
 from posttrain.store.rows import Record, to_event, to_record
 from posttrain.store.schema import (
     assets,
@@ -15,8 +24,10 @@ from posttrain.store.schema import (
     events,
     events_before,
     leaves,
+    looks,
     payloads,
     principals,
+    quarantine,
     releases,
     runs,
     stage_cache,
@@ -55,7 +66,7 @@ class Snapshot:
         self, limit: int | None = None, state: str | None = None, manifest_digest: str | None = None
     ) -> list[RunRecord]:
         """Runs, newest first; of one manifest by repetition, the last first."""
-        query = self._runs().order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
+        query = self._runs().order_by(runs.c.created_at.desc(), runs.c.repeat.desc(), runs.c.id.desc()).limit(limit)
         if state is not None:
             query = query.where(runs.c.state == state)
         if manifest_digest is not None:
@@ -69,7 +80,7 @@ class Snapshot:
             NotFoundError: nothing matches.
             InputError: several ids start like this; the message lists them.
         """
-        newest = self._runs().order_by(runs.c.created_at.desc(), runs.c.id.desc())
+        newest = self._runs().order_by(runs.c.created_at.desc(), runs.c.repeat.desc(), runs.c.id.desc())
         exact = self._all(RunRecord, newest.where(or_(runs.c.id == prefix, runs.c.name == prefix)))
         if exact:
             return next((run for run in exact if run.id == prefix), exact[0])
@@ -137,6 +148,21 @@ class Snapshot:
         """Everything that was ever live on a channel, oldest first."""
         query = self._releases().where(releases.c.channel == name).order_by(releases.c.sequence)
         return self._all(ReleaseEntry, query)
+
+    def quarantine(self, name: str) -> list[Quarantine]:
+        """Models that may not be promoted to a channel again, the newest first."""
+        query = select(quarantine, principals.c.name.label("actor"))
+        query = query.join(principals, principals.c.id == quarantine.c.principal)
+        mine = (quarantine.c.project == self._project) & (quarantine.c.channel == name)
+        query = query.where(mine, quarantine.c.lifted_at.is_(None))
+        return self._all(Quarantine, query.order_by(quarantine.c.release.desc(), quarantine.c.model_digest))
+
+    def looks(self, name: str, items: str | None = None) -> list[Look]:
+        """Every judgement of a channel's gates, or those on the same items, oldest first."""
+        query = select(looks).where(looks.c.project == self._project, looks.c.channel == name)
+        if items is not None:
+            query = query.where(looks.c["items"] == items)
+        return self._all(Look, query.order_by(looks.c.number))
 
     def channels(self) -> list[str]:
         """The names of channels with a history."""

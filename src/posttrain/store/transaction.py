@@ -17,14 +17,14 @@ from typing import Any
 from sqlalchemy import Connection, Table, Update, bindparam, insert, or_, update
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
-from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
+from posttrain.domain.errors import ConflictError, InputError, QuarantinedError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition
 from posttrain.domain.ports import Clock
-from posttrain.domain.records import Asset, AttemptRecord, ReleaseEntry, RunRecord, StageRecord
+from posttrain.domain.records import Asset, AttemptRecord, Look, ReleaseEntry, RunRecord, StageRecord
 from posttrain.store.audited import ADDED, CHANGED, Change
 from posttrain.store.journal import Author, Journal
 from posttrain.store.rows import Record, plain, to_columns
-from posttrain.store.schema import assets, attempts, releases, runs, stage_cache, stages
+from posttrain.store.schema import assets, attempts, looks, quarantine, releases, runs, stage_cache, stages
 from posttrain.store.snapshot import Snapshot
 
 _FIXED = frozenset(
@@ -160,14 +160,19 @@ class Transaction:
         action: str,
         expected: str | None,
         report_digest: str | None = None,
+        lift: str = "",
     ) -> ReleaseEntry:
         """Move a channel to another model: compare-and-set against what is live, appended to the channel's history.
+
+        A rollback quarantines the model that it takes off the channel, and lifts the quarantine of the one it names.
 
         Args:
             action: `promote` or `rollback`; the event is `channel.<action>`.
             expected: digest that the caller saw live; None for a channel that was empty.
+            lift: why a model that is quarantined is promoted after all.
 
         Raises:
+            QuarantinedError: the model was rolled back from this channel, and `lift` says nothing.
             ConflictError: something else is live.
         """
         live = self.snapshot.channel(channel)
@@ -178,6 +183,9 @@ class Transaction:
                 "look at it and decide again"
             )
         sequence = live.sequence + 1 if live else 1
+        self._pass_quarantine(channel, model_digest, action, lift, sequence)
+        if action == "rollback" and live is not None:
+            self._quarantine(channel, live.model_digest, sequence)
         entry = ReleaseEntry(
             sequence, channel, model_digest, run_id, action, self._journal.author.name, self._clock.now(), report_digest
         )
@@ -185,15 +193,50 @@ class Transaction:
         self._insert(releases, self._owned(entry, "actor"), what, f"channel.{action}", channel, previous=expected)
         return entry
 
+    def _pass_quarantine(self, channel: str, model: str, action: str, lift: str, sequence: int) -> None:
+        barred = next((one for one in self.snapshot.quarantine(channel) if one.model_digest == model), None)
+        if barred is None:
+            return
+        reason = lift or (f"rolled back to, by release {sequence}" if action == "rollback" else "")
+        if not reason:
+            raise QuarantinedError(
+                f"channel {channel}: {model[:19]}… was taken off it by release {barred.release} and is quarantined; "
+                "promote --lift-quarantine REASON says why it may come back"
+            )
+        key = {"project": self._project, "channel": channel, "model_digest": model}
+        values = {"lifted_at": self._clock.now(), "reason": reason, "principal": self._journal.own}
+        self._change(quarantine, key, values, "channel.quarantine_lifted", channel)
+
+    def _quarantine(self, channel: str, model: str, sequence: int) -> None:
+        key = {"project": self._project, "channel": channel, "model_digest": model}
+        values = {"release": sequence, "since": self._clock.now(), "lifted_at": None, "reason": ""}
+        values |= {"principal": self._journal.own}
+        if not self._change(quarantine, key, values, "channel.quarantined", channel):
+            what = f"quarantine of {model} on channel {channel}"
+            self._insert(quarantine, {**key, **values}, what, "channel.quarantined", channel)
+
+    def record_look(self, look: Look) -> Look:
+        """Count a judgement of a channel's gates."""
+        known = self.snapshot.looks(look.channel)
+        new = replace(look, number=len(known) + 1)
+        columns = {"project": self._project, **to_columns(new)}
+        self._insert(looks, columns, f"look {new.number} of channel {new.channel}", "channel.looked", look.channel)
+        return new
+
+    def _change(self, table: Table, key: Mapping[str, Any], values: Mapping[str, Any], kind: str, subject: str) -> bool:
+        """Set columns of a row without a generation, and tell; False: there is no such row."""
+        here = [table.c[name] == value for name, value in key.items()]
+        if not self._connection.execute(update(table).where(*here).values(**values)).rowcount:
+            return False
+        self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values))
+        return True
+
     def put_cache(self, cache_key: str, run_id: str, stage: str) -> None:
         """Let `cache_key` be answered by this stage, whatever answered it before."""
         key, values = {"project": self._project, "cache_key": cache_key}, {"run_id": run_id, "stage": stage}
-        mine = (stage_cache.c.project == self._project) & (stage_cache.c.cache_key == cache_key)
-        sign = CHANGED
-        if not self._connection.execute(update(stage_cache).where(mine).values(**values)).rowcount:
-            sign = ADDED
-            self._connection.execute(insert(stage_cache).values(**key, **values))
-        self._journal.tell("stage.cached", f"{run_id}/{stage}", Change(sign, "stage_cache", key, values))
+        subject = f"{run_id}/{stage}"
+        if not self._change(stage_cache, key, values, "stage.cached", subject):
+            self._insert(stage_cache, {**key, **values}, f"cache entry {cache_key}", "stage.cached", subject)
 
     def append_event(
         self, kind: str, subject: str, facts: Mapping[str, Any], said: Mapping[str, Any] | None = None

@@ -33,6 +33,7 @@ def upgrade() -> None:
     _rebuild_assets()
     _rebuild_releases()
     _rebuild_cache()
+    _create_policies()
 
 
 def _create_principals() -> None:
@@ -209,3 +210,42 @@ def _rebuild_cache() -> None:
         f"SELECT {_DEFAULT}, cache_key, run_id, stage FROM stage_cache_before"
     )
     op.drop_table("stage_cache_before")
+
+
+def _create_policies() -> None:
+    op.create_table(
+        "quarantine",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("channel", sa.String(128), primary_key=True),
+        sa.Column("model_digest", _DIGEST, primary_key=True),
+        sa.Column("release", sa.Integer(), nullable=False),
+        sa.Column("since", _TIME, nullable=False),
+        sa.Column("principal", _PRINCIPAL, nullable=False),
+        sa.Column("lifted_at", _TIME),
+        sa.Column("reason", sa.Text(), nullable=False),
+    )
+    op.create_table(
+        "looks",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("channel", sa.String(128), primary_key=True),
+        sa.Column("number", sa.Integer(), primary_key=True),
+        sa.Column("items", _DIGEST, nullable=False),
+        sa.Column("lineage", _DIGEST, nullable=False),
+        sa.Column("candidate", _DIGEST, nullable=False),
+        sa.Column("run_id", sa.String(64), nullable=False),
+        sa.Column("outcome", sa.String(16), nullable=False),
+        sa.Column("owner", sa.Text(), nullable=False),
+        sa.Column("at", _TIME, nullable=False),
+    )
+    op.create_index("looks_by_items", "looks", ["project", "items"])
+    # what was rolled back and never promoted again is quarantined from the beginning
+    op.execute(
+        "INSERT INTO quarantine (project, channel, model_digest, release, since, principal, reason) "
+        "SELECT off.project, off.channel, was.model_digest, max(off.sequence), max(off.at), max(off.principal), '' "
+        "FROM releases AS off JOIN releases AS was "
+        "ON was.project = off.project AND was.channel = off.channel AND was.sequence = off.sequence - 1 "
+        "WHERE off.action = 'rollback' AND NOT EXISTS ("
+        "SELECT 1 FROM releases AS again WHERE again.project = off.project "
+        "AND again.channel = off.channel AND again.model_digest = was.model_digest AND again.sequence > off.sequence) "
+        "GROUP BY off.project, off.channel, was.model_digest"
+    )
