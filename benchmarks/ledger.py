@@ -80,7 +80,8 @@ def fill(folder: Path, runs: int) -> None:
     for start in range(0, runs, PER_TRANSACTION):
         with workspace.ledger.transaction("user:bench") as transaction:
             for number in range(start, min(runs, start + PER_TRANSACTION)):
-                run = RunRecord(f"bench-{number:08d}", "bench", digest, "pending", "bench", float(number))
+                name, at = f"bench-{number:08d}", float(number)
+                run = RunRecord(name, "bench", digest, "pending", "bench", at, repeat=number + 1)
                 stages = [StageRecord(run.id, name, i, "sft", "pending") for i, name in enumerate(STAGES)]
                 transaction.insert_run(run, stages)
                 for stage in stages:
@@ -124,7 +125,7 @@ def least(folder: Path) -> float:
     """Seconds to read every event and hash its bytes, by nothing but SQLite and SHA-256."""
     started = time.process_time()
     with closing(sqlite3.connect(folder / ".posttrain" / "ledger.db")) as connection:
-        for row in connection.execute("SELECT * FROM events ORDER BY sequence"):
+        for row in connection.execute("SELECT * FROM events LEFT JOIN payloads ON event = id ORDER BY id"):
             hashlib.sha256(repr(row).encode()).digest()
     return time.process_time() - started
 

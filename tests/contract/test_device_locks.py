@@ -256,7 +256,10 @@ def test_three_drivers_in_two_workspaces_share_two_devices_and_lose_nothing_to_k
     assert any(re.search(r"needs 1 of 2 devices, 0 free: 0 is held by [abc]", message) for message in waits), waits
 
 
+_WAITED = "SELECT body FROM payloads JOIN events ON id = event WHERE audited LIKE '%WaitingForDevices%'"
+
+
 def waited(workspace: Path) -> list[str]:
     """What stages said while they waited for devices."""
     with closing(sqlite3.connect(workspace / "ledger.db")) as ledger:
-        return [row[0] for row in ledger.execute("SELECT payload FROM events WHERE payload LIKE '%WaitingForDevices%'")]
+        return [row[0] for row in ledger.execute(_WAITED)]

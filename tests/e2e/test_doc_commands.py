@@ -39,6 +39,7 @@ SUITES = {
     "controller",
     "tracing",
     "starting",
+    "transitions",
     "ledger",
     "gates",
 }  # test_benchmarks runs them small

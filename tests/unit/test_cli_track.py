@@ -371,12 +371,11 @@ def test_a_target_is_of_one_workspace(world: World, tmp_path: Path, monkeypatch:
     world.ok("init", "--tracker", "csv")
     assert json.loads((world.root / ".posttrain" / "workspace.json").read_text())["id"] == identity
     shutil.copytree(world.root / ".posttrain", tmp_path / "copy" / ".posttrain")
-    (tmp_path / "second").mkdir()
+    shutil.copytree(world.root / ".posttrain", tmp_path / "second" / ".posttrain")
+    settings = tmp_path / "second" / ".posttrain" / "workspace.json"  # as if it had been copied before it had an id
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "id": ""}))
     second = make_world(tmp_path / "second", monkeypatch)
-    second.prepare()
-    second.write("run.yaml", RUN + f"trackers: {{csv: {shared}}}\n")
-    second.ok("run", "run.yaml")
-    assert second.newest() == run, "ids come from manifests"
+    assert second.newest() == run
     refused = second("track", run)
     assert (refused.exit_code, refused.stderr.count("\n")) == (TrackerError.exit_code, 1)
     assert f"another workspace wrote its run {run} there; name another place" in refused.stderr

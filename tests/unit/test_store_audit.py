@@ -33,7 +33,7 @@ def fill(ledger: Ledger) -> None:
             stage = transaction.update_stage(stage, state=state, message=f"now {state}", **inputs)
         transaction.insert_attempt(attempt)
         launched = transaction.update_attempt(attempt, state="launched", handle="17", launched_at=2.0)
-        transaction.update_attempt(launched, state="succeeded", seconds=3.25, tokens=7, message="done")
+        transaction.update_attempt(launched, state="succeeded", tokens=7, seconds=90.25, message="done")
         outputs = {"model": {"digest": MODEL, "form": "tree"}}
         transaction.update_stage(
             stage, state="succeeded", outputs=outputs, metrics={"loss": float("nan")}, tokens=2**60
@@ -106,7 +106,7 @@ def test_any_edited_column_of_any_row_is_named(tmp_path: Path, ledger: Ledger, t
         ("DELETE FROM stage_cache", "cache entry sha256:key: an event tells of it"),
         ("UPDATE stage_cache SET stage = 'grpo'", "cache entry sha256:key: stage must be 'sft'"),
         ("UPDATE stages SET metrics = '{\"loss\": 0.5}'", "stage run1/sft: metrics must be {'loss': 'nan'}"),
-        ("UPDATE attempts SET seconds = 1", "attempt run1/sft/1: seconds must be 3.25"),
+        ("UPDATE attempts SET seconds = 61", "attempt run1/sft/1: seconds must be 90.25"),
         ("UPDATE runs SET owner = 'eve'", "run run1: owner must be 'ann'"),
         ("DELETE FROM attempts", "attempt run1/sft/1: an event tells of it, but it is gone"),
         ("INSERT INTO projects VALUES ('other', 1)", "project other: stands in the ledger, but no event tells of it"),

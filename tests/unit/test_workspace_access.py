@@ -142,7 +142,7 @@ def test_a_ledger_on_a_read_only_mount_is_read_however_it_was_left(
     names = sorted(p.name for p in place.parent.iterdir())
     locked(monkeypatch)
     reader = Ledger(Database(place, create=False))
-    assert [event.payload for event in reader.pending_events()] == [{"words": "kept"}]
+    assert reader.pending_events()[-1].payload == {"words": "kept"}
     with pytest.raises(WorkspaceError, match="it is read-only"), reader.transaction("eve"):
         pass
     reader.close()
@@ -205,7 +205,7 @@ def test_verify_runs_the_databases_own_check(copy: World) -> None:
 
 def test_a_dangling_reference_is_found(copy: World) -> None:
     with closing(sqlite3.connect(copy.root / ".posttrain" / "ledger.db")) as connection:
-        connection.execute("INSERT INTO stage_cache VALUES ('sha256:x', 'no-run', 'sft')")
+        connection.execute("INSERT INTO stage_cache VALUES ('default', 'sha256:x', 'no-run', 'sft')")
         connection.commit()
     assert copy("verify", "prod").exit_code == 8
 
