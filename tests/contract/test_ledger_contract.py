@@ -106,8 +106,8 @@ def test_a_snapshot_is_of_one_moment(ledger: Ledger) -> None:
 def test_a_job_may_say_anything(ledger: Ledger) -> None:
     run = work.submit(ledger)
     with ledger.transaction("bob") as transaction:
-        transaction.update_run(run, message="half\0a word")
-    assert ledger.run("run1").message == "half\ufffda word"
+        transaction.update_run(run, message="half\0a word \ud800")
+    assert ledger.run("run1").message == "half\ufffda word ?"
     seal(ledger)
     verify_chain(ledger)
     assert verify_rows(ledger)

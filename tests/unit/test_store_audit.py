@@ -147,3 +147,31 @@ def test_another_project_is_not_there(tmp_path: Path, ledger: Ledger) -> None:
     verify_chain(ledger)
     verify_rows(ledger)
     other.close()
+
+
+def test_a_row_rolled_back_by_swapping_events_is_found(tmp_path: Path, ledger: Ledger) -> None:
+    """Rows are rebuilt in the order that the log proves: the ids of events are in no leaf."""
+    (first, second) = (e.id for e in ledger.events(limit=1000) if e.kind == "channel.promote")
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        connection.execute("PRAGMA foreign_keys = OFF")
+        for table, column in (("events", "id"), ("payloads", "event"), ("leaves", "event")):
+            for was, becomes in ((first, -1), (second, first), (-1, second)):
+                connection.execute(f"UPDATE {table} SET {column} = ? WHERE {column} = ?", (becomes, was))
+    connection.close()
+    assert verify_rows(ledger)  # told in the same order as before
+    verify_chain(ledger)
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("UPDATE assets SET meta = 'x'", "asset dataset:train@1: meta cannot be read, got 'x'"),
+        ("UPDATE stages SET outputs = '{'", "stage run1/sft: outputs cannot be read"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, ledger: Ledger, statement: str, words: str) -> None:
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        connection.execute(statement)
+    connection.close()
+    with pytest.raises(IntegrityError, match=words):
+        verify_rows(ledger)

@@ -123,6 +123,8 @@ FORGED = "X'" + "ab" * 32 + "'"
         ("DELETE FROM tree_head", 9),
         (f"INSERT INTO tiles VALUES (0, 0, {FORGED})", 8),
         ("INSERT INTO unsealed VALUES (3)", 9),
+        ("INSERT INTO unsealed VALUES (4711)", 9),
+        ("UPDATE tree_head SET size = 'x'", 9),
     ],
 )
 def test_whatever_is_changed_the_first_bad_sequence_is_named(
@@ -271,3 +273,14 @@ def test_what_is_said_may_be_erased_and_facts_not(ledger: Ledger) -> None:
     with ledger.database.read() as connection:
         told = connection.exec_driver_sql("SELECT group_concat(audited) FROM events").scalar()
     assert "host" not in str(told)
+
+
+@pytest.mark.parametrize("event", [3, 4711])  # sealed already, never written
+def test_what_somebody_put_among_the_waiting_holds_nobody_up(tmp_path: Path, ledger: Ledger, event: int) -> None:
+    seal(ledger)
+    tamper(tmp_path, f"INSERT INTO unsealed VALUES ({event})")
+    assert seal(ledger) == 0
+    say(ledger, "one")
+    assert seal(ledger) == 2  # and who said it
+    with pytest.raises(IntegrityError, match=f"event {event} waits to be sealed, but"):
+        verify_chain(ledger)

@@ -130,3 +130,28 @@ def test_an_upgrade_killed_in_the_middle_is_made_again(old: World, place: str) -
     done = json.loads(old.ok("upgrade", "-o", "json"))
     assert Path(done["copy"]).name == "ledger-0001-2.db"
     assert "everything matches" in old.ok("verify", "prod")
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        (
+            "UPDATE releases SET model_digest = 'sha256:x' WHERE sequence = 3",
+            "release 3 of channel prod: model must be",
+        ),
+        ("UPDATE stages SET tokens = 7 WHERE name = 'sft'", "/sft: tokens must be 400"),
+        ("UPDATE stages SET metrics = '{}' WHERE name = 'evaluate'", "/evaluate: metrics must be"),
+        ("UPDATE attempts SET seconds = 90.5", "/1: seconds must be"),
+        ("UPDATE assets SET meta = 'x' WHERE kind = 'reward'", "asset reward:sort@1: cannot be read"),
+        ("DELETE FROM releases WHERE sequence = 3", "release 3 of channel prod: an event tells of it, but it is gone"),
+    ],
+)
+def test_rows_that_the_old_events_do_not_tell_are_not_made_the_truth(old: World, statement: str, words: str) -> None:
+    with closing(sqlite3.connect(old.root / ".posttrain" / "ledger.db")) as connection, connection:
+        connection.execute(statement)
+    before = ledger_bytes(old)
+    refused = old("upgrade")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (8, 1)
+    assert words in refused.stderr
+    assert ledger_bytes(old) == before
+    assert not list((old.root / ".posttrain").glob("ledger-*"))

@@ -31,6 +31,7 @@ from posttrain.domain.plugins import TRAINERS, all_plugins
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import verify_chain
 
 _ENGINE = ("torch", "transformers", "safetensors")
@@ -168,7 +169,8 @@ def _ledger(workspace: Workspace) -> Check:
     chain = verify_chain(workspace.ledger)
     database, unsafe = workspace.ledger.database.product()
     where = f"{database} at {workspace.ledger_address}" if workspace.ledger_address else database
-    said = f"{where}: {chain.sealed} events, log intact, {chain.pending} not sealed yet"
+    rows = verify_rows(workspace.ledger)
+    said = f"{where}: {chain.sealed} events, log intact, {chain.pending} not sealed yet, {rows} rows as it tells"
     if unsafe:
         return Check("ledger", "warn", f"{said}; {unsafe} off", "a power cut loses commits: turn it on in the server")
     return Check("ledger", "ok", said)

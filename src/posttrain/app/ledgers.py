@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import WorkspaceError
+from posttrain.store.atomic import read_json
 from posttrain.store.ledger import Ledger
 from posttrain.store.postgres import checked_address
+from posttrain.store.snapshot import Snapshot
 
 LEDGER_VARIABLE = "POSTTRAIN_LEDGER"
 KEY = "ledger"  # of workspace.json; absent: the file
@@ -71,19 +73,34 @@ def bind(ledger: Ledger, root: Path, identity: str, actor: str) -> None:
         identity: what tells the workspace from others; a folder that was moved keeps it.
 
     Raises:
-        WorkspaceError: it is another workspace's.
+        WorkspaceError: it is another workspace's, or this folder is a copy of the one that has it.
     """
-    mine = f"{_SUBJECT}/{identity}"
+    mine, where = f"{_SUBJECT}/{identity}", f"{socket.gethostname()}:{root}"
     with ledger.snapshot() as now:
-        if now.last_said(mine) is not None:
+        if _folders(now, mine)[-1:] == [where]:
             return
     with ledger.database.alone(), ledger.transaction(actor) as transaction:
-        now = transaction.snapshot
-        known = [*now.events(subject_prefix=_SUBJECT), *now.pending_events(_SUBJECT)]
-        where = f"{socket.gethostname()}:{root}"
-        others = [str(event.payload.get("folder")) for event in known]
-        if others and where not in others:  # the folder itself may have lost its workspace.json
+        own, known = _folders(transaction.snapshot, mine), _folders(transaction.snapshot, _SUBJECT)
+        if not own and known and where not in known:  # the folder itself may have lost its workspace.json
             raise WorkspaceError(
-                f"{root}: the ledger {ledger.database.place} is that of the workspace {others[0]}; name another one"
+                f"{root}: the ledger {ledger.database.place} is that of the workspace {known[-1]}; name another one"
+            )
+        if own and _still_there(own[-1], identity):
+            raise WorkspaceError(
+                f"{root}: is a copy of the workspace {own[-1]}, which has the ledger {ledger.database.place}; "
+                "use that one, or move it away first"
             )
         transaction.append_event("workspace.bound", mine, {}, {"folder": where})
+
+
+def _folders(now: Snapshot, subject: str) -> list[str]:
+    """Where the workspaces of a ledger are or were, as `host:folder`, the last one last."""
+    known = [*now.events(subject_prefix=subject), *now.pending_events(subject)]
+    return [str(event.payload.get("folder")) for event in known]
+
+
+def _still_there(where: str, identity: str) -> bool:
+    """Whether a workspace of this id is in another folder of this machine."""
+    host, _, folder = where.partition(":")
+    record = read_json(Path(folder) / "workspace.json") if host == socket.gethostname() else None
+    return isinstance(record, Mapping) and record.get("id") == identity

@@ -107,7 +107,8 @@ def verify(
         emit_json({**asdict(report), "ok": not report.problems})
     else:
         size = f"{report.bytes / 2**20:.1f} MiB"
-        say(f"{target}: hashed {report.checked} artifacts again ({size}) and {report.events} sealed events")
+        older = f", {report.before} of before the upgrade" if report.before else ""
+        say(f"{target}: hashed {report.checked} artifacts again ({size}) and {report.events} sealed events{older}")
         say(*(f"  problem: {problem}" for problem in report.problems))
         if not report.problems:
             say("everything matches")

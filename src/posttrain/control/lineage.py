@@ -51,6 +51,7 @@ class VerifyReport:
     events: int  # sealed events whose chain was recomputed
     problems: tuple[str, ...] = field(default=())
     pending: int = 0  # events that no sealer has passed yet: they are believed
+    before: int = 0  # events of before an upgrade of the ledger, by the rule of then
 
 
 def release_lineage(wiring: Wiring, channel: str) -> Node:
@@ -275,13 +276,12 @@ def verify(wiring: Wiring, tree: Node, progress: Callable[[int], None] = lambda 
         except (IntegrityError, NotFoundError) as error:
             problems.append(f"{node.kind} {node.name}: {error}")
         progress(len(seen))
-    events = 0
-    pending = 0
+    events = pending = before = 0
     try:
         problems += [f"ledger: {line}; restore it from a copy" for line in wiring.ledger.database.check()]
         chain = verify_chain(wiring.ledger)
-        events, pending = chain.sealed, chain.pending
+        events, pending, before = chain.sealed, chain.pending, chain.before
         verify_rows(wiring.ledger)
     except (IntegrityError, WorkspaceError) as error:  # the second: the database refuses to read on
         problems.append(str(error))
-    return VerifyReport(len(seen), size, events, tuple(problems), pending)
+    return VerifyReport(len(seen), size, events, tuple(problems), pending, before)

@@ -13,6 +13,8 @@ from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
 
+_RACES = 100  # that one `--again` may lose
+
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
@@ -41,18 +43,23 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False, exact: bo
         return Submitted(unfinished, attached=True, moved=True)
     digest = wiring.blobs.put(canonical_json(manifest.to_json()))
     repeat = existing[0].repeat + 1 if existing else 1
-    run, stages = _records(wiring, manifest, digest, repeat)
-    crashpoint("submit.before_commit")
-    try:
-        with wiring.ledger.transaction(wiring.actor) as transaction:
-            transaction.insert_run(run, stages)
-    except ConflictError:  # another submit of the same digest won the race: attach to it
-        won = wiring.ledger.runs(manifest_digest=digest)
-        if not won or won[0].repeat < repeat:
-            raise
-        return Submitted(won[0], attached=True)
-    crashpoint("submit.after_commit")
-    return Submitted(wiring.ledger.run(run.id), attached=False)
+    for _ in range(_RACES):
+        run, stages = _records(wiring, manifest, digest, repeat)
+        crashpoint("submit.before_commit")
+        try:
+            with wiring.ledger.transaction(wiring.actor) as transaction:
+                transaction.insert_run(run, stages)
+        except ConflictError:  # another submit of the same digest won the race
+            won = wiring.ledger.runs(manifest_digest=digest)
+            if not won or won[0].repeat < repeat:
+                raise
+            if not again:
+                return Submitted(won[0], attached=True)
+            repeat = won[0].repeat + 1
+            continue
+        crashpoint("submit.after_commit")
+        return Submitted(wiring.ledger.run(run.id), attached=False)
+    raise ConflictError(f"{manifest.name}: {_RACES} other submissions came first; run the command again")
 
 
 def new_run_id(wiring: Wiring, name: str) -> str:

@@ -16,7 +16,7 @@ from posttrain.domain.errors import IntegrityError
 from posttrain.store.audited import ADDED, REMOVED, TABLES
 from posttrain.store.envelopes import auditable
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import events, payloads
+from posttrain.store.schema import JsonText, events, leaves, payloads
 
 _BATCH = 1000
 _Key = tuple[Any, ...]
@@ -47,10 +47,14 @@ def verify_rows(ledger: Ledger) -> int:
 
 
 def _said(connection: Connection) -> Iterator[tuple[int, str, str | None]]:
-    query = select(events.c.id, type_coerce(events.c.audited, Text), type_coerce(payloads.c.body, Text))
-    query = query.outerjoin(payloads, payloads.c.event == events.c.id).order_by(events.c.id)
-    for event, audited, body in connection.execute(query.execution_options(yield_per=_BATCH)):
-        yield int(event), audited, body
+    """Every event in the order that the log proves; what is not sealed yet comes last."""
+    columns = (events.c.id, type_coerce(events.c.audited, Text), type_coerce(payloads.c.body, Text))
+    sealed = select(*columns).select_from(leaves).join(events, events.c.id == leaves.c.event)
+    waiting = select(*columns).outerjoin(leaves, leaves.c.event == events.c.id).where(leaves.c.event.is_(None))
+    for query in (sealed.order_by(leaves.c.sequence), waiting.order_by(events.c.id)):
+        whole = query.outerjoin(payloads, payloads.c.event == events.c.id)
+        for event, audited, body in connection.execute(whole.execution_options(yield_per=_BATCH)):
+            yield int(event), audited, body
 
 
 def _take(told: _Rows, event: int, row: list[Any], words: Mapping[str, Any]) -> None:
@@ -73,10 +77,15 @@ def _take(told: _Rows, event: int, row: list[Any], words: Mapping[str, Any]) -> 
 
 def _compare(connection: Connection, name: str, told: dict[_Key, dict[str, Any]]) -> int:
     spec = TABLES[name]
-    query = select(*(spec.table.c[column] for column in spec.columns)).order_by(*spec.table.primary_key)
+    columns = [spec.table.c[column] for column in spec.columns]
+    kept = {column.name for column in columns if isinstance(column.type, JsonText)}
+    raw = [type_coerce(column, Text).label(column.name) if column.name in kept else column for column in columns]
+    query = select(*raw).order_by(*spec.table.primary_key)
     compared = 0
     for found in connection.execute(query.execution_options(yield_per=_BATCH)).mappings():
         row = dict(found)
+        for column in kept:
+            row[column] = _read(row[column], f"{spec.name(row)}: {column}")
         key = tuple(row[column] for column in spec.key)
         expected = told.pop(key, None)
         if expected is None:
@@ -91,6 +100,13 @@ def _compare(connection: Connection, name: str, told: dict[_Key, dict[str, Any]]
     for key in told:
         raise IntegrityError(f"{_named(name, key)}: an event tells of it, but it is gone from the ledger; {_REMEDY}")
     return compared
+
+
+def _read(value: Any, what: str) -> Any:
+    try:
+        return None if value is None else json.loads(value)
+    except (ValueError, TypeError) as error:
+        raise IntegrityError(f"{what} cannot be read, got {value!r}; {_REMEDY}") from error
 
 
 def _named(table: str, key: _Key) -> str:

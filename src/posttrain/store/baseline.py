@@ -10,42 +10,52 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select
 
+from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store.audited import ADDED, TABLES, Audited, Change
-from posttrain.store.chain import Chain, seal_before, verify_before
+from posttrain.store.chain import GENESIS, Chain
 from posttrain.store.envelopes import CREATED, UPGRADED
 from posttrain.store.journal import Author, Entropy, Journal, new_request
-from posttrain.store.schema import principals
+from posttrain.store.schema import events_before, principals
 
+_NONE = Chain(0, GENESIS)
+_BOUND = select(events_before.c.subject, events_before.c.payload).where(events_before.c.kind == "workspace.bound")
 _ROWS = 200  # of one event
 _ACTOR = "service:posttrain"
 
 
-def tell_rows(connection: Connection, clock: Clock, entropy: Entropy, came_from: str | None) -> None:
-    """Tell every row that there is, in a log that holds nothing yet. The first event names the chain of before.
+def tell_rows(
+    connection: Connection, clock: Clock, entropy: Entropy, came_from: str | None = None, chain: Chain = _NONE
+) -> None:
+    """Tell every row that there is, in a log that holds nothing yet.
 
     Args:
         came_from: schema of before; None: the ledger was made a moment ago.
+        chain: of the events of before, which the first event names.
 
     Raises:
-        IntegrityError: the chain of before does not hold.
+        IntegrityError: a row cannot be read.
     """
-    chain = Chain(0, "")
-    if came_from:
-        seal_before(connection)
-        chain = verify_before(connection)
-    actor = entropy(8).hex()
-    columns = {"id": actor, "kind": "service", "name": _ACTOR, "created_at": clock.now()}
-    connection.execute(insert(principals).values(**columns))
+    actor = connection.execute(select(principals.c.id).where(principals.c.name == _ACTOR)).scalar()
+    if actor is None:
+        actor = entropy(8).hex()
+        columns = {"id": actor, "kind": "service", "name": _ACTOR, "created_at": clock.now()}
+        connection.execute(insert(principals).values(**columns))
     author = Author(_ACTOR, new_request(entropy), entropy=entropy, known={_ACTOR: actor})
     journal = Journal(connection, author, clock, DEFAULT_PROJECT)
     facts: dict[str, Any] = {"chain": {"events": chain.events, "head": chain.head}} if chain.events else {}
     journal.tell(UPGRADED if came_from else CREATED, "ledger", facts={**facts, "from": came_from})
-    for spec in TABLES.values():
-        for changes in _changes(connection, spec):
-            journal.tell("ledger.baseline", spec.table.name, *changes)
+    for name, spec in TABLES.items():
+        try:
+            for changes in _changes(connection, spec):
+                journal.tell("ledger.baseline", name, *changes)
+        except (ValueError, InputError) as error:
+            raise IntegrityError(f"a row of {name} cannot be read ({error}); restore the ledger from a copy") from error
         journal.flush()
+    for subject, payload in connection.execute(_BOUND):  # whose database it is goes on to be known
+        journal.tell("workspace.bound", subject, said=payload)
+    journal.flush()
 
 
 def _changes(connection: Connection, spec: Audited) -> Iterator[list[Change]]:

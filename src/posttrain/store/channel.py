@@ -353,7 +353,7 @@ def _start(epoch: int, process: str = "", cancelled: str = "") -> Start:
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(value, sort_keys=True, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 def _group(number: int) -> int:

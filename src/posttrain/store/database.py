@@ -208,7 +208,7 @@ class Database:
             hold_off_others(connection)
             if schema_version(connection) is None:
                 migrate(connection)
-                tell_rows(connection, self.clock, os.urandom, came_from=None)
+                tell_rows(connection, self.clock, os.urandom)
 
     def _use_write_ahead_log(self) -> None:
         """Switch the file over, once in its life. SQLite does not wait for others here, so we do."""

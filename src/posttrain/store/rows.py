@@ -51,10 +51,11 @@ def to_columns(record: Any) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Mappings and tuples as the dictionaries and lists that JSON gives back: equal stays equal on the round trip.
 
-    A NUL, which PostgreSQL refuses in any text, becomes U+FFFD: a job may say anything.
+    A job may say anything: NUL, which PostgreSQL refuses in any text, becomes U+FFFD, half a surrogate pair `?`.
     """
     if type(value) is str:
-        return value.replace("\0", "\ufffd") if "\0" in value else value
+        whole = value if value.isascii() else value.encode("utf-8", "replace").decode()
+        return whole.replace("\0", "\ufffd") if "\0" in whole else whole
     if hasattr(value, "items"):
         return {plain(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

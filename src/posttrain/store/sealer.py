@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Text, delete, func, insert, select, type_coerce, update
+from sqlalchemy import Connection, Text, delete, insert, select, type_coerce, update
 
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.crashpoints import crashpoint
@@ -25,6 +25,12 @@ from posttrain.store.merkle import Tree
 from posttrain.store.schema import events, leaves, payloads, tiles, tree_head, unsealed
 
 _BATCH = 4096
+_WAITING = (  # what somebody else put into `unsealed` is for `verify` to tell
+    select(events.c.id, events.c.leaf)
+    .join(unsealed, unsealed.c.event == events.c.id)
+    .outerjoin(leaves, leaves.c.event == events.c.id)
+    .where(leaves.c.event.is_(None))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +55,13 @@ def seal(ledger: Ledger) -> int:
 
 def _waits(ledger: Ledger) -> bool:
     with ledger.database.read() as connection:
-        return connection.execute(select(unsealed.c.event).limit(1)).first() is not None
+        return connection.execute(_WAITING.limit(1)).first() is not None
 
 
 def _seal_batch(connection: Connection) -> int:
     head = connection.execute(select(tree_head).with_for_update()).one()
-    waiting = select(events.c.id, events.c.leaf).join(unsealed, unsealed.c.event == events.c.id)
-    found = connection.execute(waiting.order_by(events.c.id).limit(_BATCH)).all()
-    if not found:
+    found = connection.execute(_WAITING.order_by(events.c.id).limit(_BATCH)).all()
+    if not found:  # another sealer was faster
         return 0
     tree = Tree.of(head.size, head.peaks)
     placed = [
@@ -154,7 +159,8 @@ def _check_head(connection: Connection, tree: Tree, kept: Mapping[tuple[int, int
     if head is None:
         raise _broken(tree.size + 1, "the head is gone")
     if (head.size, head.root, head.peaks) != (tree.size, tree.root, tree.packed):
-        raise _broken(min(tree.size, head.size) + 1, f"the log ends at {tree.size}, its head says {head.size}")
+        ends = head.size if isinstance(head.size, int) else tree.size
+        raise _broken(min(tree.size, ends) + 1, f"the log ends at {tree.size}, its head says {head.size}")
 
 
 def _check_pending(connection: Connection, size: int) -> int:
@@ -177,9 +183,11 @@ def _check_pending(connection: Connection, size: int) -> int:
 
         _check_event(dict(row), broken)
         pending += 1
-    strays = select(func.count()).select_from(unsealed).join(leaves, leaves.c.event == unsealed.c.event)
-    if connection.execute(strays).scalar_one():
-        raise _broken(size + 1, "a sealed event waits to be sealed again")
+    strays = select(unsealed.c.event).outerjoin(leaves, leaves.c.event == unsealed.c.event)
+    strays = strays.outerjoin(events, events.c.id == unsealed.c.event)
+    stray = connection.execute(strays.where(leaves.c.event.is_not(None) | events.c.id.is_(None))).scalar()
+    if stray is not None:
+        raise _broken(size + 1, f"event {stray} waits to be sealed, but is sealed already or was never written")
     return pending
 
 

@@ -21,10 +21,14 @@ from posttrain.domain.errors import ConflictError, WorkspaceError
 from posttrain.store.atomic import unwritable
 from posttrain.store.audit import verify_rows
 from posttrain.store.baseline import tell_rows
+from posttrain.store.before import verify_rows_before
+from posttrain.store.chain import seal_before, verify_before
 from posttrain.store.database import Database, hold_off_others, migrate, schema_version
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import SCHEMA_VERSION, runs
+from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE, runs
 from posttrain.store.sealer import seal, verify_chain
+
+_TABLES = ("runs", "stages", "attempts", "assets", "releases", "stage_cache", "events", "chain_head", VERSION_TABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ def upgrade_ledger(location: str | Path, alive: Callable[[str], bool]) -> Upgrad
 
     Raises:
         ConflictError: a driver of the older version is at work.
-        IntegrityError: the log of before does not hold; nothing is changed.
+        IntegrityError: the log of before does not hold, or rows are not what it told; nothing is changed.
         WorkspaceError: no ledger, a newer one, or no room for the copy.
     """
     database = Database(location, create=False, older=True)
@@ -58,10 +62,13 @@ def upgrade_ledger(location: str | Path, alive: Callable[[str], bool]) -> Upgrad
             if found is not None and found != SCHEMA_VERSION:
                 came_from = found
                 _refuse_driven(connection, database.clock.now(), alive)
+                seal_before(connection)
+                chain = verify_before(connection, upgraded=False)
+                verify_rows_before(connection)
                 kept = _keep(connection, database.place, came_from)
                 crashpoint("upgrade.after_copy")
                 migrate(connection)
-                tell_rows(connection, database.clock, os.urandom, came_from)
+                tell_rows(connection, database.clock, os.urandom, came_from, chain)
                 crashpoint("upgrade.before_commit")
         ledger = Ledger(database)
         seal(ledger)
@@ -89,10 +96,12 @@ def _keep(connection: Connection, place: str | None, schema: str) -> str:
     """Copy the ledger as it is under the write lock; where the copy is."""
     if connection.dialect.name == "sqlite":
         return str(_keep_file(Path(str(place)), schema))
-    name = f"before_{schema}_upgrade"
+    number = 1
+    there = text("SELECT 1 FROM pg_namespace WHERE nspname = :name")
+    while connection.execute(there, {"name": (name := f"before_{schema}_upgrade_{number}")}).first():
+        number += 1
     connection.execute(text(f'CREATE SCHEMA "{name}"'))
-    tables = "SELECT tablename FROM pg_tables WHERE schemaname = current_schema() ORDER BY tablename"
-    for (table,) in connection.execute(text(tables)).all():
+    for table in _TABLES:
         connection.execute(text(f'CREATE TABLE "{name}"."{table}" AS TABLE "{table}"'))
     return f"database schema {name}"
 
