@@ -7,17 +7,26 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import Connection
 
-from posttrain.domain.errors import ConflictError, InputError, NotFoundError, QuarantinedError, StaleWriteError
+from posttrain.domain.errors import (
+    ConflictError,
+    InfrastructureError,
+    InputError,
+    NotFoundError,
+    QuarantinedError,
+    StaleWriteError,
+)
 from posttrain.domain.records import Asset, AttemptRecord, Event, Look, RunRecord, StageRecord
 from posttrain.store.audit import verify_rows
-from posttrain.store.database import Database
+from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 
@@ -362,6 +371,28 @@ def test_a_transaction_reads_its_own_writes_and_others_do_not(ledger: Ledger) ->
         assert ledger.run("run1").state == "pending"
 
 
+@pytest.mark.parametrize("happened", [True, False])
+def test_a_lost_answer_to_a_commit_is_resolved_by_what_is_there(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, happened: bool
+) -> None:
+    run, write = submit(ledger), ledger.database.write
+
+    @contextmanager
+    def lossy() -> Iterator[Connection]:
+        with suppress(LostAnswerError), write() as connection:
+            yield connection
+            if not happened:
+                raise LostAnswerError("the server was gone before")
+        raise LostAnswerError("the server was gone after")
+
+    monkeypatch.setattr(ledger.database, "write", lossy)
+    told = nullcontext() if happened else pytest.raises(InfrastructureError, match="nothing was written, run the com")
+    with told, ledger.transaction("ann") as transaction:
+        transaction.update_run(run, state="running")
+    monkeypatch.undo()
+    assert ledger.run("run1").state == ("running" if happened else "pending")
+
+
 def test_subjects_are_matched_with_what_is_below_them(ledger: Ledger) -> None:
     with ledger.transaction("ann") as transaction:
         for subject in ("run1", "run1/train", "run10", "run_"):
@@ -412,7 +443,7 @@ _WRITER = """
 import sys
 from posttrain.domain.errors import StaleWriteError
 from posttrain.store.audit import verify_rows
-from posttrain.store.database import Database
+from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
 
 ledger = Ledger(Database(sys.argv[1]))
