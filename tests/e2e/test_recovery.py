@@ -306,7 +306,7 @@ def test_stop_writes_a_checkpoint_and_the_same_command_goes_on(bench: Workbench,
     run_id = bench.run_id()
     bench.wait("the fourth step", go.held)
     stopper = bench.start("stop", run_id)
-    bench.wait("the request", (job.attempt / "control.json").exists)
+    bench.wait("the request", (job.attempt / "controls" / "000001.json").exists)
     go.touch()
     stopped, driven = bench.finish(stopper), bench.finish(driver)
     assert (stopped.code, driven.code) == (0, 11), (stopped, driven)
