@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from posttrain.app.ledgers import bind
 from posttrain.app.workspace import has_ledger, init_workspace, open_workspace
 from posttrain.cli.main import app
 from posttrain.domain.errors import InputError, WorkspaceError
+from posttrain.store.database import Database
+from posttrain.store.ledger import Ledger
 
 ADDRESS = "postgresql://ann@localhost:1/ledger"
 
@@ -102,3 +106,20 @@ def test_a_damaged_record_is_named(tmp_path: Path, named: object) -> None:
     with pytest.raises((WorkspaceError, InputError), match="ledger"):
         open_workspace(tmp_path)
     shutil.rmtree(root)
+
+
+def test_a_copied_workspace_is_refused_and_a_moved_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two folders of jobs in one ledger would lose each other's attempts."""
+    monkeypatch.setattr(Database, "alone", lambda self: nullcontext())  # SQLite has one writer anyway
+    first, second = tmp_path / "first", tmp_path / "second"
+    for root in (first, second):
+        root.mkdir()
+        (root / "workspace.json").write_text('{"id": "same"}')
+    with closing(Ledger(Database(tmp_path / "l.db"))) as ledger:
+        for _ in range(2):
+            bind(ledger, first, "same", "user:ann")
+        with pytest.raises(WorkspaceError, match=r"is a copy of the workspace .*:.*first, which has the ledger"):
+            bind(ledger, second, "same", "user:ann")
+        (first / "workspace.json").unlink()  # moved
+        bind(ledger, second, "same", "user:ann")
+        assert len(ledger.pending_events("workspace")) == 2

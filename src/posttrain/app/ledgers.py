@@ -76,11 +76,13 @@ def bind(ledger: Ledger, root: Path, identity: str, actor: str) -> None:
         WorkspaceError: it is another workspace's, or this folder is a copy of the one that has it.
     """
     mine, where = f"{_SUBJECT}/{identity}", f"{socket.gethostname()}:{root}"
+    place = ledger.database.place
     with ledger.snapshot() as now:
-        if _folders(now, mine)[-1:] == [where]:
+        if _folders(now, mine, place)[-1:] == [where]:
             return
     with ledger.database.alone(), ledger.transaction(actor) as transaction:
-        own, known = _folders(transaction.snapshot, mine), _folders(transaction.snapshot, _SUBJECT)
+        own = _folders(transaction.snapshot, mine, place)
+        known = _folders(transaction.snapshot, _SUBJECT, place)
         if not own and known and where not in known:  # the folder itself may have lost its workspace.json
             raise WorkspaceError(
                 f"{root}: the ledger {ledger.database.place} is that of the workspace {known[-1]}; name another one"
@@ -90,13 +92,16 @@ def bind(ledger: Ledger, root: Path, identity: str, actor: str) -> None:
                 f"{root}: is a copy of the workspace {own[-1]}, which has the ledger {ledger.database.place}; "
                 "use that one, or move it away first"
             )
-        transaction.append_event("workspace.bound", mine, {}, {"folder": where})
+        transaction.append_event("workspace.bound", mine, {}, {"folder": where, "ledger": place})
 
 
-def _folders(now: Snapshot, subject: str) -> list[str]:
-    """Where the workspaces of a ledger are or were, as `host:folder`, the last one last."""
+def _folders(now: Snapshot, subject: str, place: str) -> list[str]:
+    """Where the workspaces of a ledger are or were, as `host:folder`, the last one last.
+
+    What was said at another address was said of another database, which this one is a copy of.
+    """
     known = [*now.events(subject_prefix=subject), *now.pending_events(subject)]
-    return [str(event.payload.get("folder")) for event in known]
+    return [str(event.payload.get("folder")) for event in known if event.payload.get("ledger", place) == place]
 
 
 def _still_there(where: str, identity: str) -> bool:
