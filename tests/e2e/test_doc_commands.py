@@ -163,7 +163,7 @@ def filled_in(words: list[str], runs: list[str], sample: str) -> list[str]:
     known = {"RUN": runs[0] if runs else "", "CHANNEL": "prod", "12.388.3": sample, "ID": sample}
     filled = []
     for word in words:
-        if re.fullmatch(r"sort-(brief-)?[0-9a-f]{8}", word):
+        if re.fullmatch(r"sort-(brief-)?[0-9a-z]{8}", word):  # a run id
             word = next(ids)
         elif word.endswith("/run.yaml"):
             word = "run.yaml"
