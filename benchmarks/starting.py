@@ -106,8 +106,8 @@ def measure(folder: Path, orders: dict[str, bytes], rounds: int) -> list[Row]:
         (attempt / "job.json").write_bytes(orders[stage])
         spec = JobSpec(attempt.name, MODULES[stage], str(attempt))
         began = time.time()
-        executor.launch(spec)
-        wait_until(lambda: executor.observe(spec).state is JobState.EXITED)
+        executor.submit(spec)
+        wait_until(lambda: executor.observe([spec])[0].state is JobState.EXITED)
         said, _ = AttemptFolder(attempt).facts()
         done = [fact.at for fact in said if isinstance(fact, Progress)]
         if not done:

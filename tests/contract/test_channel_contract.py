@@ -378,8 +378,8 @@ def test_a_cancelled_attempt_that_is_launched_late_computes_nothing(
     attempt.channel.bury(1, "stopped by a person")
     spec = JobSpec("run-s-1", "channel_jobs", str(attempt.path), {"PYTHONPATH": str(HERE)})
     executor = LocalExecutor()
-    executor.launch(spec)
-    while (seen := executor.observe(spec)).state in (JobState.STARTING, JobState.RUNNING):
+    executor.submit(spec)
+    while (seen := executor.observe([spec])[0]).live:
         time.sleep(0.01)
     assert seen.exit_code == ANOTHER_RUNS
     assert not (attempt.path / "computed").exists()

@@ -58,7 +58,7 @@ def spec(tmp_path: Path) -> Iterator[Make]:
         if (Path(each.attempt_dir) / "supervisor.json").exists():
             found = claim(each)
             processes.send(found["pid"], found["identity"], signal.SIGKILL)
-            LocalExecutor().observe(each)
+            LocalExecutor().observe([each])[0]
 
 
 def claim(spec: JobSpec) -> dict[str, int | str]:
@@ -85,7 +85,7 @@ def started(tmp_path: Path, spec: JobSpec) -> str:
 
 def end(executor: LocalExecutor, spec: JobSpec) -> None:
     (Path(spec.attempt_dir) / "go").touch()
-    wait_until(lambda: executor.observe(spec).state is JobState.EXITED)
+    wait_until(lambda: executor.observe([spec])[0].state is JobState.EXITED)
 
 
 @pytest.fixture(params=["cold", "forked"])
@@ -96,14 +96,14 @@ def executor(request: pytest.FixtureRequest, locks: Path) -> LocalExecutor:
 
 def test_a_job_has_its_devices_for_itself(executor: LocalExecutor, spec: Make, tmp_path: Path) -> None:
     first, second, third = spec("a-1"), spec("b-1"), spec("c-1")
-    executor.launch(first)
-    executor.launch(second)
+    executor.submit(first)
+    executor.submit(second)
     assert (started(tmp_path, first), started(tmp_path, second)) == ("0", "1")
     with pytest.raises(CapacityError, match=r"needs 1 of 2 devices, 0 free: 0 is held by a-1 of .*; 1 is held by b-1"):
-        executor.launch(third)
-    assert executor.observe(third).state is JobState.UNKNOWN, "nothing of it is claimed"
+        executor.submit(third)
+    assert executor.observe([third])[0].state is JobState.UNKNOWN, "nothing of it is claimed"
     end(executor, second)
-    executor.launch(third)
+    executor.submit(third)
     assert started(tmp_path, third) == "1"
     assert list(executor.capacity().held) == ["0", "1"]
     end(executor, first)
@@ -116,17 +116,17 @@ def test_a_job_that_needs_several_locks_none_until_it_has_all(
     executor: LocalExecutor, spec: Make, tmp_path: Path
 ) -> None:
     one, both, none = spec("a-1"), spec("b-1", devices=2), spec("c-1", devices=0)
-    executor.launch(one)
+    executor.submit(one)
     with pytest.raises(CapacityError, match="needs 2 of 2 devices, 1 free"):
-        executor.launch(both)
+        executor.submit(both)
     assert list(executor.capacity().held) == ["0"]
-    executor.launch(none)
+    executor.submit(none)
     assert started(tmp_path, none) == os.environ.get("CUDA_VISIBLE_DEVICES", ""), "it is shown what was visible before"
     end(executor, one)
-    executor.launch(both)
+    executor.submit(both)
     assert started(tmp_path, both) == "0,1"
     with pytest.raises(InputError, match="asks for 3 devices, this machine has 2"):
-        executor.launch(spec("d-1", devices=3))
+        executor.submit(spec("d-1", devices=3))
 
 
 @pytest.mark.parametrize("victim", ["pid", "job_pid"])
@@ -134,19 +134,19 @@ def test_a_kill_frees_a_device_when_the_last_of_the_job_is_gone(
     executor: LocalExecutor, spec: Make, tmp_path: Path, victim: str
 ) -> None:
     job, after = spec("a-1", devices=2, mode="straggler"), spec("b-1", devices=2)
-    executor.launch(job)
+    executor.submit(job)
     started(tmp_path, job)
     child = int((Path(job.attempt_dir) / "child").read_text())
     os.kill(pid(job, victim), signal.SIGKILL)
-    wait_until(lambda: executor.observe(job).state in ENDED)
+    wait_until(lambda: executor.observe([job])[0].state in ENDED)
     try:
         assert holders(executor._machine())["0"].startswith(f"process {child} that a-1 of ")
         with pytest.raises(CapacityError, match=f"process {child}"):
-            executor.launch(after)
+            executor.submit(after)
     finally:
         os.kill(child, signal.SIGKILL)
     wait_until(lambda: not executor.capacity().held)
-    executor.launch(after)
+    executor.submit(after)
     assert started(tmp_path, after) == "0,1"
     assert not said(tmp_path, "collision")
 
@@ -156,8 +156,8 @@ def test_a_supervisor_that_starts_nothing_holds_nothing(
 ) -> None:
     monkeypatch.setenv("POSTTRAIN_CRASHPOINT", "supervisor.before_spawn")
     job = spec()
-    executor.launch(job)
-    wait_until(lambda: executor.observe(job).state is JobState.LOST)
+    executor.submit(job)
+    wait_until(lambda: executor.observe([job])[0].state is JobState.LOST)
     assert executor.capacity() == Capacity(2)
 
 

@@ -115,11 +115,11 @@ class TestJob:
         (folder / "job.json").write_text(json.dumps({"environment": digest, "cache_dir": str(cache)}))
         executor = LocalExecutor()
         spec = JobSpec(f"job-{time.monotonic_ns()}", "job_of_mine", str(folder), {"PYTHONPATH": str(packages)})
-        executor.launch(spec)
+        executor.submit(spec)
         until = time.monotonic() + PATIENCE
-        while executor.observe(spec).state is not JobState.EXITED and time.monotonic() < until:
+        while executor.observe([spec])[0].state is not JobState.EXITED and time.monotonic() < until:
             time.sleep(0.02)
-        assert executor.observe(spec).exit_code == 0, (folder / "log.txt").read_text()
+        assert executor.observe([spec])[0].exit_code == 0, (folder / "log.txt").read_text()
         return executor
 
     def test_the_same_environment_runs(self, packages: Path, tmp_path: Path) -> None:

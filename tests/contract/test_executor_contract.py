@@ -15,9 +15,19 @@ from typing import Any, Protocol
 import pytest
 
 from posttrain.domain.errors import InfrastructureError, WorkspaceError
-from posttrain.domain.jobs import JobSpec, JobState, Observation
+from posttrain.domain.jobs import (
+    Accepted,
+    Cause,
+    Exists,
+    JobSpec,
+    JobState,
+    LogPage,
+    Observation,
+    Signal,
+    Unknown,
+)
 from posttrain.execution import processes
-from posttrain.execution.executors.fake import FakeExecutor
+from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.execution.executors.local import executor as local
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.ports import Executor
@@ -43,27 +53,27 @@ class Harness(Protocol):
 
 
 class LocalHarness:
-    def __init__(self, preload: str | None = None) -> None:
-        self.executor: Executor = LocalExecutor(preload)
+    def __init__(self, preload: str | None, runs: Path) -> None:
+        self.executor: Executor = LocalExecutor(preload, runs=runs)
 
     def finish(self, spec: JobSpec, code: int) -> None:
         folder = Path(spec.attempt_dir)
         (folder / "going").write_text(str(code))
         (folder / "going").rename(folder / "go")
-        wait_until(lambda: self.executor.observe(spec).state == JobState.EXITED)
+        wait_until(lambda: look(self.executor, spec).state == JobState.EXITED)
 
     def lose(self, spec: JobSpec) -> None:
         wait_until((Path(spec.attempt_dir) / "ready").exists)
         os.kill(claim(spec)["pid"], signal.SIGKILL)
-        wait_until(lambda: self.executor.observe(spec).state == JobState.LOST)
+        wait_until(lambda: look(self.executor, spec).state == JobState.LOST)
 
     def starts(self, spec: JobSpec) -> int:
         return len(started(spec))
 
 
 class FakeHarness:
-    def __init__(self) -> None:
-        self.fake = FakeExecutor()
+    def __init__(self, hostility: Hostility | None = None) -> None:
+        self.fake = FakeExecutor(hostility=hostility)
         self.executor: Executor = self.fake
 
     def finish(self, spec: JobSpec, code: int) -> None:
@@ -74,6 +84,47 @@ class FakeHarness:
 
     def starts(self, spec: JobSpec) -> int:
         return sum(job.name == spec.name for job in self.fake.launched)
+
+
+FAR_AWAY = {"idempotent": False, "visible_after": 0.05, "settles_after": 0.3}  # seconds
+
+
+def hostile(kind: str) -> Hostility:
+    """Schedulers whose answers are lost, whose requests are, and to which requests come late."""
+    return Hostility(**FAR_AWAY, **{kind: 1})  # type: ignore[arg-type]
+
+
+def look(executor: Executor, spec: JobSpec) -> Observation:
+    """One look at one job."""
+    return executor.observe([spec])[0]
+
+
+def settled(executor: Executor, spec: JobSpec) -> str:
+    """Submit as a caller should: what is unknown is observed, and submitted anew once its absence is proven; the
+    handle.
+    """
+    answer = executor.submit(spec)
+    while isinstance(answer, Unknown):
+        wait_until(lambda: not look(executor, spec).hidden)
+        seen = look(executor, spec)
+        if seen.state is not JobState.UNKNOWN:
+            return seen.handle
+        answer = executor.submit(spec)
+    wait_until(lambda: not look(executor, spec).hidden)
+    return answer.handle
+
+
+def stopped(executor: Executor, spec: JobSpec) -> Observation:
+    """Ask a job to end, and wait until it has."""
+    executor.signal(spec, Signal.STOP)
+    wait_until(lambda: look(executor, spec).gone)
+    return look(executor, spec)
+
+
+def killed(executor: Executor, spec: JobSpec) -> Observation:
+    executor.kill(spec)
+    wait_until(lambda: look(executor, spec).gone)
+    return look(executor, spec)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -99,7 +150,9 @@ def spec(tmp_path: Path) -> Iterator[Callable[..., JobSpec]]:
 
     def make(mode: str = "polite", name: str = "run1-train-1", module: str = "executor_job", **words: str) -> JobSpec:
         environment = {"PYTHONPATH": str(HERE), "JOB_MODE": mode, **words}
-        made.append(JobSpec(name, module, str(tmp_path / name), environment))
+        run, stage, number = name.rsplit("-", 2)
+        folder = tmp_path / "runs" / run / stage / number.zfill(3)
+        made.append(JobSpec(name, module, str(folder), environment))
         return made[-1]
 
     yield make
@@ -107,90 +160,191 @@ def spec(tmp_path: Path) -> Iterator[Callable[..., JobSpec]]:
         if (Path(each.attempt_dir) / "supervisor.json").exists():
             found = claim(each)
             processes.send(found["pid"], found["identity"], signal.SIGKILL)
-            LocalExecutor().observe(each)  # kills what a lost supervisor left
+            look(LocalExecutor(), each)  # kills what a lost supervisor left
 
 
-@pytest.fixture(params=["local", "forked", "fake"])
-def harness(request: pytest.FixtureRequest) -> Harness:
+@pytest.fixture(params=["local", "forked", "fake", "lose_answers", "lose_requests", "late_requests"])
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
     if request.param == "fake":
         return FakeHarness()
-    return LocalHarness(PRELOAD if request.param == "forked" else None)
+    if request.param in ("local", "forked"):
+        return LocalHarness(PRELOAD if request.param == "forked" else None, tmp_path / "runs")
+    return FakeHarness(hostile(request.param))
 
 
 Make = Callable[..., JobSpec]
 
 
-def test_a_job_nobody_launched_is_unknown(harness: Harness, spec: Make) -> None:
-    job = spec()
-    assert harness.executor.observe(job) == Observation(JobState.UNKNOWN)
-    assert harness.executor.cancel(job, 0) == Observation(JobState.UNKNOWN)
-    Path(job.attempt_dir).mkdir()
-    assert harness.executor.cancel(job, 0) == Observation(JobState.UNKNOWN)
+def test_a_job_nobody_submitted_is_unknown_and_proven_to_be_absent_in_the_end(harness: Harness, spec: Make) -> None:
+    job, executor = spec(), harness.executor
+    assert look(executor, job).state is JobState.UNKNOWN
+    wait_until(lambda: look(executor, job) == Observation(JobState.UNKNOWN))
+    executor.kill(job)
+    Path(job.attempt_dir).mkdir(parents=True)
+    executor.signal(job, Signal.STOP)
     assert AttemptFolder(Path(job.attempt_dir)).stop_requested()
+    assert look(executor, job).gone
+    assert executor.list("") == []
+    assert executor.logs(job) == LogPage("", 0)
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_job_runs_and_exits_with_its_code(harness: Harness, spec: Make, code: int) -> None:
-    job = spec()
-    harness.executor.launch(job)
-    assert harness.executor.observe(job).state in (JobState.STARTING, JobState.RUNNING)
+    job, executor = spec(), harness.executor
+    handle = settled(executor, job)
+    assert look(executor, job).live
+    assert look(executor, job).handle == handle
     harness.finish(job, code)
-    assert harness.executor.observe(job) == Observation(JobState.EXITED, exit_code=code)
+    assert look(executor, job) == Observation(JobState.EXITED, exit_code=code)
     assert harness.starts(job) == 1
 
 
 @pytest.mark.parametrize("end", ["finish", "lose"])
 def test_how_long_a_job_ran_is_known_whatever_became_of_it(harness: Harness, spec: Make, end: str) -> None:
     job, executor = spec(), harness.executor
-    assert executor.seconds(job) is None, "it never ran"
+    assert look(executor, job).seconds is None, "it never ran"
     begun = time.monotonic()
-    executor.launch(job)
-    wait_until(lambda: (executor.seconds(job) or 0.0) > 0.6)
+    settled(executor, job)
+    wait_until(lambda: (look(executor, job).seconds or 0.0) > 0.6)
     harness.finish(job, 0) if end == "finish" else harness.lose(job)
-    wait_until(lambda: executor.observe(job).state in (JobState.EXITED, JobState.LOST))
-    ran, passed = executor.seconds(job), time.monotonic() - begun
+    wait_until(lambda: look(executor, job).state in ENDED)
+    ran, passed = look(executor, job).seconds, time.monotonic() - begun
     assert ran is not None
     assert 0.6 - processes.HEARTBEAT_SECONDS < ran <= passed + processes.HEARTBEAT_SECONDS
     pause = time.monotonic() + 0.3
     wait_until(lambda: time.monotonic() > pause)
-    assert executor.seconds(job) == ran, "time in which nobody looked does not count"
+    assert look(executor, job).seconds == ran, "time in which nobody looked does not count"
 
 
-def test_launching_again_finds_the_job_running_or_ended(harness: Harness, spec: Make) -> None:
-    job = spec()
-    handle = harness.executor.launch(job)
-    assert harness.executor.launch(job) == handle
+def test_submitting_again_finds_the_job_running_or_ended(harness: Harness, spec: Make) -> None:
+    job, executor = spec(), harness.executor
+    if not executor.idempotent:
+        pytest.skip("its callers look before they submit again")
+    assert isinstance(executor.submit(job), Accepted)
+    handle = look(executor, job).handle
+    assert executor.submit(job) == Exists(handle)
     harness.finish(job, 0)
-    assert harness.executor.launch(job) == handle
-    assert harness.executor.observe(job).state == JobState.EXITED
+    assert executor.submit(job) == Exists(handle)
+    assert look(executor, job).state == JobState.EXITED
     assert harness.starts(job) == 1
 
 
 def test_a_lost_job_stays_lost(harness: Harness, spec: Make) -> None:
-    job = spec()
-    handle = harness.executor.launch(job)
+    job, executor = spec(), harness.executor
+    settled(executor, job)
     harness.lose(job)
-    assert harness.executor.launch(job) == handle
-    assert harness.executor.observe(job).state == JobState.LOST
+    assert look(executor, job).state == JobState.LOST
+    assert look(executor, job).gone
+    if executor.idempotent:
+        assert isinstance(executor.submit(job), Exists)
+    assert look(executor, job).state == JobState.LOST
     assert harness.starts(job) == 1
 
 
-def test_a_cancelled_job_has_been_asked_and_is_gone(harness: Harness, spec: Make) -> None:
-    job = spec()
-    harness.executor.launch(job)
-    Path(job.attempt_dir).mkdir(exist_ok=True)
-    seen = harness.executor.cancel(job, grace_seconds=PATIENCE)
-    assert seen.state == JobState.EXITED
-    assert harness.executor.observe(job) == seen == harness.executor.cancel(job, 0)
+def test_a_job_that_is_killed_is_gone_and_stays_so(harness: Harness, spec: Make) -> None:
+    job, executor = spec(), harness.executor
+    settled(executor, job)
+    seen = killed(executor, job)
+    assert seen.state is JobState.EXITED
+    assert (seen.exit_code or 0) < 0
+    assert killed(executor, job) == seen
 
 
-def test_jobs_do_not_touch_each_other(harness: Harness, spec: Make) -> None:
+@pytest.mark.parametrize("word", [Signal.STOP, Signal.CHECKPOINT])
+def test_a_signal_is_a_request_in_the_jobs_folder(harness: Harness, spec: Make, word: Signal) -> None:
+    job, executor = spec("busy"), harness.executor
+    settled(executor, job)
+    Path(job.attempt_dir).mkdir(parents=True, exist_ok=True)
+    executor.signal(job, word)
+    folder = AttemptFolder(Path(job.attempt_dir))
+    assert (folder.stop_requested(), folder.checkpoints_requested()) == (word is Signal.STOP, word is not Signal.STOP)
+    assert look(executor, job).live
+    killed(executor, job)
+
+
+def test_jobs_do_not_touch_each_other_and_are_seen_in_one_look(harness: Harness, spec: Make) -> None:
     first, second = spec(name="run1-train-1"), spec(name="run1-train-2")
-    assert harness.executor.launch(first) != harness.executor.launch(second)
-    harness.executor.cancel(first, PATIENCE)
-    assert harness.executor.observe(second).state in (JobState.STARTING, JobState.RUNNING)
+    nobody = spec(name="run2-train-1")
+    assert settled(harness.executor, first) != settled(harness.executor, second)
+    assert harness.executor.list("run1-") == ["run1-train-1", "run1-train-2"]
+    assert harness.executor.list("run2-") == []
+    killed(harness.executor, first)
+    wait_until(lambda: look(harness.executor, nobody).gone)
+    seen = harness.executor.observe([nobody, second, first])
+    assert [one.state for one in seen] == [JobState.UNKNOWN, JobState.RUNNING, JobState.EXITED]
+    assert harness.executor.list("run1-train") == ["run1-train-2"]
     harness.finish(second, 5)
-    assert harness.executor.observe(second).exit_code == 5
+    assert look(harness.executor, second).exit_code == 5
+
+
+def test_a_log_is_read_on_from_where_the_last_page_ended(harness: Harness, spec: Make) -> None:
+    job, executor = spec(), harness.executor
+    settled(executor, job)
+    log = AttemptFolder(Path(job.attempt_dir)).log
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        file.write("grüße\n")
+    wait_until(lambda: "grüße" in executor.logs(job).text)
+    page = executor.logs(job)
+    assert page.cursor == log.stat().st_size
+    assert executor.logs(job, page.cursor) == LogPage("", page.cursor)
+    killed(executor, job)
+
+
+class Far:
+    """A hostile executor with a clock of its own."""
+
+    def __init__(self, **words: float) -> None:
+        self.time = 0.0
+        self.fake = FakeExecutor(now=lambda: self.time, hostility=Hostility(**words))  # type: ignore[arg-type]
+
+    def sees(self, job: JobSpec, later: float = 0.0) -> Observation:
+        self.time += later
+        return look(self.fake, job)
+
+
+def test_what_a_far_executor_does_not_see_proves_nothing_until_it_settles(spec: Make) -> None:
+    far, job = Far(visible_after=10, settles_after=30), spec()
+    assert far.sees(job).hidden
+    assert not far.sees(job).gone
+    assert far.sees(job, 31).gone
+    far.fake.submit(job)
+    assert far.sees(job, 9).hidden
+    assert far.sees(job, 2).live
+
+
+def test_a_lost_answer_a_lost_request_and_a_late_one_look_the_same_at_first(spec: Make) -> None:
+    for word, after in (("lose_answers", True), ("lose_requests", False), ("late_requests", True)):
+        far, job = Far(visible_after=10, settles_after=30, idempotent=0, **{word: 1}), spec()
+        assert far.fake.submit(job) == Unknown("no answer")
+        assert far.sees(job, 1).hidden
+        assert far.sees(job, 31).live == after
+
+
+def test_a_name_submitted_twice_is_two_jobs_where_nobody_refuses_it(spec: Make) -> None:
+    for idempotent, jobs in ((False, 2), (True, 1)):
+        far, job = Far(idempotent=idempotent), spec()
+        far.fake.submit(job)
+        far.fake.submit(job)
+        assert len(far.fake.launched) == jobs
+        far.fake.kill(job)
+        assert far.sees(job).gone, "one name is one thing to kill"
+    far = Far(twice=1, idempotent=0)
+    far.fake.submit(job)
+    assert len(far.fake.launched) == 2
+
+
+def test_an_executor_forgets_what_ended_and_may_start_a_job_anew(spec: Make) -> None:
+    far, job = Far(purges_after=60), spec()
+    far.fake.submit(job)
+    far.time = 10.0
+    far.fake.lose(job.name, Cause.PREEMPTED)
+    assert (far.sees(job, 5).cause, far.sees(job).seconds) == (Cause.PREEMPTED, 10.0)
+    far.fake.requeue(job.name)
+    assert (far.sees(job, 20).incarnation, far.sees(job).live, far.sees(job).seconds) == (1, True, 30.0)
+    far.fake.finish(job.name)
+    assert far.sees(job, 59).state is JobState.EXITED
+    assert far.sees(job, 2) == Observation(JobState.UNKNOWN)
 
 
 @pytest.fixture(params=["cold", "forked"])
@@ -199,7 +353,7 @@ def running(request: pytest.FixtureRequest, spec: Make) -> Callable[..., JobSpec
 
     def launch(*args: str, **words: str) -> JobSpec:
         job = spec(*args, **words)
-        LocalExecutor(PRELOAD if request.param == "forked" else None).launch(job)
+        LocalExecutor(PRELOAD if request.param == "forked" else None).submit(job)
         wait_until((Path(job.attempt_dir) / "ready").exists)
         return job
 
@@ -210,15 +364,15 @@ def test_the_job_gets_its_environment_its_folder_and_a_log(running: Make) -> Non
     job = running(JOB_WORD="hello")
     assert started(job)[0].endswith(" hello")
     assert "a word for the log" in AttemptFolder(Path(job.attempt_dir)).log.read_text()
-    assert LocalExecutor().cancel(job, PATIENCE) == Observation(JobState.EXITED, exit_code=0)
+    assert stopped(LocalExecutor(), job) == Observation(JobState.EXITED, exit_code=0)
 
 
 @pytest.mark.parametrize("preload", [None, PRELOAD])
 def test_a_module_that_is_not_there_is_an_exit_code_and_a_log(spec: Make, preload: str | None) -> None:
     job = spec(module="no_such_module")
-    LocalExecutor(preload).launch(job)
-    wait_until(lambda: LocalExecutor().observe(job).state == JobState.EXITED)
-    assert LocalExecutor().observe(job).exit_code == 1
+    LocalExecutor(preload).submit(job)
+    wait_until(lambda: look(LocalExecutor(), job).state == JobState.EXITED)
+    assert look(LocalExecutor(), job).exit_code == 1
     assert "No module named no_such_module" in AttemptFolder(Path(job.attempt_dir)).log.read_text()
 
 
@@ -227,16 +381,16 @@ def test_a_killed_job_exits_with_the_signal_and_takes_its_children_along(running
     child = int((Path(job.attempt_dir) / "child").read_text())
     assert child in processes.group(claim(job)["job_pid"])
     os.kill(claim(job)["job_pid"], signal.SIGKILL)
-    wait_until(lambda: LocalExecutor().observe(job).state == JobState.EXITED)
-    assert LocalExecutor().observe(job).exit_code == -signal.SIGKILL
+    wait_until(lambda: look(LocalExecutor(), job).state == JobState.EXITED)
+    assert look(LocalExecutor(), job).exit_code == -signal.SIGKILL
     wait_until(lambda: processes.group(claim(job)["job_pid"]) == [])  # killed, but dying takes a moment
 
 
 def test_a_job_and_its_children_die_with_their_supervisor(running: Make) -> None:
     job = running("parent")
     os.kill(claim(job)["pid"], signal.SIGKILL)
-    wait_until(lambda: LocalExecutor().observe(job).state in ENDED)
-    assert LocalExecutor().observe(job).state == JobState.LOST
+    wait_until(lambda: look(LocalExecutor(), job).state in ENDED)
+    assert look(LocalExecutor(), job).state == JobState.LOST
     assert processes.group(claim(job)["job_pid"]) == []
 
 
@@ -246,25 +400,25 @@ def test_a_job_that_has_left_its_result_and_stays_is_killed_after_a_minute(runni
     job = running("deaf")
     began = time.monotonic()
     (Path(job.attempt_dir) / "result.json").write_text("{}")
-    wait_until(lambda: LocalExecutor().observe(job).state == JobState.EXITED)
-    assert LocalExecutor().observe(job).exit_code == -signal.SIGKILL
+    wait_until(lambda: look(LocalExecutor(), job).state == JobState.EXITED)
+    assert look(LocalExecutor(), job).exit_code == -signal.SIGKILL
     assert time.monotonic() - began >= processes.LEAVING_SECONDS
 
 
 def test_the_supervisor_forwards_sigterm(running: Make) -> None:
     job = running()
     os.kill(claim(job)["pid"], signal.SIGTERM)
-    wait_until(lambda: LocalExecutor().observe(job).state in ENDED)
-    assert LocalExecutor().observe(job).exit_code == -signal.SIGTERM
+    wait_until(lambda: look(LocalExecutor(), job).state in ENDED)
+    assert look(LocalExecutor(), job).exit_code == -signal.SIGTERM
 
 
-def test_cancelling_asks_then_terminates_then_kills(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killing_terminates_then_kills(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, deaf = running("busy", "run1-a-1"), running("deaf", "run1-b-1")
     monkeypatch.setattr(local, "_TERMINATE_SECONDS", PATIENCE)
     monkeypatch.setattr(local, "_KILL_SECONDS", PATIENCE)
-    assert LocalExecutor().cancel(busy, NEVER_SECONDS).exit_code == -signal.SIGTERM
+    assert killed(LocalExecutor(), busy).exit_code == -signal.SIGTERM
     monkeypatch.setattr(local, "_TERMINATE_SECONDS", NEVER_SECONDS)
-    assert LocalExecutor().cancel(deaf, NEVER_SECONDS).exit_code == -signal.SIGKILL
+    assert killed(LocalExecutor(), deaf).exit_code == -signal.SIGKILL
 
 
 def test_a_stopped_supervisor_cannot_keep_a_job_alive(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,12 +427,12 @@ def test_a_stopped_supervisor_cannot_keep_a_job_alive(running: Make, monkeypatch
     poll, waits = local._poll, list[float]()
 
     def patient_at_last(done: Callable[[], bool], seconds: float) -> bool:
-        waits.append(seconds)  # asked, terminated, killed: its supervisor records none of it
-        return poll(done, NEVER_SECONDS if len(waits) <= 3 else PATIENCE)
+        waits.append(seconds)  # terminated, killed: its supervisor records none of it
+        return poll(done, NEVER_SECONDS if len(waits) <= 2 else PATIENCE)
 
     monkeypatch.setattr(local, "_poll", patient_at_last)
-    assert LocalExecutor().cancel(job, 0).state == JobState.LOST
-    assert len(waits) > 3
+    assert killed(LocalExecutor(), job).state == JobState.LOST
+    assert len(waits) > 2
     wait_until(lambda: processes.group(claim(job)["job_pid"]) == [])
 
 
@@ -290,7 +444,7 @@ from posttrain.execution.executors.local.executor import LocalExecutor
 spec = JobSpec(**json.loads(sys.argv[1]))
 print("here", flush=True)
 sys.stdin.readline()
-print(LocalExecutor().launch(spec), flush=True)
+print(LocalExecutor().submit(spec).handle, flush=True)
 sys.stdin.readline()
 """
 
@@ -315,7 +469,7 @@ def test_three_processes_that_launch_at_once_start_one_job(spec: Make) -> None:
     handles = {process.communicate(timeout=PATIENCE)[0] for process in launchers}
     assert len(handles) == 1
     wait_until(lambda: len(started(job)) > 0)
-    LocalExecutor().cancel(job, PATIENCE)
+    stopped(LocalExecutor(), job)
     assert len(started(job)) == 1
 
 
@@ -329,8 +483,8 @@ def test_a_job_outlives_who_launched_it(spec: Make) -> None:
     assert process.stdout.readline().strip().isdigit()
     process.kill()
     process.communicate()
-    assert LocalExecutor().observe(job).state in (JobState.STARTING, JobState.RUNNING)
-    assert LocalExecutor().cancel(job, PATIENCE).exit_code == 0
+    assert look(LocalExecutor(), job).state in (JobState.STARTING, JobState.RUNNING)
+    assert stopped(LocalExecutor(), job).exit_code == 0
 
 
 @pytest.mark.parametrize("preload", [None, PRELOAD])
@@ -343,14 +497,14 @@ def test_a_supervisor_that_dies_anywhere_leaves_a_lost_attempt(
 ) -> None:
     job = spec()
     monkeypatch.setenv("POSTTRAIN_CRASHPOINT", place)
-    LocalExecutor(preload).launch(job)
+    LocalExecutor(preload).submit(job)
     monkeypatch.delenv("POSTTRAIN_CRASHPOINT")
     if place == "supervisor.before_exit_record":
         (Path(job.attempt_dir) / "go").write_text("0")
-    wait_until(lambda: LocalExecutor().observe(job).state == JobState.LOST)
-    assert LocalExecutor().cancel(job, 0).state == JobState.LOST
-    LocalExecutor().launch(job)
-    assert LocalExecutor().observe(job).state == JobState.LOST
+    wait_until(lambda: look(LocalExecutor(), job).state == JobState.LOST)
+    assert killed(LocalExecutor(), job).state == JobState.LOST
+    LocalExecutor().submit(job)
+    assert look(LocalExecutor(), job).state == JobState.LOST
     assert len(started(job)) <= most_starts
     assert not (Path(job.attempt_dir) / "exit.json").exists()
 
@@ -359,10 +513,10 @@ def test_a_supervisor_that_cannot_start_is_an_infrastructure_error(spec: Make, m
     job = spec()
     monkeypatch.setattr(local, "_SUPERVISOR", "no_such_supervisor")
     with pytest.raises(InfrastructureError, match=r"exit code 1; see .*log\.txt"):
-        LocalExecutor().launch(job)
+        LocalExecutor().submit(job)
     monkeypatch.undo()
-    LocalExecutor().launch(job)  # nothing was claimed, so trying again is safe
-    assert LocalExecutor().cancel(job, PATIENCE).exit_code == 0
+    LocalExecutor().submit(job)  # nothing was claimed, so trying again is safe
+    assert stopped(LocalExecutor(), job).exit_code == 0
 
 
 def run_out_of_time(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
@@ -391,16 +545,16 @@ def test_a_supervisor_that_comes_after_the_time_out_starts_nothing(
     monkeypatch.setenv("LATE_FOR", step)
     run_out_of_time(monkeypatch, folder / "arrived")
     with pytest.raises(InfrastructureError, match="did not start within"):
-        LocalExecutor().launch(job)
+        LocalExecutor().submit(job)
     late = int((folder / "arrived").read_text())
     found = processes.identity(late)
     assert found is not None
-    assert LocalExecutor().observe(job).state == meanwhile  # it has the lock, or it has nothing
+    assert look(LocalExecutor(), job).state == meanwhile  # it has the lock, or it has nothing
     (folder / "late").touch()
     wait_until(lambda: not processes.alive(late, found))
-    assert LocalExecutor().observe(job).state == JobState.LOST
-    LocalExecutor().launch(job)
-    assert LocalExecutor().observe(job).state == JobState.LOST
+    assert look(LocalExecutor(), job).state == JobState.LOST
+    LocalExecutor().submit(job)
+    assert look(LocalExecutor(), job).state == JobState.LOST
     assert started(job) == []
 
 
@@ -409,16 +563,16 @@ def test_a_job_whose_supervisor_came_in_time_is_launched_though_its_launcher_wai
 ) -> None:
     job = spec()
     run_out_of_time(monkeypatch, Path(job.attempt_dir) / "supervisor.json")
-    assert LocalExecutor().launch(job) == str(claim(job)["pid"])
+    assert LocalExecutor().submit(job) == Exists(str(claim(job)["pid"]))
     wait_until((Path(job.attempt_dir) / "ready").exists)
-    assert LocalExecutor().cancel(job, PATIENCE) == Observation(JobState.EXITED, exit_code=0)
+    assert stopped(LocalExecutor(), job) == Observation(JobState.EXITED, exit_code=0)
     assert len(started(job)) == 1
 
 
 def test_a_folder_that_cannot_be_made_is_a_workspace_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WorkspaceError, match="cannot write"):
-        LocalExecutor().launch(JobSpec("n", "executor_job", str(tmp_path / "file" / "001")))
+        LocalExecutor().submit(JobSpec("n", "executor_job", str(tmp_path / "file" / "001")))
 
 
 def test_a_pid_that_belongs_to_another_process_is_left_alone() -> None:

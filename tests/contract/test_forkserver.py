@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.domain.jobs import JobSpec, JobState
+from posttrain.domain.jobs import JobSpec, JobState, Signal
 from posttrain.execution import processes
 from posttrain.execution.environment import pin, read_environment
 from posttrain.execution.executors.local.devices import Devices
@@ -31,6 +31,13 @@ NEVER_SECONDS = 0.1  # given to what will never happen
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+def stopped(executor: LocalExecutor, spec: JobSpec) -> int | None:
+    """Ask a job to end; its exit code."""
+    executor.signal(spec, Signal.STOP)
+    wait_until(lambda: executor.observe([spec])[0].gone)
+    return executor.observe([spec])[0].exit_code
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -57,18 +64,18 @@ class Driver:
     def launch(self, spec: JobSpec, pinned: str = "") -> None:
         order = {"environment": pinned, "cache_dir": str(self._folder)}
         (Path(spec.attempt_dir) / "job.json").write_text(json.dumps(order))
-        self.executor.launch(spec)
+        self.executor.submit(spec)
 
     def run(self, spec: JobSpec | None = None, pinned: str = "") -> dict[str, Any]:
         """What a job found; nothing where it did not run."""
         spec = spec or self.spec()
         self.launch(spec, pinned)
-        wait_until(lambda: self.executor.observe(spec).state is JobState.EXITED)
+        wait_until(lambda: self.executor.observe([spec])[0].state is JobState.EXITED)
         found = Path(spec.attempt_dir) / "found.json"
         return dict(json.loads(found.read_bytes())) if found.exists() else {}
 
     def code(self, spec: JobSpec) -> int | None:
-        return self.executor.observe(spec).exit_code
+        return self.executor.observe([spec])[0].exit_code
 
 
 @pytest.fixture
@@ -141,8 +148,8 @@ def test_a_killed_server_takes_nothing_along_and_the_next_job_starts_cold(driver
     after = driver.spec(JOB_MODE="polite")
     assert driver.run(after)["server"] is None
     assert "the fork server of its driver serves no more" in (Path(after.attempt_dir) / "log.txt").read_text()
-    assert driver.executor.observe(spec).state is JobState.RUNNING
-    assert driver.executor.cancel(spec, PATIENCE).exit_code == 0
+    assert driver.executor.observe([spec])[0].state is JobState.RUNNING
+    assert stopped(driver.executor, spec) == 0
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
@@ -179,7 +186,7 @@ from posttrain.execution.executors.local.devices import Devices
 from posttrain.execution.executors.local.executor import LocalExecutor
 
 executor = LocalExecutor("executor_preload")
-executor.launch(JobSpec(**json.loads(sys.argv[1])))
+executor.submit(JobSpec(**json.loads(sys.argv[1])))
 print("launched", flush=True)
 sys.stdin.readline()
 """

@@ -149,13 +149,13 @@ def test_the_last_word_of_a_job_that_was_cancelled_counts(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     run_id, folder, _ = under_way(bench, budget={"wall_clock": 60})
-    cancel = bench.executor.cancel
+    kill = bench.executor.kill
 
-    def last_word(spec: JobSpec, grace: float) -> Observation:
+    def last_word(spec: JobSpec) -> None:
         train("just in time", tokens=77)(folder)
-        return cancel(spec, grace)
+        kill(spec)
 
-    monkeypatch.setattr(bench.executor, "cancel", last_word)
+    monkeypatch.setattr(bench.executor, "kill", last_word)
     if why == "budget":
         bench.clock.sleep(61)
     else:
@@ -258,7 +258,7 @@ def test_an_order_that_no_job_has_read_says_what_holds_now(bench: Bench, monkeyp
     def dies(spec: JobSpec) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench.executor, "launch", dies)
+    monkeypatch.setattr(bench.executor, "submit", dies)
     run_id = bench.submit(**TRAIN_ONLY)
     with pytest.raises(KeyboardInterrupt):
         Reconciler(replace(bench.wiring, trust_rewards=True), "here").drive(run_id)

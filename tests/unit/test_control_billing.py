@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,17 +158,15 @@ def test_time_in_a_queue_is_not_billed(bench: Bench, monkeypatch: pytest.MonkeyP
     """The executor has the job for hours before it lets it run."""
     bench.scripts["sft"] = [None]
     run_id = bench.submit(budget={"wall_clock": 60}, **TRAIN_ONLY)
-    waiting, observe, seconds = [True], bench.executor.observe, bench.executor.seconds
+    waiting, observe = [True], bench.executor.observe
     since = [0.0]
 
-    def ran(spec: JobSpec) -> float | None:
-        found = seconds(spec)
-        return None if waiting or found is None else found - since[0]
+    def queued(jobs: Sequence[JobSpec]) -> list[Observation]:
+        if waiting:
+            return [Observation(JobState.STARTING) for _ in jobs]
+        return [replace(seen, seconds=(seen.seconds or 0.0) - since[0]) for seen in observe(jobs)]
 
-    monkeypatch.setattr(
-        bench.executor, "observe", lambda spec: Observation(JobState.STARTING) if waiting else observe(spec)
-    )
-    monkeypatch.setattr(bench.executor, "seconds", ran)
+    monkeypatch.setattr(bench.executor, "observe", queued)
     ticks(bench, run_id)
     since[0] = 7200.0
     bench.clock.sleep(7200)

@@ -10,7 +10,7 @@ from control_bench import TRAIN_ONLY, Bench, train
 
 from posttrain.control import actions
 from posttrain.domain.errors import CapacityError
-from posttrain.domain.jobs import Capacity, JobSpec
+from posttrain.domain.jobs import Capacity, JobSpec, Submission
 from posttrain.execution.trainers.native import NativeTrainer
 
 TAKEN = Capacity(2, {"0": "a-1 of ada", "1": "b-1 of bob (in /home/bob)"})
@@ -44,15 +44,15 @@ def test_a_stage_waits_for_devices_and_says_who_has_them(bench: Bench) -> None:
 def test_an_attempt_whose_devices_somebody_else_got_waits_and_is_the_one_that_starts(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch, refuse = bench.executor.launch, [True, True]
+    submit, refuse = bench.executor.submit, [True, True]
 
-    def late(spec: JobSpec) -> str:
+    def late(spec: JobSpec) -> Submission:
         if refuse:
             refuse.pop()
             raise CapacityError(SAID)
-        return launch(spec)
+        return submit(spec)
 
-    monkeypatch.setattr(bench.executor, "launch", late)
+    monkeypatch.setattr(bench.executor, "submit", late)
     run_id = bench.submit(**TRAIN_ONLY)
     stage = ticks(bench, run_id)
     assert (stage.state, stage.reason, stage.message) == ("running", "WaitingForDevices", SAID)

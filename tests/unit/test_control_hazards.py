@@ -13,7 +13,7 @@ from posttrain.control.explain import explain_run
 from posttrain.control.lineage import release_lineage, verify
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, FailureClass, InfrastructureError, NotFoundError
-from posttrain.domain.jobs import JobResult, JobSpec, Output
+from posttrain.domain.jobs import JobResult, JobSpec, Output, Submission
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.sealer import seal
@@ -165,14 +165,14 @@ def test_a_damaged_result_ends_the_stage_instead_of_the_reconciler(bench: Bench)
 
 def test_a_launch_that_fails_is_retried_with_back_off(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = ["no pty left", "no pty left"]
-    launch = bench.executor.launch
+    submit_job = bench.executor.submit
 
-    def refuse_twice(spec: JobSpec) -> str:
+    def refuse_twice(spec: JobSpec) -> Submission:
         if refusals and len(refusals) > 1:
             raise InfrastructureError(refusals.pop())
-        return launch(spec)
+        return submit_job(spec)
 
-    monkeypatch.setattr(bench.executor, "launch", refuse_twice)
+    monkeypatch.setattr(bench.executor, "submit", refuse_twice)
     run = bench.drive(bench.submit())
     assert run.state == "succeeded"
     assert [a.state for a in bench.ledger.attempts(run.id, "sft")] == ["lost", "succeeded"]

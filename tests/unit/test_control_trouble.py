@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def test_a_stage_that_is_well_again_tells_no_trouble(bench: Bench, monkeypatch: 
     run_id = bench.submit(**TWO)
     for _ in range(3):
         bench.reconciler.tick(run_id)
-    monkeypatch.setattr(bench.executor, "observe", faulty(1, away(), bench.executor.observe))
+    monkeypatch.setattr(bench.executor, "observe", faulty(2, away(), bench.executor.observe))
     bench.reconciler.tick(run_id)
     assert bench.stage(run_id, "one").reason == "Troubled"
     bench.clock.sleep(1.0)
@@ -122,7 +122,9 @@ def test_a_bug_is_told_with_its_traceback_and_not_hidden_for_long(
 ) -> None:
     bench.scripts |= {"one": [None], "two": [train()]}
     observe, run_id = bench.executor.observe, bench.submit(**TWO)
-    broken = faulty(10**9, KeyError("wires"), observe, hit=lambda spec: spec.name.endswith("-one-1"))
+    broken = faulty(
+        10**9, KeyError("wires"), observe, hit=lambda jobs: any(job.name.endswith("-one-1") for job in jobs)
+    )
     monkeypatch.setattr(bench.executor, "observe", broken)
     with pytest.raises(KeyError, match="wires"):
         bench.drive(run_id)
@@ -213,11 +215,12 @@ def test_a_result_that_appears_between_two_looks_is_not_lost(bench: Bench, monke
         bench.reconciler.tick(run_id)
     real, finished = bench.executor.observe, []
 
-    def observe(spec: JobSpec) -> Observation:
-        if spec.name.endswith("sft-1") and not finished:
-            finished.append(train()(AttemptFolder(Path(spec.attempt_dir))))
-            bench.executor.lose(spec.name)
-        return real(spec)
+    def observe(jobs: Sequence[JobSpec]) -> list[Observation]:
+        for spec in jobs:
+            if spec.name.endswith("sft-1") and not finished:
+                finished.append(train()(AttemptFolder(Path(spec.attempt_dir))))
+                bench.executor.lose(spec.name)
+        return real(jobs)
 
     monkeypatch.setattr(bench.executor, "observe", observe)
     assert bench.drive(run_id).state == "succeeded"
@@ -232,16 +235,16 @@ def test_a_result_that_appears_while_the_job_is_cancelled_is_not_lost(
     run_id = bench.submit(budget={"wall_clock": 60})
     for _ in range(3):
         bench.reconciler.tick(run_id)
-    real = bench.executor.cancel
+    real = bench.executor.kill
 
-    def cancel(spec: JobSpec, grace: float) -> Observation:
+    def kill(spec: JobSpec) -> None:
         folder = AttemptFolder(Path(spec.attempt_dir))
         (folder.outputs / "model").mkdir(parents=True)
         (folder.outputs / "model" / "model.safetensors").write_text("weights")
         folder.write_result(JobResult("succeeded", {"model": Output("outputs/model", "tree")}, {}, 77))
-        return real(spec, grace)
+        real(spec)
 
-    monkeypatch.setattr(bench.executor, "cancel", cancel)
+    monkeypatch.setattr(bench.executor, "kill", kill)
     if ask == "stop":
         actions.stop(bench.wiring, run_id)
     else:

@@ -23,12 +23,9 @@ from posttrain.app.confinement import confinement
 from posttrain.app.machine import local_devices
 from posttrain.app.workspace import Workspace, find_workspace, process_alive
 from posttrain.domain.errors import PosttrainError, WorkspaceError
-from posttrain.domain.jobs import JobState
 from posttrain.domain.kinds import CONTROL, KINDS, OWN
 from posttrain.domain.lifecycle import RunState, is_final
-from posttrain.domain.manifest import Manifest
 from posttrain.domain.plugins import TRAINERS, all_plugins
-from posttrain.domain.records import AttemptRecord
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.audit import verify_rows
@@ -187,13 +184,14 @@ def _jobs(workspace: Workspace) -> Iterator[Check]:
     """Processes that no unfinished attempt knows, runs that nobody drives on, and runs that cannot be read."""
     orphans, idle = [], []
     now = workspace.ledger.clock.now()
+    alive = workspace.wiring.executor.list("")
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
         manifest, trouble = workspace.manifest_or_trouble(run)
         if manifest is None:
             yield Check("run", "fail", f"{run.id}: {trouble}", "restore the workspace from a copy, or run it again")
         else:
-            ended = [a for a in workspace.ledger.attempts(run.id) if is_final("attempt", a.state)]
-            orphans += [attempt.name for attempt in ended if _lives(workspace, manifest, attempt)]
+            ended = {a.name for a in workspace.ledger.attempts(run.id) if is_final("attempt", a.state)}
+            orphans += [name for name in alive if name in ended]
         held = run.lease_owner and (run.lease_expires or 0.0) > now and process_alive(run.lease_owner)
         if run.state in (RunState.PENDING, RunState.RUNNING, RunState.STOPPING) and not held:
             idle.append(run.id)
@@ -205,15 +203,3 @@ def _jobs(workspace: Workspace) -> Iterator[Check]:
         yield Check("runs", "warn", f"nobody drives {', '.join(idle)}", f"posttrain attach {idle[0]}")
     else:
         yield Check("runs", "ok", "none waits for a driver")
-
-
-def _lives(workspace: Workspace, manifest: Manifest, attempt: AttemptRecord) -> bool:
-    wiring = workspace.wiring
-    folder = wiring.folder(attempt)
-    try:
-        spec = wiring.trainer(manifest.stage(attempt.stage).trainer).compile(folder.read_order(), folder.path)
-        return wiring.executor.observe(spec).state in (JobState.STARTING, JobState.RUNNING)
-    except (
-        PosttrainError
-    ):  # it never came to be launched, its folder is damaged, its trainer gone: nothing to be found by it
-        return False

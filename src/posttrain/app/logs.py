@@ -8,11 +8,12 @@ from pathlib import Path
 
 from posttrain.app.status import Vigil
 from posttrain.app.workspace import Workspace
+from posttrain.control.launching import bare_spec
 from posttrain.domain.errors import NotFoundError
+from posttrain.domain.jobs import JobSpec
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.validation import nearest
-
-_CHUNK = 1 << 20
+from posttrain.execution.ports import Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +24,13 @@ class LogFile:
     stage: str
     attempt: int
     path: Path
+    job: JobSpec
+    executor: Executor
 
     def read(self, start: int = 0) -> tuple[str, int]:
         """Text from byte `start`, and where the next read starts. A log that is not there yet is empty."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(start)
-                data = file.read(_CHUNK)
-        except FileNotFoundError:
-            return "", start
-        whole = data.rfind(b"\n") + 1 if len(data) == _CHUNK else len(data)  # do not cut a line, or a character
-        data = data[: whole or len(data)]
-        return data.decode("utf-8", errors="replace"), start + len(data)
+        page = self.executor.logs(self.job, start)
+        return page.text, page.cursor
 
 
 def log_files(workspace: Workspace, run_id: str, stage: str | None = None) -> list[LogFile]:
@@ -53,7 +49,8 @@ def log_files(workspace: Workspace, run_id: str, stage: str | None = None) -> li
         origin, _, name = (row.cached_from or f"{run_id}/{row.name}").rpartition("/")
         for attempt in workspace.ledger.attempts(origin, name):
             folder = workspace.wiring.folder(attempt)
-            found.append(LogFile(origin, name, attempt.number, folder.log))
+            job = bare_spec(workspace.wiring, attempt)
+            found.append(LogFile(origin, name, attempt.number, folder.log, job, workspace.wiring.executor))
     return found
 
 

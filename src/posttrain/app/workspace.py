@@ -86,7 +86,7 @@ class Workspace:
         self.wiring = Wiring(
             ledger=self.ledger,
             blobs=self.blobs,
-            executor=LocalExecutor("posttrain.jobs.preload", local_devices),
+            executor=LocalExecutor("posttrain.jobs.preload", local_devices, self.root / "runs"),
             trainers=Trainers([NativeTrainer()]),
             clock=clock,
             root=self.root,

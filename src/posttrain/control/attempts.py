@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from posttrain.control import budgets
 from posttrain.control.fencing import another_runs, give_up, unheeded
-from posttrain.control.launching import attempt_spec, bare_spec, launch_attempt, record_launch
+from posttrain.control.launching import SUBMISSION_UNKNOWN, bare_spec, launch_attempt, look, record_launch, say
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, StaleWriteError
 from posttrain.domain.facts import Progress
-from posttrain.domain.jobs import Failure, JobResult, JobSpec, JobState, Observation
+from posttrain.domain.jobs import Cause, Failure, JobResult, JobState, Observation, Signal
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState
 from posttrain.domain.manifest import Manifest, StageManifest
@@ -26,7 +26,31 @@ STOP_GRACE_SECONDS = 30.0
 PREEMPTIONS_PER_ATTEMPT = 4  # a preempted job did nothing wrong, but a place that always preempts is no place
 
 
-def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: StageRecord) -> None:
+class Looks:
+    """What the executor says of a run's live attempts: asked once for all of them, and only if somebody asks."""
+
+    def __init__(self, wiring: Wiring, run_id: str) -> None:
+        self._wiring, self._run_id = wiring, run_id
+        self._seen: dict[str, Observation] | None = None
+
+    def of(self, attempt: AttemptRecord) -> Observation:
+        """One look; of this pass, or a moment old."""
+        if self._seen is None:
+            self._seen = self._all()
+        return self._seen.get(attempt.name) or look(self._wiring, attempt)
+
+    def _all(self) -> dict[str, Observation]:
+        launched = [a for a in self._wiring.ledger.attempts(self._run_id) if a.state == AttemptState.LAUNCHED]
+        try:
+            seen = self._wiring.executor.observe([bare_spec(self._wiring, attempt) for attempt in launched])
+        except Exception:  # then each is asked for by itself: what concerns one stops no other
+            return {}
+        return {attempt.name: one for attempt, one in zip(launched, seen, strict=True)}
+
+
+def advance_attempt(
+    wiring: Wiring, run: RunRecord, manifest: Manifest, stage: StageRecord, looks: Looks | None = None
+) -> None:
     """One look at the live attempt of a running stage, and what follows from it."""
     stage, attempt = _read_together(wiring, stage)
     trainer = wiring.trainer(manifest.stage(stage.name).trainer)
@@ -34,12 +58,12 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
         if attempt.state == AttemptState.PLANNED:
             _begin(wiring, run, manifest, stage, attempt, trainer)
             return
-        result = trainer.collect(wiring.folder(attempt)) or _look(wiring, run, manifest, attempt, trainer)
+        seen = looks.of(attempt) if looks else look(wiring, attempt)  # first: who is gone has said its last word
+        result = trainer.collect(wiring.folder(attempt)) or _without_word(wiring, run, manifest, attempt, trainer, seen)
         if isinstance(result, Observation):
-            if result.state not in (JobState.STARTING, JobState.RUNNING):
-                _lost(wiring, manifest, stage, attempt, result)
+            _unheard(wiring, manifest, stage, attempt, result)
             return
-        if _leaves(wiring, attempt, result):
+        if _leaves(wiring, attempt, result, seen):
             return
         result = _why_stopped(run, manifest, attempt, result)
         if result.status == "failed" and result.failure and result.failure.kind.retried:
@@ -57,19 +81,28 @@ def advance_attempt(wiring: Wiring, run: RunRecord, manifest: Manifest, stage: S
     crashpoint("collect.after_commit")
 
 
-def _leaves(wiring: Wiring, attempt: AttemptRecord, result: JobResult) -> bool:
+def _unheard(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> None:
+    """A job without a result: lost if it is proven to be gone, else waited for."""
+    if seen.gone:
+        _lost(wiring, manifest, stage, attempt, seen)
+    elif seen.hidden:
+        say(wiring, stage, "JobNotVisible", "the executor does not see the job, which proves nothing; looking again")
+    elif stage.reason == "JobNotVisible":
+        say(wiring, stage, "Running", f"attempt {attempt.number}")
+
+
+def _leaves(wiring: Wiring, attempt: AttemptRecord, result: JobResult, seen: Observation) -> bool:
     """Whether the job of a result still holds memory on its way out: nothing that would need it starts before.
 
     An executor lets it go for `LEAVING_SECONDS`; one that does not see to that is asked to, a while later.
     """
-    spec = bare_spec(wiring, attempt)
-    if wiring.executor.observe(spec).state not in (JobState.STARTING, JobState.RUNNING):
+    if seen.gone:
         return False
     now = wiring.clock.now()
     if now - (attempt.launched_at or now) - result.seconds < 2 * LEAVING_SECONDS:
         return True
-    wiring.executor.cancel(spec, 0.0)
-    return False
+    wiring.executor.kill(bare_spec(wiring, attempt))
+    return not look(wiring, attempt).gone
 
 
 def _read_together(wiring: Wiring, stage: StageRecord) -> tuple[StageRecord, AttemptRecord]:
@@ -93,13 +126,14 @@ def _begin(
 ) -> None:
     """Launch a planned attempt; when the run is being stopped, only find out whether somebody did so before dying."""
     if run.state == RunState.STOPPING:
-        known = wiring.folder(attempt).has_order()
-        spec = attempt_spec(wiring, attempt, trainer) if known else None
-        if spec is None or wiring.executor.observe(spec).state is JobState.UNKNOWN:
+        seen = look(wiring, attempt) if wiring.folder(attempt).has_order() else Observation(JobState.UNKNOWN)
+        if seen.hidden:
+            say(wiring, stage, SUBMISSION_UNKNOWN, "nobody can say yet whether there is a job to stop; looking again")
+        elif seen.state is JobState.UNKNOWN:
             if give_up(wiring, attempt, "the run was stopped before it was launched"):
                 _end(wiring, stage, attempt, JobResult("stopped"), {})
         else:
-            record_launch(wiring, attempt, wiring.executor.launch(spec), stage)
+            record_launch(wiring, attempt, seen.handle, stage)
         return
     failure = launch_attempt(wiring, manifest, stage, attempt, trainer)
     if failure:
@@ -117,28 +151,34 @@ def _why_stopped(run: RunRecord, manifest: Manifest, attempt: AttemptRecord, res
     return replace(result, status="failed", failure=over if asked else preempted)
 
 
-def _look(
-    wiring: Wiring, run: RunRecord, manifest: Manifest, attempt: AttemptRecord, trainer: Trainer
+def _without_word(
+    wiring: Wiring,
+    run: RunRecord,
+    manifest: Manifest,
+    attempt: AttemptRecord,
+    trainer: Trainer,
+    seen: Observation,
 ) -> JobResult | Observation:
-    """Observe a job without a result; see to it that it ends when a person or the budget says so."""
-    spec = attempt_spec(wiring, attempt, trainer)
-    running = wiring.executor.seconds(spec) or 0.0
+    """What becomes of a job without a result; see to it that it ends when a person or the budget says so."""
+    if seen.gone:
+        seen = look(wiring, attempt)  # what was seen is a moment old, and an executor may start a job anew
+    running = seen.seconds or 0.0
     spent = budgets.spending(wiring.ledger.stages(run.id), wiring.ledger.attempts(run.id), running=running)
     over = budgets.exhausted(manifest, spent)
-    if (over or run.state == RunState.STOPPING) and not _may_go_on(wiring, attempt):
-        seen = wiring.executor.cancel(spec, 0.0)
-        if another_runs(wiring, attempt, seen):
-            return Observation(JobState.RUNNING)
-        if over:
-            failure = Failure(FailureClass.BUDGET, over, "budget")
-            return trainer.collect(wiring.folder(attempt)) or JobResult("failed", failure=failure)
-        return trainer.collect(wiring.folder(attempt)) or JobResult("stopped", message=unheeded(wiring, attempt))
-    observation = wiring.executor.observe(spec)
-    if observation.state in (JobState.STARTING, JobState.RUNNING):
-        return observation
-    if another_runs(wiring, attempt, observation):
+    ending = bool(over or run.state == RunState.STOPPING) and not _may_go_on(wiring, attempt)
+    if ending and not seen.gone:
+        wiring.executor.kill(bare_spec(wiring, attempt))
+        seen = look(wiring, attempt)
+    if not seen.gone:
+        return seen
+    if another_runs(wiring, attempt, seen):
         return Observation(JobState.RUNNING)
-    return trainer.collect(wiring.folder(attempt)) or observation  # it may have ended between the two looks
+    said = trainer.collect(wiring.folder(attempt))  # it may have ended between the two looks
+    if said is not None or not ending:
+        return said or seen
+    if over:
+        return JobResult("failed", failure=Failure(FailureClass.BUDGET, over, "budget"))
+    return JobResult("stopped", message=unheeded(wiring, attempt))
 
 
 def _may_go_on(wiring: Wiring, attempt: AttemptRecord) -> bool:
@@ -146,7 +186,7 @@ def _may_go_on(wiring: Wiring, attempt: AttemptRecord) -> bool:
     now = wiring.clock.now()
     if attempt.stop_requested_at is not None:
         return now < attempt.stop_requested_at + STOP_GRACE_SECONDS
-    wiring.folder(attempt).request_stop()
+    wiring.executor.signal(bare_spec(wiring, attempt), Signal.STOP)
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_attempt(attempt, reason="StopRequested", stop_requested_at=now)
     return True
@@ -241,6 +281,16 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
 def _lost(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> None:
     """A job that is gone without a result."""
     detail = seen.detail or (f"exit code {seen.exit_code}" if seen.exit_code is not None else "its process is gone")
+    if seen.state is JobState.UNKNOWN:
+        detail = "the executor has no job of that name any more"
+    if seen.cause is Cause.OUT_OF_MEMORY:
+        over = Failure(FailureClass.OUT_OF_MEMORY, f"the executor ended the job: out of memory ({detail})", "oom")
+        _end(wiring, stage, attempt, JobResult("failed", failure=over), {})
+        return
+    if seen.cause is Cause.PREEMPTED:
+        gone = Failure(FailureClass.PREEMPTED, f"the executor preempted the job ({detail})", "")
+        _retry(wiring, manifest, stage, attempt, gone, AttemptState.LOST)
+        return
     killed = seen.exit_code is None or seen.exit_code < 0
     # a kill says nothing about the job; an exit code does, and the same one twice will come a third time
     signature = "" if killed else f"exit {seen.exit_code}"
@@ -325,8 +375,7 @@ def _billed(wiring: Wiring, attempt: AttemptRecord, said: int) -> int:
 
 def _seconds(wiring: Wiring, attempt: AttemptRecord, said: float) -> float:
     """How long the job ran: by the executor's record, which knows of lost ones too; at least what the job says."""
-    spec = JobSpec(attempt.name, "", str(wiring.folder(attempt).path))
-    return max(said, wiring.executor.seconds(spec) or 0.0)
+    return max(said, look(wiring, attempt).seconds or 0.0)
 
 
 def _last_progress(wiring: Wiring, attempt: AttemptRecord) -> Progress | None:

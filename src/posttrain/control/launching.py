@@ -7,13 +7,14 @@ from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import CapacityError, FailureClass, InfrastructureError
-from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobSpec, JobState
+from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobSpec, JobState, Observation, Unknown
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.execution.ports import Trainer
 
 WAITING_FOR_DEVICES = "WaitingForDevices"
+SUBMISSION_UNKNOWN = "SubmissionUnknown"
 
 
 def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
@@ -51,30 +52,44 @@ def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
 def launch_attempt(
     wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, trainer: Trainer
 ) -> Failure | None:
-    """Find the attempt's job or create it, and record its handle.
+    """Find the attempt's job or submit it, and record its handle. While nobody can say whether it was submitted, wait.
 
     Returns:
-        Why it could not be started; None when it was.
+        Why it could not be started; None when it was, or waits.
     """
     folder = wiring.folder(attempt)
-    # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
-    if not folder.has_order() or _unknown(wiring, attempt, trainer):
-        if waits_for_devices(wiring, manifest, stage, trainer):
+    if folder.has_order():  # submitted, perhaps, by somebody who died, or got no answer
+        seen = look(wiring, attempt)
+        if seen.hidden:
+            say(wiring, stage, SUBMISSION_UNKNOWN, "nobody can say yet whether the job was submitted; looking again")
             return None
-        folder.write_order(_order(wiring, manifest, stage, attempt))
-    spec = attempt_spec(wiring, attempt, trainer)
+        if seen.state is not JobState.UNKNOWN:
+            record_launch(wiring, attempt, seen.handle, stage)
+            return None
+    if waits_for_devices(wiring, manifest, stage, trainer):
+        return None
+    # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
+    folder.write_order(_order(wiring, manifest, stage, attempt))
     crashpoint("attempt.after_intent")
     try:
-        handle = wiring.executor.launch(spec)
+        answer = wiring.executor.submit(attempt_spec(wiring, attempt, trainer))
     except CapacityError as error:  # somebody else was quicker
-        _say_devices(wiring, stage, str(error))
+        say(wiring, stage, WAITING_FOR_DEVICES, str(error))
         return None
     except InfrastructureError as error:
         return Failure(FailureClass.INFRASTRUCTURE, str(error), "launch")
+    if isinstance(answer, Unknown):
+        say(wiring, stage, SUBMISSION_UNKNOWN, f"whether the job was submitted is not known ({answer.detail})")
+        return None
     crashpoint("attempt.after_launch")
-    record_launch(wiring, attempt, handle, stage)
+    record_launch(wiring, attempt, answer.handle, stage)
     crashpoint("attempt.after_handle")
     return None
+
+
+def look(wiring: Wiring, attempt: AttemptRecord) -> Observation:
+    """One look at an attempt's job."""
+    return wiring.executor.observe([bare_spec(wiring, attempt)])[0]
 
 
 def waits_for_devices(wiring: Wiring, manifest: Manifest, stage: StageRecord, trainer: Trainer) -> bool:
@@ -88,18 +103,15 @@ def waits_for_devices(wiring: Wiring, manifest: Manifest, stage: StageRecord, tr
     wanted = trainer.devices(plan.kind, plan.params)
     lack = wiring.executor.capacity().lack(wanted) if wanted else ""
     if lack:
-        _say_devices(wiring, stage, lack)
+        say(wiring, stage, WAITING_FOR_DEVICES, lack)
     return bool(lack)
 
 
-def _say_devices(wiring: Wiring, stage: StageRecord, message: str) -> None:
-    if (stage.reason, stage.message) != (WAITING_FOR_DEVICES, message):
+def say(wiring: Wiring, stage: StageRecord, reason: str, message: str) -> None:
+    """Write down what a stage waits for, once."""
+    if (stage.reason, stage.message) != (reason, message):
         with wiring.ledger.transaction(wiring.actor) as transaction:
-            transaction.update_stage(stage, reason=WAITING_FOR_DEVICES, message=message, next_action="none needed")
-
-
-def _unknown(wiring: Wiring, attempt: AttemptRecord, trainer: Trainer) -> bool:
-    return wiring.executor.observe(attempt_spec(wiring, attempt, trainer)).state is JobState.UNKNOWN
+            transaction.update_stage(stage, reason=reason, message=message, next_action="none needed")
 
 
 def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str, stage: StageRecord) -> None:
@@ -112,7 +124,7 @@ def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str, stage: St
             handle=handle,
             launched_at=wiring.clock.now(),
         )
-        if stage.reason == WAITING_FOR_DEVICES:
+        if stage.reason in (WAITING_FOR_DEVICES, SUBMISSION_UNKNOWN):
             transaction.update_stage(stage, reason="Running", message=f"attempt {attempt.number}", next_action="")
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.control.attempts import advance_attempt
+from posttrain.control.attempts import Looks, advance_attempt
 from posttrain.control.judging import judge_stage, release_stage
 from posttrain.control.stages import bind_pending, start_ready
 from posttrain.control.trouble import BACKOFF_SECONDS, Troubles
@@ -138,18 +138,19 @@ class Reconciler:
             )
         if run.desired == "stopped" and run.state == RunState.RUNNING:
             run = self._move(run, RunState.STOPPING, "StopRequested", "waiting for jobs to checkpoint and end")
+        looks = Looks(self._wiring, run.id)
         for stage in self._wiring.ledger.stages(run.id):
             if not self._troubles.waits(stage):
                 with self._troubles.kept_to(stage):
-                    self._advance(run, manifest, stage)
+                    self._advance(run, manifest, stage, looks)
         run = self._settle(run)
         return Tick(run, changed=self._fingerprint(run) != before)
 
-    def _advance(self, run: RunRecord, manifest: Manifest, stage: StageRecord) -> None:
+    def _advance(self, run: RunRecord, manifest: Manifest, stage: StageRecord, looks: Looks) -> None:
         if is_final("stage", stage.state):
             return
         if stage.state == StageState.RUNNING:
-            advance_attempt(self._wiring, run, manifest, stage)
+            advance_attempt(self._wiring, run, manifest, stage, looks)
             return
         if run.state == RunState.STOPPING:
             self._move_stage(stage, StageState.STOPPED)

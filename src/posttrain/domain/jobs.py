@@ -132,20 +132,97 @@ class Capacity:
 class JobState(StrEnum):
     """What an executor can see of a job from outside."""
 
-    UNKNOWN = "unknown"  # no job of that name
-    STARTING = "starting"
+    UNKNOWN = "unknown"  # no job of that name is seen; `Observation.absent` says what that proves
+    STARTING = "starting"  # it has it: queued, pulling an image, starting
     RUNNING = "running"
     EXITED = "exited"  # with an exit code
     LOST = "lost"  # gone without one
 
 
+class Absence(StrEnum):
+    """What it proves that no job of a name is seen."""
+
+    AUTHORITATIVE = "authoritative"  # there is none
+    NOT_VISIBLE_YET = "not_visible_yet"  # one that was submitted may still appear
+
+
+class Cause(StrEnum):
+    """Why a job ended, where the executor knows better than the exit code."""
+
+    OUT_OF_MEMORY = "out_of_memory"
+    PREEMPTED = "preempted"
+    NODE_LOST = "node_lost"
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One look at a job."""
+    """One look at a job. Two are equal when they say the same of its fate."""
 
     state: JobState
     exit_code: int | None = None
     detail: str = ""
+    absent: Absence = Absence.AUTHORITATIVE  # of UNKNOWN
+    cause: Cause | None = None
+    incarnation: int = 0  # how often the executor itself has started it anew; the attempt stays the same
+    handle: str = field(default="", compare=False)  # what the executor calls it
+    node: str = field(default="", compare=False)
+    # how long it has run, by the executor's own record: from when it started to run until now or its end, over all
+    # incarnations. Time before (in a queue, say) does not count, nor time in which nobody noticed its end. None: never
+    seconds: float | None = field(default=None, compare=False)
+
+    @property
+    def live(self) -> bool:
+        """Whether it runs or may start to."""
+        return self.state in (JobState.STARTING, JobState.RUNNING)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether nothing can be said: it may be anything."""
+        return self.state is JobState.UNKNOWN and self.absent is Absence.NOT_VISIBLE_YET
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is proven that nothing of it runs, nor will."""
+        return not self.live and not self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The executor has a new job."""
+
+    handle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exists:
+    """The executor has had a job of that name already, running or ended; nothing was started."""
+
+    handle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Nobody can say whether the executor has the job: a time-out proves nothing. Observe; do not submit anew."""
+
+    detail: str
+
+
+Submission = Accepted | Exists | Unknown
+
+
+class Signal(StrEnum):
+    """What a job is asked for, not made to do."""
+
+    STOP = "stop"  # checkpoint, and end
+    CHECKPOINT = "checkpoint"  # and go on
+
+
+@dataclass(frozen=True, slots=True)
+class LogPage:
+    """A piece of what a job printed, and where the next begins."""
+
+    text: str
+    cursor: int
 
 
 @dataclass(frozen=True, slots=True)

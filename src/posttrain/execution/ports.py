@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.domain.contracts import StageContract
-from posttrain.domain.jobs import Capacity, JobOrder, JobResult, JobSpec, Observation
+from posttrain.domain.jobs import (
+    Capacity,
+    JobOrder,
+    JobResult,
+    JobSpec,
+    LogPage,
+    Observation,
+    Signal,
+    Submission,
+)
 from posttrain.store.attempts import AttemptFolder
 
 
@@ -15,13 +24,17 @@ class Executor(Protocol):
     """Runs jobs somewhere. Every implementation:
 
     - knows a job by `spec.name` and its attempt folder; it needs nothing that a caller remembered, so any process may
-      launch, observe or cancel, before and after crashes of its own and of the executor's helpers;
-    - starts at most one job per attempt, ever: launching again finds it, running or ended, also when two processes
-      launch at once. A job that ended or was lost is never started again: that is a new attempt;
-    - lets the job outlive the process that launched it;
-    - gives no device to two jobs, whoever launched them: a job has its `spec.devices` from its start until it is gone;
+      submit, observe, signal or kill, before and after crashes of its own and of the executor's helpers;
+    - says what it knows and no more: a submission that may have arrived is Unknown, an absence that proves nothing is
+      NOT_VISIBLE_YET, and a job is LOST only on proof that nothing of it runs;
+    - never starts a job that ended or was lost again of a caller's accord: that is a new attempt. What it does of its
+      own accord (a requeue) keeps the name, and counts as another incarnation;
+    - lets the job outlive the process that submitted it;
+    - gives no device to two jobs, whoever submitted them: a job has its `spec.devices` from its start until it is gone;
     - passes `spec.environment` on top of its own environment and runs `python -m MODULE ATTEMPT_DIR`;
     - bounds every wait.
+
+    Only `submit` reads more of a spec than name and folder.
     """
 
     @property
@@ -32,43 +45,55 @@ class Executor(Protocol):
     def attests(self) -> bool:
         """Whether its jobs run in this environment, and compare it with the one that their order names."""
 
-    def launch(self, spec: JobSpec) -> str:
-        """Find the job of that name or create it; its handle, the same for every call.
+    @property
+    def idempotent(self) -> bool:
+        """Whether submitting a name again finds the job that is there, also when two processes submit at once.
+
+        Where it does not, a caller that submits anew before absence is proven may start a second job of that name.
+        """
+
+    def submit(self, spec: JobSpec) -> Submission:
+        """Create the job of that name, or find it.
 
         Raises:
             CapacityError: devices that it needs are taken; it was not started, and trying again is safe.
-            InfrastructureError: it could not be started; nothing runs, and trying again is safe.
+            InfrastructureError: it was refused or could not be started; nothing runs, and trying again is safe.
             WorkspaceError: the attempt folder cannot be written.
         """
+
+    def observe(self, jobs: Sequence[JobSpec]) -> list[Observation]:
+        """One look at each of the jobs, in their order, with as few questions to whoever runs them as can be.
+
+        Raises:
+            InfrastructureError: nobody answers; that says nothing of the jobs.
+        """
+
+    def signal(self, spec: JobSpec, word: Signal) -> None:
+        """Ask the job for something by its channel; return at once. A job that starts late finds the request and obeys.
+
+        Raises:
+            InfrastructureError, WorkspaceError: the request could not be left.
+        """
+
+    def kill(self, spec: JobSpec) -> None:
+        """End the job: terminate, a while later kill. Whether it is gone, `observe` says; a job nobody has is no error.
+
+        Raises:
+            InfrastructureError: it may not have been reached.
+            DeadlineError: it survived being killed (a process stuck in the kernel, an unreachable node).
+        """
+
+    def list(self, prefix: str) -> list[str]:
+        """The names of its jobs that begin with `prefix` and are not known to have ended."""
+
+    def logs(self, spec: JobSpec, cursor: int = 0) -> LogPage:
+        """What the job printed, from `cursor` on: whole lines, as many as fit a page; nothing where there is no log."""
 
     def capacity(self) -> Capacity:
         """The devices it deals out, and who has them now.
 
         Raises:
             InfrastructureError: that cannot be told.
-        """
-
-    def observe(self, spec: JobSpec) -> Observation:
-        """One look at the job. Reports LOST only when nothing of the job runs any more (what is left is killed first).
-
-        EXITED carries the exit code, negative for the signal that killed the job.
-        """
-
-    def seconds(self, spec: JobSpec) -> float | None:
-        """How long the job has run, by the executor's own record: from when it started to run until now or its end.
-
-        Time before (in a queue, say) does not count, nor does time in which nobody noticed its end. Of a lost job it
-        is at least as long as it ran. Clocks that are set meanwhile change nothing. None: it never ran.
-        """
-
-    def cancel(self, spec: JobSpec, grace_seconds: float) -> Observation:
-        """Stop the job and wait until it is gone: ask (by its channel), after `grace_seconds` terminate, then kill.
-
-        Returns as soon as the job has ended, with the last observation; UNKNOWN for a job that was never launched. The
-        request stays in the channel, so a job that starts late ends at once.
-
-        Raises:
-            DeadlineError: it survived being killed (a process stuck in the kernel, an unreachable node).
         """
 
 

@@ -1,84 +1,200 @@
-"""An executor whose jobs are what a test says they are."""
+"""An executor whose jobs are what a test says they are, and which is as unhelpful as a test wants it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from posttrain.domain.jobs import Capacity, JobSpec, JobState, Observation
+from posttrain.domain.errors import InfrastructureError
+from posttrain.domain.jobs import (
+    Absence,
+    Accepted,
+    Capacity,
+    Cause,
+    Exists,
+    JobSpec,
+    JobState,
+    LogPage,
+    Observation,
+    Signal,
+    Submission,
+    Unknown,
+)
+from posttrain.execution.logs import read_log
 from posttrain.store.attempts import AttemptFolder
 
 _TERMINATED = -15
 
 
+@dataclass
+class Hostility:
+    """What a scheduler far away does to those who ask it; seconds are by the fake's clock, counts go down.
+
+    What is lost is lost once: `lose_answers=2` are the next two.
+    """
+
+    idempotent: bool = True  # else a name that is submitted twice is two jobs
+    visible_after: float = 0.0  # seconds from a submission until the job is seen
+    settles_after: float = 0.0  # seconds from a submission until an absence proves anything
+    purges_after: float | None = None  # seconds from its end until a job is forgotten
+    lose_answers: int = 0  # submissions that arrive, and whose answer does not
+    lose_requests: int = 0  # submissions that never arrive
+    late_requests: int = 0  # submissions that arrive after `visible_after`, and whose answer does not
+    twice: int = 0  # submissions that arrive twice
+    silent: int = 0  # looks that nobody answers
+    deaf: int = 0  # kills that do nothing
+
+
+@dataclass
+class _Job:
+    spec: JobSpec
+    seen: Observation
+    visible: float  # from when on it is seen
+    begun: float
+    ended: float | None = None
+    before: float = 0.0  # seconds that earlier incarnations ran
+
+
 class FakeExecutor:
     """Jobs in memory.
 
-    A launched job is RUNNING until `finish` or `lose`, or until `on_launch` ends it at once. `on_launch` is given each
+    A submitted job is RUNNING until `finish` or `lose`, or until `on_launch` ends it at once. `on_launch` is given each
     new job's spec, may write into its attempt folder like a job (results, facts), and returns the exit code, or None to
-    leave it running.
+    leave it running. `hostility` may be changed at any time.
     """
 
     name: ClassVar[str] = "fake"
     attests: ClassVar[bool] = False
 
     def __init__(
-        self, on_launch: Callable[[JobSpec], int | None] | None = None, now: Callable[[], float] = time.time
+        self,
+        on_launch: Callable[[JobSpec], int | None] | None = None,
+        now: Callable[[], float] = time.time,
+        hostility: Hostility | None = None,
     ) -> None:
         self.launched: list[JobSpec] = []  # each job once, in order
-        self.cancelled: list[str] = []
+        self.cancelled: list[str] = []  # names of live jobs that were killed
         self.room = Capacity()
+        self.hostility = hostility or Hostility()
         self._on_launch = on_launch
-        self._jobs: dict[str, Observation] = {}
-        self._now = now
-        self._times: dict[str, tuple[float, float | None]] = {}  # name → start, end
+        self._jobs: dict[str, list[_Job]] = {}
+        self._coming: list[tuple[float, JobSpec]] = []
+        self._asked: dict[str, float] = {}  # name → when it was last submitted
+        self._now, self._born = now, now()
 
-    def launch(self, spec: JobSpec) -> str:
-        """See `Executor.launch`."""
-        if spec.name not in self._jobs:
-            self._jobs[spec.name] = Observation(JobState.RUNNING)
-            self._times[spec.name] = (self._now(), None)
-            self.launched.append(spec)
-            code = self._on_launch(spec) if self._on_launch else None
-            if code is not None:
-                self.finish(spec.name, code)
-        return f"fake-{spec.name}"
+    @property
+    def idempotent(self) -> bool:
+        """See `Executor.idempotent`."""
+        return self.hostility.idempotent
+
+    def submit(self, spec: JobSpec) -> Submission:
+        """See `Executor.submit`."""
+        hostility = self.hostility
+        self._asked[spec.name] = self._now()
+        self._arrive()
+        if self._take("lose_requests"):
+            return Unknown("no answer")
+        if self._take("late_requests"):
+            self._coming.append((self._now() + hostility.visible_after, spec))
+            return Unknown("no answer")
+        had = spec.name in self._jobs
+        for _ in range(2 if self._take("twice") else 1):
+            if not self._jobs.get(spec.name) or not hostility.idempotent:
+                self._start(spec, self._now() + hostility.visible_after)
+        if self._take("lose_answers"):
+            return Unknown("no answer")
+        handle = f"fake-{spec.name}"
+        return Exists(handle) if had and hostility.idempotent else Accepted(handle)
+
+    def observe(self, jobs: Sequence[JobSpec]) -> list[Observation]:
+        """See `Executor.observe`."""
+        if self._take("silent"):
+            raise InfrastructureError("the scheduler does not answer; look again")
+        self._arrive()
+        return [self._look(job.name) for job in jobs]
+
+    def signal(self, spec: JobSpec, word: Signal) -> None:
+        """See `Executor.signal`."""
+        if Path(spec.attempt_dir).is_dir():
+            folder = AttemptFolder(Path(spec.attempt_dir))
+            folder.request_stop() if word is Signal.STOP else folder.request_checkpoint()
+
+    def kill(self, spec: JobSpec) -> None:
+        """See `Executor.kill`; nothing is waited for."""
+        self._arrive()
+        if self._take("deaf"):
+            return
+        if any(job.seen.live for job in self._jobs.get(spec.name, ())):
+            self.cancelled.append(spec.name)
+            self.finish(spec.name, _TERMINATED)
+
+    def list(self, prefix: str) -> list[str]:
+        """See `Executor.list`."""
+        self._arrive()
+        return sorted(name for name in self._jobs if name.startswith(prefix) and self._look(name).live)
+
+    def logs(self, spec: JobSpec, cursor: int = 0) -> LogPage:
+        """See `Executor.logs`."""
+        return read_log(AttemptFolder(Path(spec.attempt_dir)).log, cursor)
 
     def capacity(self) -> Capacity:
         """See `Executor.capacity`: what a test says it is; by default it deals out nothing."""
         return self.room
 
-    def observe(self, spec: JobSpec) -> Observation:
-        """See `Executor.observe`."""
-        return self._jobs.get(spec.name, Observation(JobState.UNKNOWN))
-
-    def seconds(self, spec: JobSpec) -> float | None:
-        """See `Executor.seconds`."""
-        if spec.name not in self._times:
-            return None
-        start, end = self._times[spec.name]
-        return (self._now() if end is None else end) - start
-
-    def cancel(self, spec: JobSpec, grace_seconds: float) -> Observation:
-        """See `Executor.cancel`; nothing is waited for: a running job is terminated."""
-        if Path(spec.attempt_dir).is_dir():
-            AttemptFolder(Path(spec.attempt_dir)).request_stop()
-        if self.observe(spec).state == JobState.RUNNING:
-            self.cancelled.append(spec.name)
-            self.finish(spec.name, _TERMINATED)
-        return self.observe(spec)
-
     def finish(self, name: str, exit_code: int = 0) -> None:
-        """Let the job exit."""
+        """Let the jobs of that name exit."""
         self._over(name, Observation(JobState.EXITED, exit_code=exit_code))
 
-    def lose(self, name: str) -> None:
-        """Let the job vanish."""
-        self._over(name, Observation(JobState.LOST, detail="its supervisor is gone"))
+    def lose(self, name: str, cause: Cause | None = None) -> None:
+        """Let them vanish."""
+        self._over(name, Observation(JobState.LOST, detail="its supervisor is gone", cause=cause))
+
+    def requeue(self, name: str) -> None:
+        """Start them anew, as a scheduler does of its own accord: the name stays."""
+        now = self._now()
+        for job in self._jobs[name]:
+            job.before += (now if job.ended is None else job.ended) - job.begun
+            job.begun, job.ended = now, None
+            job.seen = Observation(JobState.RUNNING, incarnation=job.seen.incarnation + 1)
+
+    def _start(self, spec: JobSpec, visible: float) -> None:
+        job = _Job(spec, Observation(JobState.RUNNING), visible, self._now())
+        self._jobs.setdefault(spec.name, []).append(job)
+        self.launched.append(spec)
+        code = self._on_launch(spec) if self._on_launch else None
+        if code is not None:
+            self.finish(spec.name, code)
+
+    def _arrive(self) -> None:
+        now = self._now()
+        arrived = [spec for at, spec in self._coming if at <= now]
+        self._coming = [(at, spec) for at, spec in self._coming if at > now]
+        for spec in arrived:
+            if not self._jobs.get(spec.name) or not self.hostility.idempotent:
+                self._start(spec, now)
+
+    def _look(self, name: str) -> Observation:
+        now, purges = self._now(), self.hostility.purges_after
+        known = self._jobs.get(name, [])
+        kept = [j for j in known if j.ended is None or purges is None or now < j.ended + purges]
+        visible = [job for job in kept if job.visible <= now]
+        if not visible:
+            asked = self._asked.get(name, self._born)
+            settled = not kept and now >= asked + self.hostility.settles_after
+            return Observation(JobState.UNKNOWN, absent=Absence.AUTHORITATIVE if settled else Absence.NOT_VISIBLE_YET)
+        job = next((job for job in visible if job.seen.live), visible[-1])
+        seconds = job.before + (now if job.ended is None else job.ended) - job.begun
+        return replace(job.seen, handle=f"fake-{name}", node="somewhere", seconds=seconds)
 
     def _over(self, name: str, seen: Observation) -> None:
-        self._jobs[name] = seen
-        start, end = self._times.get(name, (self._now(), None))
-        self._times[name] = (start, self._now() if end is None else end)
+        for job in self._jobs.get(name, ()):
+            job.seen = replace(seen, incarnation=job.seen.incarnation)
+            job.ended = self._now() if job.ended is None else job.ended
+
+    def _take(self, count: str) -> bool:
+        left = int(getattr(self.hostility, count))
+        setattr(self.hostility, count, max(0, left - 1))
+        return left > 0

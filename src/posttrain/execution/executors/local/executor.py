@@ -1,7 +1,7 @@
 """Runs jobs as processes of this machine, each under a supervisor that outlives the command that launched it.
 
 Everything known about a job is in its attempt folder (`spec.json`, `supervisor.json`, `supervisor.lock`, `exit.json`),
-so any process can observe and cancel. A supervisor lives exactly as long as it holds the lock: the kernel says so, not
+so any process can observe and kill. A supervisor lives exactly as long as it holds the lock: the kernel says so, not
 a pid.
 """
 
@@ -14,17 +14,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.domain.errors import CapacityError, DeadlineError, InfrastructureError
-from posttrain.domain.jobs import Capacity, JobSpec, JobState, Observation
+from posttrain.domain.jobs import (
+    Accepted,
+    Capacity,
+    Exists,
+    JobSpec,
+    JobState,
+    LogPage,
+    Observation,
+    Signal,
+    Submission,
+)
 from posttrain.execution import processes
 from posttrain.execution.executors.local.devices import FOLDER_VARIABLE, Devices, holders
 from posttrain.execution.executors.local.forkserver import ForkServer
 from posttrain.execution.executors.local.supervisor import ALREADY_CLAIMED, NO_DEVICE, job_environment, private
+from posttrain.execution.logs import read_log
 from posttrain.execution.processes import HEARTBEAT_SECONDS
 from posttrain.store.atomic import create_json, make_folder, read_json, unwritable, write_json
 from posttrain.store.attempts import AttemptFolder
@@ -34,6 +45,7 @@ _LAUNCH_SECONDS = 60.0  # a cold start of Python on a busy machine
 _TERMINATE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 _KILL_SECONDS = 10.0  # for the kernel to take a killed process away
 _POLL_SECONDS = 0.02
+_NODE = os.uname().nodename
 _ANSWERS = (0, ALREADY_CLAIMED, NO_DEVICE)  # of a supervisor on its way
 
 
@@ -42,33 +54,42 @@ class LocalExecutor:
 
     name: ClassVar[str] = "local"
     attests: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
-    def __init__(self, preload: str | None = None, devices: Callable[[], Devices] = Devices) -> None:
+    def __init__(
+        self,
+        preload: str | None = None,
+        devices: Callable[[], Devices] = Devices,
+        runs: Path | None = None,
+    ) -> None:
         """Args:
         preload: a module that imports what jobs need (see `ForkServer`); None: every job imports for itself.
         devices: of this machine, asked once, when a job first needs one; none: jobs share what is there.
+        runs: the folder below which attempt folders are, for `list`.
         """
+        self._runs = runs
         self._forks = ForkServer(preload) if preload else None
         self._list, self._devices = devices, Devices()
         self._listed = False
 
-    def launch(self, spec: JobSpec) -> str:
-        """See `Executor.launch`; the handle is the supervisor's pid."""
+    def submit(self, spec: JobSpec) -> Submission:
+        """See `Executor.submit`; the handle is the supervisor's pid. Whether it has one is never unknown."""
         if not processes.supported():
             raise InfrastructureError("the local executor needs Linux's /proc, which is not there; run on Linux")
         folder = _folder(spec)
         make_folder(folder)
-        deadline = time.monotonic() + _LAUNCH_SECONDS
+        deadline, ours = time.monotonic() + _LAUNCH_SECONDS, False
         while True:
             claim = read_json(folder / "supervisor.json")
             if claim is not None:
-                return str(claim["pid"])
+                return Accepted(str(claim["pid"])) if ours else Exists(str(claim["pid"]))
             if time.monotonic() >= deadline:
                 _withdraw(folder, spec)
                 continue
             code = self._start(folder, spec)
             if code == NO_DEVICE:
                 raise CapacityError(self.capacity().lack(spec.devices) or "its devices were taken a moment ago")
+            ours = code == 0
             if code == ALREADY_CLAIMED:
                 time.sleep(_POLL_SECONDS)  # somebody holds the lock and has not written the claim yet
 
@@ -87,56 +108,44 @@ class LocalExecutor:
             self._devices, self._listed = self._list(), True
         return self._devices
 
-    def observe(self, spec: JobSpec) -> Observation:
+    def observe(self, jobs: Sequence[JobSpec]) -> list[Observation]:
         """See `Executor.observe`."""
-        folder = _folder(spec)
-        claim = read_json(folder / "supervisor.json")
-        if claim is None:
-            return Observation(JobState.UNKNOWN)
-        if _supervised(folder):
-            return Observation(JobState.RUNNING if "job_pid" in claim else JobState.STARTING)
-        record = read_json(folder / "exit.json")  # read after the lock was seen free: it is complete or will never be
-        if record is not None:
-            return Observation(JobState.EXITED, exit_code=int(record["exit_code"]))
-        claim = read_json(folder / "supervisor.json")
-        job = _job(claim)
-        if job is not None and not _poll(lambda: processes.kill_group(*job), _KILL_SECONDS):
-            return Observation(
-                JobState.RUNNING, detail=f"its supervisor is gone and process {job[0]} resists being killed"
-            )
-        return Observation(JobState.LOST, detail="its supervisor is gone")
+        return [_observe(_folder(job)) for job in jobs]
 
-    def seconds(self, spec: JobSpec) -> float | None:
-        """See `Executor.seconds`: by the supervisor's record of the end, else by its last sign of life."""
+    def signal(self, spec: JobSpec, word: Signal) -> None:
+        """See `Executor.signal`."""
         folder = _folder(spec)
-        claim = read_json(folder / "supervisor.json")
-        if not claim or "started_at" not in claim:
-            return None
-        ended = read_json(folder / "exit.json")
-        if ended is not None and "seconds" in ended:
-            return float(ended["seconds"])
-        beaten = (folder / "supervisor.lock").stat().st_mtime - float(claim["started_at"])
-        return max(0.0, beaten) + HEARTBEAT_SECONDS  # it may have died just before the next one
+        if folder.is_dir():
+            attempt = AttemptFolder(folder)
+            attempt.request_stop() if word is Signal.STOP else attempt.request_checkpoint()
 
-    def cancel(self, spec: JobSpec, grace_seconds: float) -> Observation:
-        """See `Executor.cancel`."""
+    def kill(self, spec: JobSpec) -> None:
+        """See `Executor.kill`; returns when the job is gone."""
         folder = _folder(spec)
-        if not folder.is_dir():
-            return Observation(JobState.UNKNOWN)
-        AttemptFolder(folder).request_stop()
         steps: list[tuple[Callable[[Any], None], float]] = [
-            (_leave, grace_seconds),
             (_terminate, _TERMINATE_SECONDS),
             (_kill_job, _KILL_SECONDS),
             (_kill_supervisor, _KILL_SECONDS),
         ]
         for act, seconds in steps:
             act(read_json(folder / "supervisor.json") or {})
-            _poll(lambda: self._over(spec), seconds)
-            seen = self.observe(spec)
-            if seen.state not in (JobState.STARTING, JobState.RUNNING):
-                return seen
-        raise DeadlineError(f"job {spec.name} is still there after SIGKILL; look at its process, then cancel again")
+            if _poll(lambda: _observe(folder).gone, seconds):
+                return
+        raise DeadlineError(f"job {spec.name} is still there after SIGKILL; look at its process, then try again")
+
+    def list(self, prefix: str) -> list[str]:
+        """See `Executor.list`."""
+        found = []
+        for claim in self._runs.glob("*/*/*/supervisor.json") if self._runs else ():
+            run, stage, number = claim.parts[-4:-1]
+            name = f"{run}-{stage}-{int(number)}" if number.isdigit() else ""
+            if name.startswith(prefix) and name and _observe(claim.parent).live:
+                found.append(name)
+        return sorted(found)
+
+    def logs(self, spec: JobSpec, cursor: int = 0) -> LogPage:
+        """See `Executor.logs`."""
+        return read_log(_folder(spec) / "log.txt", cursor)
 
     def _start(self, folder: Path, spec: JobSpec) -> int:
         machine = self._machine() if spec.devices else Devices()
@@ -147,8 +156,37 @@ class LocalExecutor:
             code = self._forks.start(folder, job_environment(spec.environment), _LAUNCH_SECONDS)
         return code if code in _ANSWERS else _start_supervisor(folder, spec)
 
-    def _over(self, spec: JobSpec) -> bool:
-        return self.observe(spec).state not in (JobState.STARTING, JobState.RUNNING)
+
+def _observe(folder: Path) -> Observation:
+    claim = read_json(folder / "supervisor.json")
+    if claim is None:
+        return Observation(JobState.UNKNOWN)
+    handle = str(claim["pid"])
+    if _supervised(folder):
+        state = JobState.RUNNING if "job_pid" in claim else JobState.STARTING
+        return Observation(state, handle=handle, node=_NODE, seconds=_seconds(folder))
+    record = read_json(folder / "exit.json")  # read after the lock was seen free: it is complete or will never be
+    seconds = _seconds(folder)
+    if record is not None:
+        code = int(record["exit_code"])
+        return Observation(JobState.EXITED, exit_code=code, handle=handle, node=_NODE, seconds=seconds)
+    job = _job(read_json(folder / "supervisor.json"))
+    if job is not None and not _poll(lambda: processes.kill_group(*job), _KILL_SECONDS):
+        resists = f"its supervisor is gone and process {job[0]} resists being killed"
+        return Observation(JobState.RUNNING, detail=resists, handle=handle, node=_NODE, seconds=seconds)
+    return Observation(JobState.LOST, detail="its supervisor is gone", handle=handle, node=_NODE, seconds=seconds)
+
+
+def _seconds(folder: Path) -> float | None:
+    """By the supervisor's record of the end, else by its last sign of life."""
+    claim = read_json(folder / "supervisor.json")
+    if not claim or "started_at" not in claim:
+        return None
+    ended = read_json(folder / "exit.json")
+    if ended is not None and "seconds" in ended:
+        return float(ended["seconds"])
+    beaten = (folder / "supervisor.lock").stat().st_mtime - float(claim["started_at"])
+    return max(0.0, beaten) + HEARTBEAT_SECONDS  # it may have died just before the next one
 
 
 def _unlockable(machine: Devices, error: OSError) -> InfrastructureError:
@@ -222,10 +260,6 @@ def _supervised(folder: Path) -> bool:
 
 def _job(claim: Any) -> tuple[int, str] | None:
     return (claim["job_pid"], claim["job_identity"]) if claim and "job_pid" in claim else None
-
-
-def _leave(claim: Any) -> None:
-    """It has been asked."""
 
 
 def _terminate(claim: Any) -> None:
