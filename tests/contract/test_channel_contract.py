@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError
-from posttrain.domain.jobs import ANOTHER_RUNS, JobOrder, JobSpec, JobState
+from posttrain.domain.jobs import ANOTHER_RUNS, JobOrder, JobSpec
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.channel import EVENTS, PACK, AttemptChannel, ChannelObjects, ControlKind, Summary

@@ -4,6 +4,7 @@ of an attempt, nothing lost, and `why` says what is waited for.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, train
 
 from posttrain.control import actions
-from posttrain.domain.jobs import Cause
+from posttrain.domain.jobs import ANOTHER_RUNS, Cause
 from posttrain.execution.executors.fake import Hostility
+from posttrain.execution.processes import identity
 
 FAR = {"idempotent": False, "visible_after": 20.0, "settles_after": 60.0}  # seconds
 
@@ -92,6 +94,21 @@ def test_a_requeue_keeps_the_attempt(bench: Bench) -> None:
     [attempt] = bench.ledger.attempts(run_id)
     assert (attempt.number, attempt.state) == (1, "succeeded")
     assert 15.0 <= attempt.seconds < 20.0, "what both incarnations ran is billed"
+
+
+def test_a_requeued_job_that_finds_its_own_start_is_tried_again_as_often_as_it_happens(bench: Bench) -> None:
+    bench.scripts["sft"] = [None, None, train()]
+    run_id = bench.submit(**TRAIN_ONLY)
+    for number in (1, 2):
+        while len(bench.executor.launched) < number:
+            bench.clock.sleep(1)
+            ticks(bench, run_id)
+        attempt = bench.ledger.attempts(run_id)[-1]
+        bench.wiring.folder(attempt).channel.start(number, identity(os.getpid()) or "")
+        bench.executor.requeue(attempt.name)
+        bench.executor.finish(attempt.name, ANOTHER_RUNS)
+    assert bench.drive(run_id).state == "succeeded"
+    assert [a.state for a in bench.ledger.attempts(run_id)] == ["lost", "lost", "succeeded"]
 
 
 def test_a_job_that_seems_gone_for_a_moment_and_was_requeued_is_not_lost(

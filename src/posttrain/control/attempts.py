@@ -12,7 +12,7 @@ from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, StaleWriteError
 from posttrain.domain.facts import Progress
-from posttrain.domain.jobs import Cause, Failure, JobResult, JobState, Observation, Signal
+from posttrain.domain.jobs import ANOTHER_RUNS, Cause, Failure, JobResult, JobState, Observation, Signal
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState
 from posttrain.domain.manifest import Manifest, StageManifest
@@ -291,9 +291,9 @@ def _lost(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: Attem
         gone = Failure(FailureClass.PREEMPTED, f"the executor preempted the job ({detail})", "")
         _retry(wiring, manifest, stage, attempt, gone, AttemptState.LOST)
         return
-    killed = seen.exit_code is None or seen.exit_code < 0
-    # a kill says nothing about the job; an exit code does, and the same one twice will come a third time
-    signature = "" if killed else f"exit {seen.exit_code}"
+    # neither a kill nor a late start says anything about the job; an exit code does: twice the same comes a third time
+    mute = seen.exit_code is None or seen.exit_code < 0 or seen.exit_code == ANOTHER_RUNS
+    signature = "" if mute else f"exit {seen.exit_code}"
     failure = Failure(FailureClass.INFRASTRUCTURE, f"the job ended without a result ({detail})", signature)
     _retry(wiring, manifest, stage, attempt, failure, AttemptState.LOST)
 

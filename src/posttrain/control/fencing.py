@@ -33,9 +33,10 @@ def give_up(wiring: Wiring, attempt: AttemptRecord, why: str) -> bool:
 def another_runs(wiring: Wiring, attempt: AttemptRecord, seen: Observation) -> bool:
     """Whether the executor's job found that another one has begun this attempt, which may live: its result counts.
 
-    It is over when its process is seen to be gone; of another machine's that cannot be seen.
+    It is over when its process is seen to be gone; of another machine's that cannot be seen. A job that the executor
+    started anew has found its own earlier incarnation, which the executor has proven to be gone.
     """
-    if seen.state is not JobState.EXITED or seen.exit_code != ANOTHER_RUNS:
+    if seen.state is not JobState.EXITED or seen.exit_code != ANOTHER_RUNS or seen.incarnation:
         return False
     folder = wiring.folder(attempt)
     held = folder.channel.started()

@@ -83,7 +83,6 @@ def launch_attempt(
         return None
     crashpoint("attempt.after_launch")
     record_launch(wiring, attempt, answer.handle, stage)
-    crashpoint("attempt.after_handle")
     return None
 
 
@@ -126,6 +125,7 @@ def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str, stage: St
         )
         if stage.reason in (WAITING_FOR_DEVICES, SUBMISSION_UNKNOWN):
             transaction.update_stage(stage, reason="Running", message=f"attempt {attempt.number}", next_action="")
+    crashpoint("attempt.after_handle")
 
 
 def bare_spec(wiring: Wiring, attempt: AttemptRecord) -> JobSpec:
