@@ -68,6 +68,7 @@ def test_bytes_come_back_by_their_digest(place: Place, tmp_path: Path, data: byt
     digest = place.blobs.put(data)
     assert digest == digest_bytes(data)
     assert place.blobs.has(digest)
+    assert place.blobs.size(digest) == len(place.blobs.get(digest))
     assert place.blobs.get(digest) == data
     place.blobs.fetch(digest, tmp_path / "fetched")
     assert (tmp_path / "fetched").read_bytes() == data

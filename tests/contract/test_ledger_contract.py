@@ -198,8 +198,27 @@ def test_versions_that_race_are_counted_without_gaps(ledger_at: str, ledger: Led
     versions = sorted(itertools.chain.from_iterable(answers))
     assert versions == list(range(1, 5 * len(some) + 1))
     assert [asset.version for asset in ledger.assets("dataset", "train")] == versions
+    with ledger.snapshot() as now:  # all of the same bytes, noted by whoever came first
+        assert [(one.digest, one.kind) for one in now.artifacts(MODEL)] == [(MODEL, "asset")]
+        assert len(now.made(*(f"dataset:train@{version}" for version in versions))) == len(versions)
     seal(ledger)
-    assert verify_rows(ledger) >= len(versions)
+    assert verify_rows(ledger) >= 2 * len(versions)
+
+
+def test_what_a_stage_used_is_told_anew_when_it_is_bound_again(ledger: Ledger) -> None:
+    work.submit(ledger)
+    stage = ledger.stages("run1")[0]
+    for release, digest in ((1, OTHER), (2, MODEL)):
+        blob = {"digest": digest, "form": "tree", "name": f"channel:prod@{release}"}
+        with ledger.transaction("ann") as transaction:
+            stage = transaction.update_stage(stage, inputs={"model": blob})
+    with ledger.snapshot() as now:
+        (edge,) = now.used("run:run1/train")
+        assert (edge.producer, edge.slot, edge.digest) == ("channel:prod@2", "model", MODEL)
+        assert now.uses_of_bytes(OTHER) == []
+        assert (now.uses("channel:prod@2"), now.find_artifact(MODEL[:20]).digest) == ([edge], MODEL)
+    seal(ledger)
+    verify_rows(ledger)
 
 
 def test_releases_that_race_are_one_history(ledger_at: str, ledger: Ledger, some: list[str]) -> None:

@@ -43,7 +43,7 @@ COMMANDS = {
     "export": ["--dtype", "--output", "-o", "DIR", "MODEL"],
     "promote": ["--channel", "--lift-quarantine", "run"],
     "rollback": ["--from", "--to", "channel"],
-    "lineage": ["--output", "-o", "CHANNEL|RUN|ASSET"],
+    "lineage": ["--downstream", "--output", "-o", "CHANNEL|RUN|ASSET"],
     "verify": ["--output", "-o", "CHANNEL|RUN|ASSET"],
     "trace": ["--out", "--output", "--sample", "--samples", "--stage", "--step", "-o", "run"],
     "track": ["--follow", "--output", "--tracker", "-o", "RUN|CHANNEL"],

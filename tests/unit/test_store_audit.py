@@ -58,11 +58,11 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 def test_what_happened_is_what_the_rows_say(ledger: Ledger) -> None:
     before = verify_rows(ledger)
-    # project, principals, run, stage, attempt, asset, releases, quarantine, look, cache
-    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1
+    # project, principals, run, stage, attempt, asset, releases, quarantine, look, cache; artifacts, edges, holds
+    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 3 + 9 + 2
     with ledger.transaction("user:ann") as transaction:
         transaction.append_release("prod", MODEL, "run1", "promote", expected=OTHER, lift="it was not the model")
-    assert verify_rows(ledger) == before + 1  # not sealed yet
+    assert verify_rows(ledger) == before + 2  # not sealed yet: a release, and what it serves
 
 
 JSON = ("inputs", "outputs", "metrics", "meta", "parents")

@@ -476,4 +476,4 @@ def test_two_processes_lose_no_write(tmp_path: Path, ledger: Ledger) -> None:
     updates = [event for event in ledger.events() if event.kind == "run.updated"]
     assert [event.payload["generation"] for event in updates] == list(range(1, 51))
     assert verify_chain(ledger).pending == 0
-    assert verify_rows(ledger) == 7  # project, four principals, run, stage
+    assert verify_rows(ledger) == 9  # project, four principals, run, stage; the manifest and that the run uses it

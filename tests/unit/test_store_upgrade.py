@@ -21,6 +21,7 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import verify_chain
 
 MADE = Path(__file__).parent / "fixtures" / "workspace-0001.tar.gz"  # three runs, a rollback, `held` under way
+LINEAGES = Path(__file__).parent / "fixtures" / "lineages-0001.json"  # as the Posttrain before edges printed them
 HELD, FIRST = "held-669de2d6", "sort-4d49a10e"
 OLD_EVENTS = 143
 
@@ -65,6 +66,13 @@ def test_runs_lineage_and_proofs_still_hold(old: World) -> None:
     assert verify_chain(workspace.ledger).before == OLD_EVENTS
     assert verify_rows(workspace.ledger) > 30
     workspace.close()
+
+
+def test_lineages_are_what_they_were_before_there_were_edges(old: World) -> None:
+    old.ok("upgrade")
+    kept = json.loads(LINEAGES.read_text())
+    assert len(kept) == 10
+    assert {target: old.json("lineage", target) for target in kept} == kept
 
 
 def test_what_was_under_way_goes_on_and_what_was_done_is_known(old: World, monkeypatch: pytest.MonkeyPatch) -> None:

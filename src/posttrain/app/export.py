@@ -19,10 +19,10 @@ from posttrain.control.explain import explain_run
 from posttrain.control.lineage import Node, asset_lineage, model_lineage, selected
 from posttrain.control.models import MadeModel
 from posttrain.data.assets import floating_types
-from posttrain.data.importing import IMPORTED
 from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states
 from posttrain.domain.contracts import BEST
+from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError
 from posttrain.domain.identity import deciding
 from posttrain.domain.manifest import Manifest, StageManifest

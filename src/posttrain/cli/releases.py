@@ -11,12 +11,14 @@ import typer
 from posttrain.cli.console import Output, OutputOption, branch, console, digest, emit_json, say
 from posttrain.cli.driving import RunArgument
 from posttrain.cli.shell import lazily
+from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
     from posttrain.app.workspace import Workspace
+    from posttrain.control.downstream import Downstream
     from posttrain.control.lineage import Node
 
 _KIND_STYLES = {"release": "bold green", "run": "bold", "model": "bold cyan", "reward": "magenta", "dataset": "blue"}
@@ -78,17 +80,24 @@ def rollback(
 def lineage(
     target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN|ASSET", autocompletion=lazily("lineages"))],
     output: OutputOption = Output.TEXT,
+    downstream: Annotated[
+        bool, typer.Option("--downstream", help="What was made from it: stages, models, releases. Takes a digest too.")
+    ] = False,
 ) -> None:
     """Print the tree from weights back to their sources: prompts, reward source, base model and manifest."""
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
-    node = _lineage(workspace, target)
+    found = _downstream(workspace, target) if downstream else None
+    node = found.tree if found else _lineage(workspace, target)
     workspace.close()
     if output is Output.JSON:
-        emit_json(_as_json(node))
-    else:
-        console().print(_tree(node))
+        more = {"runs": found.runs, "releases": found.releases, "live": found.live} if found else {}
+        emit_json({**_as_json(node), **{key: list(names) for key, names in more.items()}})
+        return
+    console().print(_tree(node))
+    if found:
+        say(found.words)
 
 
 def verify(
@@ -121,19 +130,39 @@ def _lineage(workspace: Workspace, target: str) -> Node:
     from posttrain.control.lineage import asset_lineage, release_lineage, run_lineage
     from posttrain.data.refs import KINDS
 
+    if target.startswith(DIGEST_PREFIX):
+        raise InputError(f"{target[:24]}: a digest alone is followed downstream only; add --downstream")
     if target.partition(":")[0] in KINDS:
         return asset_lineage(workspace.wiring, workspace.catalog.find(target))
-
     if target in workspace.ledger.channels():
         return release_lineage(workspace.wiring, target)
+    return run_lineage(workspace.wiring, _run_id(workspace, target))
+
+
+def _downstream(workspace: Workspace, target: str) -> Downstream:
+    """Of an asset's bytes, of bytes, of what a channel serves, else of a run."""
+    from posttrain.control.downstream import of_bytes, of_run
+    from posttrain.data.refs import KINDS
+
+    if target.startswith(DIGEST_PREFIX):
+        return of_bytes(workspace.wiring, workspace.ledger.find_artifact(target).digest)
+    if target.partition(":")[0] in KINDS:
+        asset = workspace.catalog.find(target)
+        return of_bytes(workspace.wiring, asset.digest, asset.ref)
+    live = workspace.ledger.channel(target)
+    if live is not None:
+        return of_bytes(workspace.wiring, live.model_digest, f"channel:{target}@{live.sequence}")
+    return of_run(workspace.wiring, _run_id(workspace, target))
+
+
+def _run_id(workspace: Workspace, target: str) -> str:
     try:
-        run = workspace.ledger.find_run(target)
+        return workspace.ledger.find_run(target).id
     except NotFoundError as error:
         known = ", ".join(workspace.ledger.channels()) or "none yet"
         raise NotFoundError(
             f"there is no channel or run {target!r} (channels: {known}); `posttrain ls` shows runs"
         ) from error
-    return run_lineage(workspace.wiring, run.id)
 
 
 def _tree(node: Node) -> Tree:

@@ -19,7 +19,7 @@ from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.execution.ports import Trainer
 from posttrain.execution.processes import LEAVING_SECONDS
-from posttrain.store.trees import put_tree
+from posttrain.store.trees import put_tree, stored_sizes
 
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 STOP_GRACE_SECONDS = 30.0
@@ -233,6 +233,7 @@ def _end(
     message = failure.message if failure else result.message or default
     action = "" if result.status == "succeeded" else _next_action(stage, failure)
     tokens = _billed(wiring, attempt, result.tokens)
+    sizes = stored_sizes(wiring.blobs, {output["digest"]: output["form"] for output in outputs.values()})
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_attempt(
             attempt,
@@ -251,6 +252,7 @@ def _end(
             message=message,
             next_action=action,
             outputs=outputs,
+            sizes=sizes,
             metrics=dict(result.metrics),
             tokens=stage.tokens + tokens,
             finished_at=now,

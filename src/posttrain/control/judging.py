@@ -42,7 +42,8 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
         evaluator_digest=digest_json(evaluators),
         seed=derive_seed(manifest.seed, "gate"),
     )
-    digest = wiring.blobs.put(canonical_json(report.model_dump(mode="json")))
+    written = canonical_json(report.model_dump(mode="json"))
+    digest = wiring.blobs.put(written)
     passed = report.outcome is Outcome.PASS
     crashpoint("gate.before_commit")
     with wiring.ledger.transaction(wiring.actor) as transaction:
@@ -53,6 +54,7 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
             message=_summary(report),
             next_action="" if passed else f"posttrain why {stage.run_id}",
             outputs={"report": {"digest": digest, "form": "file"}},
+            sizes={digest: len(written)},
             metrics={f"{v.gate}/estimate": v.estimate for v in report.verdicts if v.estimate is not None},
             finished_at=wiring.clock.now(),
         )

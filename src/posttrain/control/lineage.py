@@ -9,16 +9,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.control.judging import read_report
-from posttrain.control.models import MadeModel, stage_that_made
+from posttrain.control.models import MadeModel
+from posttrain.control.origins import Origins
 from posttrain.control.wiring import Wiring
-from posttrain.data.importing import IMPORTED, begins_at
+from posttrain.data.importing import begins_at
 from posttrain.decision.releases import release_states
 from posttrain.domain.contracts import BEST, METRICS, MODEL
-from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
-from posttrain.domain.jobs import InputBlob
+from posttrain.domain.edges import IMPORT, ORIGIN, stage_of
+from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import model_output
-from posttrain.domain.records import Asset, ReleaseEntry, StageRecord
+from posttrain.domain.records import Asset, Edge, ReleaseEntry, StageRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import verify_chain
 from posttrain.store.trees import read_json, verify_tree
@@ -60,48 +61,54 @@ def release_lineage(wiring: Wiring, channel: str) -> Node:
     Raises:
         NotFoundError: unknown or empty channel.
     """
-    live = wiring.ledger.channel(channel)
-    if live is None:
-        known = ", ".join(wiring.ledger.channels()) or "none yet"
-        raise NotFoundError(f"channel {channel!r} is unknown (known: {known}); a promotion creates it")
-    return _release_node(wiring, live)
+    with wiring.ledger.snapshot() as now:
+        live = now.channel(channel)
+        if live is None:
+            known = ", ".join(now.channels()) or "none yet"
+            raise NotFoundError(f"channel {channel!r} is unknown (known: {known}); a promotion creates it")
+        return _release_node(Origins(wiring, now), live)
 
 
 def run_lineage(wiring: Wiring, run_id: str) -> Node:
     """The tree of what a run made, from its last model stage back."""
-    run = wiring.ledger.run(run_id)
-    stages = [stage for stage in wiring.ledger.stages(run.id) if MODEL in stage.outputs]
-    release = wiring.manifest(run).release
-    name, output = model_output(release.model) if release else ("", MODEL)
-    children = tuple(_stage_node(wiring, stage, output if stage.name == name else MODEL) for stage in stages[-1:])
-    return Node(
-        "run", run.id, None, children=(*children, _manifest_node(wiring, run.id)), details=(("state", run.state),)
-    )
+    with wiring.ledger.snapshot() as now:
+        origins, run = Origins(wiring, now), now.run(run_id)
+        stages = [stage for stage in origins.stages(run.id) if MODEL in origins.made(run.id, stage.name)]
+        release = wiring.manifest(run).release
+        name, output = model_output(release.model) if release else ("", MODEL)
+        made = [(stage, output if stage.name == name else MODEL) for stage in stages[-1:]]
+        children = (*(_stage_node(origins, *one) for one in made), _manifest_node(origins, run.id))
+        return Node("run", run.id, None, children=children, details=(("state", run.state),))
 
 
 def model_lineage(wiring: Wiring, made: MadeModel) -> Node:
     """The tree of one model that this workspace made: of a release with what it was judged by."""
-    history = wiring.ledger.history(made.channel) if made.channel else []
-    entry = next((entry for entry in history if entry.sequence == made.release), None)
-    if entry:
-        return _release_node(wiring, entry)
-    node = _model_node(wiring, made.digest, made.run_id)
-    return replace(node, children=(*node.children, _manifest_node(wiring, made.run_id))) if made.run_id else node
+    with wiring.ledger.snapshot() as now:
+        origins = Origins(wiring, now)
+        history = now.history(made.channel) if made.channel else []
+        entry = next((entry for entry in history if entry.sequence == made.release), None)
+        if entry:
+            return _release_node(origins, entry)
+        node = _model_node(origins, made.digest, made.run_id)
+        if made.run_id is None:
+            return node
+        return replace(node, children=(*node.children, _manifest_node(origins, made.run_id)))
 
 
 def asset_lineage(wiring: Wiring, asset: Asset) -> Node:
     """The tree of a registered version."""
-    return _asset_node(wiring, InputBlob(asset.digest, asset.form, asset.ref), asset.kind)
+    with wiring.ledger.snapshot() as now:
+        return _asset_node(Origins(wiring, now), asset.digest, asset.ref, asset.kind)
 
 
-def _release_node(wiring: Wiring, entry: ReleaseEntry) -> Node:
-    children: list[Node] = [_model_node(wiring, entry.model_digest, entry.run_id)]
+def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
+    children: list[Node] = [_model_node(origins, entry.model_digest, entry.run_id)]
     if entry.report_digest:
-        children.append(_report_node(wiring, entry.report_digest))
+        children.append(_report_node(origins.wiring, entry.report_digest))
     if entry.run_id:
-        children += _evaluations(wiring, entry.run_id, entry.model_digest)
-        children.append(_manifest_node(wiring, entry.run_id))
-    state = release_states(wiring.ledger.history(entry.channel))[entry.model_digest]
+        children += _evaluations(origins, entry.run_id, entry.model_digest)
+        children.append(_manifest_node(origins, entry.run_id))
+    state = release_states(origins.now.history(entry.channel))[entry.model_digest]
     details = (("release", str(entry.sequence)), ("action", entry.action), ("by", entry.actor), ("state", str(state)))
     return Node("release", entry.channel, None, details=details, children=tuple(children))
 
@@ -117,9 +124,9 @@ def _report_node(wiring: Wiring, digest: str) -> Node:
     return Node("report", "gate report", digest, "file", details)
 
 
-def _manifest_node(wiring: Wiring, run_id: str) -> Node:
-    run = wiring.ledger.run(run_id)
-    manifest = wiring.manifest(run)
+def _manifest_node(origins: Origins, run_id: str) -> Node:
+    run = origins.now.run(run_id)
+    manifest = origins.wiring.manifest(run)
     details = (
         ("state", run.state),
         ("owner", manifest.owner),
@@ -129,35 +136,33 @@ def _manifest_node(wiring: Wiring, run_id: str) -> Node:
     return Node("manifest", run.id, run.manifest_digest, "file", details=details)
 
 
-def _evaluations(wiring: Wiring, run_id: str, model: str) -> list[Node]:
+def _evaluations(origins: Origins, run_id: str, model: str) -> list[Node]:
     """What a run measured of one model."""
     nodes = []
-    for stage in wiring.ledger.stages(run_id):
-        measured = stage.inputs.get("model", {}).get("digest")
-        if kind_of(stage.kind).measures and METRICS in stage.outputs and measured == model:
-            suites = tuple(
-                _input_node(wiring, slot, InputBlob(**blob)) for slot, blob in stage.inputs.items() if slot != "model"
-            )
-            nodes.append(
-                Node("evaluation", f"{run_id}/{stage.name}", stage.outputs[METRICS]["digest"], "file", children=suites)
-            )
+    for stage in origins.stages(run_id):
+        used, made = origins.used(run_id, stage.name), origins.made(run_id, stage.name)
+        measured = next((edge.digest for edge in used if edge.slot == MODEL), None)
+        if kind_of(stage.kind).measures and METRICS in made and measured == model:
+            suites = tuple(_input_node(origins, stage, edge) for edge in used if edge.slot != MODEL)
+            nodes.append(Node("evaluation", f"{run_id}/{stage.name}", made[METRICS], "file", children=suites))
     return nodes
 
 
-def _model_node(wiring: Wiring, digest: str, run_id: str | None) -> Node:
-    made = stage_that_made(wiring, run_id, digest)
-    return _stage_node(wiring, *made) if made else _asset_node(wiring, InputBlob(digest, "tree"))
+def _model_node(origins: Origins, digest: str, run_id: str | None) -> Node:
+    made = origins.that_made(run_id, digest)
+    return _stage_node(origins, *made) if made else _asset_node(origins, digest, form="tree")
 
 
-def _stage_node(wiring: Wiring, stage: StageRecord, output: str) -> Node:
+def _stage_node(origins: Origins, stage: StageRecord, output: str) -> Node:
     """The model a stage made, with its inputs below it. A stage from the cache shows where it was computed."""
     made_by = f"{stage.kind} in {stage.cached_from or f'{stage.run_id}/{stage.name}'}"
-    children = tuple(_input_node(wiring, slot, InputBlob(**blob)) for slot, blob in stage.inputs.items())
+    used = origins.used(stage.run_id, stage.name)
+    children = tuple(_input_node(origins, stage, edge) for edge in used)
     details = [("made by", made_by)] + ([("reused", "from the stage cache")] if stage.cached_from else [])
     name, chosen = f"{stage.run_id}/{stage.name}", selected(stage.metrics)
     if output == BEST:
         name, details = f"{name}/{BEST}", [*details, ("best by its probe", chosen)]
-    return Node("model", name, stage.outputs[output]["digest"], "tree", tuple(details), children)
+    return Node("model", name, origins.made(stage.run_id, stage.name)[output], "tree", tuple(details), children)
 
 
 def selected(metrics: Mapping[str, float]) -> str:
@@ -172,58 +177,54 @@ def selection_words(metrics: Mapping[str, float]) -> str:
     return f"best: {selected(metrics)}{early}" if selected(metrics) else ""
 
 
-def _input_node(wiring: Wiring, slot: str, blob: InputBlob) -> Node:
-    made = _maker(wiring, blob) if slot in ("model", "reward_model") else None
-    return _stage_node(wiring, *made) if made else _asset_node(wiring, blob, slot)
+def _input_node(origins: Origins, stage: StageRecord, edge: Edge) -> Node:
+    made = origins.maker(edge) if edge.slot in ("model", "reward_model") else None
+    if made:
+        return _stage_node(origins, *made)
+    meta = stage.inputs.get(edge.slot, {}).get("meta", {})
+    return _asset_node(origins, edge.digest, edge.producer, edge.slot, entry=meta.get("entry"))
 
 
-def _maker(wiring: Wiring, blob: InputBlob) -> tuple[StageRecord, str] | None:
-    """The stage that made a model, and as which output, by its name as an input: `RUN/STAGE`, `RUN/STAGE/best`,
-    `run:RUN/STAGE` or `channel:NAME@RELEASE`.
+def _asset_node(
+    origins: Origins, digest: str, name: str = "", slot: str = "model", *, form: str = "", entry: object = None
+) -> Node:
+    """Bytes by what they are registered as.
+
+    Args:
+        name: that they were used by; of several registrations the one of that name is shown.
+        entry: of a reward: one file may be several, and a run file may name another function.
     """
-    head, _, rest = blob.name.partition(":")
-    if head == "channel":
-        channel, _, release = rest.partition("@")
-        entry = next((e for e in wiring.ledger.history(channel) if str(e.sequence) == release), None)
-        return stage_that_made(wiring, entry.run_id, blob.digest) if entry else None
-    run_id, _, word = blob.name.removeprefix("run:").partition("/")
-    if not word or head in ("model", "path", "hf"):
-        return None
-    try:
-        name, output = model_output(word)
-    except InputError:  # no word of a stage's model, whatever it is
-        return None
-    return next(((s, output) for s in wiring.ledger.stages(run_id) if s.name == name and output in s.outputs), None)
-
-
-def _asset_node(wiring: Wiring, blob: InputBlob, slot: str = "model") -> Node:
-    assets = wiring.ledger.assets_by_digest(blob.digest)
-    asset = next((a for a in assets if a.ref == blob.name), assets[0] if assets else None)
-    entry = blob.meta.get("entry")  # of a reward: one file may be several, and a run file may name another function
+    assets = origins.assets(digest)
+    asset = next((a for a in assets if a.ref == name), assets[0] if assets else None)
     called = (("entry", str(entry)),) if entry and (asset is None or asset.meta.get("entry") != entry) else ()
     if asset is None:
-        kind = blob.name.partition(":")[0] or "blob"
-        return Node(kind, blob.name or "unregistered", blob.digest, blob.form, called)
-    origin, record = asset.meta.get("run"), asset.meta.get(IMPORTED)
-    children = (_manifest_node(wiring, origin),) if origin else ()
-    children = (*children, _import_node(wiring, str(record), asset.digest)) if record else children
+        kind = name.partition(":")[0] or "blob"
+        return Node(kind, name or "unregistered", digest, form or origins.form(digest), called)
+    children: list[Node] = []
+    for edge in origins.of_asset(asset):
+        if edge.slot == ORIGIN:
+            run_id, _ = stage_of(edge.producer) or (edge.producer.partition(":")[2], "")
+            children.insert(0, _manifest_node(origins, run_id))
+        elif edge.slot == IMPORT:
+            children.append(_import_node(origins, edge.digest, asset.digest))
     used = () if slot in ("model", asset.kind) else (("as", slot),)
-    return Node(asset.kind, asset.ref, asset.digest, asset.form, (*used, *called, *_asset_details(asset)), children)
+    details = (*used, *called, *_asset_details(asset))
+    return Node(asset.kind, asset.ref, asset.digest, asset.form, details, tuple(children))
 
 
-def _import_node(wiring: Wiring, digest: str, of: str) -> Node:
+def _import_node(origins: Origins, digest: str, of: str) -> Node:
     """The outside run that an asset was imported from: what its record says, to where knowledge ends."""
     try:
-        record = read_json(wiring.blobs, digest)
+        record = read_json(origins.wiring.blobs, digest)
         source, made = f"{record['from']} ({record['of']})", " ".join(f"{k} {v}" for k, v in record["tools"].items())
         place = record.get("model", {}).get("place", "no model, metrics only")
     except (IntegrityError, NotFoundError, KeyError, TypeError):  # `verify` says what is wrong with it
         return Node("import", "record of the outside run", digest, "file")
     history = record.get("history", {}).get("digest", of)
-    kept = () if history == of else (_kept(wiring, "history", "metrics by step", history, "file"),)
+    kept = () if history == of else (_kept(origins, "history", "metrics by step", history, "file"),)
     end = Node("end", "before this: unknown", None, details=(("not known", begins_at(record)),))
     details = (("model", place), ("made with", made or "an unknown version"))
-    children = (*_read_then(record), *kept, *(_named_node(wiring, row) for row in record["named"]), end)
+    children = (*_read_then(record), *kept, *(_named_node(origins, row) for row in record["named"]), end)
     return Node("import", source, digest, "file", details, children)
 
 
@@ -237,20 +238,20 @@ def _read_then(record: Mapping[str, Any]) -> Iterator[Node]:
         yield Node("parameters", f"{len(told)} of that run", None, details=(*told.items(), *without))
 
 
-def _named_node(wiring: Wiring, row: Mapping[str, Any]) -> Node:
+def _named_node(origins: Origins, row: Mapping[str, Any]) -> Node:
     """What an outside run names: its bytes if they were there, else the name."""
     kind = "dataset" if row["role"] == "data set" else "model"
     said = tuple((key, str(row[key])) for key in ("said", "why") if row.get(key))
     if "digest" in row:
-        return _kept(wiring, kind, row["name"], row["digest"], row["form"], (("there as", row["name"]), *said))
+        return _kept(origins, kind, row["name"], row["digest"], row["form"], (("there as", row["name"]), *said))
     return Node(kind, row["name"], None, details=(("known", "by name only"), *said))
 
 
 def _kept(
-    wiring: Wiring, kind: str, name: str, digest: str, form: str, details: tuple[tuple[str, str], ...] = ()
+    origins: Origins, kind: str, name: str, digest: str, form: str, details: tuple[tuple[str, str], ...] = ()
 ) -> Node:
     """What came of an import beside the asset that is looked at, by what it is registered as."""
-    assets = [asset for asset in wiring.ledger.assets_by_digest(digest) if asset.kind == kind]
+    assets = [asset for asset in origins.assets(digest) if asset.kind == kind]
     return Node(kind, assets[-1].ref if assets else name, digest, form, details)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from posttrain.control.origins import Origins
 from posttrain.control.wiring import Wiring
 from posttrain.data.refs import AssetRef, Source
-from posttrain.domain.contracts import BEST, MODEL
+from posttrain.domain.contracts import MODEL
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import NAMED, InputRef, Manifest, model_output
-from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.records import RunRecord
 from posttrain.domain.validation import nearest
 
 
@@ -64,7 +65,8 @@ def _released(wiring: Wiring, ref: AssetRef) -> MadeModel:
     entry = next((e for e in history if e.sequence == ref.version), None) if ref.version else history[-1]
     if entry is None:
         raise NotFoundError(f"{ref}: channel {ref.name} has no release {ref.version}; the latest is {len(history)}")
-    made = stage_that_made(wiring, entry.run_id, entry.model_digest)
+    with wiring.ledger.snapshot() as now:
+        made = Origins(wiring, now).that_made(entry.run_id, entry.model_digest)
     name = f"channel:{ref.name}@{entry.sequence}"
     stage, output = (made[0].name, made[1]) if made else (None, MODEL)
     return MadeModel(name, entry.model_digest, entry.run_id, stage, ref.name, entry.sequence, output)
@@ -101,17 +103,3 @@ def _main_stage(manifest: Manifest) -> str:
     judges = {ref.name for stage in makers for slot, ref in stage.inputs.items() if slot == "reward_model"}
     policies = [stage.name for stage in makers if stage.name not in judges and not kind_of(stage.kind).scores]
     return (policies or [stage.name for stage in makers] or [""])[-1]
-
-
-def stage_that_made(wiring: Wiring, run_id: str | None, digest: str) -> tuple[StageRecord, str] | None:
-    """The stage of a run that made these weights, and as which output: of several (one that changed nothing makes the
-    same as the one before it, and a last model may be the best) what the run releases, else the last.
-    """
-    if run_id is None:
-        return None
-    rows = wiring.ledger.stages(run_id)
-    made = [(row, out) for row in rows for out in (BEST, MODEL) if row.outputs.get(out, {}).get("digest") == digest]
-    release = wiring.manifest(wiring.ledger.run(run_id)).release
-    wanted = model_output(release.model) if release else None
-    named = [(row, output) for row, output in made if (row.name, output) == wanted]
-    return next(iter([*named, *reversed(made)]), None)

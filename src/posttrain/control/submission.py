@@ -11,7 +11,8 @@ from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.records import Artifact, RunRecord, StageRecord
+from posttrain.store.trees import stored_sizes
 
 _RACES = 100  # that one `--again` may lose
 
@@ -42,13 +43,14 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False, exact: bo
     if unfinished:
         return Submitted(unfinished, attached=True, moved=True)
     digest = wiring.blobs.put(canonical_json(manifest.to_json()))
+    artifacts = _artifacts(wiring, manifest, digest)
     repeat = existing[0].repeat + 1 if existing else 1
     for _ in range(_RACES):
         run, stages = _records(wiring, manifest, digest, repeat)
         crashpoint("submit.before_commit")
         try:
             with wiring.ledger.transaction(wiring.actor) as transaction:
-                transaction.insert_run(run, stages)
+                transaction.insert_run(run, stages, artifacts)
         except ConflictError:  # another submit of the same digest won the race
             won = wiring.ledger.runs(manifest_digest=digest)
             if not won or won[0].repeat < repeat:
@@ -76,6 +78,14 @@ def _unfinished(wiring: Wiring, manifest: Manifest) -> RunRecord | None:
         if run.name == manifest.name and not is_final("run", run.state) and wiring.manifest(run).unpinned() == words:
             return run
     return None
+
+
+def _artifacts(wiring: Wiring, manifest: Manifest, digest: str) -> list[Artifact]:
+    """The manifest, and what it names."""
+    forms = {ref.digest: str(ref.form) for _, _, ref in manifest.assets() if ref.digest}
+    sizes, now = stored_sizes(wiring.blobs, {digest: "file", **forms}), wiring.clock.now()
+    named = [Artifact(one, form, sizes.get(one), "input", now) for one, form in forms.items()]
+    return [Artifact(digest, "file", sizes.get(digest), "manifest", now), *named]
 
 
 def _records(wiring: Wiring, manifest: Manifest, digest: str, repeat: int) -> tuple[RunRecord, list[StageRecord]]:

@@ -19,6 +19,7 @@ from posttrain.data.modules import SOURCE, imported_reward
 from posttrain.data.parts import data_files, together
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
 from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.ports import BlobStore
@@ -26,7 +27,15 @@ from posttrain.domain.records import Asset
 from posttrain.domain.rewards import AS_FOUND, AUTO, Called, source_name
 from posttrain.domain.validation import nearest
 from posttrain.store.ledger import Ledger
-from posttrain.store.trees import file_digest, files_digest, put_files, put_tree, tree_digest, tree_listing
+from posttrain.store.trees import (
+    file_digest,
+    files_digest,
+    put_files,
+    put_tree,
+    stored_sizes,
+    tree_digest,
+    tree_listing,
+)
 
 Form = Literal["file", "tree"]
 _FORMS = {"dataset": "file", "reward": "file", "model": "tree"}
@@ -113,8 +122,11 @@ class Catalog:
 
     def add_together(self, *versions: Asset) -> list[Asset]:
         """Register versions in one transaction: all of them, or none."""
+        forms = {version.digest: version.form for version in versions}
+        forms |= {str(version.meta[IMPORTED]): "file" for version in versions if IMPORTED in version.meta}
+        sizes = stored_sizes(self._blobs, forms)
         with self._ledger.transaction(self._actor) as transaction:
-            return [transaction.insert_asset(version) for version in versions]
+            return [transaction.insert_asset(version, sizes) for version in versions]
 
     def _put(self, path: Path, form: str, files: Mapping[str, Path] | None = None, *, hub: bool = False) -> str:
         """Store a file, a data set's files, or a folder."""

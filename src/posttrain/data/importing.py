@@ -18,6 +18,7 @@ from posttrain.data.assets import inspect_dataset, inspect_model
 from posttrain.data.catalog import Catalog, refuse_name
 from posttrain.data.parts import data_files
 from posttrain.domain.canonical import canonical_json
+from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset
@@ -27,7 +28,6 @@ from posttrain.store.scratch import scratch
 from posttrain.store.trees import file_digest, put_files, put_tree
 
 RECORD = "posttrain.import/1"
-IMPORTED = "imported"  # in an asset's meta: the digest of the record
 COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")  # of a history: those of the Parquet tracker
 _NO_LETTER = re.compile(r"[^a-z0-9._-]+")
 _DATA, _MODEL = "data set", "base model"

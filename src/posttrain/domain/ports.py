@@ -36,6 +36,9 @@ class BlobStore(Protocol):
     def has(self, digest: str) -> bool:
         """Whether the blob is present (not verified)."""
 
+    def size(self, digest: str) -> int:
+        """How many bytes a blob has (not verified). Raises `NotFoundError`."""
+
 
 class Clock(Protocol):
     """Time, so that tests can hold it."""

@@ -147,6 +147,42 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class Artifact:
+    """Bytes in the store that a project knows of."""
+
+    digest: str
+    form: str  # file | tree
+    bytes: int | None  # of a tree its listing and files; None: noted by a ledger of before, which did not say
+    kind: str  # as what it came first: asset | input | output | manifest | record (of an import)
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """That something was used, or made: `Edge("run:sort-1/sft", "model", "run:sort-1/grpo", "model", "sha256:…")`.
+
+    Its ends are named as in `domain.edges`.
+    """
+
+    producer: str  # empty: not known
+    output: str  # which of its outputs; empty: it has one
+    consumer: str  # empty: what the producer made, whoever uses it
+    slot: str  # as what the consumer used it
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """That bytes may not be deleted, and for whom."""
+
+    digest: str
+    holder: str  # channel:prod
+    reason: str
+    at: float
+    released_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One fact of the audit log. `sequence` is None until the sealer has passed."""
 

@@ -78,6 +78,9 @@ TABLES: Mapping[str, Audited] = {
         Audited(schema.quarantine, "quarantine of {model_digest} on channel {channel}", frozenset({"reason"})),
         Audited(schema.looks, "look {number} of channel {channel}", frozenset({"owner"})),
         Audited(schema.stage_cache, "cache entry {cache_key}"),
+        Audited(schema.artifacts, "artifact {digest}"),
+        Audited(schema.edges, "edge {producer} → {consumer} {slot}"),
+        Audited(schema.holds, "hold of {holder} on {digest}", frozenset({"reason"})),
     )
 }
 

@@ -203,11 +203,19 @@ class ObjectBlobs:
     def has(self, digest: str) -> bool:
         """Whether the blob is present (not verified)."""
         try:
-            with self._translated(digest):
-                obstore.head(self._store, _key(digest))
+            self.size(digest)
         except NotFoundError:
             return False
         return True
+
+    def size(self, digest: str) -> int:
+        """How many bytes a blob has (not verified).
+
+        Raises:
+            NotFoundError: no such blob.
+        """
+        with self._translated(digest):
+            return int(obstore.head(self._store, _key(digest))["size"])
 
     def _intact(self, digest: str) -> bool:
         try:

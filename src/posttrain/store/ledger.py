@@ -14,6 +14,7 @@ from posttrain.domain.errors import InfrastructureError
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import (
     DEFAULT_PROJECT,
+    Artifact,
     Asset,
     AttemptRecord,
     Event,
@@ -131,6 +132,11 @@ class Ledger:
         """See `Snapshot.assets_by_digest`."""
         with self.snapshot() as now:
             return now.assets_by_digest(digest)
+
+    def find_artifact(self, prefix: str) -> Artifact:
+        """See `Snapshot.find_artifact`."""
+        with self.snapshot() as now:
+            return now.find_artifact(prefix)
 
     def channel(self, name: str) -> ReleaseEntry | None:
         """See `Snapshot.channel`."""

@@ -196,6 +196,41 @@ stage_cache = Table(
     ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
 )
 
+artifacts = Table(
+    "artifacts",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("digest", String(71), primary_key=True),
+    Column("form", String(16), nullable=False),
+    Column("bytes", BigInteger),  # NULL: noted by a ledger of before
+    Column("class", String(16), nullable=False),  # as what it came first
+    Column("created_at", Float(53), nullable=False),
+)
+
+edges = Table(  # its ends are named as in domain/edges.py
+    "edges",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("consumer", Text, primary_key=True),
+    Column("slot", Text, primary_key=True),
+    Column("producer", Text, primary_key=True),
+    Column("output", Text, primary_key=True),
+    Column("digest", String(71), primary_key=True),
+    Index("edges_by_producer", "project", "producer"),
+    Index("edges_by_digest", "project", "digest"),
+)
+
+holds = Table(
+    "holds",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("digest", String(71), primary_key=True),
+    Column("holder", String(256), primary_key=True),
+    Column("reason", Text, nullable=False),
+    Column("at", Float(53), nullable=False),
+    Column("released_at", Float(53)),  # NULL: it may not be deleted
+)
+
 projects = Table(
     "projects",
     metadata,

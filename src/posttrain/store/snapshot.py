@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, func, or_, select
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.records import (
+    Artifact,
     Asset,
     AttemptRecord,
+    Edge,
     Event,
+    Hold,
     Look,
     Quarantine,
     ReleaseEntry,
@@ -19,10 +23,13 @@ from posttrain.domain.records import (
 )
 from posttrain.store.rows import Record, to_event, to_record
 from posttrain.store.schema import (
+    artifacts,
     assets,
     attempts,
+    edges,
     events,
     events_before,
+    holds,
     leaves,
     looks,
     payloads,
@@ -35,6 +42,7 @@ from posttrain.store.schema import (
     unsealed,
 )
 
+_NAMES = 500  # of one statement
 _SHOWN = 5  # candidates named in an error
 _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
 _RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
@@ -94,11 +102,10 @@ class Snapshot:
             raise InputError(f"run {prefix!r} is ambiguous: {listed}{more}; write more of the id")
         return found[0]
 
-    def stages(self, run_id: str) -> list[StageRecord]:
-        """The stages of a run of this project, by position."""
-        return self._all(
-            StageRecord, select(stages).where(stages.c.run_id == run_id).order_by(stages.c.position, stages.c.name)
-        )
+    def stages(self, *run_ids: str) -> list[StageRecord]:
+        """The stages of runs of this project, by run, then position."""
+        query = select(stages).order_by(stages.c.run_id, stages.c.position, stages.c.name)
+        return self._each(StageRecord, query, stages.c.run_id, run_ids)
 
     def attempts(self, run_id: str, stage: str | None = None) -> list[AttemptRecord]:
         """The attempts of a run, or of one of its stages, oldest first."""
@@ -125,6 +132,11 @@ class Snapshot:
                 return asset
         raise NotFoundError(f"there is no {kind}:{name}@{version}; versions are 1 to {versions[-1].version}")
 
+    def latest_asset(self, kind: str, name: str) -> Asset | None:
+        """The newest version of that name; None without one."""
+        query = self._assets().where(assets.c.kind == kind, assets.c.name == name)
+        return next(iter(self._all(Asset, query.order_by(assets.c.version.desc()).limit(1))), None)
+
     def assets(self, kind: str | None = None, name: str | None = None) -> list[Asset]:
         """Assets by kind, name and version."""
         query = self._assets().order_by(assets.c.kind, assets.c.name, assets.c.version)
@@ -134,10 +146,55 @@ class Snapshot:
             query = query.where(assets.c.name == name)
         return self._all(Asset, query)
 
-    def assets_by_digest(self, digest: str) -> list[Asset]:
+    def assets_by_digest(self, *digests: str) -> list[Asset]:
         """Every asset version with these bytes."""
-        query = self._assets().where(assets.c.digest == digest)
-        return self._all(Asset, query.order_by(assets.c.kind, assets.c.name, assets.c.version))
+        query = self._assets().order_by(assets.c.kind, assets.c.name, assets.c.version)
+        return self._each(Asset, query, assets.c.digest, digests)
+
+    def artifacts(self, *digests: str) -> list[Artifact]:
+        """What is known of these bytes; of unknown ones nothing."""
+        query = select(artifacts, artifacts.c["class"].label("kind")).where(artifacts.c.project == self._project)
+        return self._each(Artifact, query, artifacts.c.digest, digests)
+
+    def find_artifact(self, prefix: str) -> Artifact:
+        """The bytes whose digest starts like this.
+
+        Raises:
+            NotFoundError: none do.
+            InputError: several do.
+        """
+        query = select(artifacts, artifacts.c["class"].label("kind")).where(artifacts.c.project == self._project)
+        found = self._all(Artifact, query.where(func.substr(artifacts.c.digest, 1, len(prefix)) == prefix).limit(2))
+        if not found:
+            raise NotFoundError(f"there is no artifact {prefix!r}; `posttrain asset ls` and `get` show digests")
+        if len(found) > 1:
+            raise InputError(f"digest {prefix!r} is ambiguous; write more of it")
+        return found[0]
+
+    def used(self, *consumers: str) -> list[Edge]:
+        """What stages, assets, releases or runs used, in the order of consumers, then slots."""
+        return self._edges(edges.c.consumer, consumers)
+
+    def made(self, *producers: str) -> list[Edge]:
+        """What stages or assets left, whoever uses it."""
+        return self._edges(edges.c.producer, producers, edges.c.consumer == "")
+
+    def uses(self, *producers: str) -> list[Edge]:
+        """Who used something of these producers."""
+        return self._edges(edges.c.producer, producers, edges.c.consumer != "")
+
+    def uses_of_bytes(self, *digests: str) -> list[Edge]:
+        """Who used these bytes, whatever they were called."""
+        return self._edges(edges.c.digest, digests, edges.c.consumer != "")
+
+    def holds(self, digest: str) -> list[Hold]:
+        """Who holds these bytes, the oldest hold first."""
+        mine = (holds.c.project == self._project, holds.c.digest == digest, holds.c.released_at.is_(None))
+        return self._all(Hold, select(holds).where(*mine).order_by(holds.c.at, holds.c.holder))
+
+    def _edges(self, column: ColumnElement[Any], names: Sequence[str], *where: ColumnElement[bool]) -> list[Edge]:
+        found = self._each(Edge, select(edges).where(edges.c.project == self._project, *where), column, names)
+        return sorted(found, key=lambda edge: (edge.consumer, edge.slot, edge.producer, edge.output, edge.digest))
 
     def channel(self, name: str) -> ReleaseEntry | None:
         """What is live on a channel; None for a channel that nothing was ever released to."""
@@ -231,6 +288,14 @@ class Snapshot:
 
     def _told(self, query: Select[Any]) -> list[Event]:
         return [to_event(row) for row in self._connection.execute(query)]
+
+    def _each(
+        self, kind: type[Record], query: Select[Any], column: ColumnElement[Any], names: Sequence[str]
+    ) -> list[Record]:
+        """Rows whose column is one of these, asked for many at a time."""
+        whole = list(dict.fromkeys(names))
+        parts = (whole[start : start + _NAMES] for start in range(0, len(whole), _NAMES))
+        return [one for part in parts for one in self._all(kind, query.where(column.in_(part)))]
 
     def _all(self, kind: type[Record], query: Select[Any]) -> list[Record]:
         return [to_record(kind, row) for row in self._connection.execute(query)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from sqlalchemy.exc import IntegrityError as ConstraintError
 from posttrain.domain.errors import ConflictError, InputError, QuarantinedError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition
 from posttrain.domain.ports import Clock
-from posttrain.domain.records import Asset, AttemptRecord, Look, ReleaseEntry, RunRecord, StageRecord
+from posttrain.domain.records import Artifact, Asset, AttemptRecord, Look, ReleaseEntry, RunRecord, StageRecord
 from posttrain.store.audited import ADDED, CHANGED, Change
+from posttrain.store.edges import EdgeWriter, Sizes, Told
 from posttrain.store.journal import Author, Journal
 from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import assets, attempts, looks, quarantine, releases, runs, stage_cache, stages
@@ -43,6 +44,7 @@ class Transaction:
         self._clock = clock
         self._project = project
         self._journal = Journal(connection, author, clock, project)
+        self._edges = EdgeWriter(connection, project)
         self.snapshot = Snapshot(connection, project)  # reads that see this transaction's own rows
 
     @property
@@ -54,13 +56,17 @@ class Transaction:
         """Write the events of what was changed so far."""
         self._journal.flush()
 
-    def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord]) -> None:
+    def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord], artifacts: Sequence[Artifact] = ()) -> None:
         """A new run and all its stages.
+
+        Args:
+            artifacts: what its submission put into the store.
 
         Raises:
             ConflictError: the id exists, or this repetition of its manifest.
         """
-        self._insert(runs, to_columns(run), f"run {run.id}", f"run.{run.state}", run.id)
+        noted = functools.partial(self._edges.run, run.id, run.manifest_digest, artifacts, self._clock.now())
+        self._insert(runs, to_columns(run), f"run {run.id}", f"run.{run.state}", run.id, noted)
         for stage in run_stages:
             subject = f"{run.id}/{stage.name}"
             self._insert(stages, to_columns(stage), f"stage {subject}", f"stage.{stage.state}", subject)
@@ -109,10 +115,22 @@ class Transaction:
         *,
         state: str | None = None,
         event_payload: Mapping[str, Any] | None = None,
+        sizes: Sizes | None = None,
         **columns: Any,
     ) -> StageRecord:
-        """Change a stage; everything as in `update_run`."""
-        return self._update("stage", stage, f"{stage.run_id}/{stage.name}", state, event_payload, columns)
+        """Change a stage; everything as in `update_run`. Inputs and outputs are edges too.
+
+        Args:
+            sizes: bytes of the outputs, where they are known.
+        """
+
+        def joined(changes: Mapping[str, Any]) -> list[Change]:
+            blobs = {name: changes[name] for name in ("inputs", "outputs", "cached_from") if name in changes}
+            gone = self._edges.rebind(stage.run_id, stage.name) if stage.inputs and "inputs" in changes else []
+            told = Told(stage.run_id, stage.name, self._clock.now(), sizes=sizes or {}, **blobs)
+            return gone + self._edges.stages(told) if blobs else gone
+
+        return self._update("stage", stage, f"{stage.run_id}/{stage.name}", state, event_payload, columns, joined)
 
     def update_attempt(
         self,
@@ -126,11 +144,12 @@ class Transaction:
         subject = f"{attempt.run_id}/{attempt.stage}/{attempt.number}"
         return self._update("attempt", attempt, subject, state, event_payload, columns)
 
-    def insert_asset(self, asset: Asset) -> Asset:
+    def insert_asset(self, asset: Asset, sizes: Sizes | None = None) -> Asset:
         """Register a version of an asset. Registering the same thing again gives back what is there.
 
         Args:
             asset: `version` 0 asks for the next one.
+            sizes: bytes of what it is or names, where they are known.
 
         Returns:
             The latest version (or the one `asset` names) when its digest, form and meta are the same; else the new one.
@@ -138,18 +157,19 @@ class Transaction:
         Raises:
             ConflictError: the version exists with other content, or would leave a gap.
         """
-        versions = self.snapshot.assets(asset.kind, asset.name)
         wanted = asset.version or None
-        same = [known for known in versions if _content(known) == _content(asset)]
-        for known in same:
-            if wanted == known.version or (wanted is None and known is versions[-1]):
-                return known
-        following = len(versions) + 1
+        latest = self.snapshot.latest_asset(asset.kind, asset.name)
+        following = latest.version + 1 if latest else 1
+        known = self.snapshot.asset(asset.kind, asset.name, wanted) if wanted and wanted < following else latest
+        if known and wanted in (None, known.version) and _content(known) == _content(asset):
+            return known
         if wanted is not None and wanted != following:
             rule = "versions are immutable" if wanted < following else f"the next version is {following}"
             raise ConflictError(f"cannot register {asset.ref}: {rule}; register it as version {following}")
         new = replace(asset, version=following)
-        self._insert(assets, self._owned(new, "created_by"), f"asset {new.ref}", "asset.registered", new.ref)
+        columns = self._owned(new, "created_by")
+        noted = functools.partial(self._edges.asset, new, sizes or {}, self._clock.now())
+        self._insert(assets, columns, f"asset {new.ref}", "asset.registered", new.ref, noted)
         return new
 
     def append_release(
@@ -186,11 +206,13 @@ class Transaction:
         self._pass_quarantine(channel, model_digest, action, lift, sequence)
         if action == "rollback" and live is not None:
             self._quarantine(channel, live.model_digest, sequence)
+        now, what = self._clock.now(), f"release {sequence} of channel {channel}"
         entry = ReleaseEntry(
-            sequence, channel, model_digest, run_id, action, self._journal.author.name, self._clock.now(), report_digest
+            sequence, channel, model_digest, run_id, action, self._journal.author.name, now, report_digest
         )
-        what = f"release {sequence} of channel {channel}"
-        self._insert(releases, self._owned(entry, "actor"), what, f"channel.{action}", channel, previous=expected)
+        noted = functools.partial(self._edges.release, entry, found)
+        columns = self._owned(entry, "actor")
+        self._insert(releases, columns, what, f"channel.{action}", channel, noted, previous=expected)
         return entry
 
     def _pass_quarantine(self, channel: str, model: str, action: str, lift: str, sequence: int) -> None:
@@ -273,8 +295,16 @@ class Transaction:
         return {"project": self._project, "principal": self._journal.principal(columns.pop(field)), **columns}
 
     def _insert(
-        self, table: Table, columns: Mapping[str, Any], what: str, kind: str, subject: str, **facts: Any
+        self,
+        table: Table,
+        columns: Mapping[str, Any],
+        what: str,
+        kind: str,
+        subject: str,
+        noted: Callable[[], list[Change]] = list,
+        **facts: Any,
     ) -> None:
+        """Add a row, and what `noted` writes beside it, in one event."""
         try:
             with self._connection.begin_nested():
                 self._connection.execute(insert(table).values(**columns))
@@ -282,7 +312,7 @@ class Transaction:
             said = " ".join(str(error.orig).split())
             raise ConflictError(f"{what} cannot be added: {said}; read what is there and decide again") from error
         key = {column.name: columns[column.name] for column in table.primary_key}
-        self._journal.tell(kind, subject, Change(ADDED, table.name, key, columns), facts=facts)
+        self._journal.tell(kind, subject, Change(ADDED, table.name, key, columns), *noted(), facts=facts)
 
     def _update(
         self,
@@ -292,6 +322,7 @@ class Transaction:
         state: str | None,
         event_payload: Mapping[str, Any] | None,
         columns: Mapping[str, Any],
+        joined: Callable[[Mapping[str, Any]], list[Change]] = lambda changes: [],
     ) -> Record:
         before = to_columns(record)
         changes = _changes(machine, before, columns)
@@ -311,7 +342,7 @@ class Transaction:
         if state is not None:
             facts = {"from": before["state"], "to": state, **facts}
         kind = f"{machine}.{'updated' if state is None else state}"
-        self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values), facts=facts)
+        self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values), *joined(changes), facts=facts)
         return replace(record, **values)  # type: ignore[type-var]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, digest_bytes, digest_chunks, is_digest
-from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import make_folder, sync_folder, unwritable
 from posttrain.store.scratch import scratch
@@ -166,6 +166,23 @@ def verify_tree(blobs: BlobStore, digest: str) -> int:
             raise IntegrityError(f"tree {digest} says that {name} has {file.size} bytes, got {size}; store it again")
         total += size
     return total
+
+
+def stored_sizes(blobs: BlobStore, forms: Mapping[str, str]) -> dict[str, int]:
+    """Digest → bytes of files and trees; what is missing or no tree is left out.
+
+    Args:
+        forms: digest → file | tree.
+    """
+    sizes = {}
+    for digest, form in forms.items():
+        try:
+            sizes[digest] = blobs.size(digest)
+            if form == "tree":
+                sizes[digest] += sum(file.size for file in tree_listing(blobs, digest).values())
+        except (IntegrityError, NotFoundError):  # whoever reads it says what is wrong
+            sizes.pop(digest, None)
+    return sizes
 
 
 def read_json(blobs: BlobStore, digest: str) -> Any:

@@ -24,6 +24,7 @@ from posttrain.store.baseline import tell_rows
 from posttrain.store.before import verify_rows_before
 from posttrain.store.chain import seal_before, verify_before
 from posttrain.store.database import Database, hold_off_others, migrate, schema_version
+from posttrain.store.edges import fill_edges
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE, runs
 from posttrain.store.sealer import seal, verify_chain
@@ -68,6 +69,7 @@ def upgrade_ledger(location: str | Path, alive: Callable[[str], bool]) -> Upgrad
                 kept = _keep(connection, database.place, came_from)
                 crashpoint("upgrade.after_copy")
                 migrate(connection)
+                fill_edges(connection)
                 tell_rows(connection, database.clock, os.urandom, came_from, chain)
                 crashpoint("upgrade.before_commit")
         ledger = Ledger(database)

@@ -34,6 +34,7 @@ def upgrade() -> None:
     _rebuild_releases()
     _rebuild_cache()
     _create_policies()
+    _create_edges()
 
 
 def _create_principals() -> None:
@@ -248,4 +249,34 @@ def _create_policies() -> None:
         "SELECT 1 FROM releases AS again WHERE again.project = off.project "
         "AND again.channel = off.channel AND again.model_digest = was.model_digest AND again.sequence > off.sequence) "
         "GROUP BY off.project, off.channel, was.model_digest"
+    )
+
+
+def _create_edges() -> None:
+    """Whoever runs this revision fills them from the rows (`store.edges`)."""
+    op.create_table(
+        "artifacts",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("digest", _DIGEST, primary_key=True),
+        sa.Column("form", sa.String(16), nullable=False),
+        sa.Column("bytes", sa.BigInteger()),
+        sa.Column("class", sa.String(16), nullable=False),
+        sa.Column("created_at", _TIME, nullable=False),
+    )
+    op.create_table(
+        "edges",
+        sa.Column("project", _PROJECT, primary_key=True),
+        *(sa.Column(name, sa.Text(), primary_key=True) for name in ("consumer", "slot", "producer", "output")),
+        sa.Column("digest", _DIGEST, primary_key=True),
+    )
+    op.create_index("edges_by_producer", "edges", ["project", "producer"])
+    op.create_index("edges_by_digest", "edges", ["project", "digest"])
+    op.create_table(
+        "holds",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("digest", _DIGEST, primary_key=True),
+        sa.Column("holder", sa.String(256), primary_key=True),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.Column("at", _TIME, nullable=False),
+        sa.Column("released_at", _TIME),
     )

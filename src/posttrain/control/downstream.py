@@ -1,0 +1,109 @@
+"""What was made from something: every stage, version and release that its bytes went into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from posttrain.control.lineage import Node
+from posttrain.control.wiring import Wiring
+from posttrain.decision.releases import release_states
+from posttrain.domain.edges import release_end, release_of, run_end, stage_end, stage_of
+from posttrain.domain.lifecycle import ReleaseState
+from posttrain.domain.records import Edge
+from posttrain.store.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Downstream:
+    """The tree, and the names of what is in it."""
+
+    tree: Node
+    runs: tuple[str, ...]  # whose stages used it
+    releases: tuple[str, ...]  # channel:NAME@RELEASE
+    live: tuple[str, ...]  # channels that serve what was made from it
+
+    @property
+    def words(self) -> str:
+        """`used by 3 runs; 2 releases, live on prod`."""
+        if not self.runs and not self.releases:
+            return "nothing was made from it"
+        runs = f"used by {len(self.runs)} run{'s' * (len(self.runs) != 1)}"
+        count = len(self.releases)
+        shipped = f"{count} release{'s' * (count != 1)}, live on {', '.join(self.live) or 'no channel'}"
+        return f"{runs}; {shipped if count else 'never released'}"
+
+
+def of_bytes(wiring: Wiring, digest: str, name: str = "") -> Downstream:
+    """What these bytes went into, whatever they were called when they were used.
+
+    Args:
+        name: that they are shown by.
+    """
+    with wiring.ledger.snapshot() as now:
+        held = tuple(("held by", hold.holder) for hold in now.holds(digest))
+        kind = name.partition(":")[0] if name else "artifact"
+        return _downstream(now, Node(kind, name or digest, digest, None, held), now.uses_of_bytes(digest))
+
+
+def of_run(wiring: Wiring, run_id: str) -> Downstream:
+    """What a run and what it made went into."""
+    with wiring.ledger.snapshot() as now:
+        run = now.run(run_id)
+        ends = [run_end(run.id), *(stage_end(run.id, stage.name) for stage in now.stages(run.id))]
+        own = [Edge(run_end(run.id), "", end, "", "") for end in ends[1:]]
+        return _downstream(now, Node("run", run.id, None, details=(("state", run.state),)), [*own, *now.uses(*ends)])
+
+
+def _downstream(now: Snapshot, root: Node, first: Sequence[Edge]) -> Downstream:
+    """Follow edges, all of one distance at a time, so that statements grow with the distance and not with the fan."""
+    by: dict[str, Edge] = {}  # consumer → the first edge that led to it
+    order: dict[str, list[str]] = {"": []}  # whoever was followed → consumers that were new there
+    found = [("", edge) for edge in first]
+    while found:
+        new: list[str] = []
+        for above, edge in found:
+            if edge.consumer not in by:
+                by[edge.consumer] = edge
+                order.setdefault(above, []).append(edge.consumer)
+                new.append(edge.consumer)
+        found = [(edge.producer, edge) for edge in now.uses(*new)]
+    return _told(now, root, by, order)
+
+
+def _told(now: Snapshot, root: Node, by: dict[str, Edge], order: Mapping[str, Sequence[str]]) -> Downstream:
+    places = {end: place for end in by if (place := stage_of(end))}
+    runs = tuple(sorted({run_id for run_id, _ in places.values()}))
+    rows = {stage_end(row.run_id, row.name): row for row in now.stages(*runs)}
+    releases = {end: release for end in by if (release := release_of(end))}
+    states = _states(now, {channel for channel, _ in releases.values()})
+    digests = {edge.producer: edge.digest for edge in now.made(*(by.keys() - places.keys() - releases.keys()))}
+    nodes: dict[str, Node] = {}
+    for end in reversed(by):  # what is below was found later
+        below = tuple(nodes[one] for one in order.get(end, ()))
+        used = (("as", by[end].slot),) if by[end].slot else ()
+        if end in places:
+            row = rows.get(end)
+            told = (("kind", row.kind), ("state", row.state)) if row else ()
+            nodes[end] = Node("stage", "/".join(places[end]), None, None, (*used, *told), below)
+        elif end in releases:
+            channel, sequence = releases[end]
+            nodes[end] = Node(
+                "release", channel, None, None, (("release", str(sequence)), ("state", states[end])), below
+            )
+        else:
+            nodes[end] = Node(end.partition(":")[0], end, digests.get(end), None, used, below)
+    tree = replace(root, children=tuple(nodes[end] for end in order[""]))
+    ends = tuple(release_end(*place) for place in sorted(releases.values()))
+    live = {channel for end, (channel, _) in releases.items() if states[end] == ReleaseState.LIVE}
+    return Downstream(tree, runs, ends, tuple(sorted(live)))
+
+
+def _states(now: Snapshot, channels: Iterable[str]) -> dict[str, str]:
+    """Release → its state, of every release of these channels."""
+    states: dict[str, str] = {}
+    for channel in sorted(channels):
+        history = now.history(channel)
+        found = release_states(history)
+        states |= {release_end(channel, entry.sequence): str(found[entry.model_digest]) for entry in history}
+    return states

@@ -1,0 +1,280 @@
+"""Artifacts, edges and holds: written in the transaction of what makes them, and told in its event.
+
+What was known already is no change. Nothing here reads a row for each of many: every write is one statement.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, Insert, Row, Table, delete, select, update
+
+from posttrain.domain.canonical import is_digest
+from posttrain.domain.contracts import BEST, MODEL, REPORT
+from posttrain.domain.edges import (
+    IMPORT,
+    IMPORTED,
+    MANIFEST,
+    ORIGIN,
+    PARENT,
+    REUSED,
+    named,
+    release_end,
+    run_end,
+    source_of,
+    stage_end,
+)
+from posttrain.domain.records import Artifact, Asset, Edge, ReleaseEntry
+from posttrain.store.audited import ADDED, CHANGED, REMOVED, Change
+from posttrain.store.schema import artifacts, assets, edges, holds, projects, releases, runs, stages
+
+LIVE = "live"  # why a channel holds its model
+_BATCH = 200  # rows that an upgrade reads at a time
+_AS_MODEL = (MODEL, BEST)  # of two outputs of the same bytes the last model goes first
+Sizes = Mapping[str, int]  # digest → bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Columns of a stage."""
+
+    run_id: str
+    stage: str
+    at: float
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+    cached_from: str | None = None  # RUN/STAGE whose outputs they are
+    sizes: Sizes = field(default_factory=dict)  # of the outputs, where they are known
+
+    @property
+    def end(self) -> str:
+        """As an edge names it."""
+        return stage_end(self.run_id, self.stage)
+
+    def artifacts(self) -> Iterator[Artifact]:
+        """What it was bound to, and what it made."""
+        for kind, column in (("input", self.inputs), ("output", self.outputs)):
+            for _, digest, form in _blobs(column):
+                yield Artifact(digest, form, self.sizes.get(digest), kind, self.at)
+
+    def made(self) -> Iterator[Edge]:
+        """Its outputs, and whose they were."""
+        for output, digest, _ in _blobs(self.outputs):
+            yield Edge(self.end, output, "", "", digest)
+            if self.cached_from:
+                yield Edge(source_of(self.cached_from)[0], output, self.end, REUSED, digest)
+
+    def used(self) -> Iterator[tuple[str, str, str]]:
+        """Slot, digest and name of every input."""
+        for slot, digest, _ in _blobs(self.inputs):
+            yield slot, digest, str(self.inputs[slot].get("name", ""))
+
+
+class EdgeWriter:
+    """What one transaction notes of a project's artifacts. Every method gives back the changes to tell."""
+
+    def __init__(self, connection: Connection, project: str) -> None:
+        self._connection, self._project = connection, project
+
+    def run(self, run_id: str, manifest: str, found: Iterable[Artifact], now: float) -> list[Change]:
+        """A run of a manifest; `found` is what its submission put into the store."""
+        noted = self.note([*found, Artifact(manifest, "file", None, MANIFEST, now)])
+        return noted + self.join([Edge("", "", run_end(run_id), MANIFEST, manifest)])
+
+    def stages(self, *told: Told) -> list[Change]:
+        """What stages were bound to, and what they made: whichever of the two their columns say."""
+        found = [artifact for one in told for artifact in one.artifacts()]
+        made = [edge for one in told for edge in one.made()]
+        return self.note(found) + self.join([*made, *self._uses(told)])
+
+    def rebind(self, run_id: str, name: str) -> list[Change]:
+        """Forget what a stage was bound to: it is bound anew."""
+        here = (edges.c.project == self._project, edges.c.consumer == stage_end(run_id, name))
+        gone = self._connection.execute(delete(edges).where(*here).returning(*edges.c)).mappings().all()
+        return [Change(REMOVED, edges.name, dict(row), {}) for row in gone]
+
+    def asset(self, asset: Asset, sizes: Sizes, now: float) -> list[Change]:
+        """A registered version: its bytes, what it was made from, and who made it."""
+        record, run, stage = (asset.meta.get(key) for key in (IMPORTED, "run", "stage"))
+        found = [Artifact(asset.digest, asset.form, sizes.get(asset.digest), "asset", now)]
+        if record:
+            found.append(Artifact(str(record), "file", sizes.get(str(record)), "record", now))
+        joined = [Edge(asset.ref, "", "", "", asset.digest)]
+        known = self._registered(asset.parents) if asset.parents else {}
+        for parent in asset.parents:
+            slot = IMPORT if parent == record else PARENT
+            there = is_digest(parent)
+            joined.append(
+                Edge(known.get(parent, "") if there else parent, "", asset.ref, slot, parent if there else "")
+            )
+        if run:
+            end = stage_end(str(run), str(stage)) if stage else run_end(str(run))
+            joined.append(Edge(end, str(asset.meta.get("output", "")), asset.ref, ORIGIN, asset.digest))
+        return self.note(found) + self.join(joined)
+
+    def release(self, entry: ReleaseEntry, before: str | None) -> list[Change]:
+        """A release: what it serves and rests on, by every stage of its run that made it. The channel holds its model.
+
+        Args:
+            before: the model that it held.
+        """
+        end, joined = release_end(entry.channel, entry.sequence), []
+        made = self._made_in(entry.run_id) if entry.run_id else []
+        for slot, digest in ((MODEL, entry.model_digest), (REPORT, entry.report_digest)):
+            makers = [(edge.producer, edge.output) for edge in made if edge.digest == digest] or [("", "")]
+            joined += [Edge(*maker, end, slot, digest) for maker in makers if digest]
+        noted = self.note([Artifact(entry.model_digest, "tree", None, "output", entry.at)])
+        holder = f"channel:{entry.channel}"
+        let_go = self._let_go(before, holder, entry.at) if before and before != entry.model_digest else []
+        return noted + self.join(joined) + let_go + self._hold(entry.model_digest, holder, entry.at)
+
+    def note(self, found: Iterable[Artifact]) -> list[Change]:
+        """Artifacts, as what each of them came first."""
+        rows: dict[str, dict[str, Any]] = {}
+        for one in found:
+            row = {"form": one.form, "bytes": one.bytes, "class": one.kind, "created_at": one.created_at}
+            rows.setdefault(one.digest, {"project": self._project, "digest": one.digest, **row})
+        return self._add(artifacts, list(rows.values()))
+
+    def join(self, found: Sequence[Edge]) -> list[Change]:
+        """Edges."""
+        rows = [
+            {
+                "project": self._project,
+                "producer": named(edge.producer),
+                "output": edge.output,
+                "consumer": named(edge.consumer),
+                "slot": named(edge.slot),
+                "digest": edge.digest,
+            }
+            for edge in dict.fromkeys(found)
+        ]
+        return self._add(edges, rows)
+
+    def _add(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> list[Change]:
+        if not rows:
+            return []
+        added = {tuple(row) for row in self._connection.execute(_addition(self._connection.dialect.name, table), rows)}
+        names = [column.name for column in table.primary_key]
+        changes = []
+        for row in rows:
+            key = {name: row[name] for name in names}
+            if tuple(key.values()) in added:
+                changes.append(Change(ADDED, table.name, key, row))
+        return changes
+
+    def _hold(self, digest: str, holder: str, now: float) -> list[Change]:
+        key = {"project": self._project, "digest": digest, "holder": holder}
+        values = {"reason": LIVE, "at": now, "released_at": None}
+        added = self._add(holds, [{**key, **values}])
+        return added or self._change_hold(key, values)
+
+    def _let_go(self, digest: str, holder: str, now: float) -> list[Change]:
+        return self._change_hold({"project": self._project, "digest": digest, "holder": holder}, {"released_at": now})
+
+    def _change_hold(self, key: Mapping[str, Any], values: Mapping[str, Any]) -> list[Change]:
+        here = [holds.c[name] == value for name, value in key.items()]
+        there = self._connection.execute(update(holds).where(*here).values(**values)).rowcount
+        return [Change(CHANGED, holds.name, key, values)] if there else []
+
+    def _uses(self, told: Sequence[Told]) -> Iterator[Edge]:
+        """Inputs; which output of another stage each is where its name does not say it: the one of its bytes."""
+        sources = [(one.end, slot, digest, *source_of(name)) for one in told for slot, digest, name in one.used()]
+        asked = {producer for *_, producer, output in sources if producer.startswith("run:") and not output}
+        made: dict[tuple[str, str], list[str]] = {}
+        for edge in self._made(asked):
+            made.setdefault((edge.producer, edge.digest), []).append(edge.output)
+        for end, slot, digest, producer, output in sources:
+            found = output or min(made.get((producer, digest), [""]), key=_rank)
+            yield Edge(producer, found, end, slot, digest)
+
+    def _made_in(self, run_id: str) -> list[Edge]:
+        names = self._connection.execute(select(stages.c.name).where(stages.c.run_id == run_id)).scalars()
+        return self._made({stage_end(run_id, name) for name in names})
+
+    def _made(self, producers: Collection[str]) -> list[Edge]:
+        if not producers:
+            return []
+        here = (edges.c.project == self._project, edges.c.consumer == "", edges.c.producer.in_(sorted(producers)))
+        return [to_edge(row) for row in self._connection.execute(select(edges).where(*here))]
+
+    def _registered(self, digests: Iterable[str]) -> dict[str, str]:
+        """Digest → what it is registered as, the first of several."""
+        query = select(assets.c.digest, assets.c.kind, assets.c.name, assets.c.version)
+        query = query.where(assets.c.project == self._project, assets.c.digest.in_(list(digests)))
+        query = query.order_by(assets.c.kind.desc(), assets.c.name.desc(), assets.c.version.desc())
+        return {row.digest: f"{row.kind}:{row.name}@{row.version}" for row in self._connection.execute(query)}
+
+
+def to_edge(row: Row[*tuple[Any, ...]]) -> Edge:
+    """A row of `edges`."""
+    return Edge(row.producer, row.output, row.consumer, row.slot, row.digest)
+
+
+def fill_edges(connection: Connection) -> None:
+    """Artifacts, edges and holds of a ledger whose rows were written before there were any."""
+    for project in connection.execute(select(projects.c.id)).scalars().all():
+        writer = EdgeWriter(connection, project)
+        _fill_runs(connection, writer, project)
+        _fill_assets(connection, writer, project)
+        _fill_releases(connection, writer, project)
+
+
+def _fill_runs(connection: Connection, writer: EdgeWriter, project: str) -> None:
+    """Outputs first: what an input was of another stage is looked up in them."""
+    mine = runs.c.project == project
+    for row in connection.execute(select(runs.c.id, runs.c.manifest_digest, runs.c.created_at).where(mine)).all():
+        writer.run(row.id, row.manifest_digest, (), row.created_at)
+    columns = (stages.c.run_id, stages.c.name, stages.c.finished_at, runs.c.created_at)
+    for told in ((stages.c.outputs, stages.c.cached_from), (stages.c.inputs,)):
+        query = select(*columns, *told).join(runs, runs.c.id == stages.c.run_id).where(mine)
+        found = connection.execute(query.order_by(stages.c.run_id, stages.c.position)).mappings()
+        for rows in found.partitions(_BATCH):
+            writer.stages(*(_told(dict(row), [column.name for column in told]) for row in rows))
+
+
+def _told(row: Mapping[str, Any], columns: Sequence[str]) -> Told:
+    at = row["finished_at"] or row["created_at"]
+    return Told(row["run_id"], row["name"], at, **{name: row[name] for name in columns})
+
+
+def _fill_assets(connection: Connection, writer: EdgeWriter, project: str) -> None:
+    query = select(assets).where(assets.c.project == project).order_by(assets.c.created_at)
+    for row in connection.execute(query).mappings().all():
+        kept = ("kind", "name", "version", "digest", "form", "created_at", "meta")
+        asset = Asset(**{name: row[name] for name in kept}, created_by="", parents=tuple(row["parents"]))
+        writer.asset(asset, {}, asset.created_at)
+
+
+def _fill_releases(connection: Connection, writer: EdgeWriter, project: str) -> None:
+    live: dict[str, str] = {}
+    query = select(releases).where(releases.c.project == project).order_by(releases.c.channel, releases.c.sequence)
+    for row in connection.execute(query).mappings().all():
+        kept = ("sequence", "channel", "model_digest", "run_id", "action", "at", "report_digest")
+        entry = ReleaseEntry(**{name: row[name] for name in kept}, actor="")
+        writer.release(entry, live.get(entry.channel))
+        live[entry.channel] = entry.model_digest
+
+
+def _rank(output: str) -> tuple[int, str]:
+    return (_AS_MODEL.index(output) if output in _AS_MODEL else len(_AS_MODEL)), output
+
+
+def _blobs(columns: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Name, digest and form of every input or output."""
+    for name, blob in columns.items():
+        digest = blob.get("digest") if isinstance(blob, Mapping) else None
+        if isinstance(digest, str) and is_digest(digest):
+            yield name, digest, str(blob.get("form", "file"))
+
+
+@functools.cache
+def _addition(dialect: str, table: Table) -> Insert:
+    """What adds rows that are not there, and says which those were."""
+    from sqlalchemy.dialects import postgresql, sqlite  # not before somebody writes
+
+    statement = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(table)
+    return statement.on_conflict_do_nothing().returning(*table.primary_key)
