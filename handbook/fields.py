@@ -11,6 +11,7 @@ from handbook.meanings import meaning
 from handbook.tables import stacked
 from handbook.types import anchor, default, described, models
 from posttrain.domain.gates import GateRule
+from posttrain.domain.policies import ChannelPolicy
 from posttrain.domain.runspec import Budget, ReleaseSpec, RewardUse, RunSpec, StageSpec
 from posttrain.engine.config import STAGE_CONFIGS
 
@@ -21,6 +22,7 @@ _PLACES = {
     GateRule: "gates[]",
     Budget: "budget",
     ReleaseSpec: "release",
+    ChannelPolicy: "a channel's policy",
 }
 _FLATTENED = {(StageSpec, "params")}  # written beside `kind`: the tables of the kinds
 

@@ -21,7 +21,7 @@ MEANINGS: Mapping[str, str] = {
     "tensorboard": "a folder of event files for each run",
     "mlflow": "a run of an MLflow experiment",
     "wandb": "a run of a Weights & Biases project",
-    "RunSpec.release": "where the model goes; needs at least one gate",
+    "RunSpec.release": "where the model goes; needs at least one gate, here or in the policy of its channel",
     "StageSpec.kind": "one of the kinds below, whose fields stand beside it",
     "StageSpec.trainer": "what computes it",
     "at_most": "in units of the metric",

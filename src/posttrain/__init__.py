@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 from posttrain._version import __version__
 
 if TYPE_CHECKING:
-    from posttrain.app.runs import Channel, Run, channel, plan, run, submit
+    from posttrain.app.channels import Channel, channel
+    from posttrain.app.runs import Run, plan, run, submit
     from posttrain.app.workspace import Workspace, init_workspace, open_workspace
     from posttrain.domain.errors import PosttrainError
 
 _ROOMS = {
-    "Channel": "posttrain.app.runs",
+    "Channel": "posttrain.app.channels",
     "PosttrainError": "posttrain.domain.errors",
     "Run": "posttrain.app.runs",
     "Workspace": "posttrain.app.workspace",
-    "channel": "posttrain.app.runs",
+    "channel": "posttrain.app.channels",
     "init_workspace": "posttrain.app.workspace",
     "open_workspace": "posttrain.app.workspace",
     "plan": "posttrain.app.runs",

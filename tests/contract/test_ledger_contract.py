@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.domain.errors import ConflictError, DeadlineError, PosttrainError, StaleWriteError
+from posttrain.domain.errors import ChannelClosedError, ConflictError, DeadlineError, PosttrainError, StaleWriteError
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
@@ -117,7 +117,7 @@ def test_names_are_whatever_people_write(ledger: Ledger) -> None:
     name = "naïve 名前 🙂 %_'\"\\ e\u0301"
     with ledger.transaction("zoë") as transaction:
         transaction.insert_run(work.a_run("run1", name), [])
-        transaction.append_release(name, MODEL, None, "promote", expected=None)
+        transaction.append_release(name, MODEL, None, "promote", expected=0)
     seal(ledger)
     assert ledger.find_run(name).name == name
     assert ledger.channels() == [name]
@@ -232,6 +232,54 @@ def test_releases_that_race_are_one_history(ledger_at: str, ledger: Ledger, some
         assert (move["model_digest"], move["sequence"]) == (entry.model_digest, entry.sequence)
         assert move["previous"] == (before.model_digest if before else None)
     assert verify_rows(ledger) >= len(history)
+
+
+def test_a_policy_and_the_releases_that_race_with_it_never_pass_each_other(
+    ledger_at: str, ledger: Ledger, some: list[str]
+) -> None:
+    """What was judged under no policy is promoted while there is none, and never while there is one."""
+    answers = work.together(work.govern, ledger_at, some, 5)
+    released = sorted(itertools.chain.from_iterable(answers))
+    assert released == list(range(1, 5 * (len(some) - 1) + 1))
+    seal(ledger)
+    policy, kinds = None, []
+    for event in sorted(ledger.events(subject_prefix="prod"), key=lambda event: event.id):
+        kinds.append(event.kind)
+        policy = event.payload["set"]["policy"] if event.kind == "channel.policy_set" else policy
+        assert event.kind != "channel.promote" or policy is None
+    assert sorted(set(kinds)) == ["channel.policy_set", "channel.promote"]
+    record = ledger.channel_record("prod")
+    assert (record.policy, record.generation) == (None, len(kinds)), "every one of them is a generation"
+    (served,) = ledger.deployments("prod")
+    assert (served.role, served.release_sequence, served.weight) == ("live", len(released), 1.0)
+    assert verify_rows(ledger) >= len(released)
+
+
+def test_who_changes_a_channel_that_moved_must_look_again(ledger: Ledger) -> None:
+    with ledger.transaction("ann") as transaction:
+        transaction.append_release("prod", MODEL, None, "promote", expected=0)
+    seen = ledger.channel_record("prod")
+    with ledger.transaction("ann") as transaction:
+        transaction.append_release("prod", OTHER, None, "promote", expected=1)
+    with pytest.raises(ConflictError, match="somebody moved or changed it"), ledger.transaction("bob") as transaction:
+        transaction.set_channel(seen, "channel.frozen", "an incident", frozen="all")
+    with ledger.transaction("bob") as transaction:
+        frozen = transaction.set_channel(ledger.channel_record("prod"), "channel.frozen", "an incident", frozen="all")
+    assert ledger.channel_record("prod") == frozen
+    with pytest.raises(ChannelClosedError, match="is frozen"), ledger.transaction("ann") as transaction:
+        transaction.append_release("prod", MODEL, None, "rollback", expected=2)
+    assert ledger.channel("prod") == ledger.history("prod")[-1]
+    assert [event.payload["why"] for event in ledger.channel_events("prod", "channel.frozen")] == ["an incident"]
+
+
+def test_a_channel_that_came_back_is_another_release(ledger: Ledger) -> None:
+    with ledger.transaction("ann") as transaction:
+        for model, action, expected in ((MODEL, "promote", 0), (OTHER, "promote", 1), (MODEL, "rollback", 2)):
+            transaction.append_release("prod", model, None, action, expected=expected)
+    moved = "expected release 1 live, found release 3"
+    with pytest.raises(ConflictError, match=moved), ledger.transaction("bob") as transaction:
+        transaction.append_release("prod", REPORT, None, "promote", expected=1)
+    assert ledger.deployments("prod")[0].release_sequence == 3
 
 
 def test_a_lease_is_taken_by_one(ledger_at: str, ledger: Ledger, some: list[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import Connection, create_engine, make_url, text
 
 from posttrain.domain.errors import IntegrityError, WorkspaceError
+from posttrain.domain.records import ChannelRecord, Deployment
 from posttrain.store import database
 from posttrain.store.audit import verify_rows
 from posttrain.store.chain import GENESIS, event_hash
@@ -96,9 +97,11 @@ def test_what_was_there_is_there_and_proved(old: str) -> None:
         "user:ann",
     )
     assert (verify_chain(ledger).before, verify_chain(ledger).pending) == (4, 0)
-    assert verify_rows(ledger) >= 7
+    assert verify_rows(ledger) >= 9
+    assert ledger.channel_records() == [ChannelRecord("prod", generation=1)]
+    assert ledger.deployments("prod") == [Deployment("prod", "live", 1, 1.0, 1)]
     with ledger.transaction("user:bob") as transaction:
-        transaction.append_release("prod", MANIFEST, None, "promote", expected=MODEL)
+        transaction.append_release("prod", MANIFEST, None, "promote", expected=1)
     verify_rows(ledger)
     ledger.close()
     assert upgrade_ledger(old, lambda owner: True).copy == ""

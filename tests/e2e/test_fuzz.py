@@ -28,7 +28,7 @@ from fuzzing import BASELINE, STRIKES, Fuzz, Strike, dealt, has_baseline, table
 from tiny_run import RUN, once
 from workbench import Reference, Workbench
 
-from posttrain.app.runs import Channel
+from posttrain.app.channels import Channel
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder
 

@@ -27,7 +27,7 @@ from tiny_run import make_template
 from workbench import Workbench
 
 from postgres_server import Server
-from posttrain.app.runs import Channel
+from posttrain.app.channels import Channel
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import verify_chain

@@ -27,7 +27,7 @@ def promote_rival(bench: Bench, words: str = "rival") -> str:
     digest = put_tree(bench.wiring.blobs, bench.root / words)
     live = bench.ledger.channel("prod")
     with bench.ledger.transaction("rival") as transaction:
-        transaction.append_release("prod", digest, None, "promote", expected=live.model_digest if live else None)
+        transaction.append_release("prod", digest, None, "promote", expected=live.sequence if live else 0)
     return digest
 
 

@@ -15,7 +15,7 @@ from posttrain.control import actions
 from posttrain.control.explain import explain_run
 from posttrain.control.lineage import release_lineage, verify
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import GateInconclusiveError, GateRejectedError, InputError, QuarantinedError
+from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError
 from posttrain.domain.jobs import JobResult, Output
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.sealer import seal
@@ -118,11 +118,14 @@ def test_a_rollback_keeps_the_report_of_what_it_returns_to(bench: Bench) -> None
     first, second = shipped_twice(bench)
     reports = [bench.stage(run.id, "gate").outputs["report"]["digest"] for run in (first, second)]
     assert actions.rollback(bench.wiring, "prod").report_digest == reports[0]
-    with pytest.raises(QuarantinedError):
-        actions.promote(bench.wiring, second.id, "prod")
-    again = actions.promote(bench.wiring, second.id, "prod", "the traffic was at fault")
-    assert (again.run_id, again.report_digest) == (second.id, reports[1]), "the channel is where its gate saw it"
-    assert actions.promote(bench.wiring, second.id, "prod") == again
+    with pytest.raises(ConflictError, match="still be at release 1, against which the gates judged, got release 3"):
+        actions.promote(bench.wiring, second.id, "prod", "the traffic was at fault")
+    third = bench.drive(bench.submit(seed=2, again=True))
+    assert (third.state, third.reason) == ("rejected", "Quarantined")
+    again = actions.promote(bench.wiring, third.id, "prod", "the traffic was at fault")
+    report = bench.stage(third.id, "gate").outputs["report"]["digest"]
+    assert (again.sequence, again.run_id, again.report_digest) == (4, third.id, report)
+    assert actions.promote(bench.wiring, third.id, "prod") == again
 
 
 def test_a_word_that_names_several_models_rolls_back_to_none(bench: Bench) -> None:

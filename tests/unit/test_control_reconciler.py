@@ -76,7 +76,7 @@ def test_a_channel_that_moved_since_the_gate_looked_is_left_alone(
     def promote_another(name: str) -> None:
         if name == "gate.after_commit":
             with bench.ledger.transaction("rival") as transaction:
-                transaction.append_release("prod", rival, None, "promote", expected=None)
+                transaction.append_release("prod", rival, None, "promote", expected=0)
 
     monkeypatch.setattr("posttrain.control.judging.crashpoint", promote_another)
     run = bench.drive(bench.submit())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.decision.releases import promotion, release_states, rollback_target
+from posttrain.decision.releases import judged_at, promotion, release_states, rollback_target
 from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError
 from posttrain.domain.gates import GateReport, Outcome, Verdict
 from posttrain.domain.records import ReleaseEntry
@@ -35,26 +35,49 @@ def history(*steps: str) -> list[ReleaseEntry]:
     ]
 
 
+def at(*steps: str) -> ReleaseEntry:
+    return history(*steps)[-1]
+
+
 def test_a_pass_on_an_unmoved_channel_is_promoted() -> None:
-    assert promotion("old", "old", "new", report())
-    assert promotion(None, None, "new", report(baseline=None))
+    assert promotion(at("old"), 1, "new", report())
+    assert promotion(None, 0, "new", report(baseline=None))
 
 
 def test_repeating_a_promotion_changes_nothing() -> None:
-    assert promotion("new", "old", "new", report()) is False
+    assert promotion(at("old", "new"), 1, "new", report()) is False
 
 
-@pytest.mark.parametrize("current", ["other", None])
-def test_a_channel_that_moved_is_a_conflict(current: str | None) -> None:
-    with pytest.raises(ConflictError, match="must still hold old, got"):
-        promotion(current, "old", "new", report())
+@pytest.mark.parametrize("steps", [("old", "other"), ("old", "other", "old")])
+def test_a_channel_that_moved_is_a_conflict(steps: tuple[str, ...]) -> None:
+    with pytest.raises(ConflictError, match=rf"must still be at release 1, .* got release {len(steps)}; judge again"):
+        promotion(at(*steps), 1, "new", report())
+    with pytest.raises(ConflictError, match=r"must still be at release 1, .* got no release"):
+        promotion(None, 1, "new", report())
 
 
 def test_a_report_against_another_baseline_is_a_conflict() -> None:
-    with pytest.raises(ConflictError, match="compared with older, but the channel held old"):
-        promotion("old", "old", "new", report(baseline="older"))
+    with pytest.raises(ConflictError, match="compared with older, which is not the model of release 1"):
+        promotion(at("old"), 1, "new", report(baseline="older"))
     with pytest.raises(ConflictError, match="compared with nothing"):
-        promotion("old", "old", "new", report(baseline=None))
+        promotion(at("old"), 1, "new", report(baseline=None))
+
+
+def test_a_report_is_of_the_release_that_it_names() -> None:
+    bound = report().model_copy(update={"channel": "prod", "release": 1})
+    assert judged_at(bound, "prod", history("old", "other", "old")) == 1
+
+
+def test_a_report_that_names_no_release_is_of_the_only_one_with_its_baseline() -> None:
+    """One of before says neither channel nor release, and one about another channel says nothing of this one."""
+    elsewhere = report().model_copy(update={"channel": "staging", "release": 3})
+    for told in (report(), elsewhere):
+        assert judged_at(told, "prod", history("other", "old", "other")) == 2
+        with pytest.raises(ConflictError, match="channel prod held 2 times, and the report does not say at which"):
+            judged_at(told, "prod", history("old", "other", "old"))
+        with pytest.raises(ConflictError, match="channel prod held never"):
+            judged_at(told, "prod", history("other"))
+    assert judged_at(report(baseline=None), "prod", history("old")) == 0
 
 
 @pytest.mark.parametrize(
@@ -68,14 +91,14 @@ def test_a_report_against_another_baseline_is_a_conflict() -> None:
 @pytest.mark.parametrize("current", ["old", "new", "other"])
 def test_anything_but_a_pass_ships_nothing(outcome: Outcome, error: type[Exception], current: str) -> None:
     with pytest.raises(error, match=rf"gate accuracy says {outcome.value}: it is 0\.4"):
-        promotion(current, "old", "new", report(outcome))
+        promotion(at("old", current), 1, "new", report(outcome))
 
 
 def test_a_report_without_gates_or_about_another_model_ships_nothing() -> None:
     with pytest.raises(GateRejectedError, match="no gate was judged"):
-        promotion("old", "old", "new", GateReport.of([], candidate="new", baseline="old"))
+        promotion(at("old"), 1, "new", GateReport.of([], candidate="new", baseline="old"))
     with pytest.raises(GateRejectedError, match="must be about new, got one about elsewhere"):
-        promotion("old", "old", "new", report(candidate="elsewhere"))
+        promotion(at("old"), 1, "new", report(candidate="elsewhere"))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from pages import Block, blocks
 
 from posttrain.cli.main import app
 from posttrain.data.assets import inspect_reward
+from posttrain.domain.policies import ChannelPolicy
 from posttrain.domain.runspec import RunSpec, parse_run_spec
 from posttrain.engine.config import STAGE_CONFIGS, InitModelConfig, stage_config
 from posttrain.engine.rewards.port import RewardCall
@@ -90,7 +91,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def check(part: dict[str, Any], world: World) -> None:
-    """Read a part of a run file, with a small run around it, as `plan` does."""
+    """Read a part of a run file, with a small run around it, as `plan` does; a channel's policy is set."""
+    if set(part) <= set(ChannelPolicy.model_fields) and "suites" in part:
+        world.ok("channel", "set-policy", "prod", world.write("policy.yaml", yaml.safe_dump(part)))
+        return
     assert set(part) <= set(RunSpec.model_fields), "it is no part of a run file"
     run = merged(part)
     spec = parse_run_spec(run, "run.yaml")

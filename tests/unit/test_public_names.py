@@ -43,6 +43,13 @@ COMMANDS = {
     "export": ["--dtype", "--output", "-o", "DIR", "MODEL"],
     "promote": ["--channel", "--lift-quarantine", "run"],
     "rollback": ["--from", "--to", "channel"],
+    "channel policy": ["--history", "--output", "-o", "channel"],
+    "channel set-policy": ["POLICY.yaml", "channel"],
+    "channel remove-policy": ["channel"],
+    "channel protect": ["--reason", "channel"],
+    "channel unprotect": ["--reason", "channel"],
+    "channel freeze": ["--reason", "--rollbacks", "channel"],
+    "channel unfreeze": ["--reason", "channel"],
     "lineage": ["--downstream", "--output", "-o", "CHANNEL|RUN|ASSET"],
     "verify": ["--output", "-o", "CHANNEL|RUN|ASSET"],
     "trace": ["--out", "--output", "--sample", "--samples", "--stage", "--step", "-o", "run"],
@@ -71,6 +78,8 @@ EXIT_CODES = {
     "IntegrityError": 8,
     "ConflictError": 9,
     "QuarantinedError": 9,
+    "ChannelClosedError": 9,
+    "PolicyError": 9,
     "StaleWriteError": 9,
     "WorkspaceError": 10,
     "StoppedError": 11,
@@ -102,7 +111,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
     verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry"
-    verbs += " sample eval export promote rollback lineage verify trace track import asset upgrade doctor"
+    verbs += " sample eval export promote rollback channel lineage verify trace track import asset upgrade doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -121,6 +130,7 @@ def test_every_reading_command_speaks_json() -> None:
         "sample",
         "eval",
         "export",
+        "channel policy",
         "lineage",
         "verify",
         "trace",

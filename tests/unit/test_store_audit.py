@@ -39,10 +39,10 @@ def fill(ledger: Ledger) -> None:
             stage, state="succeeded", outputs=outputs, metrics={"loss": float("nan")}, tokens=2**60
         )
         transaction.put_cache("sha256:key", "run1", "sft")
-        transaction.append_release("prod", OTHER, None, "promote", expected=None)
-        transaction.append_release("prod", MODEL, "run1", "promote", expected=OTHER, report_digest=MANIFEST)
+        transaction.append_release("prod", OTHER, None, "promote", expected=0)
+        transaction.append_release("prod", MODEL, "run1", "promote", expected=1, report_digest=MANIFEST)
     with ledger.transaction("user:bob") as transaction:
-        transaction.append_release("prod", OTHER, None, "rollback", expected=MODEL)
+        transaction.append_release("prod", OTHER, None, "rollback", expected=2)
         transaction.put_cache("sha256:key", "run1", "sft")
         transaction.record_look(Look("prod", OTHER, MODEL, MODEL, "run1", "pass", "ann", 4.0))
 
@@ -58,10 +58,11 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 def test_what_happened_is_what_the_rows_say(ledger: Ledger) -> None:
     before = verify_rows(ledger)
-    # project, principals, run, stage, attempt, asset, releases, quarantine, look, cache; artifacts, edges, holds
-    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 3 + 9 + 2
+    # project, principals, run, stage, attempt, asset, releases, channel, deployment, quarantine, look, cache;
+    # artifacts, edges, holds
+    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 3 + 9 + 2
     with ledger.transaction("user:ann") as transaction:
-        transaction.append_release("prod", MODEL, "run1", "promote", expected=OTHER, lift="it was not the model")
+        transaction.append_release("prod", MODEL, "run1", "promote", expected=3, lift="it was not the model")
     assert verify_rows(ledger) == before + 2  # not sealed yet: a release, and what it serves
 
 
@@ -140,7 +141,7 @@ def test_another_project_is_not_there(tmp_path: Path, ledger: Ledger) -> None:
     assert (other.assets_by_digest(OTHER), other.stages_by_key("sha256:key")) == ([], [])
     with other.transaction("user:ann") as transaction:
         transaction.insert_run(RunRecord("run2", "run", MANIFEST, "pending", "ann", 1.5, project="other"), [])
-        transaction.append_release("prod", MODEL, "run2", "promote", expected=None)
+        transaction.append_release("prod", MODEL, "run2", "promote", expected=0)
     assert [run.id for run in ledger.runs(manifest_digest=MANIFEST)] == ["run1"]
     assert [entry.sequence for entry in other.history("prod")] == [1]
     seal(other)

@@ -294,14 +294,14 @@ def test_a_missing_asset_says_which_there_are(ledger: Ledger) -> None:
 def test_a_channel_moves_only_from_where_one_saw_it(ledger: Ledger, clock: HeldClock) -> None:
     assert ledger.channel("prod") is None
     with ledger.transaction("ann") as transaction:
-        transaction.append_release("prod", MODEL, "run1", "promote", expected=None, report_digest=OTHER)
+        transaction.append_release("prod", MODEL, "run1", "promote", expected=0, report_digest=OTHER)
     with pytest.raises(ConflictError, match="channel prod moved"), ledger.transaction("bob") as transaction:
-        transaction.append_release("prod", OTHER, "run2", "promote", expected=None)
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=0)
     clock.time += 1
     with ledger.transaction("bob") as transaction:
-        transaction.append_release("prod", OTHER, "run2", "promote", expected=MODEL)
-        transaction.append_release("prod", MODEL, None, "rollback", expected=OTHER)
-        transaction.append_release("canary", OTHER, None, "promote", expected=None)
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=1)
+        transaction.append_release("prod", MODEL, None, "rollback", expected=2)
+        transaction.append_release("canary", OTHER, None, "promote", expected=0)
     history = ledger.history("prod")
     assert [(entry.sequence, entry.model_digest, entry.action) for entry in history] == [
         (1, MODEL, "promote"),
@@ -317,9 +317,9 @@ def test_a_channel_moves_only_from_where_one_saw_it(ledger: Ledger, clock: HeldC
 
 def test_what_was_rolled_back_is_quarantined_until_somebody_says_why(ledger: Ledger, clock: HeldClock) -> None:
     with ledger.transaction("ann") as transaction:
-        transaction.append_release("prod", MODEL, "run1", "promote", expected=None)
-        transaction.append_release("prod", OTHER, "run2", "promote", expected=MODEL)
-        transaction.append_release("prod", MODEL, "run1", "rollback", expected=OTHER)
+        transaction.append_release("prod", MODEL, "run1", "promote", expected=0)
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=1)
+        transaction.append_release("prod", MODEL, "run1", "rollback", expected=2)
     (barred,) = ledger.quarantine("prod")
     assert (barred.model_digest, barred.release, barred.since, barred.actor) == (OTHER, 3, clock.time, "ann")
     assert ledger.quarantine("canary") == []
@@ -327,14 +327,14 @@ def test_what_was_rolled_back_is_quarantined_until_somebody_says_why(ledger: Led
         pytest.raises(QuarantinedError, match="release 3 and is q"),
         ledger.transaction("bob") as transaction,
     ):
-        transaction.append_release("prod", OTHER, "run2", "promote", expected=MODEL)
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=3)
     with ledger.transaction("bob") as transaction:
-        transaction.append_release("canary", OTHER, "run2", "promote", expected=None)
-        transaction.append_release("prod", OTHER, "run2", "promote", expected=MODEL, lift="the prompt was wrong")
+        transaction.append_release("canary", OTHER, "run2", "promote", expected=0)
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=3, lift="the prompt was wrong")
     assert ledger.quarantine("prod") == []
     with ledger.transaction("bob") as transaction:
-        transaction.append_release("prod", MODEL, "run1", "rollback", expected=OTHER)  # again: quarantined again
-        transaction.append_release("prod", OTHER, "run2", "rollback", expected=MODEL)  # a person's own word lifts it
+        transaction.append_release("prod", MODEL, "run1", "rollback", expected=4)  # again: quarantined again
+        transaction.append_release("prod", OTHER, "run2", "rollback", expected=5)  # a person's own word lifts it
     assert [one.model_digest for one in ledger.quarantine("prod")] == [MODEL]
     said = [event.payload["changes"]["reason"] for event in told(ledger, "prod") if event.kind.endswith("_lifted")]
     assert said == ["the prompt was wrong", "rolled back to, by release 6"]

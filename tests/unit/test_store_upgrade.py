@@ -61,6 +61,9 @@ def test_runs_lineage_and_proofs_still_hold(old: World) -> None:
     assert [entry["action"] for entry in old.json("get", "prod")["history"]] == ["promote", "promote", "rollback"]
     assert {entry["actor"] for entry in old.json("get", "prod")["history"]} == {"user:ada"}
     assert "dataset:train@1" in old.ok("lineage", "prod")
+    channel = old.json("get", "prod")
+    assert (channel["live"], channel["policy"], channel["frozen"]) == (channel["history"][-1]["model_digest"], None, "")
+    assert [(row["role"], row["release_sequence"]) for row in channel["deployments"]] == [("live", 3)]
     assert old.json("upgrade")["copy"] == ""  # nothing to do
     workspace = rooms.open_workspace()
     assert verify_chain(workspace.ledger).before == OLD_EVENTS
@@ -91,6 +94,17 @@ def test_what_was_under_way_goes_on_and_what_was_done_is_known(old: World, monke
     assert old.json("get", "prod")["live"] == barred["model_digest"]
     assert [run.id for run in workspace.ledger.runs(manifest_digest=held.manifest_digest)] == [HELD]
     workspace.close()
+
+
+def test_a_report_of_before_promotes_only_where_it_is_surely_current(old: World) -> None:
+    """Its first release is live again: the report of the second compared with it, and nobody can say at which time."""
+    old.ok("upgrade")
+    history = old.json("get", "prod")["history"]
+    assert history[0]["model_digest"] == history[2]["model_digest"]
+    refused = old("promote", history[1]["run_id"])
+    assert (refused.exit_code, refused.stderr.count("\n")) == (9, 1)
+    assert "which channel prod held 2 times, and the report does not say at which release" in refused.stderr
+    assert "judge again: posttrain run RUN.yaml --again" in refused.stderr
 
 
 def test_a_changed_event_of_before_is_found_afterwards(old: World) -> None:

@@ -12,7 +12,9 @@ from posttrain.app.fitting import located
 from posttrain.app.outlook import look_ahead, refuse_hopeless
 from posttrain.app.placing import refuse_infeasible, refuse_oversized
 from posttrain.app.workspace import Workspace
+from posttrain.control.channels import policy_of
 from posttrain.control.codes import called, present_code
+from posttrain.control.conforming import check_manifest
 from posttrain.control.planning import Planned, manifest_from_json
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.contracts import StageContract
@@ -58,13 +60,16 @@ def write_lock(manifest: Manifest, path: Path) -> None:
         raise WorkspaceError(f"{path}: cannot be written: {error.strerror}; choose another place with --out") from error
 
 
-def read_lock(path: Path, workspace: Workspace) -> Planned:
+def read_lock(path: Path, workspace: Workspace, *, again: bool = False) -> Planned:
     """A locked manifest, checked against this workspace and this version.
 
+    Args:
+        again: another run of it is wanted, though there may be one.
+
     Raises:
-        InputError: not a manifest, or, unless its run exists already, locked with other engine sources, with parameters
-            that its trainers refuse, with a placement that cannot be had here, or with a budget or a gate that no run
-            of it could meet.
+        InputError: not a manifest, not what the policy of its channel asks, or, unless its run exists already, locked
+            with other engine sources, with parameters that its trainers refuse, with a placement that cannot be had
+            here, or with a budget or a gate that no run of it could meet.
         NotFoundError: an asset's bytes are not in this workspace.
     """
     try:
@@ -75,7 +80,10 @@ def read_lock(path: Path, workspace: Workspace) -> Planned:
         raise explain(error, str(path), Manifest) from error
     except (ValueError, AttributeError) as error:
         raise InputError(f"{path}: is not a locked manifest: {error}; write one with posttrain lock") from error
-    if workspace.ledger.runs(manifest_digest=manifest.digest):
+    there = bool(workspace.ledger.runs(manifest_digest=manifest.digest))
+    if again or not there:
+        _refuse_unmet(manifest, path, workspace)
+    if there:
         return Planned(manifest, {})
     planned = Planned(manifest, _check_lock(manifest, path, workspace))
     ahead = look_ahead(planned, None, workspace, path, verified=False)
@@ -84,6 +92,14 @@ def read_lock(path: Path, workspace: Workspace) -> Planned:
     except InputError as error:
         raise InputError(f"{error} in the run file, and lock it again") from error
     return replace(planned, warnings=ahead.warnings)
+
+
+def _refuse_unmet(manifest: Manifest, path: Path, workspace: Workspace) -> None:
+    """Refuse a lock that was made under another policy than its channel has, or edited since."""
+    policy = policy_of(workspace.wiring, manifest.release.channel) if manifest.release else None
+    if policy is not None:
+        with located(f"{path}"):
+            check_manifest(manifest, policy)
 
 
 def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> dict[str, StageContract]:

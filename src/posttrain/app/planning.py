@@ -23,12 +23,15 @@ from posttrain.app.placing import fallback_warnings, memory_warnings, role_shape
 from posttrain.app.runs import resolve_spec
 from posttrain.app.tracking import describe, of_workspace
 from posttrain.app.workspace import Workspace
+from posttrain.control.conforming import released_evaluators
 from posttrain.control.planning import Planned
 from posttrain.control.selecting import dataset_slots
 from posttrain.data.contamination import contamination
 from posttrain.data.rows import demonstrations, repeated_rows
+from posttrain.decision.policies import origin
 from posttrain.decision.power import PowerNote
 from posttrain.domain.contracts import Load
+from posttrain.domain.evaluators import measured_suites, suite_evaluator
 from posttrain.domain.kinds import installed_kind
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.overrides import Setting
@@ -68,6 +71,8 @@ class PlanView:
     changes: tuple[str, ...]  # what to change before the run is started; empty: nothing
     trackers: tuple[tuple[str, str], ...]  # kind, where
     existing: RunRecord | None  # a run of this very manifest: submitting attaches to it
+    gates: tuple[tuple[str, str], ...] = ()  # name, where it comes from; empty: all of them from the run file
+    evaluators: tuple[tuple[str, str], ...] = ()  # suite, digest of what measures it of the released model
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -80,6 +85,8 @@ class PlanView:
             "warnings": list(self.warnings),
             "changes": list(self.changes),
             "trackers": [{"kind": kind, "where": where} for kind, where in self.trackers],
+            "gates": [{"name": name, "from": whose} for name, whose in self.gates],
+            "evaluators": dict(self.evaluators),
             "manifest": self.manifest.to_json(),
         }
 
@@ -136,7 +143,18 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
     warnings += _slower(planned, spec, workspace, path)
     run = existing[0] if existing else None
     trackers = tuple(describe(planned.trackers or of_workspace(workspace)))
-    return PlanView(planned.manifest, stages, ahead.power, tuple(warnings), ahead.changes, trackers, run)
+    gates = tuple((rule.name, origin(rule, planned.policy)) for rule in planned.manifest.gates if planned.policy)
+    evaluators = tuple(_evaluators(planned.manifest))
+    return PlanView(
+        planned.manifest, stages, ahead.power, tuple(warnings), ahead.changes, trackers, run, gates, evaluators
+    )
+
+
+def _evaluators(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Suite and evaluator of everything that is measured of the released model, as a policy names them."""
+    for stage in released_evaluators(manifest):
+        for suite, _ in measured_suites(stage):
+            yield suite, suite_evaluator(stage, manifest.code, suite)
 
 
 def _packages(stage: StageManifest, workspace: Workspace) -> Iterator[str]:

@@ -17,16 +17,14 @@ from posttrain.app.placing import refuse_infeasible, refuse_oversized
 from posttrain.app.registering import announce
 from posttrain.app.tracking import check_trackers, of_workspace, record_trackers, resolved
 from posttrain.app.workspace import Workspace, open_workspace
-from posttrain.control import actions, compare, explain
-from posttrain.control.lineage import Node, VerifyReport, release_lineage, verify
+from posttrain.control import actions, channels, compare, explain
 from posttrain.control.models import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
 from posttrain.control.submission import submit as submit_manifest
 from posttrain.data.refs import Source, parse_ref
-from posttrain.decision.releases import release_states
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import kind_of
-from posttrain.domain.lifecycle import ReleaseState, RunState
+from posttrain.domain.lifecycle import RunState
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.overrides import Setting
 from posttrain.domain.records import ReleaseEntry, RunRecord
@@ -138,49 +136,6 @@ class Run:
         return entry
 
 
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """A handle on one release channel."""
-
-    workspace: Workspace
-    name: str
-
-    @property
-    def live(self) -> ReleaseEntry | None:
-        """What it points at; None when nothing was ever promoted."""
-        return self.workspace.ledger.channel(self.name)
-
-    @property
-    def history(self) -> list[ReleaseEntry]:
-        """Every move, oldest first."""
-        return self.workspace.ledger.history(self.name)
-
-    @property
-    def states(self) -> dict[str, ReleaseState]:
-        """Model digest → `live`, `superseded` or `rolled_back`."""
-        return release_states(self.history)
-
-    def rollback(self, to: str | None = None, *, since: int | None = None) -> ReleaseEntry:
-        """Point it back at the model before, or at `to` (release number, run id, digest prefix).
-
-        Args:
-            since: the release that must be live now; makes a bare rollback safe to repeat.
-        """
-        entry = actions.rollback(self.workspace.wiring, self.name, to, since=since)
-        self.workspace.seal()
-        announce(self.workspace, self.name)
-        return entry
-
-    def lineage(self) -> Node:
-        """From its weights back to prompts, reward source, base model and manifest."""
-        return release_lineage(self.workspace.wiring, self.name)
-
-    def verify(self) -> VerifyReport:
-        """Hash all of the lineage again."""
-        self.workspace.seal()
-        return verify(self.workspace.wiring, self.lineage())
-
-
 def plan(
     path: str | Path, workspace: Workspace | None = None, *, seed: int | None = None, setting: Setting = ()
 ) -> Planned:
@@ -225,8 +180,9 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
             raise InputError(f"seed must be a whole number from 0 to 2^53 - 1, got {seed}")
         spec = spec.model_copy(update={"seed": seed})
     resolve = _resolver(spec, workspace, source)
-    count, channels = counter(workspace, spec, source), workspace.ledger.channels()
-    planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, channels, count)
+    count, known = counter(workspace, spec, source), workspace.ledger.channels()
+    policy = channels.policy_of(workspace.wiring, spec.release.channel) if spec.release else None
+    planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, known, count, policy)
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     refuse_oversized(planned.manifest, source)
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
@@ -307,7 +263,7 @@ def submit(
         raise InputError(f"{path}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
     if is_lock(source) and setting:
         raise InputError(f"{path}: --set cannot change a locked manifest, got {setting[0][0]}; lock the run file anew")
-    planned = read_lock(source, at) if is_lock(source) else plan(source, at, seed=seed, setting=setting)
+    planned = read_lock(source, at, again=again) if is_lock(source) else plan(source, at, seed=seed, setting=setting)
     return submit_planned(planned, at, again=again, exact=is_lock(source))
 
 
@@ -338,8 +294,3 @@ def run(prefix: str, workspace: Workspace | None = None) -> Run:
     """
     at = workspace or open_workspace()
     return Run(at, at.ledger.find_run(prefix).id, attached=True)
-
-
-def channel(name: str, workspace: Workspace | None = None) -> Channel:
-    """A release channel; it need not exist yet."""
-    return Channel(workspace or open_workspace(), name)

@@ -29,8 +29,8 @@ def lineages(incomplete: str) -> list[str]:
 
 
 def channels(incomplete: str) -> list[str]:
-    """Channels."""
-    return _complete(incomplete, lambda w: w.ledger.channels())
+    """Channels, also those without a release."""
+    return _complete(incomplete, lambda w: [record.name for record in w.ledger.channel_records()])
 
 
 def models(incomplete: str) -> list[str]:

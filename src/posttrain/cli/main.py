@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 from posttrain._version import __version__
 from posttrain.cli import (
     assets,
+    channels,
     compare,
     demo,
     driving,
@@ -48,7 +49,7 @@ _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
     *("compare", "attach", "stop", "retry"),
-    *("sample", "eval", "export", "promote", "rollback", "lineage", "verify", "trace", "track"),
+    *("sample", "eval", "export", "promote", "rollback", "channel", "lineage", "verify", "trace", "track"),
     *("import", "asset", "upgrade", "doctor"),
 ]
 
@@ -151,6 +152,7 @@ def options(
 for room in (workspace, demo, plans, driving, sweep, runs, compare, models, releases, trace, tracking):
     room.register(app)
 app.add_typer(importing.app, name="import")
+app.add_typer(channels.app, name="channel")
 app.add_typer(assets.app, name="asset")
 
 

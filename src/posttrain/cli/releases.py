@@ -65,11 +65,11 @@ def rollback(
     ] = None,
 ) -> None:
     """Point a channel back at the model it served before. Waits for no gate."""
-    from posttrain.app import runs
+    from posttrain.app import channels
     from posttrain.app.workspace import open_workspace
 
     workspace = open_workspace()
-    handle = runs.channel(channel, workspace)
+    handle = channels.channel(channel, workspace)
     before = handle.live
     entry = handle.rollback(to, since=since)
     was = f"; it was {digest(before.model_digest)} of run {before.run_id}" if before else ""

@@ -93,7 +93,7 @@ def get(
     if timeout is not None and not watch:
         raise InputError(f"get: --timeout belongs to --watch, got {timeout:g} without it")
     workspace = open_workspace()
-    if run in workspace.ledger.channels():
+    if workspace.ledger.channel_record(run).generation:
         _get_channel(workspace, run, output)
         return
     run_id = workspace.ledger.find_run(run).id
@@ -121,23 +121,28 @@ def get(
 
 
 def _get_channel(workspace: Workspace, name: str, output: Output) -> None:
-    from posttrain.app import runs
+    from posttrain.app import channels
     from posttrain.app.registering import channel_states
-    from posttrain.cli.screens import history_table, release_lines, tracker_lines
+    from posttrain.cli.screens import channel_lines, history_table, release_lines, tracker_lines
 
-    channel = runs.channel(name, workspace)
-    history, states = channel.history, channel.states
+    channel = channels.channel(name, workspace)
+    history, states, record, live = channel.history, channel.states, channel.record, channel.live
+    served = workspace.ledger.deployments(name)
     barred, looks = workspace.ledger.quarantine(name), workspace.ledger.looks(name)
     trackers = channel_states(workspace, name)
     workspace.close()
     if output is Output.JSON:
         rows = [{**asdict(entry), "state": states[entry.model_digest]} for entry in history]
-        told = {"channel": name, "live": history[-1].model_digest, "history": rows, "looks": len(looks)}
-        told["quarantine"] = [asdict(one) for one in barred]
+        told = {"channel": name, "live": live.model_digest if live else None, "history": rows, "looks": len(looks)}
+        told |= {"policy": record.policy, "protected": record.protected, "frozen": record.frozen}
+        told |= {"deployments": [asdict(one) for one in served], "quarantine": [asdict(one) for one in barred]}
         emit_json({**told, "trackers": [one.to_json() for one in trackers]})
         return
     back = f"posttrain rollback {name}, " if len({entry.model_digest for entry in history}) > 1 else ""
-    lines: list[Any] = [*release_lines(barred, looks), *tracker_lines(trackers)]
+    lines: list[Any] = [*channel_lines(record), *release_lines(barred, looks), *tracker_lines(trackers)]
+    if not history:
+        console().print(f"channel {name}: nothing was released to it yet", *lines, sep="\n")
+        return
     console().print(history_table(history, states), *lines, f"next:   {back}posttrain lineage {name}", sep="\n")
 
 

@@ -19,7 +19,7 @@ from posttrain.control.scores import Scores
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
-from posttrain.domain.records import AttemptRecord, Look, Quarantine, ReleaseEntry
+from posttrain.domain.records import AttemptRecord, ChannelRecord, Look, Quarantine, ReleaseEntry
 from posttrain.planner.feasibility import gib
 from posttrain.planner.residency import Residency
 
@@ -138,6 +138,18 @@ def history_table(history: Sequence[ReleaseEntry], states: Mapping[str, str]) ->
             digest(entry.report_digest),
         )
     return table
+
+
+def channel_lines(record: ChannelRecord) -> Iterator[Text]:
+    """What holds for a channel, where anything does."""
+    if record.policy:
+        yield Text(f"policy: {digest(record.policy)} (posttrain channel policy {record.name})", style="dim")
+    if record.protected:
+        yield Text("protected: its policy and its quarantine are not changed", style=style("warn"))
+    if record.frozen:
+        still = "and not rolled back" if record.frozen == "all" else "rollbacks go on"
+        words = f"frozen: nothing is released to it, {still} (posttrain channel unfreeze {record.name})"
+        yield Text(words, style=style("warn"))
 
 
 def release_lines(barred: Sequence[Quarantine], looks: Sequence[Look]) -> Iterator[Text]:
@@ -279,6 +291,10 @@ def plan_lines(view: PlanView) -> Iterator[Text]:
         yield Text(
             f"power:    gate {note.gate}: {power} on {note.items} items{needed} ({note.assumption}); {note.test}"
         )
+    for name, whose in view.gates:
+        yield Text(f"gate:     {name}: {whose}")
+    for suite, evaluator in view.evaluators:
+        yield Text(f"measure:  suite {suite}: evaluator {evaluator}", style="dim")
     for kind, where in view.trackers:
         yield Text(f"tracker:  {kind}: {where}")
     for warning in view.warnings:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from posttrain.control import environments
-from posttrain.control.judging import check_weights, read_report
+from posttrain.control.channels import policy_of, refuse_lift
+from posttrain.control.judging import check_weights, read_report, refuse_unmet
 from posttrain.control.wiring import Wiring
-from posttrain.decision.releases import promotion, rollback_target
+from posttrain.decision.releases import judged_at, promotion, rollback_target
 from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError, StaleWriteError
 from posttrain.domain.kinds import kind_of
@@ -82,7 +83,9 @@ def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = ""
         QuarantinedError: its model was rolled back from this channel.
         NotFoundError: a channel that neither exists nor is the one the run file names.
         GateRejectedError, GateInconclusiveError: the report does not say PASS.
-        ConflictError: the channel moved since the gate looked.
+        ConflictError: the channel moved since the gate looked, even if it came back.
+        PolicyError: the channel's policy is another than the one it was judged under.
+        ChannelClosedError: the channel is frozen, or the quarantine may not be lifted.
         IntegrityError: the model's bytes are missing or corrupt.
     """
     run = wiring.ledger.run(run_id)
@@ -91,14 +94,16 @@ def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = ""
         raise InputError(f"run {run.id}: promote needs a gate report and it has none; its gates have not been judged")
     report_digest = gate.outputs[REPORT]["digest"]
     report = read_report(wiring, report_digest)
-    release, known = wiring.manifest(run).release, wiring.ledger.channels()
-    if channel not in known and (release is None or release.channel != channel):
+    manifest, known = wiring.manifest(run), [record.name for record in wiring.ledger.channel_records()]
+    if channel not in known and (manifest.release is None or manifest.release.channel != channel):
         raise NotFoundError(
             f"channel {channel!r} is unknown{nearest(channel, known)}; a new one is opened by naming it in a run file"
         )
-    live = wiring.ledger.channel(channel)
-    current = live.model_digest if live else None
-    moves = promotion(current, report.baseline, report.candidate, report)
+    live, judged = wiring.ledger.channel(channel), judged_at(report, channel, wiring.ledger.history(channel))
+    moves = promotion(live, judged, report.candidate, report)
+    if moves:
+        refuse_unmet(wiring, run, manifest, report, channel)
+        refuse_lift(wiring, channel, report.candidate, policy_of(wiring, channel))
     check_weights(wiring, report.candidate, f"channel {channel} stays where it is")
     if not moves and live is not None:
         return live  # asking twice is one promotion
@@ -108,9 +113,10 @@ def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = ""
             report.candidate,
             run.id,
             "promote",
-            expected=current,
+            expected=judged,
             report_digest=report_digest,
             lift=lift_quarantine,
+            policy=report.policy,
         )
 
 
@@ -125,6 +131,8 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
     Raises:
         NotFoundError: unknown channel, or nothing to return to.
         ConflictError: another release is live than `since`, or the channel moved meanwhile.
+        ChannelClosedError: the channel is frozen for rollbacks too, or what it would return to is quarantined and may
+            not come back.
         IntegrityError: bytes of the model to return to are missing or corrupt.
     """
     history = wiring.ledger.history(channel)
@@ -139,10 +147,11 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
     check_weights(wiring, digest, f"channel {channel} stays at release {live.sequence}")
     if named == live.model_digest:
         return live
+    refuse_lift(wiring, channel, digest, policy_of(wiring, channel))
     target = next(entry for entry in reversed(history) if entry.model_digest == digest)
     with wiring.ledger.transaction(wiring.actor) as transaction:
         return transaction.append_release(
-            channel, digest, target.run_id, "rollback", expected=live.model_digest, report_digest=target.report_digest
+            channel, digest, target.run_id, "rollback", expected=live.sequence, report_digest=target.report_digest
         )
 
 

@@ -7,7 +7,7 @@ its name (a `/` of MODEL is one). An evaluate stage of the run that measures the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -53,8 +53,11 @@ class Decision:
         self._stages, self._known = stages, contracts
         self.contracts: dict[str, StageContract] = {}  # of the evaluations that were added
 
-    def stages(self) -> list[StageManifest]:
+    def stages(self, check: Callable[[list[StageManifest]], None]) -> list[StageManifest]:
         """What the release adds; nothing where there is none.
+
+        Args:
+            check: asked about the stages that measure the released model; raises InputError.
 
         Raises:
             InputError: a gate or the release names what there is not, or what cannot be judged.
@@ -64,6 +67,10 @@ class Decision:
             return []
         candidate = self._candidate(release)
         evaluators = [s for s in self._stages.values() if s.measures and s.inputs[MODEL] == candidate]
+        try:
+            check(evaluators)
+        except InputError as error:
+            raise InputError(f"{self._source}: {error}") from error
         made = _judged_metrics(self._spec, self._source, evaluators, self._known)
         live = InputRef(source="channel", name=release.channel)
         inputs = {"candidate": candidate, CHANNEL: live} | {EVIDENCE + s.name: _metrics_of(s) for s in evaluators}

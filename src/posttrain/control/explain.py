@@ -8,6 +8,7 @@ from posttrain.control.judging import read_report
 from posttrain.control.wiring import Wiring
 from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import (
+    ChannelClosedError,
     ConflictError,
     FailureClass,
     GateInconclusiveError,
@@ -15,6 +16,7 @@ from posttrain.domain.errors import (
     InfrastructureError,
     IntegrityError,
     JobFailedError,
+    PolicyError,
     PosttrainError,
     StoppedError,
 )
@@ -56,6 +58,7 @@ def outcome_error(run: RunRecord, stages: tuple[StageRecord, ...]) -> PosttrainE
         return StoppedError(message)
     if run.state == RunState.REJECTED:
         kinds = {"GateInconclusive": GateInconclusiveError, "ChannelMoved": ConflictError}
+        kinds |= {"PolicyNotMet": PolicyError, "ChannelFrozen": ChannelClosedError}
         return kinds.get(run.reason, GateRejectedError)(message)
     if run.state != RunState.FAILED:
         return None

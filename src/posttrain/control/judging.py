@@ -10,13 +10,24 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from posttrain.control.channels import policy_of
+from posttrain.control.conforming import check_manifest
 from posttrain.control.deciding import BASELINE, EVIDENCE, RIVAL
 from posttrain.control.wiring import Wiring
 from posttrain.decision.gates import Baseline, Evidence, judge_all
-from posttrain.decision.releases import promotion
+from posttrain.decision.releases import judged_at, promotion
 from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import ConflictError, IntegrityError, NotFoundError, QuarantinedError, StaleWriteError
+from posttrain.domain.errors import (
+    ChannelClosedError,
+    ConflictError,
+    InputError,
+    IntegrityError,
+    NotFoundError,
+    PolicyError,
+    QuarantinedError,
+    StaleWriteError,
+)
 from posttrain.domain.gates import CHANNEL, GateReport, Outcome
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
@@ -33,6 +44,7 @@ _REASONS = {Outcome.FAIL: "GateFailed", Outcome.INCONCLUSIVE: "GateInconclusive"
 def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
     """Judge every gate of the run on the bound evidence; only PASS lets the release stage start."""
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
+    live = inputs.get(CHANNEL)
     evaluators = {s.name: _evaluator(manifest, s) for s in manifest.stages if s.measures}
     report = judge_all(
         manifest.gates,
@@ -42,6 +54,10 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
         evaluator_digest=digest_json(evaluators),
         seed=derive_seed(manifest.seed, "gate"),
     )
+    bound: dict[str, Any] = {"manifest": wiring.ledger.run(stage.run_id).manifest_digest, "policy": manifest.policy}
+    bound |= {"channel": manifest.release.channel if manifest.release else None}
+    bound |= {"release": int(live.name.rpartition("@")[2]) if live else 0}  # channel:prod@3
+    report = report.model_copy(update=bound)
     written = canonical_json(report.model_dump(mode="json"))
     digest = wiring.blobs.put(written)
     passed = report.outcome is Outcome.PASS
@@ -117,8 +133,10 @@ def release_stage(
     check_weights(wiring, candidate, f"channel {channel} stays where it is")
     crashpoint("promote.before_commit")
     try:
-        live = wiring.ledger.channel(channel)
-        move = promotion(live.model_digest if live else None, report.baseline, candidate, report)
+        live, judged = wiring.ledger.channel(channel), judged_at(report, channel, wiring.ledger.history(channel))
+        move = promotion(live, judged, candidate, report)
+        if move:
+            refuse_unmet(wiring, run, manifest, report, channel)
         with wiring.ledger.transaction(wiring.actor) as transaction:
             if transaction.snapshot.run(run.id).desired == "stopped":
                 return  # a person said stop before the pointer moved: the next tick stops the stage
@@ -128,8 +146,9 @@ def release_stage(
                     candidate,
                     run.id,
                     "promote",
-                    expected=report.baseline,
+                    expected=judged,
                     report_digest=inputs["report"].digest,
+                    policy=report.policy,
                 )
             verb = "now points" if move else "already pointed"
             transaction.update_stage(
@@ -142,18 +161,50 @@ def release_stage(
     except StaleWriteError:  # the stage's own row, not the channel: look again
         raise
     except ConflictError as error:
-        barred = isinstance(error, QuarantinedError)
-        action = f"posttrain run RUN.yaml --again judges against what {channel} points at now"
-        action = f"posttrain promote {run.id} --lift-quarantine REASON" if barred else action
+        reason, action = _turned_away(error, run.id, channel)
         with wiring.ledger.transaction(wiring.actor) as transaction:
             transaction.update_stage(
                 stage,
                 state=StageState.REJECTED,
-                reason="Quarantined" if barred else "ChannelMoved",
+                reason=reason,
                 message=str(error),
                 next_action=action,
             )
     crashpoint("promote.after_commit")
+
+
+def _turned_away(error: ConflictError, run_id: str, channel: str) -> tuple[str, str]:
+    """Why a release did not happen, and what to do next."""
+    if isinstance(error, QuarantinedError):
+        return "Quarantined", f"posttrain promote {run_id} --lift-quarantine REASON"
+    if isinstance(error, PolicyError):
+        return "PolicyNotMet", f"posttrain run RUN.yaml plans it under the policy of {channel}"
+    if isinstance(error, ChannelClosedError):
+        return "ChannelFrozen", f"posttrain channel unfreeze {channel}, then posttrain promote {run_id}"
+    return "ChannelMoved", f"posttrain run RUN.yaml --again judges against what {channel} points at now"
+
+
+def refuse_unmet(wiring: Wiring, run: RunRecord, manifest: Manifest, report: GateReport, channel: str) -> None:
+    """Hold a report against the policy that a channel has now.
+
+    Raises:
+        PolicyError: it was judged under another, of another manifest, or its run is not what the policy asks.
+    """
+    if report.manifest not in (None, run.manifest_digest):
+        raise PolicyError(f"run {run.id}: its gate report is about another manifest; judge again: --again")
+    pinned = policy_of(wiring, channel)
+    if pinned is None:
+        return
+    if report.policy != pinned.digest:
+        under = f"under {report.policy[:19]}…" if report.policy else "without a policy"
+        raise PolicyError(
+            f"channel {channel}: its policy is {pinned.digest[:19]}…, and this was judged {under}; plan and judge "
+            "again: posttrain run RUN.yaml"
+        )
+    try:
+        check_manifest(manifest, pinned)
+    except InputError as error:
+        raise PolicyError(f"run {run.id}: {error}") from error
 
 
 def check_weights(wiring: Wiring, digest: str, otherwise: str) -> None:
@@ -186,7 +237,11 @@ def _read(wiring: Wiring, inputs: Mapping[str, InputBlob], prefix: str) -> dict[
     found: dict[str, Evidence] = {}
     for slot, blob in inputs.items():
         if slot.startswith(prefix):
-            found |= read_evidence(wiring.blobs.get(blob.digest), blob.name)
+            more = read_evidence(wiring.blobs.get(blob.digest), blob.name)
+            twice = sorted(found.keys() & more.keys())
+            if twice:
+                raise IntegrityError(f"{blob.name}: {twice[0]} is measured by another stage too; rename a suite")
+            found |= more
     return found
 
 

@@ -116,12 +116,14 @@ def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
 def _report_node(wiring: Wiring, digest: str) -> Node:
     """The verdicts that a release rests on, and the models that they compared with."""
     try:
-        verdicts = read_report(wiring, digest).verdicts
+        report = read_report(wiring, digest)
     except (IntegrityError, NotFoundError):  # `verify` says what is wrong with it
-        verdicts = ()
+        return Node("report", "gate report", digest, "file")
+    verdicts = report.verdicts
     compared = dict.fromkeys((v.against_words, v.baseline) for v in verdicts if v.baseline)
     details = tuple(("against", f"{words} {str(baseline)[:19]}…") for words, baseline in compared)
-    return Node("report", "gate report", digest, "file", details)
+    policy = (Node("policy", f"of channel {report.channel}", report.policy, "file"),) if report.policy else ()
+    return Node("report", "gate report", digest, "file", details, policy)
 
 
 def _manifest_node(origins: Origins, run_id: str) -> Node:

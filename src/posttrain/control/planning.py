@@ -8,11 +8,14 @@ from pathlib import PurePath
 from typing import Any, Protocol
 
 from posttrain.control.codes import code_of
+from posttrain.control.conforming import check_suites
 from posttrain.control.deciding import Decision
+from posttrain.decision.policies import under_policy
 from posttrain.domain.contracts import MODEL, StageContract
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, model_output, topological
 from posttrain.domain.passes import Passes, passes_of
+from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
 from posttrain.domain.runspec import RunSpec, StageSpec
 from posttrain.domain.trackers import Trackers
@@ -53,6 +56,7 @@ class Planned:
     changes: tuple[str, ...] = ()  # what to change before the run is started
     passes: Mapping[str, Passes] = field(default_factory=dict)  # stage → its `epochs` as steps, where it has them
     trackers: Trackers | None = None  # what the run file names; they decide nothing, so the manifest knows none
+    policy: PinnedPolicy | None = None  # of the channel that it releases to
 
 
 def plan_run(
@@ -62,6 +66,7 @@ def plan_run(
     trainers: Mapping[str, Trainer],
     channels: Collection[str] = (),
     count: Count | None = None,
+    policy: PinnedPolicy | None = None,
 ) -> Planned:
     """Resolve a run file.
 
@@ -69,10 +74,12 @@ def plan_run(
         source: the file's name, for errors.
         channels: those that exist; of a new one beside them a warning tells.
         count: the documents of a data set; needed for `epochs`.
+        policy: of the channel that the file releases to; its gates are judged beside the file's own.
 
     Raises:
         InputError: naming file, field, constraint and value.
     """
+    spec = _gated(spec, source, policy)
     contracts = {name: _contract(source, name, stage, trainers) for name, stage in spec.stages.items()}
     resolver = Resolver(spec, source, contracts, resolve)
     passes = _resolve_epochs(spec, source, contracts, trainers, resolver, count)
@@ -82,8 +89,9 @@ def plan_run(
     except InputError as error:
         raise InputError(f"{source}: {error}") from error
     ordered = [stages[name] for name in order]
+    code = code_of(((s.kind, s.trainer) for s in spec.stages.values()), trainers)
     decision = Decision(resolver, spec, source, stages, contracts)
-    ordered += decision.stages()
+    ordered += decision.stages(lambda evaluators: check_suites(evaluators, code, policy) if policy else None)
     manifest = Manifest(
         name=spec.name,
         owner=spec.owner,
@@ -92,9 +100,27 @@ def plan_run(
         gates=spec.gates,
         budget=spec.budget,
         release=spec.release,
-        code=code_of(((s.kind, s.trainer) for s in spec.stages.values()), trainers),
+        code=code,
+        policy=policy.digest if policy else None,
     )
-    return Planned(manifest, contracts | decision.contracts, tuple(_new_channel(spec, channels)), passes=passes)
+    warnings = tuple(_new_channel(spec, channels))
+    return Planned(manifest, contracts | decision.contracts, warnings, passes=passes, policy=policy)
+
+
+def _gated(spec: RunSpec, source: str, policy: PinnedPolicy | None) -> RunSpec:
+    """The run file with the gates of its channel's policy.
+
+    Raises:
+        InputError: a gate is weaker than the policy's of that name, or there is none at all.
+    """
+    if policy is not None:
+        try:
+            spec = spec.model_copy(update={"gates": under_policy(spec.gates, policy)})
+        except InputError as error:
+            raise InputError(f"{source}: {error}") from error
+    if spec.release and not spec.gates:
+        raise InputError(f"{source}: release needs at least one gate: without one nothing may ship; add gates")
+    return spec
 
 
 def _new_channel(spec: RunSpec, channels: Collection[str]) -> Iterator[str]:

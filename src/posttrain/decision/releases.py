@@ -14,12 +14,38 @@ from posttrain.domain.lifecycle import ReleaseState, check_transition
 from posttrain.domain.records import ReleaseEntry
 
 
-def promotion(current: str | None, expected: str | None, candidate: str, report: GateReport) -> bool:
+def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry]) -> int:
+    """The release of a channel that a report was judged against, by its sequence; 0 for an empty channel.
+
+    A report of before, or one about another channel, names no release of this one: it is current only where the model
+    that it compared with was live once.
+
+    Args:
+        history: the channel's entries, oldest first.
+
+    Raises:
+        ConflictError: it cannot be told; judge again.
+    """
+    if report.channel == channel and report.release is not None:
+        return report.release
+    if report.baseline is None:
+        return 0
+    found = [entry.sequence for entry in history if entry.model_digest == report.baseline]
+    if len(found) == 1:
+        return found[0]
+    times = f"{len(found)} times" if found else "never"
+    raise ConflictError(
+        f"promotion: the gates compared with {report.baseline}, which channel {channel} held {times}, and the report "
+        "does not say at which release; judge again: posttrain run RUN.yaml --again"
+    )
+
+
+def promotion(live: ReleaseEntry | None, judged: int, candidate: str, report: GateReport) -> bool:
     """Whether the channel's pointer is to be moved to `candidate`. Only a PASS on exactly this candidate ships.
 
     Args:
-        current: digest the channel points at now; None when it is empty.
-        expected: what it pointed at when the gate looked.
+        live: what the channel serves now; None when it is empty.
+        judged: sequence of what it served when the gate looked.
         candidate: digest of the model to ship.
         report: what the gates said.
 
@@ -29,23 +55,26 @@ def promotion(current: str | None, expected: str | None, candidate: str, report:
     Raises:
         GateRejectedError: the report says FAIL or ERROR, or is about another model.
         GateInconclusiveError: the report says INCONCLUSIVE.
-        ConflictError: the channel moved since the gate looked, so the comparison is out of date.
+        ConflictError: the channel moved since the gate looked, so the comparison is out of date, even where the same
+            model is live again.
     """
     if report.candidate != candidate:
         raise GateRejectedError(
             f"promotion: the gate report must be about {candidate}, got one about {report.candidate}; judge this model"
         )
     _check_outcome(report)
-    if current == candidate:
+    if live is not None and live.model_digest == candidate:
         return False
-    if report.baseline != expected:
+    current = live.sequence if live else 0
+    if current != judged:
         raise ConflictError(
-            f"promotion: the gates compared with {_shown(report.baseline)}, but the channel held {_shown(expected)};"
-            " judge again"
+            f"promotion: the channel must still be at {_shown(judged)}, against which the gates judged, got "
+            f"{_shown(current)}; judge again: posttrain run RUN.yaml --again"
         )
-    if current != expected:
+    if report.baseline != (live.model_digest if live else None):
         raise ConflictError(
-            f"promotion: the channel must still hold {_shown(expected)}, got {_shown(current)}; judge against it again"
+            f"promotion: the gates compared with {report.baseline or 'nothing'}, which is not the model of "
+            f"{_shown(current)}; judge again: posttrain run RUN.yaml --again"
         )
     return True
 
@@ -122,5 +151,5 @@ def _check_outcome(report: GateReport) -> None:
     raise error(f"promotion: {said}")
 
 
-def _shown(digest: str | None) -> str:
-    return digest or "nothing"
+def _shown(sequence: int) -> str:
+    return f"release {sequence}" if sequence else "no release"

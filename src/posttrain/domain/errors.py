@@ -13,6 +13,8 @@
     ├── BudgetExceededError             7   the run's declared budget is spent
     ├── IntegrityError                  8   bytes do not match their digest, or a chain is broken
     ├── ConflictError                   9   somebody moved first (compare-and-set lost)  (retryable)
+    │   ├── ChannelClosedError          9   the channel is frozen or protected
+    │   ├── PolicyError                 9   not judged as the channel's policy asks
     │   └── StaleWriteError             9   a ledger row changed since it was read       (retryable)
     ├── WorkspaceError                 10   no workspace, read-only, disk full, newer schema
     ├── StoppedError                   11   the run was stopped by a person
@@ -99,6 +101,14 @@ class ConflictError(PosttrainError):
 
 class QuarantinedError(ConflictError):
     """A model that was rolled back from a channel may not be promoted there again until a person says why."""
+
+
+class ChannelClosedError(ConflictError):
+    """A channel is frozen or protected: a person must open it first."""
+
+
+class PolicyError(ConflictError):
+    """What was judged is not what the channel's policy asks now."""
 
 
 class StaleWriteError(ConflictError):

@@ -261,6 +261,10 @@ class GateReport(BaseModel):
     baseline: str | None = None  # digest of the model the channel pointed at, which a promotion replaces; None: the
     # channel was empty. What each rule compared with is in its verdict
     evaluator: str | None = None  # digest of what measured both: suite, code, parameters
+    manifest: str | None = None  # digest of the run's manifest. This and the next ones are None in reports of before
+    policy: str | None = None  # digest of the channel's policy that its gates are of; None: there was none
+    channel: str | None = None
+    release: int | None = None  # sequence of what the channel served when the gate looked; 0: nothing
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -26,10 +26,7 @@ def job_identity(kind: str, params: Mapping[str, Any], seed: int, inputs: Mappin
         "kind": kind,
         "params": deciding(params),
         "seed": str(seed),  # a seed may be more than a number of JSON can hold
-        "inputs": {
-            slot: [blob.digest, {key: value for key, value in blob.meta.items() if key not in _UNDECIDING_META}]
-            for slot, blob in inputs.items()
-        },
+        "inputs": {slot: [blob.digest, deciding_meta(blob.meta)] for slot, blob in inputs.items()},
     }
 
 
@@ -39,3 +36,8 @@ def deciding(params: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("runtime"), Mapping):
         kept["runtime"] = {k: v for k, v in kept["runtime"].items() if k not in _UNDECIDING_RUNTIME}
     return kept
+
+
+def deciding_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of an input beside its bytes, without what decides nothing."""
+    return {key: value for key, value in meta.items() if key not in _UNDECIDING_META}

@@ -83,10 +83,11 @@ class Manifest(Frozen):
     budget: Budget
     release: ReleaseSpec | None
     code: dict[str, str]  # trainer → digest of the sources and engine versions that decide results
+    policy: str | None = None  # digest of the channel's policy, whose gates are among `gates`; None: it had none
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON; `Manifest.model_validate` is its inverse."""
-        return self.model_dump(mode="json")
+        """Plain JSON; `Manifest.model_validate` is its inverse. A run without a policy says nothing of one."""
+        return self.model_dump(mode="json", exclude={"policy"} if self.policy is None else None)
 
     @property
     def digest(self) -> str:

@@ -119,6 +119,28 @@ class ReleaseEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelRecord:
+    """What holds for every move of a release channel."""
+
+    name: str
+    policy: str | None = None  # digest of what every release must pass; None: what its run says
+    protected: bool = False  # policy and quarantine are changed by approval only
+    frozen: str = ""  # what may not move it: nothing | releases | all (rollbacks too)
+    generation: int = 0  # 0: nobody has used it yet
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A release that a channel serves."""
+
+    channel: str
+    role: str  # live
+    release_sequence: int
+    weight: float  # share of the traffic
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Quarantine:
     """A model that was rolled back from a channel."""
 
@@ -153,7 +175,7 @@ class Artifact:
     digest: str
     form: str  # file | tree
     bytes: int | None  # of a tree its listing and files; None: noted by a ledger of before, which did not say
-    kind: str  # as what it came first: asset | input | output | manifest | record (of an import)
+    kind: str  # as what it came first: asset | input | output | manifest | policy | record (of an import)
     created_at: float
 
 

@@ -75,6 +75,8 @@ TABLES: Mapping[str, Audited] = {
         ),
         Audited(schema.assets, "asset {kind}:{name}@{version}", frozenset({"meta"})),
         Audited(schema.releases, "release {sequence} of channel {channel}"),
+        Audited(schema.channels, "channel {name}"),
+        Audited(schema.deployments, "{role} deployment of channel {channel}"),
         Audited(schema.quarantine, "quarantine of {model_digest} on channel {channel}", frozenset({"reason"})),
         Audited(schema.looks, "look {number} of channel {channel}", frozenset({"owner"})),
         Audited(schema.stage_cache, "cache entry {cache_key}"),

@@ -17,6 +17,8 @@ from posttrain.domain.records import (
     Artifact,
     Asset,
     AttemptRecord,
+    ChannelRecord,
+    Deployment,
     Event,
     Look,
     Quarantine,
@@ -142,6 +144,26 @@ class Ledger:
         """See `Snapshot.channel`."""
         with self.snapshot() as now:
             return now.channel(name)
+
+    def channel_record(self, name: str) -> ChannelRecord:
+        """See `Snapshot.channel_record`."""
+        with self.snapshot() as now:
+            return now.channel_record(name)
+
+    def channel_records(self) -> list[ChannelRecord]:
+        """See `Snapshot.channel_records`."""
+        with self.snapshot() as now:
+            return now.channel_records()
+
+    def deployments(self, name: str) -> list[Deployment]:
+        """See `Snapshot.deployments`."""
+        with self.snapshot() as now:
+            return now.deployments(name)
+
+    def channel_events(self, name: str, kind: str) -> list[Event]:
+        """See `Snapshot.channel_events`."""
+        with self.snapshot() as now:
+            return now.channel_events(name, kind)
 
     def history(self, name: str) -> list[ReleaseEntry]:
         """See `Snapshot.history`."""

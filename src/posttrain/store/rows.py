@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Row
 
-from posttrain.domain.records import Asset, Event
+from posttrain.domain.records import Asset, ChannelRecord, Event
 from posttrain.store.audited import CHANGED, TABLES
 
 Record = TypeVar("Record")
@@ -21,6 +21,8 @@ def to_record(kind: type[Record], row: Row[*tuple[Any, ...]]) -> Record:
     values = {name: row._mapping[name] for name in _names(kind)}
     if kind is Asset:
         values["parents"] = tuple(values["parents"])
+    if kind is ChannelRecord:
+        values["protected"] = bool(values["protected"])
     return kind(**values)
 
 

@@ -157,6 +157,29 @@ releases = Table(
     Column("report_digest", String(71)),
 )
 
+channels = Table(
+    "channels",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("policy", String(71)),  # digest of the document that says what a release must pass; NULL: there is none
+    Column("protected", Integer, nullable=False),  # 1: its policy and its quarantine are changed by approval only
+    Column("frozen", String(16), nullable=False),  # what may not move it: empty | releases | all
+    Column("generation", Integer, nullable=False),  # every release and every change of the columns before is one
+)
+
+deployments = Table(
+    "deployments",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("channel", String(128), primary_key=True),
+    Column("role", String(16), primary_key=True),  # live
+    Column("release_sequence", Integer, nullable=False),
+    Column("weight", Float(53), nullable=False),  # share of the traffic
+    Column("generation", Integer, nullable=False),
+    ForeignKeyConstraint(["project", "channel"], ["channels.project", "channels.name"]),
+)
+
 quarantine = Table(
     "quarantine",
     metadata,

@@ -12,6 +12,8 @@ from posttrain.domain.records import (
     Artifact,
     Asset,
     AttemptRecord,
+    ChannelRecord,
+    Deployment,
     Edge,
     Event,
     Hold,
@@ -26,6 +28,8 @@ from posttrain.store.schema import (
     artifacts,
     assets,
     attempts,
+    channels,
+    deployments,
     edges,
     events,
     events_before,
@@ -43,6 +47,7 @@ from posttrain.store.schema import (
 )
 
 _NAMES = 500  # of one statement
+LIVE = "live"  # the role of what a channel points at
 _SHOWN = 5  # candidates named in an error
 _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
 _RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
@@ -198,8 +203,30 @@ class Snapshot:
 
     def channel(self, name: str) -> ReleaseEntry | None:
         """What is live on a channel; None for a channel that nothing was ever released to."""
-        query = self._releases().where(releases.c.channel == name).order_by(releases.c.sequence.desc()).limit(1)
+        here = (deployments.c.project == releases.c.project) & (deployments.c.channel == releases.c.channel)
+        here &= (deployments.c.release_sequence == releases.c.sequence) & (deployments.c.role == LIVE)
+        query = self._releases().join(deployments, here).where(releases.c.channel == name)
         return next(iter(self._all(ReleaseEntry, query)), None)
+
+    def channel_record(self, name: str) -> ChannelRecord:
+        """What holds for a channel; one that nobody has used yet has generation 0."""
+        query = select(channels).where(channels.c.project == self._project, channels.c.name == name)
+        return next(iter(self._all(ChannelRecord, query)), ChannelRecord(name))
+
+    def channel_records(self) -> list[ChannelRecord]:
+        """Every channel that has a release, a policy or a lock, by name."""
+        mine = channels.c.project == self._project
+        return self._all(ChannelRecord, select(channels).where(mine).order_by(channels.c.name))
+
+    def deployments(self, name: str) -> list[Deployment]:
+        """What a channel serves, by role."""
+        query = select(deployments).where(deployments.c.project == self._project, deployments.c.channel == name)
+        return self._all(Deployment, query.order_by(deployments.c.role))
+
+    def channel_events(self, name: str, kind: str) -> list[Event]:
+        """What was told of a channel under one kind, oldest first; unsealed events too."""
+        query = self._events().where(events.c.subject == name, events.c.kind == kind)
+        return self._told(query.order_by(events.c.id))
 
     def history(self, name: str) -> list[ReleaseEntry]:
         """Everything that was ever live on a channel, oldest first."""

@@ -14,19 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Table, Update, bindparam, insert, or_, update
-from sqlalchemy.exc import IntegrityError as ConstraintError
+from sqlalchemy import Table, Update, bindparam, or_, update
 
-from posttrain.domain.errors import ConflictError, InputError, QuarantinedError, StaleWriteError
+from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition
-from posttrain.domain.ports import Clock
-from posttrain.domain.records import Artifact, Asset, AttemptRecord, Look, ReleaseEntry, RunRecord, StageRecord
-from posttrain.store.audited import ADDED, CHANGED, Change
-from posttrain.store.edges import EdgeWriter, Sizes, Told
-from posttrain.store.journal import Author, Journal
+from posttrain.domain.records import Artifact, Asset, AttemptRecord, RunRecord, StageRecord
+from posttrain.store.audited import CHANGED, Change
+from posttrain.store.edges import Sizes, Told
+from posttrain.store.releasing import ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
-from posttrain.store.schema import assets, attempts, looks, quarantine, releases, runs, stage_cache, stages
-from posttrain.store.snapshot import Snapshot
+from posttrain.store.schema import assets, attempts, runs, stage_cache, stages
 
 _FIXED = frozenset(
     {"id", "run_id", "stage", "number", "state", "generation", "created_at", "lease_owner", "lease_expires"}
@@ -36,25 +33,8 @@ _KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "sta
 _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempts}
 
 
-class Transaction:
+class Transaction(ReleaseWriting):
     """One write transaction of `actor`, open as long as the `with` block of `Ledger.transaction`."""
-
-    def __init__(self, connection: Connection, author: Author, clock: Clock, project: str) -> None:
-        self._connection = connection
-        self._clock = clock
-        self._project = project
-        self._journal = Journal(connection, author, clock, project)
-        self._edges = EdgeWriter(connection, project)
-        self.snapshot = Snapshot(connection, project)  # reads that see this transaction's own rows
-
-    @property
-    def principals(self) -> Mapping[str, str]:
-        """Name → id of whoever this transaction named for the first time."""
-        return self._journal.found
-
-    def flush(self) -> None:
-        """Write the events of what was changed so far."""
-        self._journal.flush()
 
     def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord], artifacts: Sequence[Artifact] = ()) -> None:
         """A new run and all its stages.
@@ -172,87 +152,6 @@ class Transaction:
         self._insert(assets, columns, f"asset {new.ref}", "asset.registered", new.ref, noted)
         return new
 
-    def append_release(
-        self,
-        channel: str,
-        model_digest: str,
-        run_id: str | None,
-        action: str,
-        expected: str | None,
-        report_digest: str | None = None,
-        lift: str = "",
-    ) -> ReleaseEntry:
-        """Move a channel to another model: compare-and-set against what is live, appended to the channel's history.
-
-        A rollback quarantines the model that it takes off the channel, and lifts the quarantine of the one it names.
-
-        Args:
-            action: `promote` or `rollback`; the event is `channel.<action>`.
-            expected: digest that the caller saw live; None for a channel that was empty.
-            lift: why a model that is quarantined is promoted after all.
-
-        Raises:
-            QuarantinedError: the model was rolled back from this channel, and `lift` says nothing.
-            ConflictError: something else is live.
-        """
-        live = self.snapshot.channel(channel)
-        found = live.model_digest if live else None
-        if found != expected:
-            raise ConflictError(
-                f"channel {channel} moved: expected {expected or 'nothing'} live, found {found or 'nothing'}; "
-                "look at it and decide again"
-            )
-        sequence = live.sequence + 1 if live else 1
-        self._pass_quarantine(channel, model_digest, action, lift, sequence)
-        if action == "rollback" and live is not None:
-            self._quarantine(channel, live.model_digest, sequence)
-        now, what = self._clock.now(), f"release {sequence} of channel {channel}"
-        entry = ReleaseEntry(
-            sequence, channel, model_digest, run_id, action, self._journal.author.name, now, report_digest
-        )
-        noted = functools.partial(self._edges.release, entry, found)
-        columns = self._owned(entry, "actor")
-        self._insert(releases, columns, what, f"channel.{action}", channel, noted, previous=expected)
-        return entry
-
-    def _pass_quarantine(self, channel: str, model: str, action: str, lift: str, sequence: int) -> None:
-        barred = next((one for one in self.snapshot.quarantine(channel) if one.model_digest == model), None)
-        if barred is None:
-            return
-        reason = lift or (f"rolled back to, by release {sequence}" if action == "rollback" else "")
-        if not reason:
-            raise QuarantinedError(
-                f"channel {channel}: {model[:19]}… was taken off it by release {barred.release} and is quarantined; "
-                "promote --lift-quarantine REASON says why it may come back"
-            )
-        key = {"project": self._project, "channel": channel, "model_digest": model}
-        values = {"lifted_at": self._clock.now(), "reason": reason, "principal": self._journal.own}
-        self._change(quarantine, key, values, "channel.quarantine_lifted", channel)
-
-    def _quarantine(self, channel: str, model: str, sequence: int) -> None:
-        key = {"project": self._project, "channel": channel, "model_digest": model}
-        values = {"release": sequence, "since": self._clock.now(), "lifted_at": None, "reason": ""}
-        values |= {"principal": self._journal.own}
-        if not self._change(quarantine, key, values, "channel.quarantined", channel):
-            what = f"quarantine of {model} on channel {channel}"
-            self._insert(quarantine, {**key, **values}, what, "channel.quarantined", channel)
-
-    def record_look(self, look: Look) -> Look:
-        """Count a judgement of a channel's gates."""
-        known = self.snapshot.looks(look.channel)
-        new = replace(look, number=len(known) + 1)
-        columns = {"project": self._project, **to_columns(new)}
-        self._insert(looks, columns, f"look {new.number} of channel {new.channel}", "channel.looked", look.channel)
-        return new
-
-    def _change(self, table: Table, key: Mapping[str, Any], values: Mapping[str, Any], kind: str, subject: str) -> bool:
-        """Set columns of a row without a generation, and tell; False: there is no such row."""
-        here = [table.c[name] == value for name, value in key.items()]
-        if not self._connection.execute(update(table).where(*here).values(**values)).rowcount:
-            return False
-        self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values))
-        return True
-
     def put_cache(self, cache_key: str, run_id: str, stage: str) -> None:
         """Let `cache_key` be answered by this stage, whatever answered it before."""
         key, values = {"project": self._project, "cache_key": cache_key}, {"run_id": run_id, "stage": stage}
@@ -288,31 +187,6 @@ class Transaction:
         """Give the lease back if it is `owner`'s."""
         mine = (runs.c.id == run.id) & (runs.c.lease_owner == owner)
         self._connection.execute(update(runs).where(mine).values(lease_owner=None, lease_expires=None))
-
-    def _owned(self, record: Any, field: str) -> dict[str, Any]:
-        """The record's columns: its project, and who is named in `field` as a principal."""
-        columns = to_columns(record)
-        return {"project": self._project, "principal": self._journal.principal(columns.pop(field)), **columns}
-
-    def _insert(
-        self,
-        table: Table,
-        columns: Mapping[str, Any],
-        what: str,
-        kind: str,
-        subject: str,
-        noted: Callable[[], list[Change]] = list,
-        **facts: Any,
-    ) -> None:
-        """Add a row, and what `noted` writes beside it, in one event."""
-        try:
-            with self._connection.begin_nested():
-                self._connection.execute(insert(table).values(**columns))
-        except ConstraintError as error:
-            said = " ".join(str(error.orig).split())
-            raise ConflictError(f"{what} cannot be added: {said}; read what is there and decide again") from error
-        key = {column.name: columns[column.name] for column in table.primary_key}
-        self._journal.tell(kind, subject, Change(ADDED, table.name, key, columns), *noted(), facts=facts)
 
     def _update(
         self,

@@ -35,6 +35,7 @@ def upgrade() -> None:
     _rebuild_cache()
     _create_policies()
     _create_edges()
+    _create_channels()
 
 
 def _create_principals() -> None:
@@ -279,4 +280,35 @@ def _create_edges() -> None:
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("at", _TIME, nullable=False),
         sa.Column("released_at", _TIME),
+    )
+
+
+def _create_channels() -> None:
+    op.create_table(
+        "channels",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("name", sa.String(128), primary_key=True),
+        sa.Column("policy", _DIGEST),
+        sa.Column("protected", sa.Integer(), nullable=False),
+        sa.Column("frozen", sa.String(16), nullable=False),
+        sa.Column("generation", sa.Integer(), nullable=False),
+    )
+    op.create_table(
+        "deployments",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("channel", sa.String(128), primary_key=True),
+        sa.Column("role", sa.String(16), primary_key=True),
+        sa.Column("release_sequence", sa.Integer(), nullable=False),
+        sa.Column("weight", _TIME, nullable=False),
+        sa.Column("generation", sa.Integer(), nullable=False),
+        sa.ForeignKeyConstraint(["project", "channel"], ["channels.project", "channels.name"]),
+    )
+    # the newest release of a channel is what is live on it; there was no policy, and nothing was frozen
+    op.execute(
+        "INSERT INTO channels (project, name, policy, protected, frozen, generation) "
+        "SELECT DISTINCT project, channel, NULL, 0, '', 1 FROM releases"
+    )
+    op.execute(
+        "INSERT INTO deployments (project, channel, role, release_sequence, weight, generation) "
+        "SELECT project, channel, 'live', max(sequence), 1.0, 1 FROM releases GROUP BY project, channel"
     )

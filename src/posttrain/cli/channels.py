@@ -1,0 +1,145 @@
+"""`channel`: what every release of a channel must pass, and who may move it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, aside, digest, emit_json, harmless, moment, say
+from posttrain.cli.shell import lazily
+
+if TYPE_CHECKING:
+    from posttrain.app.channels import Channel
+    from posttrain.domain.policies import PinnedPolicy
+    from posttrain.domain.records import Event
+
+app = typer.Typer(
+    help="Say what every release of a channel must pass, and whether it may move.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+ChannelArgument = Annotated[str, typer.Argument(autocompletion=lazily("channels"))]
+ReasonOption = Annotated[str, typer.Option(help="Why; kept in the event log.", show_default=False)]
+
+
+@app.command("policy")
+def policy(
+    channel: ChannelArgument,
+    history: Annotated[bool, typer.Option("--history", help="Every policy that it had, and who set it.")] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Print a channel's policy, as a file that `set-policy` takes."""
+    handle = _handle(channel)
+    pinned, told = handle.policy, handle.policies if history else []
+    handle.workspace.close()
+    if output is Output.JSON:
+        shown: dict[str, Any] = {"channel": channel, "digest": pinned.digest if pinned else None}
+        shown |= {"policy": pinned.policy.to_json() if pinned else None}
+        emit_json(shown | ({"history": [_set_by(event) for event in told]} if history else {}))
+    elif history:
+        say(*(_history_line(event) for event in told))
+        if not told:
+            say(f"channel {channel} never had a policy")
+    elif pinned is None:
+        say(f"channel {channel} has no policy; next: posttrain channel set-policy {channel} POLICY.yaml")
+    else:
+        say(f"# channel {channel}, policy {pinned.digest}", harmless(_yaml(pinned)).rstrip())
+
+
+@app.command("set-policy")
+def set_policy(
+    channel: ChannelArgument,
+    file: Annotated[Path, typer.Argument(metavar="POLICY.yaml", help="Gates, suites, approvers.")],
+) -> None:
+    """Let every release of a channel pass a policy from now on. What was judged under another must be judged again."""
+    from posttrain.app.channels import policy_notes
+
+    handle = _handle(channel)
+    before = handle.record
+    after = handle.set_policy(file)
+    pinned, live = handle.policy, handle.live
+    handle.workspace.close()
+    assert pinned is not None
+    for note in policy_notes(pinned, known=bool(before.generation)):
+        aside(f"warning: {note}")
+    if after == before:
+        say(f"channel {channel} has this policy already ({digest(pinned.digest)})")
+        return
+    gates, suites = len(pinned.policy.gates), len(pinned.policy.suites)
+    counted = f"{gates} gate{'s' if gates > 1 else ''} on {suites} suite{'s' if suites > 1 else ''}"
+    say(f"channel {channel}: policy {digest(pinned.digest)}, {counted}")
+    if live is not None:
+        say(f"release {live.sequence} stays live; the policy holds from the next release on")
+
+
+@app.command("remove-policy")
+def remove_policy(channel: ChannelArgument) -> None:
+    """Let releases pass what their run files say, and nothing else."""
+    handle = _handle(channel)
+    had = handle.record.policy
+    handle.remove_policy()
+    handle.workspace.close()
+    say(f"channel {channel} has no policy{f' any more; it was {digest(had)}' if had else ''}")
+
+
+@app.command("protect")
+def protect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
+    """Let policy and quarantine of a channel be changed by approval only. Approvals are to come: until then, not."""
+    handle = _handle(channel)
+    handle.protect(why=reason)
+    handle.workspace.close()
+    say(f"channel {channel} is protected: its policy stays, and what was rolled back stays off it")
+
+
+@app.command("unprotect")
+def unprotect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
+    """Let policy and quarantine of a channel be changed again."""
+    handle = _handle(channel)
+    handle.protect(protected=False, why=reason)
+    handle.workspace.close()
+    say(f"channel {channel} is not protected")
+
+
+@app.command("freeze")
+def freeze(
+    channel: ChannelArgument,
+    reason: ReasonOption = "",
+    rollbacks: Annotated[bool, typer.Option("--rollbacks", help="No rollback either.")] = False,
+) -> None:
+    """Let nothing be released to a channel; rollbacks go on, unless --rollbacks stops them too."""
+    handle = _handle(channel)
+    handle.freeze(rollbacks=rollbacks, why=reason)
+    handle.workspace.close()
+    say(f"channel {channel} is frozen; {'rollbacks are stopped too' if rollbacks else 'rollbacks go on'}")
+
+
+@app.command("unfreeze")
+def unfreeze(channel: ChannelArgument, reason: ReasonOption = "") -> None:
+    """Let a channel move again."""
+    handle = _handle(channel)
+    handle.unfreeze(why=reason)
+    handle.workspace.close()
+    say(f"channel {channel} may move")
+
+
+def _handle(name: str) -> Channel:
+    from posttrain.app.channels import channel
+
+    return channel(name)
+
+
+def _yaml(pinned: PinnedPolicy) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(pinned.policy.to_json(), sort_keys=False, allow_unicode=True))
+
+
+def _set_by(event: Event) -> dict[str, Any]:
+    return {"digest": event.payload["set"]["policy"], "by": event.actor, "at": event.at}
+
+
+def _history_line(event: Event) -> str:
+    found = _set_by(event)
+    return f"{moment(event.at)}  {digest(found['digest']) if found['digest'] else 'no policy'}  {event.actor}"

@@ -1,0 +1,110 @@
+"""What a person says of a channel: its policy, whether it is protected, whether it is frozen."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from posttrain.control.wiring import Wiring
+from posttrain.domain.canonical import canonical_json
+from posttrain.domain.errors import ChannelClosedError, InputError, IntegrityError, NotFoundError
+from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, parse_policy
+from posttrain.domain.records import ChannelRecord
+from posttrain.store.releasing import POLICY_SET, refuse_protected
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # as `release.channel` of a run file
+RELEASES, EVERYTHING = "releases", "all"  # what a freeze stops
+
+
+def policy_of(wiring: Wiring, channel: str, digest: str | None = None) -> PinnedPolicy | None:
+    """The policy that a channel has, or had; None: none was set.
+
+    Args:
+        digest: of an earlier one.
+
+    Raises:
+        IntegrityError: its document is gone, corrupt, or of another version of Posttrain.
+    """
+    wanted = digest or wiring.ledger.channel_record(channel).policy
+    if wanted is None:
+        return None
+    try:
+        policy = parse_policy(json.loads(wiring.blobs.get(wanted)), "policy")
+    except (IntegrityError, NotFoundError, InputError, ValueError) as error:
+        raise IntegrityError(
+            f"channel {channel}: its policy {wanted[:19]}… cannot be read ({error}); set it again: posttrain channel "
+            f"set-policy {channel} POLICY.yaml"
+        ) from error
+    return PinnedPolicy(channel, wanted, policy)
+
+
+def set_policy(wiring: Wiring, channel: str, policy: ChannelPolicy | None) -> ChannelRecord:
+    """Let a channel have this policy from now on; None takes away the one that it has.
+
+    Args:
+        policy: with the digests of its suites' data.
+
+    Raises:
+        InputError: a channel that no run file could name.
+        ChannelClosedError: the channel is protected.
+        ConflictError: somebody moved or changed it meanwhile.
+    """
+    record = _record(wiring, channel)
+    written = canonical_json(policy.to_json()) if policy else b""
+    digest = wiring.blobs.put(written) if policy else None
+    if digest == record.policy:
+        return record
+    refuse_protected(record, "a change of its policy")
+    return _set(wiring, record, POLICY_SET, size=len(written), policy=digest)
+
+
+def protect(wiring: Wiring, channel: str, *, protected: bool, why: str = "") -> ChannelRecord:
+    """Let policy and quarantine of a channel be changed by approval only, or take that back."""
+    record = _record(wiring, channel)
+    if record.protected == protected:
+        return record
+    kind = "channel.protected" if protected else "channel.unprotected"
+    return _set(wiring, record, kind, why, protected=protected)
+
+
+def freeze(wiring: Wiring, channel: str, frozen: str, why: str = "") -> ChannelRecord:
+    """Let nothing move a channel.
+
+    Args:
+        frozen: `releases`: rollbacks go on; `all`: neither; empty: everything may move it again.
+    """
+    record = _record(wiring, channel)
+    if record.frozen == frozen:
+        return record
+    return _set(wiring, record, "channel.frozen" if frozen else "channel.unfrozen", why, frozen=frozen)
+
+
+def refuse_lift(wiring: Wiring, channel: str, model: str, policy: PinnedPolicy | None) -> None:
+    """Refuse to bring back a quarantined model where the channel's policy does not leave that to a reason.
+
+    Raises:
+        ChannelClosedError: it says that nobody may, or that an approval is needed, which nobody can give yet.
+    """
+    lift = policy.policy.quarantine.lift if policy else "reason"
+    if lift == "reason" or all(one.model_digest != model for one in wiring.ledger.quarantine(channel)):
+        return
+    says = "by approval only, which Posttrain cannot take yet" if lift == "approval" else "never"
+    raise ChannelClosedError(
+        f"channel {channel}: {model[:19]}… is quarantined, and its policy lets a model out {says} (quarantine.lift: "
+        f"{lift}); another policy would have to be set"
+    )
+
+
+def _record(wiring: Wiring, channel: str) -> ChannelRecord:
+    if not NAME.fullmatch(channel):
+        raise InputError(
+            f"channel {channel!r}: must be 1-63 of a-z 0-9 _ - and begin with a letter or digit, as run files name it"
+        )
+    return wiring.ledger.channel_record(channel)
+
+
+def _set(
+    wiring: Wiring, record: ChannelRecord, kind: str, why: str = "", size: int | None = None, **columns: object
+) -> ChannelRecord:
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        return transaction.set_channel(record, kind, why, size, **columns)

@@ -1,0 +1,121 @@
+"""A channel's policy: what every release of it must pass, whoever's run it is. A person writes it as YAML::
+
+    gates:
+      - {name: accuracy, metric: heldout/accuracy, at_least: 0.9}
+      - {name: no-regression, metric: heldout/accuracy, not_worse_than: channel, margin: 0.02, if_channel_empty: pass}
+    suites:
+      heldout: {data: dataset:heldout@1, evaluators: [sha256:…]}     # as `posttrain plan` shows them; or any
+    approvers: [user:ann, user:bob]
+    quarantine: {lift: reason}
+
+It is kept as canonical JSON, with the digest of every suite's data, and the channel's row names its digest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.gates import CHANNEL, GateRule
+from posttrain.domain.runspec import read_yaml
+from posttrain.domain.validation import Frozen, explain
+
+MOST_APPROVERS = 100
+_PRINCIPAL = re.compile(r"(user|service):[^\s:][^\x00-\x1f\x7f]{0,199}")
+_DIGEST = r"^sha256:[0-9a-f]{64}$"
+Digest = Annotated[str, Field(pattern=_DIGEST)]
+SuiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+
+
+class SuitePolicy(Frozen):
+    """A suite that every release must be measured on."""
+
+    data: str  # dataset:NAME@VERSION, as a run file names it
+    digest: Digest | None = None  # of that data; filled in when the policy is set
+    evaluators: Literal["any"] | Annotated[tuple[Digest, ...], Field(min_length=1)]  # what may measure: code, settings
+
+
+class QuarantinePolicy(Frozen):
+    """Who brings back a model that was rolled back."""
+
+    lift: Literal["reason", "approval", "never"] = "reason"  # whoever says why; by approval; nobody
+
+
+class ChannelPolicy(Frozen):
+    """The whole document."""
+
+    policy: Literal[1] = 1  # the form of this document
+    gates: tuple[GateRule, ...] = Field(min_length=1)  # that every release must pass
+    suites: dict[SuiteName, SuitePolicy] = Field(min_length=1)  # that every release must be measured on
+    approvers: tuple[str, ...] = Field(default=(), max_length=MOST_APPROVERS)  # user:NAME or service:NAME; recorded
+    quarantine: QuarantinePolicy = QuarantinePolicy()  # of what was rolled back
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [gate.name for gate in self.gates]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"gates: names must be unique, got {twice!r} twice; rename one")
+        for gate in self.gates:
+            if suite_of(gate.metric) not in self.suites:
+                raise ValueError(
+                    f"gates.{gate.name}.metric: must be SUITE/METRIC of a suite below `suites`, got {gate.metric!r}; "
+                    "without it a run could measure it on data of its own"
+                )
+            if gate.rival not in (None, CHANNEL):
+                raise ValueError(
+                    f"gates.{gate.name}: must compare with channel or with a number, got {gate.rival!r}, which every "
+                    "run file gives a meaning of its own"
+                )
+        wrong = next((name for name in self.approvers if not _PRINCIPAL.fullmatch(name)), None)
+        if wrong is not None:
+            raise ValueError(f"approvers: must be principals such as user:ann, got {wrong!r}; write user:NAME")
+        if len(set(self.approvers)) < len(self.approvers):
+            raise ValueError("approvers: must be different principals, got one twice; remove it")
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON without what is not said; `ChannelPolicy.model_validate` is its inverse."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON."""
+        return digest_json(self.to_json())
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPolicy:
+    """A policy as a channel has it."""
+
+    channel: str
+    digest: str  # that the channel's row names
+    policy: ChannelPolicy
+
+
+def suite_of(metric: str) -> str:
+    """`heldout` of `heldout/accuracy`."""
+    return metric.rpartition("/")[0]
+
+
+def load_policy(path: Path) -> ChannelPolicy:
+    """Read and validate a policy file.
+
+    Raises:
+        InputError: no such file, not YAML, an unknown key (with the nearest known one), a value out of range.
+    """
+    return parse_policy(read_yaml(path), str(path))
+
+
+def parse_policy(raw: Mapping[str, Any], source: str) -> ChannelPolicy:
+    """Validate an already parsed policy; `source` names it in errors."""
+    try:
+        return ChannelPolicy.model_validate(raw)
+    except ValidationError as error:
+        raise explain(error, source, ChannelPolicy) from error

@@ -1,0 +1,189 @@
+"""Writing of channels: what is live, what may become it, what every judgement counts.
+
+Whatever touches a channel is a compare-and-set on its row: a release and a change of its policy never pass each other
+unseen, on no database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from posttrain.domain.errors import ChannelClosedError, ConflictError, PolicyError, QuarantinedError
+from posttrain.domain.records import Artifact, ChannelRecord, Look, ReleaseEntry
+from posttrain.store.audited import Change
+from posttrain.store.rows import to_columns
+from posttrain.store.schema import channels, deployments, looks, quarantine, releases
+from posttrain.store.snapshot import LIVE
+from posttrain.store.writing import Writing
+
+POLICY_SET = "channel.policy_set"  # the event of a policy that is set or removed
+_SHOWN = 19  # characters of a digest in an error
+
+
+class ReleaseWriting(Writing):
+    """The part of a transaction that is about channels."""
+
+    def append_release(
+        self,
+        channel: str,
+        model_digest: str,
+        run_id: str | None,
+        action: str,
+        expected: int,
+        report_digest: str | None = None,
+        lift: str = "",
+        policy: str | None = None,
+    ) -> ReleaseEntry:
+        """Move a channel to another model: compare-and-set against the release that is live, appended to its history.
+
+        A rollback quarantines the model that it takes off the channel, and lifts the quarantine of the one it names.
+
+        Args:
+            action: `promote` or `rollback`; the event is `channel.<action>`.
+            expected: sequence of the release that the caller saw live; 0 for a channel that was empty.
+            lift: why a model that is quarantined is promoted after all.
+            policy: digest of the policy that a promotion was judged under; None: under none.
+
+        Raises:
+            QuarantinedError: the model was rolled back from this channel, and `lift` says nothing.
+            ChannelClosedError: it is frozen, or protected and a quarantine would be lifted.
+            PolicyError: the channel has another policy now.
+            ConflictError: something else is live.
+        """
+        record, live = self.snapshot.channel_record(channel), self.snapshot.channel(channel)
+        found = live.sequence if live else 0
+        if found != expected:
+            raise ConflictError(
+                f"channel {channel} moved: expected {_release(expected)} live, found {_release(found)}; "
+                "look at it and decide again"
+            )
+        _pass_freeze(record, action)
+        if action == "promote" and record.policy not in (None, policy):
+            raise PolicyError(
+                f"channel {channel}: its policy is {str(record.policy)[:_SHOWN]}…, and this was judged under "
+                f"{f'{policy[:_SHOWN]}…' if policy else 'none'}; run its file again: posttrain run RUN.yaml"
+            )
+        sequence = found + 1
+        self._pass_quarantine(record, model_digest, action, lift, sequence)
+        if action == "rollback" and live is not None:
+            self._quarantine(channel, live.model_digest, sequence)
+        entry = ReleaseEntry(
+            sequence, channel, model_digest, run_id, action, self._journal.author.name, self._clock.now(), report_digest
+        )
+        what = f"release {sequence} of channel {channel}"
+        touched = self._touched(record)  # first: whoever comes second waits here
+        previous = live.model_digest if live else None
+        changes = [self._added(releases, self._owned(entry, "actor"), what), self._serve(entry), touched]
+        noted = self._edges.release(entry, previous)
+        self._journal.tell(f"channel.{action}", channel, *changes, *noted, facts={"previous": previous})
+        return entry
+
+    def set_channel(
+        self, record: ChannelRecord, kind: str, said: str = "", size: int | None = None, **columns: Any
+    ) -> ChannelRecord:
+        """Change what holds for a channel, if nobody moved or changed it since `record` was read.
+
+        Args:
+            kind: of the event.
+            said: why, in words that may be erased.
+            size: bytes of a policy that is set.
+            columns: fields of `ChannelRecord` to set.
+
+        Raises:
+            ConflictError: somebody did.
+        """
+        new = replace(record, **columns, generation=record.generation + 1)
+        policy = columns.get("policy")
+        found = [Artifact(policy, "file", size, "policy", self._clock.now())] if policy else []
+        self._journal.tell(
+            kind,
+            record.name,
+            self._touched(record, new),
+            *self._edges.note(found),
+            facts={"set": columns, "was": {name: getattr(record, name) for name in columns}},
+            said={"why": said} if said else None,
+        )
+        return new
+
+    def record_look(self, look: Look) -> Look:
+        """Count a judgement of a channel's gates."""
+        known = self.snapshot.looks(look.channel)
+        new = replace(look, number=len(known) + 1)
+        columns = {"project": self._project, **to_columns(new)}
+        self._insert(looks, columns, f"look {new.number} of channel {new.channel}", "channel.looked", look.channel)
+        return new
+
+    def _touched(self, record: ChannelRecord, new: ChannelRecord | None = None) -> Change:
+        """The channel's row one generation further; made when it is used for the first time."""
+        columns = {"policy": (new or record).policy, "protected": int((new or record).protected)}
+        columns |= {"frozen": (new or record).frozen}
+        key = {"project": self._project, "name": record.name}
+        if not record.generation:
+            return self._added(channels, {**key, **columns, "generation": 1}, f"channel {record.name}")
+        change = self._moved(channels, key, record.generation, columns if new else {})
+        if change is None:
+            raise ConflictError(f"channel {record.name}: somebody moved or changed it meanwhile; look at it again")
+        return change
+
+    def _serve(self, entry: ReleaseEntry) -> Change:
+        """Let the whole traffic of a channel go to a release."""
+        served = {one.role: one for one in self.snapshot.deployments(entry.channel)}
+        key = {"project": self._project, "channel": entry.channel, "role": LIVE}
+        values = {"release_sequence": entry.sequence, "weight": 1.0}
+        if LIVE not in served:
+            return self._added(deployments, {**key, **values, "generation": 1}, f"what channel {entry.channel} serves")
+        change = self._moved(deployments, key, served[LIVE].generation, values)
+        if change is None:
+            raise ConflictError(f"channel {entry.channel}: somebody moved it meanwhile; look at it again")
+        return change
+
+    def _pass_quarantine(self, record: ChannelRecord, model: str, action: str, lift: str, sequence: int) -> None:
+        channel = record.name
+        barred = next((one for one in self.snapshot.quarantine(channel) if one.model_digest == model), None)
+        if barred is None:
+            return
+        reason = lift or (f"rolled back to, by release {sequence}" if action == "rollback" else "")
+        if not reason:
+            raise QuarantinedError(
+                f"channel {channel}: {model[:_SHOWN]}… was taken off it by release {barred.release} and is "
+                "quarantined; promote --lift-quarantine REASON says why it may come back"
+            )
+        refuse_protected(record, f"lifting the quarantine of {model[:_SHOWN]}…")
+        key = {"project": self._project, "channel": channel, "model_digest": model}
+        values = {"lifted_at": self._clock.now(), "reason": reason, "principal": self._journal.own}
+        self._change(quarantine, key, values, "channel.quarantine_lifted", channel)
+
+    def _quarantine(self, channel: str, model: str, sequence: int) -> None:
+        key: Mapping[str, Any] = {"project": self._project, "channel": channel, "model_digest": model}
+        values = {"release": sequence, "since": self._clock.now(), "lifted_at": None, "reason": ""}
+        values |= {"principal": self._journal.own}
+        if not self._change(quarantine, key, values, "channel.quarantined", channel):
+            what = f"quarantine of {model} on channel {channel}"
+            self._insert(quarantine, {**key, **values}, what, "channel.quarantined", channel)
+
+
+def refuse_protected(record: ChannelRecord, what: str) -> None:
+    """Refuse what a protected channel lets happen by approval only.
+
+    Raises:
+        ChannelClosedError: it is protected. Nobody can approve yet.
+    """
+    if record.protected:
+        raise ChannelClosedError(
+            f"channel {record.name}: is protected, so {what} needs an approval, and Posttrain cannot take approvals "
+            f"yet; posttrain channel unprotect {record.name} comes first"
+        )
+
+
+def _pass_freeze(record: ChannelRecord, action: str) -> None:
+    if record.frozen == "all" or (record.frozen and action == "promote"):
+        still = "" if record.frozen == "all" else " (rollbacks go on)"
+        raise ChannelClosedError(
+            f"channel {record.name}: is frozen{still}; posttrain channel unfreeze {record.name} opens it again"
+        )
+
+
+def _release(sequence: int) -> str:
+    return f"release {sequence}" if sequence else "nothing"
