@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from posttrain.domain.facts import Progress
-from posttrain.domain.jobs import JobSpec, JobState
+from posttrain.domain.jobs import JobState
+from posttrain.domain.requests import JobRequest
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.store.attempts import AttemptFolder
 
@@ -104,7 +105,7 @@ def measure(folder: Path, orders: dict[str, bytes], rounds: int) -> list[Row]:
         attempt = folder / f"again-{next(count)}"
         attempt.mkdir()
         (attempt / "job.json").write_bytes(orders[stage])
-        spec = JobSpec(attempt.name, MODULES[stage], str(attempt))
+        spec = JobRequest(attempt.name, MODULES[stage], str(attempt))
         began = time.time()
         executor.submit(spec)
         wait_until(lambda: executor.observe([spec])[0].state is JobState.EXITED)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError
-from posttrain.domain.jobs import ANOTHER_RUNS, JobOrder, JobSpec
+from posttrain.domain.jobs import ANOTHER_RUNS, JobOrder
+from posttrain.domain.requests import JobRequest
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.channel import EVENTS, PACK, AttemptChannel, ChannelObjects, ControlKind, Summary
@@ -376,7 +377,7 @@ def test_a_cancelled_attempt_that_is_launched_late_computes_nothing(
     monkeypatch.syspath_prepend(str(HERE))
     attempt = ordered(tmp_path / "001")
     attempt.channel.bury(1, "stopped by a person")
-    spec = JobSpec("run-s-1", "channel_jobs", str(attempt.path), {"PYTHONPATH": str(HERE)})
+    spec = JobRequest("run-s-1", "channel_jobs", str(attempt.path), {"PYTHONPATH": str(HERE)})
     executor = LocalExecutor()
     executor.submit(spec)
     while (seen := executor.observe([spec])[0]).live:

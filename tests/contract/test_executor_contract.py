@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import pytest
 
-from posttrain.domain.errors import InfrastructureError, WorkspaceError
+from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
 from posttrain.domain.jobs import (
     Accepted,
     Cause,
     Exists,
-    JobSpec,
     JobState,
     LogPage,
     Observation,
     Signal,
     Unknown,
 )
+from posttrain.domain.requests import Job, JobRef, JobRequest, Listed, PodGroup
 from posttrain.execution import processes
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.execution.executors.local import executor as local
 from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.execution.executors.local.supervisor import _Limit
 from posttrain.execution.ports import Executor
 from posttrain.store.attempts import AttemptFolder
 
@@ -45,29 +48,29 @@ class Harness(Protocol):
 
     executor: Executor
 
-    def finish(self, spec: JobSpec, code: int) -> None: ...
+    def finish(self, spec: JobRequest, code: int) -> None: ...
 
-    def lose(self, spec: JobSpec) -> None: ...
+    def lose(self, spec: JobRequest) -> None: ...
 
-    def starts(self, spec: JobSpec) -> int: ...
+    def starts(self, spec: JobRequest) -> int: ...
 
 
 class LocalHarness:
     def __init__(self, preload: str | None, runs: Path) -> None:
         self.executor: Executor = LocalExecutor(preload, runs=runs)
 
-    def finish(self, spec: JobSpec, code: int) -> None:
+    def finish(self, spec: JobRequest, code: int) -> None:
         folder = Path(spec.attempt_dir)
         (folder / "going").write_text(str(code))
         (folder / "going").rename(folder / "go")
         wait_until(lambda: look(self.executor, spec).state == JobState.EXITED)
 
-    def lose(self, spec: JobSpec) -> None:
+    def lose(self, spec: JobRequest) -> None:
         wait_until((Path(spec.attempt_dir) / "ready").exists)
         os.kill(claim(spec)["pid"], signal.SIGKILL)
         wait_until(lambda: look(self.executor, spec).state == JobState.LOST)
 
-    def starts(self, spec: JobSpec) -> int:
+    def starts(self, spec: JobRequest) -> int:
         return len(started(spec))
 
 
@@ -76,13 +79,13 @@ class FakeHarness:
         self.fake = FakeExecutor(hostility=hostility)
         self.executor: Executor = self.fake
 
-    def finish(self, spec: JobSpec, code: int) -> None:
+    def finish(self, spec: JobRequest, code: int) -> None:
         self.fake.finish(spec.name, code)
 
-    def lose(self, spec: JobSpec) -> None:
+    def lose(self, spec: JobRequest) -> None:
         self.fake.lose(spec.name)
 
-    def starts(self, spec: JobSpec) -> int:
+    def starts(self, spec: JobRequest) -> int:
         return sum(job.name == spec.name for job in self.fake.launched)
 
 
@@ -94,12 +97,12 @@ def hostile(kind: str) -> Hostility:
     return Hostility(**FAR_AWAY, **{kind: 1})  # type: ignore[arg-type]
 
 
-def look(executor: Executor, spec: JobSpec) -> Observation:
+def look(executor: Executor, spec: JobRef) -> Observation:
     """One look at one job."""
     return executor.observe([spec])[0]
 
 
-def settled(executor: Executor, spec: JobSpec) -> str:
+def settled(executor: Executor, spec: JobRequest) -> str:
     """Submit as a caller should: what is unknown is observed, and submitted anew once its absence is proven; the
     handle.
     """
@@ -114,14 +117,14 @@ def settled(executor: Executor, spec: JobSpec) -> str:
     return answer.handle
 
 
-def stopped(executor: Executor, spec: JobSpec) -> Observation:
+def stopped(executor: Executor, spec: JobRequest) -> Observation:
     """Ask a job to end, and wait until it has."""
     executor.signal(spec, Signal.STOP)
     wait_until(lambda: look(executor, spec).gone)
     return look(executor, spec)
 
 
-def killed(executor: Executor, spec: JobSpec) -> Observation:
+def killed(executor: Executor, spec: JobRef) -> Observation:
     executor.kill(spec)
     wait_until(lambda: look(executor, spec).gone)
     return look(executor, spec)
@@ -134,25 +137,32 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def claim(spec: JobSpec) -> Any:
+def claim(spec: JobRequest) -> Any:
     return json.loads((Path(spec.attempt_dir) / "supervisor.json").read_bytes())
 
 
-def started(spec: JobSpec) -> list[str]:
+def started(spec: JobRequest) -> list[str]:
     path = Path(spec.attempt_dir) / "started"
     return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> Iterator[Callable[..., JobSpec]]:
+def spec(tmp_path: Path) -> Iterator[Callable[..., JobRequest]]:
     """Makes job specs; whatever they started is gone at the end."""
-    made: list[JobSpec] = []
+    made: list[JobRequest] = []
 
-    def make(mode: str = "polite", name: str = "run1-train-1", module: str = "executor_job", **words: str) -> JobSpec:
+    def make(
+        mode: str = "polite",
+        name: str = "run1-train-1",
+        module: str = "executor_job",
+        asking: Mapping[str, Any] = MappingProxyType({}),
+        **words: str,
+    ) -> JobRequest:
         environment = {"PYTHONPATH": str(HERE), "JOB_MODE": mode, **words}
         run, stage, number = name.rsplit("-", 2)
         folder = tmp_path / "runs" / run / stage / number.zfill(3)
-        made.append(JobSpec(name, module, str(folder), environment))
+        labels = {"workspace": "w1", "run": run, "stage": stage}
+        made.append(JobRequest(name, module, str(folder), environment, labels=labels, epoch=int(number), **asking))
         return made[-1]
 
     yield make
@@ -172,7 +182,7 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
     return FakeHarness(hostile(request.param))
 
 
-Make = Callable[..., JobSpec]
+Make = Callable[..., JobRequest]
 
 
 def test_a_job_nobody_submitted_is_unknown_and_proven_to_be_absent_in_the_end(harness: Harness, spec: Make) -> None:
@@ -266,13 +276,15 @@ def test_jobs_do_not_touch_each_other_and_are_seen_in_one_look(harness: Harness,
     first, second = spec(name="run1-train-1"), spec(name="run1-train-2")
     nobody = spec(name="run2-train-1")
     assert settled(harness.executor, first) != settled(harness.executor, second)
-    assert harness.executor.list("run1-") == ["run1-train-1", "run1-train-2"]
+    mine = {"workspace": "w1", "run": "run1", "stage": "train"}
+    listed = [Listed("run1-train-1", mine, 1), Listed("run1-train-2", mine, 2)]
+    assert harness.executor.list("run1-") == listed
     assert harness.executor.list("run2-") == []
     killed(harness.executor, first)
     wait_until(lambda: look(harness.executor, nobody).gone)
     seen = harness.executor.observe([nobody, second, first])
     assert [one.state for one in seen] == [JobState.UNKNOWN, JobState.RUNNING, JobState.EXITED]
-    assert harness.executor.list("run1-train") == ["run1-train-2"]
+    assert harness.executor.list("run1-train") == listed[1:]
     harness.finish(second, 5)
     assert look(harness.executor, second).exit_code == 5
 
@@ -298,7 +310,7 @@ class Far:
         self.time = 0.0
         self.fake = FakeExecutor(now=lambda: self.time, hostility=Hostility(**words))  # type: ignore[arg-type]
 
-    def sees(self, job: JobSpec, later: float = 0.0) -> Observation:
+    def sees(self, job: JobRequest, later: float = 0.0) -> Observation:
         self.time += later
         return look(self.fake, job)
 
@@ -348,10 +360,10 @@ def test_an_executor_forgets_what_ended_and_may_start_a_job_anew(spec: Make) -> 
 
 
 @pytest.fixture(params=["cold", "forked"])
-def running(request: pytest.FixtureRequest, spec: Make) -> Callable[..., JobSpec]:
+def running(request: pytest.FixtureRequest, spec: Make) -> Callable[..., JobRequest]:
     """Launches a job and waits until it has said that it is ready; who launched it is gone then."""
 
-    def launch(*args: str, **words: str) -> JobSpec:
+    def launch(*args: str, **words: str) -> JobRequest:
         job = spec(*args, **words)
         LocalExecutor(PRELOAD if request.param == "forked" else None).submit(job)
         wait_until((Path(job.attempt_dir) / "ready").exists)
@@ -413,12 +425,90 @@ def test_the_supervisor_forwards_sigterm(running: Make) -> None:
 
 
 def test_killing_terminates_then_kills(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    busy, deaf = running("busy", "run1-a-1"), running("deaf", "run1-b-1")
-    monkeypatch.setattr(local, "_TERMINATE_SECONDS", PATIENCE)
+    busy = running("busy", "run1-a-1", asking={"grace_seconds": PATIENCE})
+    deaf = running("deaf", "run1-b-1", asking={"grace_seconds": NEVER_SECONDS})
     monkeypatch.setattr(local, "_KILL_SECONDS", PATIENCE)
     assert killed(LocalExecutor(), busy).exit_code == -signal.SIGTERM
-    monkeypatch.setattr(local, "_TERMINATE_SECONDS", NEVER_SECONDS)
     assert killed(LocalExecutor(), deaf).exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("asking", "what"),
+    [
+        ({"gang": (PodGroup(), PodGroup("rollout"))}, "2 groups of pods"),
+        ({"gang": (PodGroup(max=2),)}, "1 to 2 pods"),
+        ({"gang": (PodGroup(cpus=10**6),)}, r"1000000 cpus, this machine has \d+"),
+        ({"gang": (PodGroup(memory=2**60),)}, r"1152921504606846976 bytes of memory, this machine has \d+"),
+        ({"gang": (PodGroup(kind="h100"),)}, "h100 as its kind of GPU"),
+        ({"gang": (PodGroup(topology="rack"),)}, "rack as its topology"),
+        ({"image": "sha256:5eed"}, "image sha256:5eed"),
+        ({"secrets": ("NO_SUCH_TOKEN",)}, "NO_SUCH_TOKEN in the environment"),
+        ({"secrets": ("WANDB_API_KEY",)}, "WANDB_API_KEY in the environment"),
+    ],
+)
+def test_what_one_machine_does_not_give_is_refused_in_one_line(
+    spec: Make, asking: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a tracker's")
+    job = spec(asking=asking)
+    with pytest.raises(InputError, match=what) as refused:
+        LocalExecutor().submit(job)
+    assert "\n" not in str(refused.value)
+    assert not Path(job.attempt_dir).exists()
+
+
+def test_a_secret_reaches_the_job_and_no_file(spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOB_WORD", "hush-hush")
+    job = spec(asking={"secrets": ("JOB_WORD",), "gang": (PodGroup(cpus=1, memory=1),)})
+    LocalExecutor().submit(job)
+    wait_until(lambda: len(started(job)) > 0)
+    assert started(job)[0].endswith(" hush-hush")
+    asked = (Path(job.attempt_dir) / "spec.json").read_text()
+    assert "JOB_WORD" in asked
+    assert "hush" not in asked
+
+
+def test_a_job_ends_when_its_maximum_runtime_is_over(spec: Make) -> None:
+    job = spec("busy", asking={"max_seconds": NEVER_SECONDS})
+    LocalExecutor().submit(job)
+    wait_until(lambda: look(LocalExecutor(), job).state is JobState.EXITED)
+    seen = look(LocalExecutor(), job)
+    assert (seen.cause, seen.exit_code) == (Cause.OVERTIME, -signal.SIGTERM)
+    assert f"maximum runtime of {NEVER_SECONDS:g} s is over" in AttemptFolder(Path(job.attempt_dir)).log.read_text()
+
+
+def test_a_job_that_does_not_end_in_its_grace_is_killed(tmp_path: Path) -> None:
+    program = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"deaf\n"
+        _Limit(5.0, 1000.0, time.monotonic() - 6.0, tmp_path / "log").enforce(child.pid)
+        assert child.poll() is None
+        limit = _Limit(5.0, 10.0, time.monotonic() - 16.0, tmp_path / "log")
+        limit.enforce(child.pid)
+        assert limit.over
+        limit.enforce(child.pid)
+        assert child.wait(PATIENCE) == -signal.SIGKILL
+    finally:
+        child.kill()
+
+
+def test_a_copy_of_a_folder_does_not_touch_the_job_of_the_original(running: Make, tmp_path: Path) -> None:
+    job = running()
+    pid = claim(job)["job_pid"]
+    shutil.copytree(tmp_path / "runs", tmp_path / "copy")
+    copied = LocalExecutor(runs=tmp_path / "copy")
+    twin = Job(job.name, job.attempt_dir.replace("/runs/", "/copy/"))
+    assert copied.list("") == []
+    assert look(copied, twin).state is JobState.LOST
+    copied.kill(twin)
+    assert look(LocalExecutor(), job).state is JobState.RUNNING
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    moved = LocalExecutor(runs=tmp_path / "moved")
+    assert [one.name for one in moved.list("")] == [job.name]
+    assert killed(moved, Job(job.name, job.attempt_dir.replace("/runs/", "/moved/"))).gone
+    wait_until(lambda: processes.group(pid) == [])
 
 
 def test_a_stopped_supervisor_cannot_keep_a_job_alive(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,10 +528,10 @@ def test_a_stopped_supervisor_cannot_keep_a_job_alive(running: Make, monkeypatch
 
 _LAUNCHER = """
 import json, sys
-from posttrain.domain.jobs import JobSpec
+from posttrain.domain.requests import JobRequest
 from posttrain.execution.executors.local.executor import LocalExecutor
 
-spec = JobSpec(**json.loads(sys.argv[1]))
+spec = JobRequest(**json.loads(sys.argv[1]))
 print("here", flush=True)
 sys.stdin.readline()
 print(LocalExecutor().submit(spec).handle, flush=True)
@@ -449,7 +539,7 @@ sys.stdin.readline()
 """
 
 
-def launcher(job: JobSpec) -> subprocess.Popen[str]:
+def launcher(job: JobRequest) -> subprocess.Popen[str]:
     """A process that launches the job at the first line it is told, and ends at the second."""
     fields = {"name": job.name, "module": job.module, "attempt_dir": job.attempt_dir, "environment": job.environment}
     command = [sys.executable, "-c", _LAUNCHER, json.dumps(fields)]
@@ -572,7 +662,7 @@ def test_a_job_whose_supervisor_came_in_time_is_launched_though_its_launcher_wai
 def test_a_folder_that_cannot_be_made_is_a_workspace_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WorkspaceError, match="cannot write"):
-        LocalExecutor().submit(JobSpec("n", "executor_job", str(tmp_path / "file" / "001")))
+        LocalExecutor().submit(JobRequest("n", "executor_job", str(tmp_path / "file" / "001")))
 
 
 def test_a_pid_that_belongs_to_another_process_is_left_alone() -> None:

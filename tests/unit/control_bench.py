@@ -19,8 +19,9 @@ from posttrain.control.wiring import Wiring
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Progress
-from posttrain.domain.jobs import Failure, JobResult, JobSpec, Output
+from posttrain.domain.jobs import Failure, JobResult, Output
 from posttrain.domain.manifest import InputRef
+from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
@@ -133,7 +134,7 @@ class Bench:
         )
         self.reconciler = Reconciler(self.wiring, "here")
 
-    def _on_launch(self, spec: JobSpec) -> int | None:
+    def _on_launch(self, spec: JobRequest) -> int | None:
         stage = Path(spec.attempt_dir).parent.name
         self.launched.append(stage)
         queue = self.scripts[stage]

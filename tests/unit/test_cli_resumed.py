@@ -17,7 +17,8 @@ from posttrain.app.workspace import Workspace
 from posttrain.cli.live import LineDisplay, run_table
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Metric, Progress, Span
-from posttrain.domain.jobs import Failure, JobOrder, JobResult, JobSpec
+from posttrain.domain.jobs import Failure, JobOrder, JobResult
+from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder, EventWriter
 
 BEGAN = 1_000_000.0  # when the first attempt's steps were
@@ -37,7 +38,7 @@ class Trainee:
         self.others = self.world.executor._on_launch
         self.world.executor._on_launch = self
 
-    def __call__(self, spec: JobSpec) -> int | None:
+    def __call__(self, spec: JobRequest) -> int | None:
         folder = AttemptFolder(Path(spec.attempt_dir))
         order = folder.read_order()
         if order.kind != "grpo":

@@ -18,8 +18,9 @@ from posttrain.control.reconciler import Reconciler
 from posttrain.control.resuming import trained_elsewhere
 from posttrain.domain.errors import FailureClass, StaleWriteError
 from posttrain.domain.facts import Progress
-from posttrain.domain.jobs import CheckpointCommit, Failure, JobResult, JobSpec, JobState, Observation, Output
+from posttrain.domain.jobs import CheckpointCommit, Failure, JobResult, JobState, Observation, Output
 from posttrain.domain.ports import BlobStore
+from posttrain.domain.requests import JobRequest
 from posttrain.execution.processes import LEAVING_SECONDS
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.trees import file_digest, put_tree, tree_digest
@@ -132,7 +133,7 @@ def test_what_lost_attempts_spent_adds_up(bench: Bench) -> None:
 def test_a_result_that_comes_between_two_looks_is_not_lost(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     run_id, folder, name = under_way(bench)
 
-    def observe(spec: JobSpec) -> Observation:
+    def observe(spec: JobRequest) -> Observation:
         if folder.read_result() is None:  # it ends after its result was looked for, and before it is looked at
             train("late")(folder)
         return Observation(JobState.EXITED, exit_code=0)
@@ -151,7 +152,7 @@ def test_the_last_word_of_a_job_that_was_cancelled_counts(
     run_id, folder, _ = under_way(bench, budget={"wall_clock": 60})
     kill = bench.executor.kill
 
-    def last_word(spec: JobSpec) -> None:
+    def last_word(spec: JobRequest) -> None:
         train("just in time", tokens=77)(folder)
         kill(spec)
 
@@ -255,7 +256,7 @@ def test_the_order_of_a_job_that_runs_is_left_alone(bench: Bench) -> None:
 def test_an_order_that_no_job_has_read_says_what_holds_now(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who wrote it died before the launch; meanwhile a person took back the trust in rewards."""
 
-    def dies(spec: JobSpec) -> str:
+    def dies(spec: JobRequest) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench.executor, "submit", dies)

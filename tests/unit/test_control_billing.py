@@ -19,8 +19,9 @@ from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import BudgetExceededError, FailureClass
 from posttrain.domain.facts import Progress
 from posttrain.domain.identity import job_identity
-from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobResult, JobSpec, JobState, Observation
+from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobResult, JobState, Observation
 from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import Budget
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
@@ -161,7 +162,7 @@ def test_time_in_a_queue_is_not_billed(bench: Bench, monkeypatch: pytest.MonkeyP
     waiting, observe = [True], bench.executor.observe
     since = [0.0]
 
-    def queued(jobs: Sequence[JobSpec]) -> list[Observation]:
+    def queued(jobs: Sequence[JobRequest]) -> list[Observation]:
         if waiting:
             return [Observation(JobState.STARTING) for _ in jobs]
         return [replace(seen, seconds=(seen.seconds or 0.0) - since[0]) for seen in observe(jobs)]

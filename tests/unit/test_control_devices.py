@@ -10,7 +10,8 @@ from control_bench import TRAIN_ONLY, Bench, train
 
 from posttrain.control import actions
 from posttrain.domain.errors import CapacityError
-from posttrain.domain.jobs import Capacity, JobSpec, Submission
+from posttrain.domain.jobs import Capacity, Submission
+from posttrain.domain.requests import JobRequest
 from posttrain.execution.trainers.native import NativeTrainer
 
 TAKEN = Capacity(2, {"0": "a-1 of ada", "1": "b-1 of bob (in /home/bob)"})
@@ -46,7 +47,7 @@ def test_an_attempt_whose_devices_somebody_else_got_waits_and_is_the_one_that_st
 ) -> None:
     submit, refuse = bench.executor.submit, [True, True]
 
-    def late(spec: JobSpec) -> Submission:
+    def late(spec: JobRequest) -> Submission:
         if refuse:
             refuse.pop()
             raise CapacityError(SAID)

@@ -13,7 +13,8 @@ from posttrain.control.explain import explain_run
 from posttrain.control.lineage import release_lineage, verify
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, FailureClass, InfrastructureError, NotFoundError
-from posttrain.domain.jobs import JobResult, JobSpec, Output, Submission
+from posttrain.domain.jobs import JobResult, Output, Submission
+from posttrain.domain.requests import JobRequest
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.sealer import seal
@@ -167,7 +168,7 @@ def test_a_launch_that_fails_is_retried_with_back_off(bench: Bench, monkeypatch:
     refusals = ["no pty left", "no pty left"]
     submit_job = bench.executor.submit
 
-    def refuse_twice(spec: JobSpec) -> Submission:
+    def refuse_twice(spec: JobRequest) -> Submission:
         if refusals and len(refusals) > 1:
             raise InfrastructureError(refusals.pop())
         return submit_job(spec)

@@ -12,8 +12,9 @@ from control_bench import RUN, Bench, evaluate, train
 from posttrain.control import actions
 from posttrain.control.trouble import PATIENCE_SECONDS
 from posttrain.domain.errors import InfrastructureError, IntegrityError, StaleWriteError
-from posttrain.domain.jobs import JobResult, JobSpec, Observation, Output
+from posttrain.domain.jobs import JobResult, Observation, Output
 from posttrain.domain.lifecycle import AttemptState, StageState
+from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.transaction import Transaction
 
@@ -215,7 +216,7 @@ def test_a_result_that_appears_between_two_looks_is_not_lost(bench: Bench, monke
         bench.reconciler.tick(run_id)
     real, finished = bench.executor.observe, []
 
-    def observe(jobs: Sequence[JobSpec]) -> list[Observation]:
+    def observe(jobs: Sequence[JobRequest]) -> list[Observation]:
         for spec in jobs:
             if spec.name.endswith("sft-1") and not finished:
                 finished.append(train()(AttemptFolder(Path(spec.attempt_dir))))
@@ -237,7 +238,7 @@ def test_a_result_that_appears_while_the_job_is_cancelled_is_not_lost(
         bench.reconciler.tick(run_id)
     real = bench.executor.kill
 
-    def kill(spec: JobSpec) -> None:
+    def kill(spec: JobRequest) -> None:
         folder = AttemptFolder(Path(spec.attempt_dir))
         (folder.outputs / "model").mkdir(parents=True)
         (folder.outputs / "model" / "model.safetensors").write_text("weights")

@@ -184,7 +184,7 @@ def _jobs(workspace: Workspace) -> Iterator[Check]:
     """Processes that no unfinished attempt knows, runs that nobody drives on, and runs that cannot be read."""
     orphans, idle = [], []
     now = workspace.ledger.clock.now()
-    alive = workspace.wiring.executor.list("")
+    alive = [job.name for job in workspace.wiring.executor.list("")]
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
         manifest, trouble = workspace.manifest_or_trouble(run)
         if manifest is None:

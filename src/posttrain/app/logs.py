@@ -8,10 +8,10 @@ from pathlib import Path
 
 from posttrain.app.status import Vigil
 from posttrain.app.workspace import Workspace
-from posttrain.control.launching import bare_spec
+from posttrain.control.requests import job_of
 from posttrain.domain.errors import NotFoundError
-from posttrain.domain.jobs import JobSpec
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.requests import JobRef
 from posttrain.domain.validation import nearest
 from posttrain.execution.ports import Executor
 
@@ -24,7 +24,7 @@ class LogFile:
     stage: str
     attempt: int
     path: Path
-    job: JobSpec
+    job: JobRef
     executor: Executor
 
     def read(self, start: int = 0) -> tuple[str, int]:
@@ -49,7 +49,7 @@ def log_files(workspace: Workspace, run_id: str, stage: str | None = None) -> li
         origin, _, name = (row.cached_from or f"{run_id}/{row.name}").rpartition("/")
         for attempt in workspace.ledger.attempts(origin, name):
             folder = workspace.wiring.folder(attempt)
-            job = bare_spec(workspace.wiring, attempt)
+            job = job_of(workspace.wiring, attempt)
             found.append(LogFile(origin, name, attempt.number, folder.log, job, workspace.wiring.executor))
     return found
 

@@ -93,6 +93,7 @@ class Workspace:
             actor=self.actor,
             slots=max(1, os.cpu_count() or 1),
             trust_rewards=self.trusts_rewards,
+            workspace=self.identity,
         )
         self.catalog = Catalog(self.ledger, self.blobs, self.actor)
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from posttrain.control import budgets
 from posttrain.control.fencing import another_runs, give_up, unheeded
-from posttrain.control.launching import SUBMISSION_UNKNOWN, bare_spec, launch_attempt, look, record_launch, say
+from posttrain.control.launching import SUBMISSION_UNKNOWN, launch_attempt, look, record_launch, say
+from posttrain.control.requests import job_of
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, StaleWriteError
@@ -24,6 +25,11 @@ from posttrain.store.trees import put_tree, stored_sizes
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 STOP_GRACE_SECONDS = 30.0
 PREEMPTIONS_PER_ATTEMPT = 4  # a preempted job did nothing wrong, but a place that always preempts is no place
+
+_ENDED_FOR = {
+    Cause.OUT_OF_MEMORY: (FailureClass.OUT_OF_MEMORY, "out of memory"),
+    Cause.OVERTIME: (FailureClass.BUDGET, "its maximum runtime, by budget.wall_clock, is over"),
+}
 
 
 class Looks:
@@ -42,7 +48,7 @@ class Looks:
     def _all(self) -> dict[str, Observation]:
         launched = [a for a in self._wiring.ledger.attempts(self._run_id) if a.state == AttemptState.LAUNCHED]
         try:
-            seen = self._wiring.executor.observe([bare_spec(self._wiring, attempt) for attempt in launched])
+            seen = self._wiring.executor.observe([job_of(self._wiring, attempt) for attempt in launched])
         except Exception:  # then each is asked for by itself: what concerns one stops no other
             return {}
         return {attempt.name: one for attempt, one in zip(launched, seen, strict=True)}
@@ -101,7 +107,7 @@ def _leaves(wiring: Wiring, attempt: AttemptRecord, result: JobResult, seen: Obs
     now = wiring.clock.now()
     if now - (attempt.launched_at or now) - result.seconds < 2 * LEAVING_SECONDS:
         return True
-    wiring.executor.kill(bare_spec(wiring, attempt))
+    wiring.executor.kill(job_of(wiring, attempt))
     return not look(wiring, attempt).gone
 
 
@@ -167,7 +173,7 @@ def _without_word(
     over = budgets.exhausted(manifest, spent)
     ending = bool(over or run.state == RunState.STOPPING) and not _may_go_on(wiring, attempt)
     if ending and not seen.gone:
-        wiring.executor.kill(bare_spec(wiring, attempt))
+        wiring.executor.kill(job_of(wiring, attempt))
         seen = look(wiring, attempt)
     if not seen.gone:
         return seen
@@ -186,7 +192,7 @@ def _may_go_on(wiring: Wiring, attempt: AttemptRecord) -> bool:
     now = wiring.clock.now()
     if attempt.stop_requested_at is not None:
         return now < attempt.stop_requested_at + STOP_GRACE_SECONDS
-    wiring.executor.signal(bare_spec(wiring, attempt), Signal.STOP)
+    wiring.executor.signal(job_of(wiring, attempt), Signal.STOP)
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_attempt(attempt, reason="StopRequested", stop_requested_at=now)
     return True
@@ -285,8 +291,9 @@ def _lost(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: Attem
     detail = seen.detail or (f"exit code {seen.exit_code}" if seen.exit_code is not None else "its process is gone")
     if seen.state is JobState.UNKNOWN:
         detail = "the executor has no job of that name any more"
-    if seen.cause is Cause.OUT_OF_MEMORY:
-        over = Failure(FailureClass.OUT_OF_MEMORY, f"the executor ended the job: out of memory ({detail})", "oom")
+    if seen.cause in _ENDED_FOR:
+        kind, why = _ENDED_FOR[seen.cause]
+        over = Failure(kind, f"the executor ended the job: {why} ({detail})", seen.cause.value)
         _end(wiring, stage, attempt, JobResult("failed", failure=over), {})
         return
     if seen.cause is Cause.PREEMPTED:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from posttrain.control import budgets, environments
+from posttrain.control.requests import job_of, request_of
 from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens_in, tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import CapacityError, FailureClass, InfrastructureError
-from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobSpec, JobState, Observation, Unknown
+from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobState, Observation, Unknown
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, StageRecord
@@ -69,10 +70,12 @@ def launch_attempt(
     if waits_for_devices(wiring, manifest, stage, trainer):
         return None
     # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
-    folder.write_order(_order(wiring, manifest, stage, attempt))
+    order = _order(wiring, manifest, stage, attempt)
+    folder.write_order(order)
+    request = request_of(wiring, attempt, order, trainer)
     crashpoint("attempt.after_intent")
     try:
-        answer = wiring.executor.submit(attempt_spec(wiring, attempt, trainer))
+        answer = wiring.executor.submit(request)
     except CapacityError as error:  # somebody else was quicker
         say(wiring, stage, WAITING_FOR_DEVICES, str(error))
         return None
@@ -88,7 +91,7 @@ def launch_attempt(
 
 def look(wiring: Wiring, attempt: AttemptRecord) -> Observation:
     """One look at an attempt's job."""
-    return wiring.executor.observe([bare_spec(wiring, attempt)])[0]
+    return wiring.executor.observe([job_of(wiring, attempt)])[0]
 
 
 def waits_for_devices(wiring: Wiring, manifest: Manifest, stage: StageRecord, trainer: Trainer) -> bool:
@@ -126,17 +129,6 @@ def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str, stage: St
         if stage.reason in (WAITING_FOR_DEVICES, SUBMISSION_UNKNOWN):
             transaction.update_stage(stage, reason="Running", message=f"attempt {attempt.number}", next_action="")
     crashpoint("attempt.after_handle")
-
-
-def bare_spec(wiring: Wiring, attempt: AttemptRecord) -> JobSpec:
-    """What an executor needs to find an attempt's job, whatever its order says."""
-    return JobSpec(attempt.name, "", str(wiring.folder(attempt).path))
-
-
-def attempt_spec(wiring: Wiring, attempt: AttemptRecord, trainer: Trainer) -> JobSpec:
-    """The job of an attempt that was launched."""
-    folder = wiring.folder(attempt)
-    return trainer.compile(folder.read_order(), folder.path)
 
 
 def _order(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> JobOrder:

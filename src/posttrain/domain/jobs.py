@@ -93,13 +93,14 @@ def seconds_short(allowed: float | None, declared: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What an executor launches: a module name as a string, never an import."""
+    """What a trainer compiles an order to: a module name as a string, never an import."""
 
     name: str
     module: str  # run as `python -m MODULE ATTEMPT_DIR`
     attempt_dir: str
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: int = 0  # accelerators that it has for itself, where the executor deals them out
+    secrets: tuple[str, ...] = ()  # names of variables that it needs, whose values stay out of everything written
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ class Cause(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     PREEMPTED = "preempted"
     NODE_LOST = "node_lost"
+    OVERTIME = "overtime"  # its maximum runtime was over
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,24 +17,29 @@ from posttrain.domain.jobs import (
     Signal,
     Submission,
 )
+from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.store.attempts import AttemptFolder
 
 
 class Executor(Protocol):
     """Runs jobs somewhere. Every implementation:
 
-    - knows a job by `spec.name` and its attempt folder; it needs nothing that a caller remembered, so any process may
+    - knows a job by its name and its attempt folder; it needs nothing that a caller remembered, so any process may
       submit, observe, signal or kill, before and after crashes of its own and of the executor's helpers;
     - says what it knows and no more: a submission that may have arrived is Unknown, an absence that proves nothing is
       NOT_VISIBLE_YET, and a job is LOST only on proof that nothing of it runs;
     - never starts a job that ended or was lost again of a caller's accord: that is a new attempt. What it does of its
       own accord (a requeue) keeps the name, and counts as another incarnation;
     - lets the job outlive the process that submitted it;
-    - gives no device to two jobs, whoever submitted them: a job has its `spec.devices` from its start until it is gone;
-    - passes `spec.environment` on top of its own environment and runs `python -m MODULE ATTEMPT_DIR`;
+    - gives no device to two jobs, whoever submitted them: a job has those of its `gang` from its start until it is
+      gone;
+    - refuses a request that it cannot meet in full, and drops none of it in silence;
+    - ends a job whose `max_seconds` are over, and waits `grace_seconds` before it kills one;
+    - passes `environment` and the values of `secrets` on top of its own environment and runs
+      `python -m MODULE ATTEMPT_DIR`;
     - bounds every wait.
 
-    Only `submit` reads more of a spec than name and folder.
+    Only `submit` needs the request; everything else finds the job by a `JobRef`.
     """
 
     @property
@@ -52,30 +57,31 @@ class Executor(Protocol):
         Where it does not, a caller that submits anew before absence is proven may start a second job of that name.
         """
 
-    def submit(self, spec: JobSpec) -> Submission:
+    def submit(self, request: JobRequest) -> Submission:
         """Create the job of that name, or find it.
 
         Raises:
+            InputError: it asks for something that this executor never gives.
             CapacityError: devices that it needs are taken; it was not started, and trying again is safe.
             InfrastructureError: it was refused or could not be started; nothing runs, and trying again is safe.
             WorkspaceError: the attempt folder cannot be written.
         """
 
-    def observe(self, jobs: Sequence[JobSpec]) -> list[Observation]:
+    def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """One look at each of the jobs, in their order, with as few questions to whoever runs them as can be.
 
         Raises:
             InfrastructureError: nobody answers; that says nothing of the jobs.
         """
 
-    def signal(self, spec: JobSpec, word: Signal) -> None:
+    def signal(self, job: JobRef, word: Signal) -> None:
         """Ask the job for something by its channel; return at once. A job that starts late finds the request and obeys.
 
         Raises:
             InfrastructureError, WorkspaceError: the request could not be left.
         """
 
-    def kill(self, spec: JobSpec) -> None:
+    def kill(self, job: JobRef) -> None:
         """End the job: terminate, a while later kill. Whether it is gone, `observe` says; a job nobody has is no error.
 
         Raises:
@@ -83,10 +89,10 @@ class Executor(Protocol):
             DeadlineError: it survived being killed (a process stuck in the kernel, an unreachable node).
         """
 
-    def list(self, prefix: str) -> list[str]:
-        """The names of its jobs that begin with `prefix` and are not known to have ended."""
+    def list(self, prefix: str) -> list[Listed]:
+        """Its jobs whose names begin with `prefix` and are not known to have ended."""
 
-    def logs(self, spec: JobSpec, cursor: int = 0) -> LogPage:
+    def logs(self, job: JobRef, cursor: int = 0) -> LogPage:
         """What the job printed, from `cursor` on: whole lines, as many as fit a page; nothing where there is no log."""
 
     def capacity(self) -> Capacity:

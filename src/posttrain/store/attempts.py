@@ -4,6 +4,7 @@
 
     ATTEMPT_DIR/
         job.json            JobOrder, written before the launch
+        request.json        JobRequest, written once and submitted as written, whoever submits it
         start.json events/ samples/ summary.json controls/ result.json     the attempt's channel: see `store.channel`
         control.json        how older jobs are told to stop: {"stop": bool, "checkpoint": how many}
         checkpoints/step-00000120/   COMMIT last: a folder without it does not exist for anybody

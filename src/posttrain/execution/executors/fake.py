@@ -15,7 +15,6 @@ from posttrain.domain.jobs import (
     Capacity,
     Cause,
     Exists,
-    JobSpec,
     JobState,
     LogPage,
     Observation,
@@ -23,6 +22,7 @@ from posttrain.domain.jobs import (
     Submission,
     Unknown,
 )
+from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.execution.logs import read_log
 from posttrain.store.attempts import AttemptFolder
 
@@ -50,7 +50,7 @@ class Hostility:
 
 @dataclass
 class _Job:
-    spec: JobSpec
+    spec: JobRequest
     seen: Observation
     visible: float  # from when on it is seen
     begun: float
@@ -71,17 +71,17 @@ class FakeExecutor:
 
     def __init__(
         self,
-        on_launch: Callable[[JobSpec], int | None] | None = None,
+        on_launch: Callable[[JobRequest], int | None] | None = None,
         now: Callable[[], float] = time.time,
         hostility: Hostility | None = None,
     ) -> None:
-        self.launched: list[JobSpec] = []  # each job once, in order
+        self.launched: list[JobRequest] = []  # each job once, in order
         self.cancelled: list[str] = []  # names of live jobs that were killed
         self.room = Capacity()
         self.hostility = hostility or Hostility()
         self._on_launch = on_launch
         self._jobs: dict[str, list[_Job]] = {}
-        self._coming: list[tuple[float, JobSpec]] = []
+        self._coming: list[tuple[float, JobRequest]] = []
         self._asked: dict[str, float] = {}  # name → when it was last submitted
         self._now, self._born = now, now()
 
@@ -90,55 +90,57 @@ class FakeExecutor:
         """See `Executor.idempotent`."""
         return self.hostility.idempotent
 
-    def submit(self, spec: JobSpec) -> Submission:
+    def submit(self, request: JobRequest) -> Submission:
         """See `Executor.submit`."""
         hostility = self.hostility
-        self._asked[spec.name] = self._now()
+        self._asked[request.name] = self._now()
         self._arrive()
         if self._take("lose_requests"):
             return Unknown("no answer")
         if self._take("late_requests"):
-            self._coming.append((self._now() + hostility.visible_after, spec))
+            self._coming.append((self._now() + hostility.visible_after, request))
             return Unknown("no answer")
-        had = spec.name in self._jobs
+        had = request.name in self._jobs
         for _ in range(2 if self._take("twice") else 1):
-            if not self._jobs.get(spec.name) or not hostility.idempotent:
-                self._start(spec, self._now() + hostility.visible_after)
+            if not self._jobs.get(request.name) or not hostility.idempotent:
+                self._start(request, self._now() + hostility.visible_after)
         if self._take("lose_answers"):
             return Unknown("no answer")
-        handle = f"fake-{spec.name}"
+        handle = f"fake-{request.name}"
         return Exists(handle) if had and hostility.idempotent else Accepted(handle)
 
-    def observe(self, jobs: Sequence[JobSpec]) -> list[Observation]:
+    def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """See `Executor.observe`."""
         if self._take("silent"):
             raise InfrastructureError("the scheduler does not answer; look again")
         self._arrive()
         return [self._look(job.name) for job in jobs]
 
-    def signal(self, spec: JobSpec, word: Signal) -> None:
+    def signal(self, job: JobRef, word: Signal) -> None:
         """See `Executor.signal`."""
-        if Path(spec.attempt_dir).is_dir():
-            folder = AttemptFolder(Path(spec.attempt_dir))
+        if Path(job.attempt_dir).is_dir():
+            folder = AttemptFolder(Path(job.attempt_dir))
             folder.request_stop() if word is Signal.STOP else folder.request_checkpoint()
 
-    def kill(self, spec: JobSpec) -> None:
+    def kill(self, job: JobRef) -> None:
         """See `Executor.kill`; nothing is waited for."""
         self._arrive()
         if self._take("deaf"):
             return
-        if any(job.seen.live for job in self._jobs.get(spec.name, ())):
-            self.cancelled.append(spec.name)
-            self.finish(spec.name, _TERMINATED)
+        if any(one.seen.live for one in self._jobs.get(job.name, ())):
+            self.cancelled.append(job.name)
+            self.finish(job.name, _TERMINATED)
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> list[Listed]:
         """See `Executor.list`."""
         self._arrive()
-        return sorted(name for name in self._jobs if name.startswith(prefix) and self._look(name).live)
+        names = sorted(name for name in self._jobs if name.startswith(prefix) and self._look(name).live)
+        asked = [self._jobs[name][-1].spec for name in names]
+        return [Listed(request.name, request.labels, request.epoch) for request in asked]
 
-    def logs(self, spec: JobSpec, cursor: int = 0) -> LogPage:
+    def logs(self, job: JobRef, cursor: int = 0) -> LogPage:
         """See `Executor.logs`."""
-        return read_log(AttemptFolder(Path(spec.attempt_dir)).log, cursor)
+        return read_log(AttemptFolder(Path(job.attempt_dir)).log, cursor)
 
     def capacity(self) -> Capacity:
         """See `Executor.capacity`: what a test says it is; by default it deals out nothing."""
@@ -160,7 +162,7 @@ class FakeExecutor:
             job.begun, job.ended = now, None
             job.seen = Observation(JobState.RUNNING, incarnation=job.seen.incarnation + 1)
 
-    def _start(self, spec: JobSpec, visible: float) -> None:
+    def _start(self, spec: JobRequest, visible: float) -> None:
         job = _Job(spec, Observation(JobState.RUNNING), visible, self._now())
         self._jobs.setdefault(spec.name, []).append(job)
         self.launched.append(spec)

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -19,18 +20,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-from posttrain.domain.errors import CapacityError, DeadlineError, InfrastructureError
+from posttrain.domain.errors import CapacityError, DeadlineError, InfrastructureError, InputError
 from posttrain.domain.jobs import (
     Accepted,
     Capacity,
+    Cause,
     Exists,
-    JobSpec,
     JobState,
     LogPage,
     Observation,
     Signal,
     Submission,
 )
+from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.execution import processes
 from posttrain.execution.executors.local.devices import FOLDER_VARIABLE, Devices, holders
 from posttrain.execution.executors.local.forkserver import ForkServer
@@ -42,7 +44,7 @@ from posttrain.store.attempts import AttemptFolder
 
 _SUPERVISOR = "posttrain.execution.executors.local.supervisor"
 _LAUNCH_SECONDS = 60.0  # a cold start of Python on a busy machine
-_TERMINATE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+_GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL, of jobs of before that say nothing
 _KILL_SECONDS = 10.0  # for the kernel to take a killed process away
 _POLL_SECONDS = 0.02
 _NODE = os.uname().nodename
@@ -72,11 +74,12 @@ class LocalExecutor:
         self._list, self._devices = devices, Devices()
         self._listed = False
 
-    def submit(self, spec: JobSpec) -> Submission:
+    def submit(self, request: JobRequest) -> Submission:
         """See `Executor.submit`; the handle is the supervisor's pid. Whether it has one is never unknown."""
         if not processes.supported():
             raise InfrastructureError("the local executor needs Linux's /proc, which is not there; run on Linux")
-        folder = _folder(spec)
+        refuse_elsewhere(request)
+        folder = _folder(request)
         make_folder(folder)
         deadline, ours = time.monotonic() + _LAUNCH_SECONDS, False
         while True:
@@ -84,11 +87,11 @@ class LocalExecutor:
             if claim is not None:
                 return Accepted(str(claim["pid"])) if ours else Exists(str(claim["pid"]))
             if time.monotonic() >= deadline:
-                _withdraw(folder, spec)
+                _withdraw(folder, request)
                 continue
-            code = self._start(folder, spec)
+            code = self._start(folder, request)
             if code == NO_DEVICE:
-                raise CapacityError(self.capacity().lack(spec.devices) or "its devices were taken a moment ago")
+                raise CapacityError(self.capacity().lack(request.devices) or "its devices were taken a moment ago")
             ours = code == 0
             if code == ALREADY_CLAIMED:
                 time.sleep(_POLL_SECONDS)  # somebody holds the lock and has not written the claim yet
@@ -108,53 +111,87 @@ class LocalExecutor:
             self._devices, self._listed = self._list(), True
         return self._devices
 
-    def observe(self, jobs: Sequence[JobSpec]) -> list[Observation]:
+    def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """See `Executor.observe`."""
         return [_observe(_folder(job)) for job in jobs]
 
-    def signal(self, spec: JobSpec, word: Signal) -> None:
+    def signal(self, job: JobRef, word: Signal) -> None:
         """See `Executor.signal`."""
-        folder = _folder(spec)
+        folder = _folder(job)
         if folder.is_dir():
             attempt = AttemptFolder(folder)
             attempt.request_stop() if word is Signal.STOP else attempt.request_checkpoint()
 
-    def kill(self, spec: JobSpec) -> None:
+    def kill(self, job: JobRef) -> None:
         """See `Executor.kill`; returns when the job is gone."""
-        folder = _folder(spec)
-        steps: list[tuple[Callable[[Any], None], float]] = [
-            (_terminate, _TERMINATE_SECONDS),
+        folder = _folder(job)
+        grace = float((read_json(folder / "spec.json") or {}).get("grace_seconds", _GRACE_SECONDS))
+        steps: list[tuple[Callable[[Path, Any], None], float]] = [
+            (_terminate, grace),
             (_kill_job, _KILL_SECONDS),
             (_kill_supervisor, _KILL_SECONDS),
         ]
         for act, seconds in steps:
-            act(read_json(folder / "supervisor.json") or {})
+            act(folder, read_json(folder / "supervisor.json") or {})
             if _poll(lambda: _observe(folder).gone, seconds):
                 return
-        raise DeadlineError(f"job {spec.name} is still there after SIGKILL; look at its process, then try again")
+        raise DeadlineError(f"job {job.name} is still there after SIGKILL; look at its process, then try again")
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> list[Listed]:
         """See `Executor.list`."""
         found = []
         for claim in self._runs.glob("*/*/*/supervisor.json") if self._runs else ():
-            run, stage, number = claim.parts[-4:-1]
-            name = f"{run}-{stage}-{int(number)}" if number.isdigit() else ""
-            if name.startswith(prefix) and name and _observe(claim.parent).live:
-                found.append(name)
-        return sorted(found)
+            folder = claim.parent
+            if (folder / "exit.json").exists():  # one look is enough for the many that ended
+                continue
+            asked = read_json(folder / "spec.json") or {}
+            name = str(asked.get("name", ""))
+            if name and name.startswith(prefix) and _observe(folder).live:
+                found.append(Listed(name, asked.get("labels") or {}, int(asked.get("epoch", 0))))
+        return sorted(found, key=lambda job: job.name)
 
-    def logs(self, spec: JobSpec, cursor: int = 0) -> LogPage:
+    def logs(self, job: JobRef, cursor: int = 0) -> LogPage:
         """See `Executor.logs`."""
-        return read_log(_folder(spec) / "log.txt", cursor)
+        return read_log(_folder(job) / "log.txt", cursor)
 
-    def _start(self, folder: Path, spec: JobSpec) -> int:
-        machine = self._machine() if spec.devices else Devices()
-        reserved = {"machine": asdict(machine), "devices": spec.devices if machine.names else 0}
-        write_json(folder / "spec.json", {**asdict(spec), "environment": dict(spec.environment), **reserved})
+    def _start(self, folder: Path, request: JobRequest) -> int:
+        machine = self._machine() if request.devices else Devices()
+        reserved = {"machine": asdict(machine), "devices": request.devices if machine.names else 0}
+        write_json(folder / "spec.json", {**asdict(request), **reserved})
         code = None
         if self._forks is not None:
-            code = self._forks.start(folder, job_environment(spec.environment), _LAUNCH_SECONDS)
-        return code if code in _ANSWERS else _start_supervisor(folder, spec)
+            code = self._forks.start(folder, job_environment(request.environment), _LAUNCH_SECONDS)
+        return code if code in _ANSWERS else _start_supervisor(folder, request)
+
+
+def refuse_elsewhere(request: JobRequest) -> None:
+    """Refuse what one machine without a scheduler does not give.
+
+    Raises:
+        InputError: more than one pod, more than the machine has, another environment, a secret that nobody set.
+    """
+    group = request.gang[0]
+    here = "the local executor runs one pod on this machine, in this environment"
+    wanted = {
+        f"{len(request.gang)} groups of pods": len(request.gang) > 1,
+        f"{group.min} to {group.max} pods": (group.min, group.max) != (1, 1),
+        f"{group.kind} as its kind of GPU": bool(group.kind),
+        f"{group.topology} as its topology": bool(group.topology),
+        f"image {request.image}": bool(request.image),
+    }
+    for what, asked in wanted.items():
+        if asked:
+            raise InputError(f"job {request.name} asks for {what}; {here}: ask for less, or go elsewhere")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for what, needed, has in (("cpus", group.cpus, os.cpu_count() or 1), ("bytes of memory", group.memory, memory)):
+        if needed > has:
+            raise InputError(f"job {request.name} asks for {needed} {what}, this machine has {has}; ask for less")
+    lacking = [name for name in request.secrets if name not in job_environment({})]
+    if lacking:
+        raise InputError(
+            f"job {request.name} needs {', '.join(lacking)} in the environment of whoever drives its run, where it is "
+            "not set (or is a tracker's or Python's, which jobs do not get); export it"
+        )
 
 
 def _observe(folder: Path) -> Observation:
@@ -168,9 +205,9 @@ def _observe(folder: Path) -> Observation:
     record = read_json(folder / "exit.json")  # read after the lock was seen free: it is complete or will never be
     seconds = _seconds(folder)
     if record is not None:
-        code = int(record["exit_code"])
-        return Observation(JobState.EXITED, exit_code=code, handle=handle, node=_NODE, seconds=seconds)
-    job = _job(read_json(folder / "supervisor.json"))
+        code, cause = int(record["exit_code"]), Cause.OVERTIME if record.get("overtime") else None
+        return Observation(JobState.EXITED, code, cause=cause, handle=handle, node=_NODE, seconds=seconds)
+    job = _job(folder, read_json(folder / "supervisor.json"))
     if job is not None and not _poll(lambda: processes.kill_group(*job), _KILL_SECONDS):
         resists = f"its supervisor is gone and process {job[0]} resists being killed"
         return Observation(JobState.RUNNING, detail=resists, handle=handle, node=_NODE, seconds=seconds)
@@ -196,11 +233,11 @@ def _unlockable(machine: Devices, error: OSError) -> InfrastructureError:
     )
 
 
-def _folder(spec: JobSpec) -> Path:
-    return Path(spec.attempt_dir).absolute()
+def _folder(job: JobRef) -> Path:
+    return Path(job.attempt_dir).absolute()
 
 
-def _start_supervisor(folder: Path, spec: JobSpec) -> int:
+def _start_supervisor(folder: Path, request: JobRequest) -> int:
     """Start one and wait until it has the attempt or knows that another one has; its exit code.
 
     Raises:
@@ -218,18 +255,18 @@ def _start_supervisor(folder: Path, spec: JobSpec) -> int:
     except subprocess.TimeoutExpired:
         process.kill()  # what it has forked is in a session of its own, and lives
         process.wait()
-        _withdraw(folder, spec)
+        _withdraw(folder, request)
         return ALREADY_CLAIMED
     except OSError as error:
         raise unwritable(folder, error) from error
     if code not in _ANSWERS:
         raise InfrastructureError(
-            f"the supervisor of {spec.name} failed with exit code {code}; see {folder / 'log.txt'}"
+            f"the supervisor of {request.name} failed with exit code {code}; see {folder / 'log.txt'}"
         )
     return code
 
 
-def _withdraw(folder: Path, spec: JobSpec) -> None:
+def _withdraw(folder: Path, job: JobRef) -> None:
     """Claim the attempt for nobody, so that a supervisor that comes late starts nothing; return if one has come.
 
     Raises:
@@ -238,7 +275,7 @@ def _withdraw(folder: Path, spec: JobSpec) -> None:
     nobody = {"pid": os.getpid(), "identity": ""}  # an identity that no process has
     if create_json(folder / "supervisor.json", nobody):
         raise InfrastructureError(
-            f"the supervisor of {spec.name} did not start within {_LAUNCH_SECONDS:g} s; "
+            f"the supervisor of {job.name} did not start within {_LAUNCH_SECONDS:g} s; "
             "try again when the machine is less busy"
         )
 
@@ -258,24 +295,38 @@ def _supervised(folder: Path) -> bool:
     return False
 
 
-def _job(claim: Any) -> tuple[int, str] | None:
-    return (claim["job_pid"], claim["job_identity"]) if claim and "job_pid" in claim else None
+def _job(folder: Path, claim: Any) -> tuple[int, str] | None:
+    """The pid and identity of the job that runs in the folder; None in a copy of the folder that it runs in."""
+    if not claim or "job_pid" not in claim or _of_another(folder, claim["job_pid"]):
+        return None
+    return (claim["job_pid"], claim["job_identity"])
 
 
-def _terminate(claim: Any) -> None:
-    job = _job(claim)
+def _of_another(folder: Path, pid: int) -> bool:
+    """Whether a process runs in another folder that is still there: this one is a copy of that. Neither the supervisor
+    nor the job changes its folder; one that was moved is the same.
+    """
+    try:
+        place = os.stat(f"/proc/{pid}/cwd")
+        return place.st_nlink > 0 and stat.S_ISDIR(place.st_mode) and not os.path.samestat(place, os.stat(folder))
+    except OSError:  # it is gone, or somebody else's now
+        return False
+
+
+def _terminate(folder: Path, claim: Any) -> None:
+    job = _job(folder, claim)
     if job is not None:
         processes.send(*job, signal.SIGTERM)
 
 
-def _kill_job(claim: Any) -> None:
-    job = _job(claim)
+def _kill_job(folder: Path, claim: Any) -> None:
+    job = _job(folder, claim)
     if job is not None:
         processes.kill_group(*job)
 
 
-def _kill_supervisor(claim: Any) -> None:
-    if claim:
+def _kill_supervisor(folder: Path, claim: Any) -> None:
+    if claim and not _of_another(folder, claim["pid"]):
         processes.send(claim["pid"], claim["identity"], signal.SIGKILL)
 
 

@@ -129,10 +129,11 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
         signal.signal(number, lambda n, _frame: os.kill(job, n))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     crashpoint("supervisor.after_spawn")
-    code = _wait(job, folder / "result.json", lambda: _beat(folder, started, begun, taken))
-    seconds = time.monotonic() - begun
+    limit = _Limit(spec.get("max_seconds") or math.inf, spec.get("grace_seconds", 0.0), begun, folder / "log.txt")
+    code = _wait(job, folder / "result.json", lambda: _beat(folder, started, begun, taken), limit)
+    ended = {"exit_code": code, "at": time.time(), "seconds": time.monotonic() - begun, "overtime": limit.over}
     crashpoint("supervisor.before_exit_record")
-    write_json(folder / "exit.json", {"exit_code": code, "at": time.time(), "seconds": seconds})
+    write_json(folder / "exit.json", ended)
 
 
 def _beat(folder: Path, started: float, begun: float, taken: devices.Taken) -> None:
@@ -201,7 +202,26 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _wait(job: int, result: Path, beat: Callable[[], None]) -> int:
+class _Limit:
+    """A job's maximum runtime: once it is over the job is asked to end, and killed after its grace."""
+
+    def __init__(self, seconds: float, grace: float, begun: float, log: Path) -> None:
+        self.over = False
+        self._seconds, self._grace, self._begun, self._log = seconds, grace, begun, log
+
+    def enforce(self, job: int) -> None:
+        """Called again and again while the job runs; its number is its group's."""
+        ran = time.monotonic() - self._begun
+        if ran > self._seconds and not self.over:
+            self.over = True
+            os.kill(job, signal.SIGTERM)
+            with suppress(OSError), open(self._log, "a", opener=private) as log:
+                log.write(f"the job's maximum runtime of {self._seconds:g} s is over: it is ended\n")
+        elif ran > self._seconds + self._grace:
+            os.killpg(job, signal.SIGKILL)
+
+
+def _wait(job: int, result: Path, beat: Callable[[], None], limit: _Limit) -> int:
     """The job's exit code, negative for a signal. What it started dies with it.
 
     A job that has left its result may take `LEAVING_SECONDS` to go: nothing else of its run starts before it has.
@@ -209,6 +229,7 @@ def _wait(job: int, result: Path, beat: Callable[[], None]) -> int:
     ended, since = os.pidfd_open(job), math.inf
     while not select.select([ended], [], [], HEARTBEAT_SECONDS)[0]:
         beat()
+        limit.enforce(job)
         since = min(since, time.monotonic()) if result.exists() else math.inf
         if time.monotonic() - since > LEAVING_SECONDS:
             os.killpg(job, signal.SIGKILL)

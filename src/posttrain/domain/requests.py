@@ -1,0 +1,121 @@
+"""What is asked of an executor: a job with its pods, its limits and whom it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from posttrain.domain.errors import InputError
+
+REQUEST_SCHEMA = 1
+WORKSPACE, RUN, STAGE = "workspace", "run", "stage"  # labels that every request has
+_SECRETS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS", "KEY"})
+
+
+class JobRef(Protocol):
+    """What finds a job: its name, and the folder of its attempt."""
+
+    @property
+    def name(self) -> str:
+        """Deterministic external name, `RUN-STAGE-ATTEMPT`."""
+
+    @property
+    def attempt_dir(self) -> str:
+        """The attempt's folder, absolute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job to look for, whatever was asked for it."""
+
+    name: str
+    attempt_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class PodGroup:
+    """Pods that are alike: `PodGroup("main", gpus=2)`. An executor that cannot give what is asked refuses it."""
+
+    name: str = "main"
+    min: int = 1  # pods without which none starts
+    max: int = 1
+    cpus: int = 0  # that each pod needs; 0: whatever there is
+    memory: int = 0  # bytes that each pod needs; 0: whatever there is
+    gpus: int = 0  # that each pod has for itself
+    kind: str = ""  # of GPU, as the place calls it; empty: any
+    topology: str = ""  # what its pods must share, as the place calls it (a rack); empty: nothing
+    reclaimable: bool = False  # pods beyond `min` may be taken away while the job runs
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min <= self.max or self.max < 1:
+            raise InputError(
+                f"gang: group {self.name!r} must have 0 <= min <= max, max >= 1, got {self.min}, {self.max}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A job as it is submitted: `python -m MODULE ATTEMPT_DIR`, in each pod of its gang.
+
+    It is written down with its attempt before it is submitted, and every process submits what was written: no value of
+    a secret is in it, and nothing of the environment of whoever submits but what `environment` lists.
+
+    Raises:
+        InputError: groups of one name, or a variable whose name says that it is a secret.
+    """
+
+    name: str
+    module: str
+    attempt_dir: str  # not written down: the workspace may be moved
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables, on top of the place's own
+    gang: tuple[PodGroup, ...] = (PodGroup(),)
+    image: str = ""  # digest of what it runs in; empty: an environment like this one, which the order names by digest
+    secrets: tuple[str, ...] = ()  # names of variables whose values the place has
+    max_seconds: float | None = None  # from its start; then it is ended
+    grace_seconds: float = 10.0  # between asking it to end (SIGTERM) and killing it
+    labels: Mapping[str, str] = field(default_factory=dict)  # whom it belongs to
+    epoch: int = 0  # of the attempt: later ones of its stage have larger numbers
+
+    def __post_init__(self) -> None:
+        names = [group.name for group in self.gang]
+        if not names or len(set(names)) < len(names):
+            raise InputError(f"gang: must have groups, each with a name of its own, got {', '.join(names) or 'none'}")
+        for name in self.environment:
+            if _SECRETS & set(name.upper().split("_")):
+                raise InputError(f"environment: {name} must not be written down; name it in secrets")
+
+    @property
+    def devices(self) -> int:
+        """Accelerators that it has for itself."""
+        return sum(group.gpus * group.max for group in self.gang)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the folder."""
+        return {"schema": REQUEST_SCHEMA} | {key: item for key, item in asdict(self).items() if key != "attempt_dir"}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], attempt_dir: str) -> JobRequest:
+        """The inverse of `to_json`.
+
+        Raises:
+            InputError: another version of Posttrain wrote it.
+            KeyError, TypeError: it is damaged.
+        """
+        if value["schema"] != REQUEST_SCHEMA:
+            raise InputError(
+                f"job request must be of schema {REQUEST_SCHEMA}, got {value['schema']!r}; "
+                "drive the run with the version of Posttrain that wrote it"
+            )
+        known = {key: item for key, item in value.items() if key != "schema"}
+        gang = tuple(PodGroup(**group) for group in known.pop("gang"))
+        return cls(**{**known, "attempt_dir": attempt_dir, "gang": gang, "secrets": tuple(known["secrets"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A job that an executor has: its name, and what its request said of whom it belongs to."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    epoch: int = 0

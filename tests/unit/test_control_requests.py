@@ -1,0 +1,134 @@
+"""What an attempt asks of its executor is written down once, and submitted as written by whoever gets to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_bench import TRAIN_ONLY, Bench, train
+
+from posttrain.control import requests
+from posttrain.domain.errors import InputError
+from posttrain.domain.jobs import Cause, JobSpec
+from posttrain.domain.requests import JobRequest, PodGroup
+from posttrain.execution.trainers.native import NativeTrainer
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, {"sft": [train()]})
+
+
+def compiles(monkeypatch: pytest.MonkeyPatch, **words: Any) -> None:
+    def compile(_: NativeTrainer, order: Any, folder: Path) -> JobSpec:
+        return JobSpec(order.name, **{"module": "first", "attempt_dir": str(folder), **words})
+
+    monkeypatch.setattr(NativeTrainer, "compile", compile)
+
+
+def dies_before_submitting(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run whose driver died when its attempt's request was written."""
+
+    def dies(name: str) -> None:
+        raise KeyboardInterrupt(name)
+
+    run_id = bench.submit(**TRAIN_ONLY)
+    bench.reconciler.tick(run_id)
+    with monkeypatch.context() as patch:
+        patch.setattr("posttrain.control.launching.crashpoint", dies)
+        with pytest.raises(KeyboardInterrupt):
+            bench.reconciler.tick(run_id)
+    return run_id
+
+
+def test_a_request_says_whose_it_is_and_how_long_it_may_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles(monkeypatch, environment={"OMP_NUM_THREADS": "3"}, devices=2, secrets=("HF_TOKEN",))
+    run_id = bench.submit(**TRAIN_ONLY, budget={"wall_clock": "1h"})
+    assert bench.drive(run_id).state == "succeeded"
+    [asked] = bench.executor.launched
+    assert (asked.name, asked.module, asked.epoch) == (f"{run_id}-sft-1", "first", 1)
+    assert asked.labels == {"workspace": "", "run": run_id, "stage": "sft"}
+    assert (asked.gang, asked.devices, asked.secrets) == ((PodGroup(gpus=2),), 2, ("HF_TOKEN",))
+    assert asked.environment == {"OMP_NUM_THREADS": "3"}
+    assert asked.max_seconds is not None
+    assert 3600 < asked.max_seconds <= 3600 + requests._OVERTIME_SECONDS
+
+
+def test_a_second_driver_submits_what_the_first_wrote(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiles(monkeypatch)
+    run_id = dies_before_submitting(bench, monkeypatch)
+    compiles(monkeypatch, module="second", devices=7)
+    assert bench.drive(run_id).state == "succeeded"
+    [asked] = bench.executor.launched
+    assert (asked.module, asked.devices) == ("first", 0)
+    written = json.loads((Path(asked.attempt_dir) / "request.json").read_bytes())
+    assert "attempt_dir" not in written, "the workspace may be moved"
+    assert JobRequest.from_json(written, asked.attempt_dir) == asked
+
+
+def test_of_two_drivers_that_write_at_once_the_first_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles(monkeypatch, module="second")
+    create = requests.create_json
+
+    def late(path: Path, value: dict[str, Any]) -> bool:
+        create(path, {**value, "module": "first"})
+        return create(path, value)
+
+    monkeypatch.setattr(requests, "create_json", late)
+    assert bench.drive(bench.submit(**TRAIN_ONLY)).state == "succeeded"
+    assert [asked.module for asked in bench.executor.launched] == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        ({"gang": [{"name": "main", "colour": "red"}]}, "request.json cannot be read"),
+        ({"schema": 99}, "job request must be of schema 1, got 99"),
+    ],
+)
+def test_a_request_that_cannot_be_read_ends_the_attempt_and_names_the_file(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any], what: str
+) -> None:
+    run_id = dies_before_submitting(bench, monkeypatch)
+    path = bench.wiring.folder(bench.ledger.attempts(run_id)[0]).path / "request.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **damage}))
+    assert bench.drive(run_id).state == "failed"
+    assert what in bench.stage(run_id, "sft").message
+    assert bench.executor.launched == []
+
+
+def test_a_job_that_the_executor_ended_for_its_runtime_has_spent_the_budget(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit(**TRAIN_ONLY)
+    while not bench.launched:
+        bench.reconciler.tick(run_id)
+    bench.executor.lose(bench.ledger.attempts(run_id)[0].name, Cause.OVERTIME)
+    assert bench.drive(run_id).state == "failed"
+    stage = bench.stage(run_id, "sft")
+    assert (stage.reason, len(bench.ledger.attempts(run_id))) == ("BudgetExceeded", 1)
+    assert "its maximum runtime, by budget.wall_clock, is over" in stage.message
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ({"environment": {"HF_TOKEN": "x"}}, "HF_TOKEN must not be written down; name it in secrets"),
+        ({"environment": {"aws_secret_access_key": "x"}}, "aws_secret_access_key must not"),
+        ({"gang": ()}, "got none"),
+        ({"gang": (PodGroup("a"), PodGroup("a"))}, "got a, a"),
+    ],
+)
+def test_a_malformed_request_is_refused(words: dict[str, Any], what: str) -> None:
+    with pytest.raises(InputError, match=what):
+        JobRequest("n", "m", "/a", **words)
+    assert JobRequest("n", "m", "/a", {"TOKENIZERS_PARALLELISM": "false"}).devices == 0
+
+
+@pytest.mark.parametrize(("least", "most"), [(2, 1), (-1, 1), (0, 0)])
+def test_a_group_has_pods(least: int, most: int) -> None:
+    with pytest.raises(InputError, match=f"got {least}, {most}"):
+        PodGroup(min=least, max=most)
