@@ -69,6 +69,8 @@ class Workbench:
         self.folder, self.root = folder, folder / ".posttrain"
         self.pids: defaultdict[Path, set[int]] = defaultdict(set)  # attempt folder → job processes ever seen in it
         self.started: list[subprocess.Popen[str]] = []
+        self.python = sys.executable
+        self.environment: dict[str, str] = {}  # of every command
 
     def copy(self, folder: Path) -> Workbench:
         """The same workspace at another place. Somebody may be reading the ledger meanwhile: SQLite copies it."""
@@ -83,9 +85,9 @@ class Workbench:
         """`posttrain ARGUMENTS…` in the folder, in a session of its own as if typed in another terminal."""
         process = subprocess.Popen(
             # a suite that a shell runs in the background is started with SIGINT ignored, and hands that down
-            ["env", "--default-signal=INT", sys.executable, "-P", "-m", "posttrain", *arguments],
+            ["env", "--default-signal=INT", self.python, "-P", "-m", "posttrain", *arguments],
             cwd=self.folder,
-            env=_environment(env),
+            env=self.variables(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -94,6 +96,10 @@ class Workbench:
         )
         self.started.append(process)
         return process
+
+    def variables(self, changes: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The environment of a command."""
+        return _environment({**self.environment, **(changes or {})})
 
     def finish(self, process: subprocess.Popen[str]) -> Finished:
         """Wait for a command."""

@@ -74,6 +74,7 @@ ALLOWED = {
         'reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", attack), timeout=1.0)',
     ): NEVER,
     ("e2e/fuzzing.py", "time.sleep(0.02)"): POLL,
+    ("e2e/held.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
     (
         "e2e/fuzzing.py",
         "time.sleep(self.rng.uniform(0.1, _LONGEST_STOP))",

@@ -12,7 +12,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from posttrain.app.checks import Check
 from posttrain.app.cluster_checks import check_ray, cluster_checks
 from posttrain.app.cluster_facts import ask_ray, read_machine
 from posttrain.app.confinement import confinement
+from posttrain.app.drivers import DriverKind, RunDriver, run_driver
 from posttrain.app.machine import local_devices
-from posttrain.app.workspace import Workspace, find_workspace, process_alive
+from posttrain.app.workspace import Workspace, find_workspace
 from posttrain.domain.errors import PosttrainError, WorkspaceError
 from posttrain.domain.kinds import CONTROL, KINDS, OWN
-from posttrain.domain.lifecycle import RunState, is_final
+from posttrain.domain.lifecycle import is_final
 from posttrain.domain.plugins import TRAINERS, all_plugins
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
@@ -181,8 +183,8 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
 
 
 def _jobs(workspace: Workspace) -> Iterator[Check]:
-    """Processes that no unfinished attempt knows, runs that nobody drives on, and runs that cannot be read."""
-    orphans, idle = [], []
+    """Processes that no unfinished attempt knows, who drives what, runs that nobody does, runs that are unreadable."""
+    orphans, idle, at_work = [], [], defaultdict(list)
     now = workspace.ledger.clock.now()
     alive = [job.name for job in workspace.wiring.executor.list("")]
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
@@ -192,14 +194,32 @@ def _jobs(workspace: Workspace) -> Iterator[Check]:
         else:
             ended = {a.name for a in workspace.ledger.attempts(run.id) if is_final("attempt", a.state)}
             orphans += [name for name in alive if name in ended]
-        held = run.lease_owner and (run.lease_expires or 0.0) > now and process_alive(run.lease_owner)
-        if run.state in (RunState.PENDING, RunState.RUNNING, RunState.STOPPING) and not held:
-            idle.append(run.id)
+        driver = run_driver(workspace.root, run, now)
+        if driver is not None and driver.kind is DriverKind.NONE:
+            idle.append((run.id, driver))
+        elif driver is not None:
+            at_work[driver].append(run.id)
     if orphans:
         yield Check("jobs", "warn", f"still running though ended: {', '.join(orphans)}", "end these processes")
     else:
         yield Check("jobs", "ok", "no orphaned processes")
+    yield _drivers(at_work)
     if idle:
-        yield Check("runs", "warn", f"nobody drives {', '.join(idle)}", f"posttrain attach {idle[0]}")
+        found = f"nobody drives {', '.join(_undriven(run_id, driver) for run_id, driver in idle)}"
+        yield Check("runs", "warn", found, f"posttrain attach {idle[0][0]}")
     else:
         yield Check("runs", "ok", "none waits for a driver")
+
+
+def _drivers(at_work: Mapping[RunDriver, Sequence[str]]) -> Check:
+    said = [
+        f"{driver} drives {', '.join(runs)}" + (f"; its log: {driver.log}" if driver.log else "")
+        for driver, runs in at_work.items()
+    ]
+    return Check("drivers", "ok", "; ".join(said) or "none at work")
+
+
+def _undriven(run_id: str, driver: RunDriver) -> str:
+    if driver.trouble:
+        return f"{run_id} (its background driver gave it up: {driver.trouble}; log: {driver.log})"
+    return f"{run_id} (its background driver is gone; log: {driver.log})" if driver.log else run_id

@@ -25,9 +25,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from posttrain.app.drivers import driven
 from posttrain.app.reaching import refuse_unreachable
 from posttrain.app.registering import REGISTRIES, register_channel
-from posttrain.app.status import driven
 from posttrain.app.tracked import RunSource
 from posttrain.app.tracking import (
     LOCK,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from posttrain.app.confinement import check_confinement
 from posttrain.app.counting import counter
+from posttrain.app.detaching import detach
+from posttrain.app.drivers import RunDriver
 from posttrain.app.fitting import check_fit
 from posttrain.app.following import Scribe
 from posttrain.app.locks import is_lock, read_lock, refuse_lock
@@ -107,6 +109,16 @@ class Run:
         if check and error:
             raise error
         return record
+
+    def detach(self) -> RunDriver:
+        """Have a background process of this machine drive the run to its end; returns as soon as it has the run.
+
+        Raises:
+            InputError: the run has ended.
+            WorkspaceError: the workspace cannot be written.
+            InfrastructureError: no driver could be started; nothing is left of it.
+        """
+        return detach(self.workspace, self.id)
 
     def why(self) -> explain.Explanation:
         """Where it is and why."""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from posttrain.app.workspace import Workspace, process_alive
+from posttrain.app.drivers import DriverKind, RunDriver, run_driver
+from posttrain.app.workspace import Workspace
 from posttrain.control.budgets import spending
 from posttrain.control.resuming import trained_elsewhere
 from posttrain.control.scores import Scores
@@ -81,7 +82,7 @@ class RunStatus:
     run: RunRecord
     stages: tuple[StageStatus, ...]
     seconds: float  # since it started, until it ended or now
-    driven: bool  # a live process holds its lease
+    driver: RunDriver | None  # None: it has ended
     next_action: str
     trouble: str = ""  # one line when a part of it cannot be read
     warnings: tuple[str, ...] = ()  # of what its probes chose, one line each
@@ -103,7 +104,8 @@ class RunStatus:
             "next_action": self.next_action,
             "trouble": self.trouble,
             "warnings": list(self.warnings),
-            "driven": self.driven,
+            "driven": self.driver is not None and self.driver.kind is not DriverKind.NONE,
+            "driver": self.driver.to_json() if self.driver else None,
             "owner": run.owner,
             "manifest": run.manifest_digest,
             "created_at": run.created_at,
@@ -149,13 +151,13 @@ class RunWatcher:
         if self._manifest is None and not self._trouble:
             self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
         waiting = _waiting_for(self._manifest, rows) if self._manifest else {}
-        is_driven = driven(run, now)
+        driver = run_driver(self._workspace.root, run, now)
         stages = tuple(self._stage(run, row, own, waiting, now) for row, own in zip(rows, attempts, strict=True))
         seconds = (run.finished_at or now) - run.started_at if run.started_at else 0.0
-        action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, is_driven)
+        action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driver)
         metrics = {row.name: row.metrics for row in rows}
         warnings = tuple(choice_warnings(self._manifest, metrics)) if self._manifest else ()
-        return RunStatus(run, stages, max(0.0, seconds), is_driven, action, self._trouble, warnings)
+        return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings)
 
     def watcher(self, stage: str) -> StageWatcher:
         """The facts of one stage that were read so far."""
@@ -210,7 +212,8 @@ class Vigil:
         run, now = self._workspace.ledger.run(self._run_id), self._workspace.ledger.clock.now()
         if is_final("run", run.state):
             return run
-        if driven(run, now):
+        driver = run_driver(self._workspace.root, run, now)
+        if driver is not None and driver.kind is not DriverKind.NONE:
             self._driven_at, self._told = now, False
         elif not self._told and now - self._driven_at >= _ALONE:
             self._told = True
@@ -267,18 +270,12 @@ def _stage_words(run: RunRecord, row: StageRecord, waiting: str) -> tuple[str, s
     return row.message or row.state, row.next_action or f"posttrain why {run.id}"
 
 
-def driven(run: RunRecord, now: float) -> bool:
-    """Whether a live process holds the run's lease."""
-    held = run.lease_owner is not None and (run.lease_expires or 0.0) > now
-    return held and process_alive(str(run.lease_owner))
-
-
-def _run_action(run: RunRecord, driven: bool) -> str:
+def _run_action(run: RunRecord, driver: RunDriver | None) -> str:
     if run.state == RunState.SUCCEEDED:
         return f"posttrain lineage {run.id} shows what it was made from"
-    if is_final("run", run.state):
+    if driver is None:
         return run.next_action or f"posttrain why {run.id}"
-    if driven:
+    if driver.kind is not DriverKind.NONE:
         return f"posttrain get {run.id} --watch"
     return f"posttrain attach {run.id} drives it on (no process does now)"
 

@@ -222,7 +222,9 @@ def process_alive(owner: str) -> bool:
     if host != socket.gethostname() or not pid.isdigit():
         return True
     try:
-        return abs(psutil.Process(int(pid)).create_time() - float(started)) < 0.05
+        process = psutil.Process(int(pid))
+        gone = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # not reaped yet, by whoever started it
+        return not gone and abs(process.create_time() - float(started)) < 0.05
     except (psutil.NoSuchProcess, ValueError):
         return False
 

@@ -158,7 +158,10 @@ class _Stage:
     def _step(self, shown: Sequence[str], command: Sequence[str], expected: int) -> None:
         say(f"$ {' '.join(shown)}")
         sys.stdout.flush()
-        code = subprocess.run(command, cwd=self._folder, env=self._environment, check=False).returncode
+        # without a terminal to read from, Ctrl-C leaves nothing behind that goes on with the story
+        code = subprocess.run(
+            command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, check=False
+        ).returncode
         if code != expected:
             typer.echo(
                 f"error: demo stopped: `{' '.join(shown)}` ended with exit code {code}, expected {expected}; "

@@ -1,4 +1,4 @@
-"""`run`, `attach`, `retry`, `stop`: whoever calls them drives the run until it ends, or until Ctrl-C detaches."""
+"""`run`, `attach`, `retry`, `stop`: whoever calls them drives the run until it ends, or leaves it (`cli.leaving`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, ago, console, digest, duration, say
+from posttrain.cli.console import Output, ago, aside, console, digest, duration, say
+from posttrain.cli.leaving import DETACHED, end_by, heard, leave
 from posttrain.cli.plans import SeedOption, SetOption, changes
 from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError, PosttrainError
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
     from posttrain.domain.records import RunRecord
 
-DETACHED = 130
 RunArgument = Annotated[
     str,
     typer.Argument(
@@ -41,6 +41,9 @@ def _positive(timeout: float | None) -> float | None:
 TimeoutOption = Annotated[
     float | None, typer.Option(callback=_positive, help="Seconds to wait at most; the run is not stopped by that.")
 ]
+DetachOption = Annotated[
+    bool, typer.Option("--detach", help="Let a background driver take the run to its end, and do not wait for it.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -57,38 +60,48 @@ def run(
     timeout: TimeoutOption = None,
     seed: SeedOption = None,
     sets: SetOption = None,
+    detach: DetachOption = False,
 ) -> None:
     """Submit a run and drive it to its end. One submitted before is attached to; the exit code is the outcome."""
     from posttrain.app.runs import submit
     from posttrain.app.workspace import open_workspace
 
+    _refuse_both("run", detach, timeout)
     workspace = open_workspace()
     handle = submit(file, again=again, workspace=workspace, seed=seed, setting=single(sets or ()))
+    if detach and give_away(workspace, handle):
+        return
     greet(handle, again=" (--again starts another)")
     drive(workspace, handle, timeout, f"posttrain run {file}{changes(seed, sets)}")
 
 
-def attach(run: RunArgument, timeout: TimeoutOption = None) -> None:
+def attach(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption = False) -> None:
     """Go back to a run: drive it, or watch whoever does, to its end. The exit code is the outcome, as of `run`."""
     from posttrain.app import runs
     from posttrain.app.workspace import open_workspace
 
+    _refuse_both("attach", detach, timeout)
     workspace = open_workspace()
     handle = runs.run(run, workspace)
+    if detach and give_away(workspace, handle):
+        return
     greet(handle)
     drive(workspace, handle, timeout, f"posttrain attach {handle.id}")
 
 
-def retry(run: RunArgument, timeout: TimeoutOption = None) -> None:
+def retry(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption = False) -> None:
     """Let a stopped or failed run go on from its checkpoints, and drive it."""
     from posttrain.app import runs
     from posttrain.app.workspace import open_workspace
     from posttrain.domain.lifecycle import RunState
 
+    _refuse_both("retry", detach, timeout)
     workspace = open_workspace()
     handle = runs.run(run, workspace)
     if handle.state not in (RunState.PENDING, RunState.RUNNING, RunState.STOPPING):
         handle.retry()
+    if detach and give_away(workspace, handle):
+        return
     say(f"run {handle.id} goes on")
     drive(workspace, handle, timeout, f"posttrain retry {handle.id}")
 
@@ -121,17 +134,17 @@ def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: st
     from posttrain.control.explain import outcome_error
 
     load_ahead(REPORTING)
-    try:
-        with open_display(workspace, handle.id) as display:
-            record = handle.wait(timeout, watch=display)
-    except KeyboardInterrupt:
-        say(
-            "detached; the job goes on. These act on it:",
-            f"  {reattach}    re-attaches and drives the run on",
-            f"  posttrain get {handle.id} --watch    only watches",
-            f"  posttrain stop {handle.id}    stops it",
-        )
-        raise typer.Exit(DETACHED) from None
+    with heard() as signals:
+        try:
+            with open_display(workspace, handle.id) as display:
+                record = handle.wait(timeout, watch=display)
+        except BaseException as ended:
+            if signals.ending is not None:
+                end_by(signals.ending, workspace, handle)
+            if not isinstance(ended, KeyboardInterrupt):
+                raise
+            leave(workspace, handle, reattach)
+            raise typer.Exit(DETACHED) from None
     status = read_status(workspace, handle.id)
     _summary(workspace, handle, status)
     error = outcome_error(record, tuple(stage.record for stage in status.stages))
@@ -139,6 +152,26 @@ def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: st
     if error:  # its line says the reason and the next action
         raise error
     console().print(*run_footer(status), sep="\n")
+
+
+def give_away(workspace: Workspace, handle: Run) -> bool:
+    """Give a run to a background driver and say so in one line on stdout; False: it has ended."""
+    from posttrain.domain.lifecycle import is_final
+
+    if is_final("run", handle.state):
+        return False
+    driver = handle.detach()
+    for warning in handle.warnings:
+        aside(f"warning: {warning}")
+    who = f"driven in the {driver}" if driver.pid else "driven to its end already"
+    say(f"run {handle.id} detached, {who}; posttrain attach {handle.id} returns to it")
+    workspace.close()
+    return True
+
+
+def _refuse_both(verb: str, detach: bool, timeout: float | None) -> None:
+    if detach and timeout is not None:
+        raise InputError(f"{verb}: --timeout bounds the wait and --detach does not wait, got both; leave one out")
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from posttrain.cli import (
     demo,
     driving,
     importing,
+    leaving,
     models,
     plans,
     releases,
@@ -75,7 +76,7 @@ class Commands(TyperGroup):
             raise SystemExit(InputError.exit_code) from error
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
-            raise SystemExit(driving.DETACHED) from None
+            raise SystemExit(leaving.DETACHED) from None
         except (typer.Exit, typer.Abort):
             raise
         except BrokenPipeError:  # `posttrain ls | head -1`: nobody reads on, which is no error of ours
@@ -106,7 +107,7 @@ def _exit_codes() -> Iterator[tuple[int, str]]:
             if "exit_code" in vars(kind):
                 yield kind.exit_code, (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
     yield _UNREAD, "whoever read the output ended (128 + SIGPIPE)"
-    yield driving.DETACHED, "detached by Ctrl-C: the job goes on"
+    yield leaving.DETACHED, "left by Ctrl-C: the run goes on in the background; without a terminal its job does"
 
 
 EPILOG = "\b\n" + "\n".join(

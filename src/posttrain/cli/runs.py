@@ -62,15 +62,16 @@ def ls(
     from posttrain.cli.tables import Column, Grid
 
     words = [Column(title, wraps=True) for title in ("reason", "next action")]
-    table = Grid([Column(), *(Column(title) for title in ("run", "state", "submitted", "took")), *words], heads=3)
+    table = Grid(
+        [Column(), *(Column(title) for title in ("run", "state", "submitted", "took", "driver")), *words], heads=3
+    )
     for status in statuses:
         run = status.run
         mark = Text(glyph(run.state), style=style(run.state))
         reason = status.trouble or under_way(status) or (run.message if run.state != "succeeded" else run.reason)
         action = "" if run.state == "succeeded" and not status.trouble else status.next_action
-        table.row(
-            mark, run.id, run.state, ago(run.created_at), duration(status.seconds), " ".join(reason.split()), action
-        )
+        driver, took = str(status.driver or ""), duration(status.seconds)
+        table.row(mark, run.id, run.state, ago(run.created_at), took, driver, " ".join(reason.split()), action)
     console().print(table)
     for entry in live:
         say(f"channel {entry.channel} → {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence})")

@@ -48,8 +48,12 @@ def run_tree(status: RunStatus) -> Tree:
 
 def run_footer(status: RunStatus) -> list[Text]:
     """Why the run is where it is, and the next action."""
-    run = status.run
+    run, driver = status.run, status.driver
     lines = [Text(f"reason: {run.message or run.reason}"), Text(f"next:   {status.next_action}", style="bold")]
+    if driver is not None:
+        said = f" (it gave the run up: {driver.trouble})" if driver.trouble else ""
+        log = f"; log of the background driver{said}: {driver.log}" if driver.log else ""
+        lines.insert(1, Text(f"driver: {driver}{log}"))
     return [Text(f"error:  {status.trouble}", style=style("error")), *lines] if status.trouble else lines
 
 

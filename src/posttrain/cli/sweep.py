@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli.console import Output, OutputOption, aside, console, emit_json, say, style
-from posttrain.cli.driving import DETACHED, open_quietly
+from posttrain.cli.driving import open_quietly
+from posttrain.cli.leaving import DETACHED
 from posttrain.cli.plans import FileArgument
 from posttrain.domain.overrides import parse_overrides, setting_words, value_words, written
 

@@ -51,7 +51,7 @@ def learning_curve(
         WorkspaceError: `path` cannot be written.
     """
     data = draw_learning_curve(series, boundaries=boundaries, title=title)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two may write it at once
     try:
         partial.write_bytes(data)
         os.replace(partial, path)

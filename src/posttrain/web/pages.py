@@ -65,7 +65,7 @@ def write_page(path: Path, text: str, what: str) -> None:
     Raises:
         WorkspaceError: `path` cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two may write it at once
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate in a response ends no report
         os.replace(partial, path)

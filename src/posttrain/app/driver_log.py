@@ -1,0 +1,100 @@
+"""What a background driver says: lines with their time in a file of bounded size, without what may be a secret.
+
+The process's own stdout and stderr go there too, so a traceback is kept; Python's pass through the same filter.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+MOST_BYTES = 256 * 1024  # then it becomes `KEY.1.log`, in the place of the one before
+_SECRET_NAME = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE
+)
+_USER_INFO = re.compile(r"(://)[^/\s@]+@")
+_SHORTEST = 6  # characters of a value that is hidden: a shorter one is everywhere
+_HIDDEN = "…"
+
+
+class Veil:
+    """Hides the values of variables that are named like secrets, and who logs in at an address."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        named = {value for name, value in environment.items() if _SECRET_NAME.search(name)}
+        self._values = sorted((value for value in named if len(value) >= _SHORTEST), key=len, reverse=True)
+
+    def over(self, text: str) -> str:
+        """The text without them."""
+        for value in self._values:
+            text = text.replace(value, _HIDDEN)
+        return _USER_INFO.sub(rf"\1{_HIDDEN}@", text)
+
+
+class DriverLog(io.TextIOBase):
+    """The log of a background driver; whatever is wrong with its file ends nothing."""
+
+    def __init__(self, path: Path, veil: Veil) -> None:
+        self._path, self._veil = path, veil
+        self._partial = ""
+        self._lock = threading.Lock()
+
+    def say(self, line: str) -> None:
+        """One line, with the time."""
+        self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(line.split())}\n")
+
+    def write(self, text: str) -> int:
+        """Whole lines only, so that a secret is not cut in two."""
+        with self._lock:
+            whole, end, self._partial = (self._partial + text).rpartition("\n")
+            if end:
+                self._put(whole + end)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is held back but a line that has not ended."""
+
+    def bound(self) -> None:
+        """Begin another file where this one is full; what was started with the old one goes on writing to that."""
+        with suppress(OSError):
+            if self._path.stat().st_size >= MOST_BYTES:
+                self._path.replace(previous(self._path))
+            elif os.fstat(1).st_ino == self._path.stat().st_ino:
+                return
+        with suppress(OSError):
+            file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            os.close(file)
+
+    def take_over(self) -> None:
+        """What Python prints from now on goes here."""
+        sys.stdout = sys.stderr = self
+
+    def _put(self, text: str) -> None:
+        with suppress(OSError):  # a full disk
+            os.write(2, self._veil.over(text).encode("utf-8", errors="replace"))
+            self.bound()
+
+
+def previous(path: Path) -> Path:
+    """Where the log before this one is: `KEY.1.log`."""
+    return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
+def last_line(path: Path, start: int) -> str:
+    """The last line that was written from byte `start` on; empty: none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            lines = file.read(MOST_BYTES).decode("utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
