@@ -62,7 +62,7 @@ COMMANDS = {
     "asset ls": ["--output", "-o", "[KIND]"],
     "asset get": ["--output", "-o", "ref"],
     "upgrade": ["--output", "-o"],
-    "doctor": ["--output", "--probe", "--ray", "-o"],
+    "doctor": ["--end-orphans", "--output", "--probe", "--ray", "-o"],
 }
 EXIT_CODES = {
     "PosttrainError": 1,

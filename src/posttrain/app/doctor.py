@@ -24,9 +24,9 @@ from posttrain.app.confinement import confinement
 from posttrain.app.drivers import DriverKind, RunDriver, run_driver
 from posttrain.app.machine import local_devices
 from posttrain.app.workspace import Workspace, find_workspace
+from posttrain.control.orphans import end_orphans, find_orphans
 from posttrain.domain.errors import PosttrainError, WorkspaceError
 from posttrain.domain.kinds import CONTROL, KINDS, OWN
-from posttrain.domain.lifecycle import is_final
 from posttrain.domain.plugins import TRAINERS, all_plugins
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
@@ -40,12 +40,13 @@ _SLOW_FSYNC = 0.05  # seconds: a stage takes about twenty ledger commits
 _RUNS_LOOKED_AT = 50
 
 
-def examine(*, probe: bool = False, ray: str = "") -> list[Check]:
+def examine(*, probe: bool = False, ray: str = "", end: bool = False) -> list[Check]:
     """Every check, the machine first.
 
     Args:
         probe: also start the engine in another process to ask for GPUs (seconds).
         ray: address of a running Ray cluster to ask whether it takes this machine in (seconds).
+        end: also end the workspace's jobs that no live attempt owns.
     """
     facts = read_machine(probe=probe)
     checks = [_python(), _processors(), _threads(), _engine(), *cluster_checks(facts)]
@@ -61,7 +62,11 @@ def examine(*, probe: bool = False, ray: str = "") -> list[Check]:
         return [*checks, Check("workspace", "warn" if missing else "fail", str(error), remedy)]
     try:
         checks += [Check("workspace", "ok", str(workspace.root)), _disk(workspace.root), _fsync(workspace.root)]
-        checks += [_guarded("ledger", lambda: _ledger(workspace)), *_jobs(workspace)]
+        checks += [
+            _guarded("ledger", lambda: _ledger(workspace)),
+            _guarded("jobs", lambda: _orphans(workspace, end)),
+            *_runs(workspace),
+        ]
     finally:
         workspace.close()
     return checks
@@ -182,27 +187,33 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
         return Check(name, "fail", str(error), "restore the workspace from a copy")
 
 
-def _jobs(workspace: Workspace) -> Iterator[Check]:
-    """Processes that no unfinished attempt knows, who drives what, runs that nobody does, runs that are unreadable."""
-    orphans, idle, at_work = [], [], defaultdict(list)
+def _orphans(workspace: Workspace, end: bool) -> Check:
+    """Jobs that no live attempt owns."""
+    ended = end_orphans(workspace.wiring) if end else []
+    found = find_orphans(workspace.wiring)
+    names = [", ".join(job.name for job in jobs) for jobs in (found.ours, found.strangers)]
+    told = [f"still running though no attempt owns them: {names[0]}"] if found.ours else []
+    told += [f"of another workspace, or of where this one was before: {names[1]}"] if found.strangers else []
+    if told:
+        ways = ["posttrain doctor --end-orphans"] if found.ours else []
+        ways += ["posttrain doctor in that workspace, or end these processes"] if found.strangers else []
+        return Check("jobs", "warn", "; ".join([*ended, *told]), "; ".join(ways))
+    return Check("jobs", "ok", "; ".join(ended) or "no orphaned processes")
+
+
+def _runs(workspace: Workspace) -> Iterator[Check]:
+    """Who drives what, runs that nobody does, runs that are unreadable."""
+    idle, at_work = [], defaultdict(list)
     now = workspace.ledger.clock.now()
-    alive = [job.name for job in workspace.wiring.executor.list("")]
     for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
         manifest, trouble = workspace.manifest_or_trouble(run)
         if manifest is None:
             yield Check("run", "fail", f"{run.id}: {trouble}", "restore the workspace from a copy, or run it again")
-        else:
-            ended = {a.name for a in workspace.ledger.attempts(run.id) if is_final("attempt", a.state)}
-            orphans += [name for name in alive if name in ended]
         driver = run_driver(workspace.root, run, now)
         if driver is not None and driver.kind is DriverKind.NONE:
             idle.append((run.id, driver))
         elif driver is not None:
             at_work[driver].append(run.id)
-    if orphans:
-        yield Check("jobs", "warn", f"still running though ended: {', '.join(orphans)}", "end these processes")
-    else:
-        yield Check("jobs", "ok", "no orphaned processes")
     yield _drivers(at_work)
     if idle:
         found = f"nobody drives {', '.join(_undriven(run_id, driver) for run_id, driver in idle)}"

@@ -20,6 +20,7 @@ from posttrain.app.machine import local_devices
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.wiring import Wiring
 from posttrain.data.catalog import Catalog
+from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import PosttrainError, WorkspaceError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord
@@ -42,6 +43,7 @@ SETTINGS = (
 )
 TRUSTED = "trusted"
 _FORMAT = "posttrain.workspace/1"
+_PLACE_DIGITS = 32
 _OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
 
 
@@ -93,7 +95,7 @@ class Workspace:
             actor=self.actor,
             slots=max(1, os.cpu_count() or 1),
             trust_rewards=self.trusts_rewards,
-            workspace=self.identity,
+            workspace=self.place,
         )
         self.catalog = Catalog(self.ledger, self.blobs, self.actor)
 
@@ -133,6 +135,16 @@ class Workspace:
                 record = {**record, "id": uuid.uuid4().hex}
                 write_json(path, record)
         return str(record["id"])
+
+    def place(self) -> str:
+        """What tells its jobs from those of other workspaces: a digest of its identity and of where it is.
+
+        A copy has another, so it never ends the jobs of what it was copied from; so has one that was moved.
+
+        Raises:
+            WorkspaceError: as `identity`.
+        """
+        return digest_json([self.identity(), socket.gethostname(), str(self.root)]).partition(":")[2][:_PLACE_DIGITS]
 
     def seal(self) -> None:
         """Chain the events committed so far; whoever may only read leaves that to the next who writes."""

@@ -133,12 +133,15 @@ def doctor(
         str,
         typer.Option("--ray", metavar="ADDRESS", help="Also ask this Ray cluster whether it takes this machine in."),
     ] = "",
+    end_orphans: Annotated[
+        bool, typer.Option("--end-orphans", help="Also end jobs of this workspace that no attempt owns.")
+    ] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Check this machine and workspace. Each finding comes with its remedy; exit code 10 when one forbids running."""
     from posttrain.app.doctor import examine
 
-    checks = examine(probe=probe, ray=ray)
+    checks = examine(probe=probe, ray=ray, end=end_orphans)
     worst = "fail" if any(c.state == "fail" for c in checks) else "ok"
     if output is Output.JSON:
         emit_json([{"name": c.name, "state": c.state, "finding": c.finding, "remedy": c.remedy} for c in checks])

@@ -30,7 +30,7 @@ class Wiring:
     actor: str  # who acts, as the audit log names it
     slots: int = 1  # jobs of one run at a time
     trust_rewards: bool = False  # rewards may run where the kernel cannot confine them
-    workspace: Callable[[], str] = lambda: ""  # what tells it from others, on the labels of its jobs
+    workspace: Callable[[], str] = lambda: ""  # what tells it from others and from its copies, on its jobs
 
     def manifest(self, run: RunRecord) -> Manifest:
         """The run's locked manifest.

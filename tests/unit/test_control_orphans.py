@@ -1,0 +1,135 @@
+"""Jobs that no live attempt owns are ended; those of another workspace, or of a copy, never."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_world import make_world
+from control_bench import TRAIN_ONLY, Bench, train
+
+from posttrain.app.workspace import init_workspace, open_workspace
+from posttrain.control.orphans import Orphans, end_orphans, find_orphans
+from posttrain.domain.errors import DeadlineError
+from posttrain.domain.jobs import JobState
+from posttrain.domain.requests import Job, JobRef, JobRequest, Listed
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    made = Bench(tmp_path, {"sft": [None, train()]})
+    made.wiring = replace(made.wiring, workspace=lambda: "here")
+    made.reconciler._wiring = made.wiring
+    return made
+
+
+def launched(bench: Bench) -> JobRequest:
+    """The job of a run that goes on."""
+    run_id = bench.submit(**TRAIN_ONLY)
+    count = len(bench.executor.launched)
+    while len(bench.executor.launched) == count:
+        bench.reconciler.tick(run_id)
+    return bench.executor.launched[-1]
+
+
+def alive(bench: Bench, job: JobRef) -> bool:
+    return bench.executor.observe([job])[0].live
+
+
+def orphan(bench: Bench, asked: JobRequest, name: str, **labels: str) -> JobRequest:
+    """A job beside the ones that the ledger knows."""
+    request = replace(asked, name=name, labels={**asked.labels, **labels})
+    bench.scripts["sft"] = [None]
+    bench.executor.submit(request)
+    return request
+
+
+def test_the_jobs_of_live_attempts_are_nobodys_orphans(bench: Bench) -> None:
+    assert find_orphans(bench.wiring) == Orphans()
+    job = launched(bench)
+    assert find_orphans(bench.wiring) == Orphans()
+    assert end_orphans(bench.wiring) == []
+    assert alive(bench, job)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["a run that goes on", "a run that a restored ledger lost"])
+def test_a_job_of_this_workspace_that_no_live_attempt_owns_is_ended(bench: Bench, known: bool) -> None:
+    mine = launched(bench)
+    gone = orphan(bench, mine, "gone-sft-9", **({} if known else {"run": "gone"}))
+    found = Listed(gone.name, gone.labels, 1)
+    assert find_orphans(bench.wiring) == Orphans(ours=(found,))
+    assert end_orphans(bench.wiring) == ["job gone-sft-9 was ended: no attempt owns it"]
+    assert not alive(bench, gone)
+    assert alive(bench, mine)
+    assert find_orphans(bench.wiring) == Orphans()
+
+
+def test_a_job_that_outlived_its_attempt_is_ended(bench: Bench) -> None:
+    job = launched(bench)
+    folder = bench.wiring.folder(bench.ledger.attempts(job.labels["run"])[0])
+    train()(folder)
+    bench.executor.finish(job.name)
+    assert bench.drive(job.labels["run"]).state == "succeeded"
+    bench.executor.requeue(job.name)  # of its own accord
+    assert end_orphans(bench.wiring) == [f"job {job.name} was ended: no attempt owns it"]
+    assert bench.executor.observe([job])[0].state is JobState.EXITED
+
+
+@pytest.mark.parametrize("workspace", ["elsewhere", ""], ids=["another workspace", "a job of before labels"])
+def test_a_job_of_somebody_else_is_told_and_left_alone(bench: Bench, workspace: str) -> None:
+    other = orphan(bench, launched(bench), "other-sft-1", workspace=workspace)
+    assert [job.name for job in find_orphans(bench.wiring).strangers] == ["other-sft-1"]
+    assert end_orphans(bench.wiring) == []
+    assert alive(bench, other)
+
+
+def test_a_workspace_that_does_not_know_itself_ends_nothing(bench: Bench) -> None:
+    job = orphan(bench, launched(bench), "gone-sft-9", workspace="")
+    bench.wiring = replace(bench.wiring, workspace=lambda: "")
+    assert find_orphans(bench.wiring).ours == ()
+    end_orphans(bench.wiring)
+    assert alive(bench, job)
+
+
+def test_one_that_resists_stops_no_other(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = launched(bench)
+    orphan(bench, mine, "a-sft-1")
+    second = orphan(bench, mine, "b-sft-1")
+    kill = bench.executor.kill
+
+    def resists(job: Job) -> None:
+        if job.name == "a-sft-1":
+            raise DeadlineError("still there after SIGKILL")
+        kill(job)
+
+    monkeypatch.setattr(bench.executor, "kill", resists)
+    said = "job a-sft-1, which no attempt owns, could not be ended: still there after SIGKILL"
+    assert end_orphans(bench.wiring) == [said, "job b-sft-1 was ended: no attempt owns it"]
+    assert not alive(bench, second)
+
+
+def test_doctor_tells_of_them_and_ends_them_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(tmp_path, monkeypatch)
+    world.prepare()
+    world.ok("run", "run.yaml")
+    job = world.executor.launched[-1]
+    assert "no orphaned processes" in world.ok("doctor")
+    world.executor.requeue(job.name)  # of its own accord
+    told = world.ok("doctor")
+    assert f"still running though no attempt owns them: {job.name}" in told
+    assert "posttrain doctor --end-orphans" in told
+    assert f"job {job.name} was ended: no attempt owns it" in world.ok("doctor", "--end-orphans")
+    assert "no orphaned processes" in world.ok("doctor")
+
+
+def test_a_copy_of_a_workspace_has_other_jobs(tmp_path: Path) -> None:
+    with closing(init_workspace(tmp_path / "one")) as one:
+        place = one.place()
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    with closing(open_workspace(tmp_path / "one")) as again, closing(open_workspace(tmp_path / "two")) as copy:
+        assert again.place() == place
+        assert copy.identity() == again.identity()
+        assert copy.place() != place
