@@ -422,6 +422,7 @@ def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
     second = better(world, 0.97)
     assert "rollbacks go on" in world.ok("channel", "freeze", "prod", "--reason", "the fair")
     assert "frozen: nothing is released to it, rollbacks go on" in world.ok("get", "prod")
+    assert any("release.channel: prod is frozen" in line for line in world.json("plan", "run.yaml")["warnings"])
     world.ok("rollback", "prod")
     assert "channel prod: is frozen (rollbacks go on)" in refused(world, "run", "run.yaml", "--again", code=9)
     run = world.newest()
@@ -448,6 +449,7 @@ def test_a_protected_channel_keeps_its_policy_and_its_quarantine(world: World) -
         said = refused(world, "channel", *words, code=9)
         assert "is protected, so a change of its policy needs an approval, and Posttrain cannot take approvals" in said
         assert "posttrain channel unprotect prod comes first" in said
+    assert "has this policy already" in world.ok("channel", "set-policy", "prod", policy_file(world))
     assert world("run", "run.yaml", "--again").exit_code == 3
     run = world.newest()
     assert world.json("get", run)["reason"] == "Quarantined"
@@ -482,3 +484,21 @@ def test_a_policy_that_cannot_be_read_ships_nothing(world: World) -> None:
     assert "cannot be read" in refused(world, "run", "run.yaml", code=8)
     world.ok("channel", "set-policy", "prod", "policy.yaml")
     assert blob.read_bytes() == kept, "setting it again brings it back"
+
+
+def test_whoever_may_only_read_sees_the_policy_and_sets_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world))
+    monkeypatch.setattr("posttrain.store.database._writable", lambda file: False)
+    assert world.json("channel", "policy", "prod")["policy"]["gates"][0]["name"] == "accuracy"
+    for words in (("remove-policy", "prod"), ("freeze", "prod"), ("protect", "prod")):
+        assert "it is read-only" in refused(world, "channel", *words, code=10)
+
+
+def test_a_reason_may_be_any_text(world: World) -> None:
+    world.ok("channel", "freeze", "prod", "--reason", "día \u202e \udcff\n naïve")
+    workspace = open_workspace()
+    (told,) = workspace.ledger.channel_events("prod", "channel.frozen")
+    assert told.payload["why"] == "día \u202e ?\n naïve"
+    workspace.seal()
+    verify_rows(workspace.ledger)
+    workspace.close()

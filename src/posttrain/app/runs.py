@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -199,7 +199,18 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     refuse_oversized(planned.manifest, source)
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
     found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
+    found = (*found, *_frozen(spec, workspace))
     return replace(planned, warnings=(*planned.warnings, *found), trackers=_trackers(spec, workspace, source))
+
+
+def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
+    """A run to a channel that will not take it can run: the channel may be open when it ends."""
+    channel = spec.release.channel if spec.release else ""
+    if channel and workspace.ledger.channel_record(channel).frozen:
+        yield (
+            f"release.channel: {channel} is frozen: a run that ends before posttrain channel unfreeze {channel} is "
+            "rejected, and promoted by hand"
+        )
 
 
 def _trackers(spec: RunSpec, workspace: Workspace, source: Path) -> Trackers | None:

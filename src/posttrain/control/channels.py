@@ -50,11 +50,12 @@ def set_policy(wiring: Wiring, channel: str, policy: ChannelPolicy | None) -> Ch
         ConflictError: somebody moved or changed it meanwhile.
     """
     record = _record(wiring, channel)
+    if (policy.digest if policy else None) != record.policy:
+        refuse_protected(record, "a change of its policy")
     written = canonical_json(policy.to_json()) if policy else b""
-    digest = wiring.blobs.put(written) if policy else None
+    digest = wiring.blobs.put(written) if policy else None  # again too: a document that was lost comes back
     if digest == record.policy:
         return record
-    refuse_protected(record, "a change of its policy")
     return _set(wiring, record, POLICY_SET, size=len(written), policy=digest)
 
 

@@ -44,7 +44,6 @@ _REASONS = {Outcome.FAIL: "GateFailed", Outcome.INCONCLUSIVE: "GateInconclusive"
 def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
     """Judge every gate of the run on the bound evidence; only PASS lets the release stage start."""
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
-    live = inputs.get(CHANNEL)
     evaluators = {s.name: _evaluator(manifest, s) for s in manifest.stages if s.measures}
     report = judge_all(
         manifest.gates,
@@ -55,8 +54,9 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
         seed=derive_seed(manifest.seed, "gate"),
     )
     bound: dict[str, Any] = {"manifest": wiring.ledger.run(stage.run_id).manifest_digest, "policy": manifest.policy}
-    bound |= {"channel": manifest.release.channel if manifest.release else None}
-    bound |= {"release": int(live.name.rpartition("@")[2]) if live else 0}  # channel:prod@3
+    if manifest.release is not None:
+        channel = manifest.release.channel
+        bound |= {"channel": channel, "release": _release_in(inputs.get(CHANNEL), channel)}
     report = report.model_copy(update=bound)
     written = canonical_json(report.model_dump(mode="json"))
     digest = wiring.blobs.put(written)
@@ -95,6 +95,14 @@ def _look(wiring: Wiring, manifest: Manifest, stage: StageRecord, report: GateRe
         owner=manifest.owner,
         at=wiring.clock.now(),
     )
+
+
+def _release_in(live: InputBlob | None, channel: str) -> int | None:
+    """Sequence of the release that a gate is bound to, as `channel:prod@3` names it; 0: there was none."""
+    if live is None:
+        return 0
+    named, _, sequence = live.name.rpartition("@")
+    return int(sequence) if named == f"channel:{channel}" and sequence.isdecimal() else None
 
 
 def _baseline(wiring: Wiring, inputs: Mapping[str, InputBlob], word: str) -> Baseline:

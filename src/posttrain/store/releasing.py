@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.domain.errors import ChannelClosedError, ConflictError, PolicyError, QuarantinedError
 from posttrain.domain.records import Artifact, ChannelRecord, Look, ReleaseEntry
 from posttrain.store.audited import Change
-from posttrain.store.rows import to_columns
+from posttrain.store.rows import plain, to_columns
 from posttrain.store.schema import channels, deployments, looks, quarantine, releases
 from posttrain.store.snapshot import LIVE
 from posttrain.store.writing import Writing
@@ -103,7 +103,7 @@ class ReleaseWriting(Writing):
             self._touched(record, new),
             *self._edges.note(found),
             facts={"set": columns, "was": {name: getattr(record, name) for name in columns}},
-            said={"why": said} if said else None,
+            said={"why": plain(said)} if said else None,
         )
         return new
 
