@@ -33,7 +33,7 @@ def test_ids_channels_stages_and_assets_are_completed(world: World) -> None:
     assert complete("posttrain why so") == [run]
     assert complete("posttrain diff x so") == [run]
     assert complete("posttrain rollback ") == ["prod"]
-    assert complete("posttrain export ") == ["prod", "model:tiny", run]
+    assert complete("posttrain export ") == ["prod", "model:sort/grpo", "model:sort/sft", "model:tiny", run]
     assert complete(f"posttrain sample {run}/") == [f"{run}/sft", f"{run}/grpo"]
     assert complete("posttrain sample sort/g") == ["sort/grpo"]
     assert complete("posttrain eval prod dataset:") == ["dataset:heldout", "dataset:train"]

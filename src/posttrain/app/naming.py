@@ -7,7 +7,7 @@ from pathlib import Path
 
 from posttrain.app.workspace import Workspace
 from posttrain.control.models import MadeModel, made_model
-from posttrain.data.refs import AssetRef, Source, local_path, parse_ref
+from posttrain.data.refs import AssetRef, local_path, parse_ref
 from posttrain.domain.errors import NotFoundError
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.validation import nearest
@@ -51,7 +51,7 @@ def named_model(workspace: Workspace, text: str) -> NamedModel:
     """
     word = model_word(workspace, text)
     ref = parse_ref(word, "model")
-    if ref.source not in (Source.CHANNEL, Source.RUN):
+    if not ref.made:
         return NamedModel(word, ref, workspace.catalog.resolver(Path.cwd())("model", word), None)
     try:
         made = made_model(workspace.wiring, ref)

@@ -252,7 +252,7 @@ def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
         if kind == "model":
             _refuse_bare_word(text, workspace, source.parent)
         ref = parse_ref(text, kind) if kind == "model" else None
-        if ref is None or ref.source not in (Source.CHANNEL, Source.RUN):
+        if ref is None or not ref.made:
             return of_assets(kind, text, called)
         made = made_model(workspace.wiring, ref)
         own = made.run_id is not None and workspace.ledger.run(made.run_id).name == spec.name
@@ -260,6 +260,10 @@ def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
             raise InputError(
                 f"ref {text!r}: must name one run of {spec.name} by its whole id, since this file makes others of that "
                 f"name; write run:{made.run_id}/{made.word}"
+            )
+        if ref.source is Source.REGISTRY and own and ref.version is None:
+            raise InputError(
+                f"ref {text!r}: must name a version, since this file makes others of {spec.name}; write {made.name}"
             )
         return made.pinned(text)
 

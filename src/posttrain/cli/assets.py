@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KINDS = ("dataset", "model", "reward")  # that `add` registers
 _LISTED = (*KINDS, "history")
-_SHOWN = ("rows", "architecture", "parameters", "entry", "source_digest", "metrics", "points")
+_SHOWN = ("rows", "architecture", "parameters", "entry", "source_digest", "metrics", "points", "run")
 app = typer.Typer(
     help="Register and look up versioned data sets, models and rewards.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -137,6 +137,8 @@ def get(
         say(f"  {key:11s} {' '.join(str(value).split())}")
     if "imported" in asset.meta:
         say(f"  came from an outside run; next: posttrain lineage {asset.ref}")
+    if "stage" in asset.meta:
+        say(f"  next: posttrain lineage {asset.ref}")
     if curves:
         console().print(_curves_table(curves))
 

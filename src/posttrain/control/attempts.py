@@ -9,6 +9,7 @@ from posttrain.control import budgets
 from posttrain.control.fencing import another_runs, give_up, unheeded
 from posttrain.control.launching import SUBMISSION_UNKNOWN, launch_attempt, look, record_launch, say
 from posttrain.control.requests import job_of
+from posttrain.control.trained import register_trained
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, StaleWriteError
@@ -263,6 +264,7 @@ def _end(
             tokens=stage.tokens + tokens,
             finished_at=now,
         )
+        register_trained(transaction, wiring, stage, outputs, sizes)
         if result.status == "succeeded" and stage.cache_key:
             transaction.put_cache(stage.cache_key, stage.run_id, stage.name)
 

@@ -98,7 +98,12 @@ def model_lineage(wiring: Wiring, made: MadeModel) -> Node:
 def asset_lineage(wiring: Wiring, asset: Asset) -> Node:
     """The tree of a registered version."""
     with wiring.ledger.snapshot() as now:
-        return _asset_node(Origins(wiring, now), asset.digest, asset.ref, asset.kind)
+        origins = Origins(wiring, now)
+        made = origins.trained(asset)
+        if not made:
+            return _asset_node(origins, asset.digest, asset.ref, asset.kind)
+        node = _stage_node(origins, *made)
+        return replace(node, children=(*node.children, _manifest_node(origins, made[0].run_id)))
 
 
 def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
@@ -164,7 +169,10 @@ def _stage_node(origins: Origins, stage: StageRecord, output: str) -> Node:
     name, chosen = f"{stage.run_id}/{stage.name}", selected(stage.metrics)
     if output == BEST:
         name, details = f"{name}/{BEST}", [*details, ("best by its probe", chosen)]
-    return Node("model", name, origins.made(stage.run_id, stage.name)[output], "tree", tuple(details), children)
+    digest = origins.made(stage.run_id, stage.name)[output]
+    version = next((asset.ref for asset in origins.assets(digest) if origins.trained(asset)), None)
+    details += [("registered as", version)] if version else []
+    return Node("model", name, digest, "tree", tuple(details), children)
 
 
 def selected(metrics: Mapping[str, float]) -> str:

@@ -1,5 +1,5 @@
 """Models that runs of this workspace made, by the words people have for them: `channel:prod`, `channel:prod@3`,
-`run:sort-b0ed9b49/sft`, `run:sort-b0ed9b49/grpo/best`.
+`run:sort-b0ed9b49/sft`, `run:sort-b0ed9b49/grpo/best`, `model:sort/sft@2`.
 
 A word that moves (a channel, a run's name) is pinned when it is read: the manifest holds the release or the run that it
 meant then, and the word beside it.
@@ -44,13 +44,14 @@ class MadeModel:
 
 
 def made_model(wiring: Wiring, ref: AssetRef) -> MadeModel:
-    """The model that a channel points at, or that a run's stage made.
+    """The model that a channel points at, that a run's stage made, or that is a version of what a stage trains.
 
     Raises:
         NotFoundError: no such channel, release, run or stage; a stage that has made none yet; bytes that are gone.
         InputError: the start of several runs' ids.
     """
-    found = _released(wiring, ref) if ref.source is Source.CHANNEL else _of_run(wiring, ref)
+    ways = {Source.CHANNEL: _released, Source.RUN: _of_run, Source.REGISTRY: _trained}
+    found = ways[ref.source](wiring, ref)
     if not wiring.blobs.has(found.digest):
         raise NotFoundError(f"{found.name}: its bytes ({found.digest}) are missing from the store; restore them")
     return found
@@ -70,6 +71,12 @@ def _released(wiring: Wiring, ref: AssetRef) -> MadeModel:
     name = f"channel:{ref.name}@{entry.sequence}"
     stage, output = (made[0].name, made[1]) if made else (None, MODEL)
     return MadeModel(name, entry.model_digest, entry.run_id, stage, ref.name, entry.sequence, output)
+
+
+def _trained(wiring: Wiring, ref: AssetRef) -> MadeModel:
+    asset = wiring.ledger.asset(ref.kind, ref.name, ref.version)
+    run, stage, output = (str(asset.meta[key]) for key in ("run", "stage", "output"))
+    return MadeModel(asset.ref, asset.digest, run, stage, output=output)
 
 
 def _of_run(wiring: Wiring, ref: AssetRef) -> MadeModel:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from posttrain.control.wiring import Wiring
 from posttrain.domain.contracts import BEST, MODEL
-from posttrain.domain.edges import REUSED, release_of, stage_end, stage_of
+from posttrain.domain.edges import ORIGIN, REUSED, release_of, stage_end, stage_of
 from posttrain.domain.manifest import model_output
 from posttrain.domain.records import Asset, Edge, StageRecord
 from posttrain.store.snapshot import Snapshot
@@ -86,12 +86,20 @@ class Origins:
         if release:
             entry = next((e for e in self.now.history(release[0]) if e.sequence == release[1]), None)
             return self.that_made(entry.run_id, edge.digest) if entry else None
+        asset = next((asset for asset in self.assets(edge.digest) if asset.ref == edge.producer), None)
+        if asset:
+            return self.trained(asset)
         found = stage_of(edge.producer)
         if not found:
             return None
         row = next((row for row in self.stages(found[0]) if row.name == found[1]), None)
         output = edge.output or MODEL
         return (row, output) if row and output in self.made(*found) else None
+
+    def trained(self, asset: Asset) -> Made | None:
+        """The stage that trained a registered version; None: a person registered it."""
+        origin = next((edge for edge in self.of_asset(asset) if edge.slot == ORIGIN), None)
+        return self.maker(origin) if origin and stage_of(origin.producer) else None
 
     def that_made(self, run_id: str | None, digest: str) -> Made | None:
         """The stage of a run that made these weights, and as which output: of several (one that changed nothing makes

@@ -1,7 +1,7 @@
 """How a person names an asset: `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision`,
 `hf:org/name@revision/path/in/repo.jsonl`; and a model that this workspace made: `channel:prod`, `channel:prod@3`,
-`run:sort-b0ed9b49/sft`; and a reward of an installed package, `trl.rewards:accuracy_reward`. A data set's path may
-be a folder or a pattern: `./shards/train-*.jsonl`.
+`run:sort-b0ed9b49/sft`, `model:sort/sft@2`; and a reward of an installed package, `trl.rewards:accuracy_reward`. A data
+set's path may be a folder or a pattern: `./shards/train-*.jsonl`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from posttrain.domain.validation import nearest
 
 KINDS = ("dataset", "model", "reward", "history")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_TRAINED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9._-]{0,62}(/best)?")  # a run's name, a stage of it
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FOLDERS = {"dataset": "datasets", "model": "models"}
 _MADE = {"channel": NAME, "run": re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")}  # models of the workspace; their names
@@ -48,6 +49,11 @@ class AssetRef:
     revision: str | None = None  # hub only
     file: str | None = None  # hub data sets only: a file, folder or pattern in the repository; None: all of it
     stage: str | None = None  # run only; None: the one whose model the run is for
+
+    @property
+    def made(self) -> bool:
+        """Whether it names what a run made: by a channel, by the run, or as a version that a stage trained."""
+        return self.source in (Source.CHANNEL, Source.RUN) or (self.source is Source.REGISTRY and "/" in self.name)
 
     @property
     def on_disk(self) -> bool:
@@ -82,7 +88,9 @@ def parse_ref(text: str, kind: str) -> AssetRef:
         return _hub_ref(rest, kind, text)
     if colon and head in _MADE:
         return _made_ref(Source(head), rest, kind, text)
-    if _is_path(text):
+    name, at, version = rest.partition("@")
+    trained = head == kind == "model" and _TRAINED.fullmatch(name)
+    if _is_path(text) and not trained:
         return AssetRef(kind, Source.PATH, text)
     if not colon:
         raise InputError(
@@ -94,8 +102,7 @@ def parse_ref(text: str, kind: str) -> AssetRef:
         raise InputError(f"ref {text!r}: unknown kind {head!r}{nearest(head, KINDS)}; expected {kind}:NAME@VERSION")
     if head != kind:
         raise InputError(f"ref {text!r}: a {kind} is expected here, got a {head}; write {kind}:NAME@VERSION")
-    name, at, version = rest.partition("@")
-    if not NAME.fullmatch(name):
+    if not (NAME.fullmatch(name) or trained):
         raise InputError(f"ref {text!r}: name must match {NAME.pattern}, got {name!r}")
     return AssetRef(kind, Source.REGISTRY, name, _number("version", version, text) if at else None)
 
