@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,6 +16,8 @@ from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.releasing import POLICY_SET
 from posttrain.store.sealer import seal, verify_chain
+from posttrain.store.waking import RUN
+from posttrain.store.work import WorkQueue
 
 MODEL = "sha256:" + "b" * 64
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -199,13 +202,24 @@ def claim(address: str, name: str, runs: list[str]) -> list[str]:
     """Claim every run for an hour; those that we got."""
     mine = []
     with opened(address) as ledger:
+        queue = WorkQueue(ledger, name, lease=3600.0)
         for run_id in runs:
-            run = ledger.run(run_id)
-            with ledger.transaction(name) as transaction:
-                claimed = transaction.claim(run, name, 3600.0)
-            if claimed is not None:
-                assert claimed.lease_owner == name
-                mine.append(run_id)
+            taken = queue.claim([run_id])
+            assert all(one.lease_owner == name for one in taken)
+            mine += [one.object for one in taken]
+    return mine
+
+
+def take_and_wake(address: str, name: str, runs: list[str], times: int) -> dict[str, int]:
+    """Take what is due and finish it, waking another object each time; how often each object was ours."""
+    rng, mine = random.Random(name), dict.fromkeys(runs, 0)
+    with opened(address) as ledger:
+        queue = WorkQueue(ledger, name)
+        for _ in range(times):
+            for one in queue.claim(limit=2):
+                mine[one.object] += 1
+                queue.wake(RUN, [rng.choice(runs)])
+                queue.give_back(one)
     return mine
 
 

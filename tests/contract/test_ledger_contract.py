@@ -11,11 +11,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.domain.errors import ChannelClosedError, ConflictError, DeadlineError, PosttrainError, StaleWriteError
+from posttrain.domain.errors import (
+    ChannelClosedError,
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+    PosttrainError,
+    StaleWriteError,
+)
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
+from posttrain.store.waking import RUN, STAGE
+from posttrain.store.work import WorkQueue
 
 MODEL, OTHER, REPORT = (f"sha256:{digit * 64}" for digit in "bcd")
 
@@ -280,6 +289,95 @@ def test_a_channel_that_came_back_is_another_release(ledger: Ledger) -> None:
     with pytest.raises(ConflictError, match=moved), ledger.transaction("bob") as transaction:
         transaction.append_release("prod", REPORT, None, "promote", expected=1)
     assert ledger.deployments("prod")[0].release_sequence == 3
+
+
+def test_what_is_woken_while_somebody_looks_is_looked_at_again(ledger: Ledger) -> None:
+    work.submit(ledger)
+    mine, other = WorkQueue(ledger, "h:1:0"), WorkQueue(ledger, "h:2:0")
+    assert mine.due()
+    (one,) = mine.claim()
+    assert (one.object, other.claim(), other.due()) == ("run1", [], False)
+    other.wake(RUN, ["run1"])
+    assert not mine.give_back(one, 100.0)
+    (again,) = other.claim()
+    assert again.wanted_version == one.wanted_version + 1
+    assert not mine.give_back(one, 100.0), "it is not ours any more"
+    assert other.give_back(again, 100.0)
+    assert not mine.due()
+    assert other.claim() == other.claim(["run1"]) == []
+    assert [taken.object for taken in other.claim(["run1"], early=True)] == ["run1"]
+
+
+def test_a_change_of_a_run_wakes_it_in_the_same_transaction(ledger: Ledger) -> None:
+    run, queue = work.submit(ledger), WorkQueue(ledger, "h:1:0")
+    assert queue.give_back(queue.claim()[0])
+    with pytest.raises(RuntimeError), ledger.transaction("bob") as transaction:  # noqa: PT012
+        transaction.update_run(run, message="never written")
+        raise RuntimeError
+    assert not queue.due()
+    with ledger.transaction("bob") as transaction:
+        transaction.update_stage(transaction.snapshot.stages("run1")[0], state="ready")
+    assert [one.object for one in queue.claim()] == ["run1"]
+
+
+def test_an_object_is_backed_off_alone_set_aside_and_looked_at_again(ledger: Ledger) -> None:
+    work.submit(ledger)
+    queue = WorkQueue(ledger, "h:1:0")
+    first = queue.failed(STAGE, "run1/train", "it broke", "Traceback: …", 3600.0)
+    dead = queue.failed(STAGE, "run1/train", "it broke\0again", "x" * 50_000, None)
+    assert (first.failures, first.dead_at, dead.failures, dead.failed_since) == (1, None, 2, first.failed_since)
+    assert (dead.error, len(dead.traceback), dead.dead_at is not None) == ("it broke\ufffdagain", 20_000, True)
+    assert queue.rows(STAGE, "run1") == queue.rows(dead=True) == [dead]
+    assert [one.object for one in queue.claim(limit=9)] == ["run1"], "its run goes on"
+    with pytest.raises(NotFoundError, match="posttrain dead"):
+        queue.revive(STAGE, "run1/other")
+    queue.revive(STAGE, "run1/train")
+    (again,) = queue.rows(STAGE)
+    assert (again.dead_at, again.failures, queue.rows(dead=True)) == (None, 0, [])
+    queue.over(STAGE, "run1/train")
+    assert queue.rows(STAGE) == []
+
+
+def test_a_dead_owner_is_succeeded_at_once_a_living_one_when_its_lease_ends(ledger: Ledger) -> None:
+    work.submit(ledger)
+    WorkQueue(ledger, "h:1:0", lease=0.0).claim()
+    assert WorkQueue(ledger, "h:2:0").claim(), "its lease has ended"
+    third = WorkQueue(ledger, "h:3:0", alive=lambda owner: owner != "h:2:0")
+    assert (third.claim(), third.succeed_the_dead()) == ([], 1)
+    assert third.claim()
+    assert third.succeed_the_dead() == 0
+    third.release()
+    assert ledger.run("run1").lease_owner is None
+
+
+def test_a_run_that_ended_leaves_the_queue_unless_it_goes_on(ledger: Ledger) -> None:
+    run, queue = work.submit(ledger), WorkQueue(ledger, "h:1:0")
+    queue.failed(STAGE, "run1/train", "it broke", "", None)
+    queue.finish("run1")
+    assert len(queue.rows()) == 2, "it has not ended"
+    with ledger.transaction("bob") as transaction:
+        failed = transaction.update_run(run, state="failed")
+    queue.finish("run1")
+    assert queue.rows() == []
+    with ledger.transaction("bob") as transaction:
+        transaction.update_run(failed, state="running")
+    assert [one.object for one in queue.claim()] == ["run1"]
+
+
+def test_drivers_that_take_and_wake_at_once_lose_no_wake_up(ledger_at: str, ledger: Ledger, some: list[str]) -> None:
+    runs = [f"r{number}" for number in range(6)]
+    for run_id in runs:
+        work.submit(ledger, run_id)
+    taken = work.together(work.take_and_wake, ledger_at, some, runs, 40)
+    queue = WorkQueue(ledger, "h:1:0")
+    rows = {one.object: one for one in queue.rows(RUN)}
+    assert set(rows) == set(runs)
+    assert all(row.lease_owner is None for row in rows.values()), "each was given back"
+    looked, woken = sum(sum(one.values()) for one in taken), sum(row.wanted_version for row in rows.values())
+    assert woken == len(runs) + looked, "each look woke one"
+    left = [one.object for one in queue.claim(limit=9)]
+    assert len(left) <= len(runs)
+    assert all(not queue.due([name]) for name in runs if name not in left)
 
 
 def test_a_lease_is_taken_by_one(ledger_at: str, ledger: Ledger, some: list[str]) -> None:

@@ -17,6 +17,8 @@ from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.transaction import Transaction
+from posttrain.store.waking import STAGE
+from posttrain.store.work import WorkQueue
 
 TWO: dict[str, Any] = {
     "stages": {
@@ -108,13 +110,16 @@ def test_trouble_without_end_ends_the_driver_and_loses_nothing(bench: Bench, mon
     put_file = bench.wiring.blobs.put_file
     monkeypatch.setattr(bench.wiring.blobs, "put_file", faulty(10**9, away(), put_file))
     started = bench.clock.now()
-    with pytest.raises(InfrastructureError, match="503"):
+    with pytest.raises(InfrastructureError, match=rf"503.*; mend the cause, then posttrain dead {run_id}/sft --retry"):
         bench.reconciler.drive(run_id, interval=20.0, timeout=10 * PATIENCE_SECONDS)
     assert PATIENCE_SECONDS <= bench.clock.now() - started < 1.1 * PATIENCE_SECONDS
-    assert bench.stage(run_id, "sft").state == "running"
+    assert (bench.stage(run_id, "sft").state, bench.stage(run_id, "sft").reason) == ("running", "SetAside")
     monkeypatch.setattr(bench.wiring.blobs, "put_file", put_file)
-    bench.clock.sleep(60)
+    with pytest.raises(InfrastructureError, match="set aside"):
+        bench.drive(run_id)
+    WorkQueue(bench.ledger, "a person").revive(STAGE, f"{run_id}/sft")
     assert bench.drive(run_id).state == "succeeded"
+    assert WorkQueue(bench.ledger, "a person").rows() == []
     assert bench.launched == ["sft", "evaluate"], "what the job left was collected"
 
 
@@ -127,12 +132,43 @@ def test_a_bug_is_told_with_its_traceback_and_not_hidden_for_long(
         10**9, KeyError("wires"), observe, hit=lambda jobs: any(job.name.endswith("-one-1") for job in jobs)
     )
     monkeypatch.setattr(bench.executor, "observe", broken)
-    with pytest.raises(KeyError, match="wires"):
+    with pytest.raises(InfrastructureError, match="unexpected KeyError: 'wires'; set aside after 5 tries"):
         bench.drive(run_id)
-    stage = bench.stage(run_id, "one")
-    assert "unexpected KeyError: 'wires'; see " in stage.message
-    assert "Traceback" in (bench.root / "runs" / run_id / "one-trouble.txt").read_text()
+    (dead,) = WorkQueue(bench.ledger, "a person").rows(dead=True)
+    assert (dead.object, dead.failures) == (f"{run_id}/one", 5)
+    assert dead.traceback.rstrip().endswith("KeyError: 'wires'")
     assert bench.stage(run_id, "two").state == "succeeded"
+
+
+def test_a_person_who_stops_or_lets_go_on_has_everything_looked_at_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.scripts |= {"one": [None], "two": [train()]}
+    observe, run_id = bench.executor.observe, bench.submit(**TWO)
+    broken = faulty(
+        10**9, KeyError("wires"), observe, hit=lambda jobs: any(job.name.endswith("-one-1") for job in jobs)
+    )
+    monkeypatch.setattr(bench.executor, "observe", broken)
+    with pytest.raises(InfrastructureError, match="set aside"):
+        bench.drive(run_id)
+    monkeypatch.setattr(bench.executor, "observe", observe)
+    actions.stop(bench.wiring, run_id)
+    assert bench.drive(run_id).state == "stopped"
+    assert WorkQueue(bench.ledger, "a person").rows() == []
+
+
+def test_a_run_whose_manifest_is_gone_is_set_aside_and_goes_on_when_it_is_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, real = bench.submit(), bench.wiring.blobs.get
+    monkeypatch.setattr(bench.wiring.blobs, "get", faulty(10**9, away(), real))
+    with pytest.raises(InfrastructureError, match="503"):
+        bench.reconciler.drive(run_id, interval=20.0, timeout=10 * PATIENCE_SECONDS)
+    with pytest.raises(InfrastructureError, match=f"set aside after .* tries: .*503.*posttrain dead {run_id} --retry"):
+        bench.drive(run_id)
+    monkeypatch.setattr(bench.wiring.blobs, "get", real)
+    WorkQueue(bench.ledger, "a person").revive("run", run_id)
+    assert bench.drive(run_id).state == "succeeded"
 
 
 def test_a_manifest_that_cannot_be_fetched_at_once_is_asked_for_again(
@@ -198,7 +234,6 @@ def test_a_driver_that_slept_past_its_lease_does_not_end_on_what_its_successor_d
         return rows
 
     bench.scripts["sft"] = [train()]
-    monkeypatch.setattr(bench.reconciler, "_fingerprint", lambda run: (object(),))  # reads stages first, too
     monkeypatch.setattr(type(bench.ledger), "stages", overtaken)
     bench.reconciler.tick(run_id)
     assert done

@@ -31,6 +31,7 @@ COMMANDS = {
     "attach": ["--detach", "--timeout", "run"],
     "stop": ["run"],
     "retry": ["--detach", "--timeout", "run"],
+    "dead": ["--output", "--retry", "-o", "[RUN[/STAGE]]"],
     "sample": [
         *("--chat", "--device", "--dtype", "--max-new-tokens", "--output", "--samples", "--seed", "--system"),
         *("--temperature", "--text", "--threads", "--timeout", "-n", "-o", "MODEL", "PROMPT..."),
@@ -110,7 +111,7 @@ def test_verbs_and_options_are_frozen() -> None:
 def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
-    verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry"
+    verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry dead"
     verbs += " sample eval export promote rollback channel lineage verify trace track import asset upgrade doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
@@ -125,6 +126,7 @@ def test_every_reading_command_speaks_json() -> None:
         "logs",
         "why",
         "diff",
+        "dead",
         "compare",
         "sweep",
         "sample",

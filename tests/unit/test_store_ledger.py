@@ -29,6 +29,7 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
+from posttrain.store.work import WorkQueue
 
 MANIFEST = "sha256:" + "a" * 64
 MODEL = "sha256:" + "b" * 64
@@ -202,40 +203,32 @@ def test_a_metric_that_is_not_a_number_is_kept_and_can_be_audited(ledger: Ledger
 
 
 def test_a_lease_is_held_by_one_renewed_by_it_and_free_when_it_runs_out(ledger: Ledger, clock: HeldClock) -> None:
-    run = submit(ledger)
-    with ledger.transaction("a") as transaction:
-        claimed = transaction.claim(run, "a", seconds=10)
-        assert claimed is not None
-        assert (claimed.lease_owner, claimed.lease_expires, claimed.generation) == ("a", 1010.0, 0)
-        assert transaction.claim(run, "b", seconds=10) is None
+    submit(ledger)
+    a, b = WorkQueue(ledger, "a", lease=10), WorkQueue(ledger, "b", lease=10)
+    assert len(a.claim()) == 1
+    run = ledger.run("run1")
+    assert (run.lease_owner, run.lease_expires, run.generation) == ("a", 1010.0, 0)
+    assert b.claim() == []
     clock.time = 1009.0
-    with ledger.transaction("a") as transaction:
-        assert transaction.claim(run, "a", seconds=10) is not None
+    a.renew()
+    assert ledger.run("run1").lease_expires == 1019.0
     clock.time = 1019.0
-    with ledger.transaction("b") as transaction:
-        assert transaction.claim(run, "b", seconds=10) is not None
-        transaction.release_claim(run, "a")  # not a's any more
-        assert ledger_owner(transaction.snapshot.run("run1")) == "b"
-        transaction.release_claim(run, "b")
-    assert ledger_owner(ledger.run("run1")) is None
-
-
-def ledger_owner(run: RunRecord) -> str | None:
-    return run.lease_owner
+    assert len(b.claim()) == 1
+    a.release()  # not a's any more
+    assert ledger.run("run1").lease_owner == "b"
+    b.release(["run1"])
+    assert ledger.run("run1").lease_owner is None
 
 
 def test_renewing_a_lease_makes_nobodys_copy_stale_but_a_successors_write_does(
     ledger: Ledger, clock: HeldClock
 ) -> None:
-    run = submit(ledger)
-    with ledger.transaction("a") as transaction:
-        held = transaction.claim(run, "a", 10)
-    assert held is not None
+    held = submit(ledger)
+    WorkQueue(ledger, "a", lease=10).claim()
     clock.time = 1011.0
+    assert WorkQueue(ledger, "b", lease=10).claim()
     with ledger.transaction("b") as transaction:
-        taken = transaction.claim(run, "b", 10)
-        assert taken is not None
-        transaction.update_run(taken, state="running")
+        transaction.update_run(ledger.run("run1"), state="running")
     with pytest.raises(StaleWriteError), ledger.transaction("a") as transaction:
         transaction.update_run(held, state="failed")
 
@@ -445,6 +438,7 @@ from posttrain.domain.errors import StaleWriteError
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
+from posttrain.store.work import WorkQueue
 
 ledger = Ledger(Database(sys.argv[1]))
 stale = 0

@@ -215,6 +215,9 @@ def _runs(workspace: Workspace) -> Iterator[Check]:
         elif driver is not None:
             at_work[driver].append(run.id)
     yield _drivers(at_work)
+    if aside := workspace.reconciler.queue.rows(dead=True):
+        names = ", ".join(one.object for one in aside)
+        yield Check("set aside", "warn", f"failed again and again: {names}", "posttrain dead")
     if idle:
         found = f"nobody drives {', '.join(_undriven(run_id, driver) for run_id, driver in idle)}"
         yield Check("runs", "warn", found, f"posttrain attach {idle[0][0]}")

@@ -15,6 +15,7 @@ from posttrain.control.resuming import trained_elsewhere
 from posttrain.control.scores import Scores
 from posttrain.control.scores import run_scores as measured_scores
 from posttrain.control.selecting import choice_warnings
+from posttrain.control.trouble import SET_ASIDE
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
@@ -275,6 +276,8 @@ def _run_action(run: RunRecord, driver: RunDriver | None) -> str:
         return f"posttrain lineage {run.id} shows what it was made from"
     if driver is None:
         return run.next_action or f"posttrain why {run.id}"
+    if run.reason == SET_ASIDE:
+        return run.next_action
     if driver.kind is not DriverKind.NONE:
         return f"posttrain get {run.id} --watch"
     return f"posttrain attach {run.id} drives it on (no process does now)"

@@ -25,6 +25,7 @@ from posttrain.cli import (
     assets,
     channels,
     compare,
+    dead,
     demo,
     driving,
     importing,
@@ -49,7 +50,7 @@ _LONGEST = 900  # characters of an error
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
-    *("compare", "attach", "stop", "retry"),
+    *("compare", "attach", "stop", "retry", "dead"),
     *("sample", "eval", "export", "promote", "rollback", "channel", "lineage", "verify", "trace", "track"),
     *("import", "asset", "upgrade", "doctor"),
 ]
@@ -150,7 +151,7 @@ def options(
     """Declare a post-training run once; train, judge, ship, roll back."""
 
 
-for room in (workspace, demo, plans, driving, sweep, runs, compare, models, releases, trace, tracking):
+for room in (workspace, demo, plans, driving, dead, sweep, runs, compare, models, releases, trace, tracking):
     room.register(app)
 app.add_typer(importing.app, name="import")
 app.add_typer(channels.app, name="channel")

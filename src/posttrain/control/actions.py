@@ -32,6 +32,7 @@ def stop(wiring: Wiring, run_id: str) -> RunRecord:
             raise InputError(f"run {run.id}: has already ended ({run.state}), so it cannot be stopped")
         try:
             with wiring.ledger.transaction(wiring.actor) as transaction:
+                transaction.look_again(run.id)
                 return transaction.update_run(run, desired="stopped", reason="StopRequested")
         except StaleWriteError:
             wiring.clock.sleep(0.02)
@@ -51,6 +52,7 @@ def retry(wiring: Wiring, run_id: str) -> RunRecord:
     attempts = wiring.ledger.attempts(run.id)
     environments.accept(wiring, run.id)
     with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.look_again(run.id)
         for stage in wiring.ledger.stages(run.id):
             if stage.state in (StageState.FAILED, StageState.STOPPED):
                 transaction.update_stage(

@@ -2,37 +2,44 @@
 
 Loops and who unblocks whom::
 
-    tick ──▶ each stage in topological order ──▶ settle the run
+    tick ──▶ each stage in topological order ──▶ settle the run ──▶ when to look again
       ▲        pending  waits for upstream stages (an earlier tick), binds inputs ─▶ ready
       │        ready    waits for a slot, back-off, an identical stage elsewhere ──▶ running | from cache
       │        running  waits for the job's result.json (the job), observes ───────▶ succeeded | failed | ready again
-      └── drive: sleeps between ticks; ends on a final state, a lost lease, or a detach
+      └── drive: looks when the queue says so (somebody changed a row, a time has come) or a job is seen to have moved;
+                 ends on a final state, or where everything that is left was set aside for a person
 
-An error in one stage ends neither the others nor the driver (`control.trouble`).
+An error in one object ends neither the others nor the driver (`control.trouble`).
 
 Any process may die between any two lines: the next tick, in any process, derives what to do from the ledger and the
-attempt folders alone. No outside work happens inside a transaction.
+attempt folders alone. No outside work happens inside a transaction. Idle, a driver asks the ledger for work twice a
+second and for nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.control.attempts import Looks, advance_attempt
 from posttrain.control.judging import judge_stage, release_stage
+from posttrain.control.pulse import Pulse, look_again_after
 from posttrain.control.stages import bind_pending, start_ready
-from posttrain.control.trouble import BACKOFF_SECONDS, Troubles
+from posttrain.control.trouble import SET_ASIDE, Troubles, record_trouble
 from posttrain.control.wiring import Wiring
-from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError
+from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, PosttrainError
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.store.waking import RUN
+from posttrain.store.work import NEVER, Work, WorkQueue
 
 LEASE_SECONDS = 15.0
-_MANIFEST_TRIES = 12  # with back-off, five minutes: a store that is away for longer is for a person
+POLL_SECONDS = 0.5  # between two questions to the queue
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 
 
@@ -42,6 +49,8 @@ class Tick:
 
     run: RunRecord
     changed: bool
+    again_after: float = 0.0  # seconds, unless something is seen before
+    set_aside: tuple[str, ...] = ()  # stages that wait for a person, where nothing else is left
 
 
 class Reconciler:
@@ -53,40 +62,96 @@ class Reconciler:
     """
 
     def __init__(self, wiring: Wiring, owner: str, alive: Callable[[str], bool] = lambda owner: True) -> None:
-        self._wiring, self._owner, self._alive = wiring, owner, alive
+        self._wiring = wiring
+        self.queue = WorkQueue(wiring.ledger, owner, alive, LEASE_SECONDS)
         self._manifests: dict[str, Manifest] = {}
-        self._troubles = Troubles(wiring)
+        self._held: dict[str, Work] = {}  # run → our claim
+        self._renewed = 0.0
 
     def tick(self, run_id: str) -> Tick | None:
-        """One pass over one run; None when another live process holds its lease.
-
-        Raises:
-            IntegrityError: the manifest's bytes are corrupt.
-            InfrastructureError: the store that holds the manifest does not answer.
-        """
+        """One pass over one run, due or not; None when another live process holds its lease."""
         run = self._wiring.ledger.run(run_id)
         if is_final("run", run.state):
+            self.queue.finish(run_id)
+            self._held.pop(run_id, None)
             return Tick(run, changed=False)
+        claim = self._claim(run_id)
+        if claim is None:
+            return None
+        troubles = Troubles(self._wiring, self.queue, run_id)
         try:
-            claimed = self._claim(run)
-            return None if claimed is None else self._pass(claimed)
+            run = self._pass(self._wiring.ledger.run(run_id), self._manifest(run), troubles)
+            return self._given_back(run, claim, troubles)
         except ConflictError:  # a person or another process moved first: read again
             return Tick(self._wiring.ledger.run(run_id), changed=True)
+        except Exception as error:
+            return self._met(run, claim, error)
 
-    def _claim(self, run: RunRecord) -> RunRecord | None:
-        expires = (run.lease_expires or 0.0) - self._wiring.clock.now()
-        if run.lease_owner == self._owner and expires > LEASE_SECONDS / 2:
-            return run  # still ours for long enough: a renewal costs an fsync
+    def _given_back(self, run: RunRecord, claim: Work, troubles: Troubles) -> Tick:
+        if is_final("run", run.state):
+            self.queue.finish(run.id)
+            self._held.pop(run.id, None)
+            return Tick(run, changed=True)
+        with self._wiring.ledger.snapshot() as now:
+            stages = [stage for stage in now.stages(run.id) if stage.name not in troubles.set_aside]
+            names = {stage.name for stage in stages}
+            attempts = [attempt for attempt in now.attempts(run.id) if attempt.stage in names]
+        after = look_again_after(self._manifest(run), stages, attempts, self._wiring.clock.now())
+        if troubles.again_after is not None:
+            after = min(after, troubles.again_after)
+        aside = tuple(sorted(troubles.set_aside)) if after >= NEVER else ()
+        said = self._say_set_aside(run, aside)
+        settled = self.queue.give_back(claim, after, hold=True)
+        return Tick(said, changed=not settled, again_after=after, set_aside=aside if settled else ())
+
+    def _say_set_aside(self, run: RunRecord, names: Sequence[str]) -> RunRecord:
+        """Say that nothing is left of the run but what was set aside; or that this is over."""
+        if not names:
+            back = run.reason == SET_ASIDE and not is_final("run", run.state)
+            said = ("Running", "stages are under way", "") if back else (run.reason, run.message, run.next_action)
+        else:
+            stage = next(stage for stage in self._wiring.ledger.stages(run.id) if stage.name in names)
+            said = (SET_ASIDE, f"stage {stage.name}: {stage.message}", stage.next_action)
+        if said == (run.reason, run.message, run.next_action):
+            return run
         with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
-            if run.lease_owner not in (None, self._owner) and not self._alive(str(run.lease_owner)):
-                transaction.release_claim(run, str(run.lease_owner))
-            return transaction.claim(run, self._owner, LEASE_SECONDS)
+            return transaction.update_run(run, reason=said[0], message=said[1], next_action=said[2])
+
+    def _met(self, run: RunRecord, claim: Work, error: Exception) -> Tick:
+        """What concerns the run as a whole, such as a manifest that cannot be had, is the queue's."""
+        known = record_trouble(self._wiring, self.queue, RUN, run.id, error, claim)
+        self._held.pop(run.id, None)
+        if known.dead_at is not None:
+            raise error
+        return Tick(run, changed=False, again_after=max(0.0, known.due_at - self._wiring.clock.now()))
+
+    def _claim(self, run_id: str) -> Work | None:
+        """This driver's lease of the run, with the row as it is now."""
+        held, row = self._held.get(run_id), self.queue.look(RUN, run_id)
+        if row is None:  # lost, or of a run that somebody let go on at this moment
+            self.queue.wake(RUN, [run_id])
+        elif row.dead_at is not None:
+            raise InfrastructureError(
+                f"run {run_id} was set aside after {row.failures} tries: {row.error}; mend the cause, then "
+                f"posttrain dead {run_id} --retry"
+            )
+        elif held is not None and row.lease_token == held.lease_token:
+            lasts = (row.lease_until or 0.0) - self._wiring.clock.now()
+            if lasts > LEASE_SECONDS / 2:
+                return row  # still ours for long enough: a renewal costs an fsync
+        claimed = self.queue.claim([run_id], early=True)
+        if not claimed and self.queue.succeed_the_dead():
+            claimed = self.queue.claim([run_id], early=True)
+        if not claimed:
+            self._held.pop(run_id, None)
+            return None
+        self._held[run_id] = claimed[0]
+        return claimed[0]
 
     def release(self, run_id: str) -> None:
         """Give the lease back, so that another process need not wait for it to expire."""
-        run = self._wiring.ledger.run(run_id)
-        with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
-            transaction.release_claim(run, self._owner)
+        self._held.pop(run_id, None)
+        self.queue.release([run_id])
 
     def drive(
         self,
@@ -96,42 +161,77 @@ class Reconciler:
         timeout: float | None = None,
         watch: Callable[[RunRecord], None] | None = None,
     ) -> RunRecord:
-        """Tick until the run is final; while another process holds the lease, only watch.
+        """Look until the run is final; while another process holds the lease, only watch.
 
         Args:
-            interval: seconds between passes that changed nothing.
+            interval: seconds between looks at what its jobs do.
             timeout: seconds; None: the run's own budget bounds it.
-            watch: called after every pass, e.g. to draw.
+            watch: called after every look, e.g. to draw.
 
         Raises:
             DeadlineError: `timeout` passed and the run is not final; it goes on when somebody drives it again.
+            InfrastructureError: what is left of the run was set aside: it failed again and again.
         """
-        until = None if timeout is None else self._wiring.clock.now() + timeout
-        refused = 0
+        with self._kept():
+            return self._drive(run_id, interval, timeout, watch)
+
+    def _drive(
+        self, run_id: str, interval: float, timeout: float | None, watch: Callable[[RunRecord], None] | None
+    ) -> RunRecord:
+        clock, pulse = self._wiring.clock, Pulse(self._wiring, run_id)
+        until = None if timeout is None else clock.now() + timeout
+        again_at = polled = -NEVER
+        run = self._wiring.ledger.run(run_id)
         while True:
-            try:
-                tick, refused = self.tick(run_id), 0
-            except InfrastructureError:
-                refused += 1
-                if refused >= _MANIFEST_TRIES or (until is not None and self._wiring.clock.now() >= until):
-                    raise
-                self._wiring.clock.sleep(BACKOFF_SECONDS[min(refused, len(BACKOFF_SECONDS)) - 1])
-                continue
-            run = tick.run if tick else self._wiring.ledger.run(run_id)
+            now = clock.now()
+            if now >= again_at or pulse.moved() or (now - polled >= POLL_SECONDS and self.queue.due([run_id])):
+                tick = self.tick(run_id)
+                run = tick.run if tick else self._wiring.ledger.run(run_id)
+                pulse.follow()
+                again_at = clock.now() + (POLL_SECONDS if tick is None else 0.0 if tick.changed else tick.again_after)
+                if tick and tick.set_aside:
+                    raise InfrastructureError(f"run {run_id}: {run.message}; {run.next_action}")
+                polled = clock.now()
+            elif now - polled >= POLL_SECONDS:
+                polled = now
+            self.keep()
             if watch:
                 watch(run)
             if is_final("run", run.state):
                 return run
-            if until is not None and self._wiring.clock.now() >= until:
+            if until is not None and clock.now() >= until:
                 raise DeadlineError(
                     f"run {run_id}: still {run.state} after {timeout:g} s; wait again or look: posttrain why {run_id}"
                 )
-            if tick is None or not tick.changed:
-                self._wiring.clock.sleep(interval)
+            if clock.now() < again_at:  # else it changed something: look again at once
+                clock.sleep(interval)
 
-    def _pass(self, run: RunRecord) -> Tick:
-        manifest = self._manifest(run)
-        before = self._fingerprint(run)
+    def keep(self) -> None:
+        """Hold on to what is held, where a third of the lease has passed."""
+        now = self._wiring.clock.now()
+        if self._held and now - self._renewed >= LEASE_SECONDS / 3:
+            self._renewed = now
+            self.queue.renew()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """The lease is kept through work that takes longer than it lasts, such as the hashing of a model."""
+        over = threading.Event()
+
+        def keep() -> None:
+            while not over.wait(LEASE_SECONDS / 3):
+                with suppress(PosttrainError):  # a database that is away: the next renewal, or the lease runs out
+                    self.keep()
+
+        keeper = threading.Thread(target=keep, name="posttrain-lease", daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            over.set()
+            keeper.join()
+
+    def _pass(self, run: RunRecord, manifest: Manifest, troubles: Troubles) -> RunRecord:
         if run.state == RunState.PENDING:
             run = self._move(
                 run, RunState.RUNNING, "Running", "stages are under way", started_at=self._wiring.clock.now()
@@ -140,11 +240,10 @@ class Reconciler:
             run = self._move(run, RunState.STOPPING, "StopRequested", "waiting for jobs to checkpoint and end")
         looks = Looks(self._wiring, run.id)
         for stage in self._wiring.ledger.stages(run.id):
-            if not self._troubles.waits(stage):
-                with self._troubles.kept_to(stage):
+            if not troubles.waits(stage):
+                with troubles.kept_to(stage):
                     self._advance(run, manifest, stage, looks)
-        run = self._settle(run)
-        return Tick(run, changed=self._fingerprint(run) != before)
+        return self._settle(run)
 
     def _advance(self, run: RunRecord, manifest: Manifest, stage: StageRecord, looks: Looks) -> None:
         if is_final("stage", stage.state):
@@ -230,8 +329,3 @@ class Reconciler:
         if run.manifest_digest not in self._manifests:
             self._manifests[run.manifest_digest] = self._wiring.manifest(run)
         return self._manifests[run.manifest_digest]
-
-    def _fingerprint(self, run: RunRecord) -> tuple[object, ...]:
-        stages = [(s.name, s.state, s.generation) for s in self._wiring.ledger.stages(run.id)]
-        attempts = [(a.name, a.state) for a in self._wiring.ledger.attempts(run.id)]
-        return (run.state, run.desired, *stages, *attempts)

@@ -1,9 +1,10 @@
-"""What stands in the way of one stage: it is told, tried again with back-off, and stops no other stage.
+"""What stands in the way of one object: it is told, tried again with back-off, and stops no other.
 
 A lost race is no trouble: the stage is looked at again with the rows as they are now. Bytes that do not match their
-digest do not mend themselves: the stage fails. Everything else (a store that answers 503, a full disk, two reads that
-do not agree) is tried again until it has gone on for too long; then the driver ends with it and the run stays as it is,
-so that nothing a job has done is lost.
+digest do not mend themselves: a stage that had not begun fails. Everything else (a store that answers 503, a full disk,
+two reads that do not agree) is tried again until it has gone on for too long; then the object is set aside with its
+traceback (`posttrain dead`) and stays as it is, so that nothing a job has done is lost. All of that is in the work
+queue: it outlives the driver.
 """
 
 from __future__ import annotations
@@ -11,48 +12,46 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import ConflictError, InputError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.records import StageRecord
-from posttrain.store.atomic import make_folder, write_atomic
+from posttrain.store.waking import STAGE
+from posttrain.store.work import Work, WorkQueue
 
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
-PATIENCE_SECONDS = 3600.0  # of one trouble, before the driver gives up
+PATIENCE_SECONDS = 3600.0  # of one trouble, before the object is set aside
+TROUBLED, SET_ASIDE = "Troubled", "SetAside"
 _UNEXPECTED = 5  # times that a bug may be tried again
-
-Place = tuple[str, str]  # run, stage
-
-
-@dataclass(frozen=True, slots=True)
-class _Trouble:
-    since: float
-    times: int
-    again_at: float
-    said_before: tuple[str, str, str]  # the stage's reason, message and next action
 
 
 class Troubles:
-    """The stages that this process is in trouble with."""
+    """The objects of one run that are in trouble, as the queue's rows tell."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        self._wiring = wiring
-        self._open: dict[Place, _Trouble] = {}
+    def __init__(self, wiring: Wiring, queue: WorkQueue, run_id: str) -> None:
+        self._wiring, self._queue, self._run_id = wiring, queue, run_id
+        self._open = {one.object: one for one in queue.rows(STAGE, run_id)}
 
     def waits(self, stage: StageRecord) -> bool:
-        """Whether the stage is not to be looked at yet."""
-        known = self._open.get((stage.run_id, stage.name))
-        return known is not None and self._wiring.clock.now() < known.again_at
+        """Whether the stage is not to be looked at yet, or not before a person says so."""
+        known = self._open.get(_name(stage))
+        return known is not None and (known.dead_at is not None or self._wiring.clock.now() < known.due_at)
+
+    @property
+    def again_after(self) -> float | None:
+        """Seconds until the first of them is looked at again; None: none waits."""
+        due = [one.due_at for one in self._open.values() if one.dead_at is None]
+        return max(0.0, min(due) - self._wiring.clock.now()) if due else None
+
+    @property
+    def set_aside(self) -> frozenset[str]:
+        """Stages that wait for a person."""
+        return frozenset(one.object.partition("/")[2] for one in self._open.values() if one.dead_at is not None)
 
     @contextmanager
     def kept_to(self, stage: StageRecord) -> Iterator[None]:
-        """Whatever is raised inside concerns this stage only.
-
-        Raises:
-            Exception: what was raised, when it has gone on for too long, or cannot be told.
-        """
+        """Whatever is raised inside concerns this stage only."""
         try:
             yield
         except ConflictError:  # somebody moved first: the next look sees the row as it is
@@ -66,29 +65,26 @@ class Troubles:
         except Exception as error:
             self._met(stage, error)
             return
-        self._over(stage)
+        if self._open.pop(_name(stage), None) is not None:
+            self._over(stage)
 
     def _met(self, stage: StageRecord, error: Exception) -> None:
-        now = self._wiring.clock.now()
-        said = (stage.reason, stage.message, stage.next_action)
-        before = self._open.get((stage.run_id, stage.name)) or _Trouble(now, 0, now, said)
-        times = before.times + 1
-        expected = isinstance(error, PosttrainError | OSError)
-        if now - before.since >= PATIENCE_SECONDS or (not expected and times >= _UNEXPECTED):
-            raise error
-        wait = BACKOFF_SECONDS[min(times, len(BACKOFF_SECONDS)) - 1]
-        self._open[stage.run_id, stage.name] = _Trouble(before.since, times, now + wait, before.said_before)
-        line = _one_line(error) if expected else f"{_one_line(error)}; see {self._keep_traceback(stage)}"
-        self._say(stage, "Troubled", f"{line}; looking again in {wait:g} s", "none needed")
+        self._open[_name(stage)] = known = record_trouble(
+            self._wiring, self._queue, STAGE, _name(stage), error, self._open.get(_name(stage))
+        )
+        if known.dead_at is not None:
+            how = f"{one_line(error)}; set aside after {known.failures} tries"
+            self._say(stage, SET_ASIDE, how, f"mend the cause, then posttrain dead {_name(stage)} --retry")
+        else:
+            wait = known.due_at - self._wiring.clock.now()
+            self._say(stage, TROUBLED, f"{one_line(error)}; looking again in {wait:.2g} s", "none needed")
 
     def _over(self, stage: StageRecord) -> None:
         """What was said of the trouble is taken back, unless the stage has moved on and says something else."""
-        known = self._open.pop((stage.run_id, stage.name), None)
-        if known is None:
-            return
+        self._queue.over(STAGE, _name(stage))
         now = next(s for s in self._wiring.ledger.stages(stage.run_id) if s.name == stage.name)
-        if now.reason == "Troubled":
-            self._say(now, *known.said_before)
+        if now.reason in (TROUBLED, SET_ASIDE):
+            self._say(now, *self._usual(now), "none needed")
 
     def _say(self, stage: StageRecord, reason: str, message: str, action: str) -> None:
         try:
@@ -97,22 +93,44 @@ class Troubles:
         except ConflictError:  # the stage has moved on, which says more
             return
 
+    def _usual(self, stage: StageRecord) -> tuple[str, str]:
+        """What a stage says of itself when nothing stands in its way."""
+        if stage.state == StageState.RUNNING:
+            return "Running", f"attempt {len(self._wiring.ledger.attempts(stage.run_id, stage.name))}"
+        pending = stage.state == StageState.PENDING
+        return ("WaitingForInputs", "waiting for its turn") if pending else ("Ready", "inputs are there")
+
     def _fail(self, stage: StageRecord, error: Exception) -> None:
         reason = "Corrupt" if isinstance(error, IntegrityError) else "JobFailed:bad_input"
         action = f"mend what the message names, then posttrain retry {stage.run_id}"
         with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
             transaction.update_stage(
-                stage, state=StageState.FAILED, reason=reason, message=_one_line(error), next_action=action
+                stage, state=StageState.FAILED, reason=reason, message=one_line(error), next_action=action
             )
 
-    def _keep_traceback(self, stage: StageRecord) -> str:
-        folder = self._wiring.root / "runs" / stage.run_id
-        make_folder(folder)
-        path = folder / f"{stage.name}-trouble.txt"
-        write_atomic(path, traceback.format_exc().encode(errors="replace"))
-        return str(path)
+
+def record_trouble(
+    wiring: Wiring, queue: WorkQueue, kind: str, name: str, error: Exception, before: Work | None
+) -> Work:
+    """Write down that a look at an object raised: when it is looked at again, or that it is set aside.
+
+    Args:
+        before: its row, where one is known.
+    """
+    now, times = wiring.clock.now(), (before.failures if before else 0) + 1
+    since = before.failed_since if before and before.failed_since is not None else now
+    expected = isinstance(error, PosttrainError | OSError)
+    over = now - since >= PATIENCE_SECONDS or (not expected and times >= _UNEXPECTED)
+    wait = BACKOFF_SECONDS[min(times, len(BACKOFF_SECONDS)) - 1]
+    trace = "".join(traceback.format_exception(error))
+    return queue.failed(kind, name, one_line(error), trace, None if over else wait)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error says, in one line; of one that nobody expected, its class too."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if isinstance(error, PosttrainError) else f"unexpected {type(error).__name__}: {text}"
+
+
+def _name(stage: StageRecord) -> str:
+    return f"{stage.run_id}/{stage.name}"

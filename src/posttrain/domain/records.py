@@ -43,7 +43,7 @@ class RunRecord:
     reason: str = ""  # machine-readable, CamelCase: WaitingForInputs, GateFailed …
     message: str = ""  # one sentence for a person
     next_action: str = ""
-    lease_owner: str | None = None
+    lease_owner: str | None = None  # `host:pid:start` of who drives it, of the work queue
     lease_expires: float | None = None
     started_at: float | None = None
     finished_at: float | None = None

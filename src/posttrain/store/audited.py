@@ -27,7 +27,6 @@ class Audited:
     table: Table
     title: str  # of a row, by its columns
     words: frozenset[str] = frozenset()  # free text and personal data
-    free: frozenset[str] = frozenset()  # not told: leases, which a crash may leave in any state
 
     @functools.cached_property
     def key(self) -> tuple[str, ...]:
@@ -36,8 +35,8 @@ class Audited:
 
     @functools.cached_property
     def columns(self) -> tuple[str, ...]:
-        """Every column that is told."""
-        return tuple(column.name for column in self.table.columns if column.name not in self.free)
+        """Every column: all are told."""
+        return tuple(column.name for column in self.table.columns)
 
     def name(self, row: Mapping[str, Any]) -> str:
         """A row as a person calls it."""
@@ -66,7 +65,7 @@ TABLES: Mapping[str, Audited] = {
         Audited(schema.principals, "principal {id}", frozenset({"name"})),
         Audited(schema.roles, "role of {principal} in {project}"),
         Audited(schema.tokens, "token {id}"),
-        Audited(schema.runs, "run {id}", _SAID | {"owner"}, frozenset({"lease_owner", "lease_expires"})),
+        Audited(schema.runs, "run {id}", _SAID | {"owner"}),
         Audited(schema.stages, "stage {run_id}/{name}", _SAID),
         Audited(
             schema.attempts,
@@ -103,7 +102,7 @@ class Change:
         kept = {
             name: auditable(value)
             for name, value in self.values.items()
-            if name not in spec.free and name not in spec.key and not (name in empty and value == empty[name])
+            if name not in spec.key and not (name in empty and value == empty[name])
         }
         words = {name: kept.pop(name) for name in sorted(spec.words & kept.keys())}
         return [self.sign, f"{self.table}", [self.key[name] for name in spec.key], kept], words

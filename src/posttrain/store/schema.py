@@ -65,8 +65,6 @@ runs = Table(
     Column("reason", Text, nullable=False),
     Column("message", Text, nullable=False),
     Column("next_action", Text, nullable=False),
-    Column("lease_owner", Text),
-    Column("lease_expires", Float(53)),
     Column("started_at", Float(53)),
     Column("finished_at", Float(53)),
     Column("desired", String(32), nullable=False),
@@ -350,6 +348,31 @@ tree_head = Table(
     Column("root", LargeBinary(32), nullable=False),
     Column("peaks", LargeBinary, nullable=False),  # roots of the perfect subtrees, the largest first
     CheckConstraint("id = 1", name="one_tree_head"),
+)
+
+# --- what a crash may leave in any state: told by nothing, made again from the rows above ----------------------------
+
+work = Table(
+    "work",
+    metadata,
+    Column("id", _Counter, primary_key=True, autoincrement=True),
+    Column("project", String(63), nullable=False),
+    Column("kind", String(16), nullable=False),  # run | stage | sweep
+    Column("object", Text, nullable=False),
+    Column("affinity", Text),  # the host that alone may look at it
+    Column("due_at", Float(53), nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("wanted_version", BigInteger, nullable=False),  # counts who woke it
+    Column("lease_owner", Text),
+    Column("lease_token", String(32)),
+    Column("lease_until", Float(53)),
+    Column("failures", Integer, nullable=False),
+    Column("failed_since", Float(53)),
+    Column("error", Text, nullable=False),
+    Column("traceback", Text, nullable=False),
+    Column("dead_at", Float(53)),
+    Index("work_by_object", "project", "kind", "object", unique=True),
+    Index("work_by_time", "project", "due_at"),
 )
 
 # --- of ledgers that were made before: read and verified by the old rule ----------------------------------------------

@@ -44,11 +44,15 @@ from posttrain.store.schema import (
     stage_cache,
     stages,
     unsealed,
+    work,
 )
+from posttrain.store.waking import RUN
 
 _NAMES = 500  # of one statement
 LIVE = "live"  # the role of what a channel points at
 _SHOWN = 5  # candidates named in an error
+_DRIVEN = (work.c.project == runs.c.project) & (work.c.kind == RUN) & (work.c.object == runs.c.id)
+_RUNS = select(runs, work.c.lease_owner, work.c.lease_until.label("lease_expires")).outerjoin(work, _DRIVEN)
 _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
 _RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
 
@@ -298,7 +302,7 @@ class Snapshot:
         return bool(self._connection.execute(select(events.c.id).where(events.c.request == request).limit(1)).first())
 
     def _runs(self) -> Select[Any]:
-        return select(runs).where(runs.c.project == self._project)
+        return _RUNS.where(runs.c.project == self._project)
 
     def _assets(self) -> Select[Any]:
         return _ASSETS.where(assets.c.project == self._project)

@@ -1,9 +1,9 @@
 """Writing the ledger: state rows and the events that tell of them commit together or not at all.
 
 Every update is a compare-and-set on (id, generation): a writer that decided on an old row gets `StaleWriteError`,
-reads again and decides again. Leases are columns beside the state, changed without touching the generation: renewing
-one makes nobody's copy of the row stale, and a holder whose lease ran out is still stopped by the generation as soon
-as its successor has written. Events are kept back until the end of the block and written at once.
+reads again and decides again; so a driver whose lease ran out is stopped as soon as its successor has written. Events
+are kept back until the end of the block and written at once. Whoever changes a run, or what belongs to it, wakes it in
+the work queue.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Table, Update, bindparam, or_, update
+from sqlalchemy import Table, Update, bindparam, update
 
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
-from posttrain.domain.lifecycle import check_transition
+from posttrain.domain.lifecycle import check_transition, is_final
 from posttrain.domain.records import Artifact, Asset, AttemptRecord, RunRecord, StageRecord
 from posttrain.store.audited import CHANGED, Change
 from posttrain.store.edges import Sizes, Told
 from posttrain.store.releasing import ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import assets, attempts, runs, stage_cache, stages
+from posttrain.store.waking import revive
 
-_FIXED = frozenset(
-    {"id", "run_id", "stage", "number", "state", "generation", "created_at", "lease_owner", "lease_expires"}
-    | {"project", "repeat"}
-)
+_JOINED = frozenset({"lease_owner", "lease_expires"})  # of a run, from its row of the work queue
+_FIXED = _JOINED | {"id", "run_id", "stage", "number", "state", "generation", "created_at", "project", "repeat"}
 _KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "stage", "number")}
 _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempts}
 
@@ -46,10 +45,12 @@ class Transaction(ReleaseWriting):
             ConflictError: the id exists, or this repetition of its manifest.
         """
         noted = functools.partial(self._edges.run, run.id, run.manifest_digest, artifacts, self._clock.now())
-        self._insert(runs, to_columns(run), f"run {run.id}", f"run.{run.state}", run.id, noted)
+        columns = {name: value for name, value in to_columns(run).items() if name not in _JOINED}
+        self._insert(runs, columns, f"run {run.id}", f"run.{run.state}", run.id, noted)
         for stage in run_stages:
             subject = f"{run.id}/{stage.name}"
             self._insert(stages, to_columns(stage), f"stage {subject}", f"stage.{stage.state}", subject)
+        self._woken.add(run.id)
 
     def insert_attempt(self, attempt: AttemptRecord) -> None:
         """A new attempt: the intent to launch.
@@ -60,6 +61,7 @@ class Transaction(ReleaseWriting):
         subject = f"{attempt.run_id}/{attempt.stage}/{attempt.number}"
         what = f"attempt {attempt.name}"
         self._insert(attempts, to_columns(attempt), what, f"attempt.{attempt.state}", subject)
+        self._woken.add(attempt.run_id)
 
     def update_run(
         self,
@@ -159,6 +161,11 @@ class Transaction(ReleaseWriting):
         if not self._change(stage_cache, key, values, "stage.cached", subject):
             self._insert(stage_cache, {**key, **values}, f"cache entry {cache_key}", "stage.cached", subject)
 
+    def look_again(self, run_id: str) -> None:
+        """What was set aside of a run is looked at again: a person asks for it."""
+        revive(self._connection, self._project, run_id)
+        self._woken.add(run_id)
+
     def append_event(
         self, kind: str, subject: str, facts: Mapping[str, Any], said: Mapping[str, Any] | None = None
     ) -> None:
@@ -169,24 +176,6 @@ class Transaction(ReleaseWriting):
             said: free text and personal data, which may be erased.
         """
         self._journal.tell(kind, subject, facts=facts, said=said)
-
-    def claim(self, run: RunRecord, owner: str, seconds: float) -> RunRecord | None:
-        """Take or renew the lease of a run: it is free, ran out, or is `owner`'s already.
-
-        Returns:
-            The run as it is now (it may have changed since `run` was read); None when somebody else holds the lease.
-        """
-        now = self._clock.now()
-        free = or_(runs.c.lease_owner.is_(None), runs.c.lease_owner == owner, runs.c.lease_expires <= now)
-        taken = self._connection.execute(
-            update(runs).where(runs.c.id == run.id, free).values(lease_owner=owner, lease_expires=now + seconds)
-        )
-        return self.snapshot.run(run.id) if taken.rowcount else None
-
-    def release_claim(self, run: RunRecord, owner: str) -> None:
-        """Give the lease back if it is `owner`'s."""
-        mine = (runs.c.id == run.id) & (runs.c.lease_owner == owner)
-        self._connection.execute(update(runs).where(mine).values(lease_owner=None, lease_expires=None))
 
     def _update(
         self,
@@ -217,6 +206,8 @@ class Transaction(ReleaseWriting):
             facts = {"from": before["state"], "to": state, **facts}
         kind = f"{machine}.{'updated' if state is None else state}"
         self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values), *joined(changes), facts=facts)
+        ended = machine == "run" and is_final("run", values["state"])
+        (self._woken.discard if ended else self._woken.add)(before["id" if machine == "run" else "run_id"])
         return replace(record, **values)  # type: ignore[type-var]
 
 

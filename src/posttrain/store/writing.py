@@ -15,6 +15,7 @@ from posttrain.store.edges import EdgeWriter
 from posttrain.store.journal import Author, Journal
 from posttrain.store.rows import to_columns
 from posttrain.store.snapshot import Snapshot
+from posttrain.store.waking import RUN, wake
 
 
 class Writing:
@@ -24,6 +25,7 @@ class Writing:
         self._connection = connection
         self._clock = clock
         self._project = project
+        self._woken: set[str] = set()  # runs that somebody has to look at
         self._journal = Journal(connection, author, clock, project)
         self._edges = EdgeWriter(connection, project)
         self.snapshot = Snapshot(connection, project)  # reads that see this transaction's own rows
@@ -34,8 +36,10 @@ class Writing:
         return self._journal.found
 
     def flush(self) -> None:
-        """Write the events of what was changed so far."""
+        """Write the events of what was changed so far, and wake the runs whose rows changed."""
         self._journal.flush()
+        wake(self._connection, self._project, RUN, self._woken)
+        self._woken.clear()
 
     def _owned(self, record: Any, field: str) -> dict[str, Any]:
         """The record's columns: its project, and who is named in `field` as a principal."""

@@ -36,6 +36,7 @@ def upgrade() -> None:
     _create_policies()
     _create_edges()
     _create_channels()
+    _create_work()
 
 
 def _create_principals() -> None:
@@ -312,3 +313,34 @@ def _create_channels() -> None:
         "INSERT INTO deployments (project, channel, role, release_sequence, weight, generation) "
         "SELECT project, channel, 'live', max(sequence), 1.0, 1 FROM releases GROUP BY project, channel"
     )
+
+
+def _create_work() -> None:
+    op.create_table(
+        "work",
+        sa.Column("id", _COUNTER, primary_key=True, autoincrement=True),
+        sa.Column("project", _PROJECT, nullable=False),
+        sa.Column("kind", sa.String(16), nullable=False),
+        sa.Column("object", sa.Text(), nullable=False),
+        sa.Column("affinity", sa.Text()),
+        sa.Column("due_at", _TIME, nullable=False),
+        sa.Column("priority", sa.Integer(), nullable=False),
+        sa.Column("wanted_version", sa.BigInteger(), nullable=False),
+        sa.Column("lease_owner", sa.Text()),
+        sa.Column("lease_token", sa.String(32)),
+        sa.Column("lease_until", _TIME),
+        sa.Column("failures", sa.Integer(), nullable=False),
+        sa.Column("failed_since", _TIME),
+        sa.Column("error", sa.Text(), nullable=False),
+        sa.Column("traceback", sa.Text(), nullable=False),
+        sa.Column("dead_at", _TIME),
+    )
+    op.create_index("work_by_object", "work", ["project", "kind", "object"], unique=True)
+    op.create_index("work_by_time", "work", ["project", "due_at"])
+    # leases move here; whoever drives an unfinished run has to look at it
+    op.execute(
+        "INSERT INTO work (project, kind, object, due_at, priority, wanted_version, failures, error, traceback) "
+        "SELECT project, 'run', id, 0, 0, 1, 0, '', '' FROM runs WHERE state IN ('pending', 'running', 'stopping')"
+    )
+    op.drop_column("runs", "lease_owner")
+    op.drop_column("runs", "lease_expires")

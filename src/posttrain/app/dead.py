@@ -1,0 +1,63 @@
+"""What was set aside: objects at which looks failed again and again, until a person looks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.app.workspace import Workspace
+from posttrain.domain.errors import NotFoundError
+from posttrain.store.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """One object that waits for a person."""
+
+    object: str  # RUN, or RUN/STAGE
+    kind: str
+    tries: int
+    since: float | None  # the first of the failures
+    set_aside_at: float
+    error: str
+    traceback: str
+
+
+def dead(workspace: Workspace, within: str | None = None) -> list[Dead]:
+    """What was set aside, all of it or of one run, or one stage of it.
+
+    Args:
+        within: RUN or RUN/STAGE; the run as a person names it.
+
+    Raises:
+        NotFoundError: nothing there was set aside, or there is no such run.
+    """
+    rows = [_dead(one) for one in workspace.reconciler.queue.rows(dead=True)]
+    if within is None:
+        return rows
+    named = _named(workspace, within)
+    found = [one for one in rows if one.object == named or one.object.startswith(f"{named}/")]
+    if not found:
+        raise NotFoundError(f"nothing of {named} was set aside; posttrain dead shows what was")
+    return found
+
+
+def look_again(workspace: Workspace, within: str) -> list[Dead]:
+    """Let what was set aside of a run, or of one stage, be looked at again.
+
+    Raises:
+        NotFoundError: as `dead`.
+    """
+    found = dead(workspace, within)
+    for one in found:
+        workspace.reconciler.queue.revive(one.kind, one.object)
+    return found
+
+
+def _named(workspace: Workspace, text: str) -> str:
+    run, _, stage = text.partition("/")
+    found = workspace.ledger.find_run(run).id
+    return f"{found}/{stage}" if stage else found
+
+
+def _dead(one: Work) -> Dead:
+    return Dead(one.object, one.kind, one.failures, one.failed_since, one.dead_at or 0.0, one.error, one.traceback)

@@ -1,0 +1,57 @@
+"""`dead`: what was set aside because looks at it failed again and again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, ago, console, emit_json, harmless, say
+from posttrain.cli.shell import lazily
+from posttrain.domain.errors import InputError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("dead")(dead)
+
+
+def dead(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN[/STAGE]]",
+            help="Only this run or stage, with what was raised.",
+            autocompletion=lazily("runs"),
+            show_default=False,
+        ),
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Look at it again: its cause is mended.")] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """What a driver set aside after it failed again and again, and why; --retry has it looked at again."""
+    from dataclasses import asdict
+
+    from posttrain.app.dead import dead as found_dead
+    from posttrain.app.dead import look_again
+    from posttrain.app.workspace import open_workspace
+
+    if retry and name is None:
+        raise InputError("dead: --retry needs the run or stage that is looked at again; posttrain dead lists them")
+    workspace = open_workspace()
+    found = look_again(workspace, name) if retry and name else found_dead(workspace, name)
+    if output is Output.JSON:
+        emit_json([asdict(one) for one in found])
+    elif retry:
+        run = found[0].object.partition("/")[0]
+        say(*(f"{one.object}: will be looked at again" for one in found), f"next: posttrain attach {run}")
+    elif not found:
+        say("nothing was set aside")
+    for one in found if output is Output.TEXT and not retry else ():
+        console().print(
+            f"{one.object}: {one.tries} tries, set aside {ago(one.set_aside_at)}: {one.error}", markup=False
+        )
+        if name:
+            say(*harmless(one.traceback).splitlines())
+        say(f"  → posttrain dead {one.object} --retry")
+    workspace.close()

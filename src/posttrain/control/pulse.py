@@ -1,0 +1,95 @@
+"""When a run is looked at again: a time that its rows name, or a sign that one of its jobs moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.control.attempts import STOP_GRACE_SECONDS
+from posttrain.control.launching import WAITING_FOR_DEVICES, bare_spec
+from posttrain.control.wiring import Wiring
+from posttrain.domain.lifecycle import AttemptState, StageState
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.store.work import NEVER
+
+UNSEEN_SECONDS = 60.0  # between looks at a job that gives no sign
+_SOON = 1.0  # to an attempt whose launch is not recorded
+_WAITS = {  # for what gives no sign: nobody writes a row of this run when it is over
+    "WaitingForIdenticalStage": 2.0,
+    "SubmissionUnknown": 2.0,
+    "JobNotVisible": 2.0,
+    WAITING_FOR_DEVICES: 30.0,  # signs: `Pulse`
+}
+_LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
+
+
+def look_again_after(
+    manifest: Manifest, stages: Sequence[StageRecord], attempts: Sequence[AttemptRecord], now: float
+) -> float:
+    """Seconds until these rows of a run alone make it worth a look."""
+    times = [NEVER]
+    for stage in stages:
+        if stage.state in (StageState.READY, StageState.RUNNING):
+            times.append(_WAITS.get(stage.reason, NEVER))
+        if stage.state == StageState.READY and stage.not_before is not None and stage.not_before > now:
+            times.append(stage.not_before - now)
+    for attempt in attempts:
+        if attempt.state == AttemptState.PLANNED:
+            times.append(_SOON)
+        elif attempt.state == AttemptState.LAUNCHED:
+            times.append(UNSEEN_SECONDS)
+            if attempt.stop_requested_at is not None:
+                times.append(max(_SOON, attempt.stop_requested_at + STOP_GRACE_SECONDS - now))
+    if manifest.budget.wall_clock is not None and any(attempt.state in _LIVE for attempt in attempts):
+        spent = sum(_seconds(attempt, now) for attempt in attempts)
+        times.append(max(_SOON, manifest.budget.wall_clock - spent))
+    return min(times)
+
+
+class Pulse:
+    """The signs that the jobs of one run give without the ledger: what the executor sees, what their channels hold."""
+
+    def __init__(self, wiring: Wiring, run_id: str) -> None:
+        self._wiring, self._run_id = wiring, run_id
+        self._live: list[AttemptRecord] = []
+        self._waits_for_devices = False
+        self._seen: dict[str, Any] = {}
+
+    def follow(self) -> None:
+        """Take over which jobs there are: after every look at the run."""
+        ledger = self._wiring.ledger
+        with ledger.snapshot() as now:
+            self._live = [a for a in now.attempts(self._run_id) if a.state == AttemptState.LAUNCHED]
+            self._waits_for_devices = any(s.reason == WAITING_FOR_DEVICES for s in now.stages(self._run_id))
+
+    def moved(self) -> bool:
+        """Whether a sign is another than at the last call; one that was never seen is.
+
+        What is seen is kept before the run is looked at, so that nothing which happens meanwhile is missed.
+        """
+        before, self._seen = self._seen, self._signs()
+        if self._waits_for_devices:
+            self._seen[WAITING_FOR_DEVICES] = self._capacity()
+        return self._seen != before
+
+    def _signs(self) -> dict[str, Any]:
+        try:
+            looks = self._wiring.executor.observe([bare_spec(self._wiring, attempt) for attempt in self._live])
+            words = [self._wiring.folder(attempt).channel.answered() is not None for attempt in self._live]
+        except Exception as error:  # the look at the run tells of it
+            return {"error": type(error).__name__}
+        names = [attempt.name for attempt in self._live]
+        return dict(zip(names, zip(looks, words, strict=True), strict=True)) if names else {}
+
+    def _capacity(self) -> Any:
+        try:
+            return self._wiring.executor.capacity()
+        except Exception as error:
+            return type(error).__name__
+
+
+def _seconds(attempt: AttemptRecord, now: float) -> float:
+    if attempt.state == AttemptState.LAUNCHED and attempt.launched_at is not None:
+        return now - attempt.launched_at
+    return attempt.seconds

@@ -1,0 +1,272 @@
+"""The work queue: which objects somebody has to look at, when, and who is at it.
+
+A row is one object (`run` of an id, `stage` RUN/NAME, `sweep` of an executor). Writers wake it in the transaction that
+gives it work; a driver claims it with a lease, looks, and gives it back with the time of the next look. What was woken
+meanwhile is looked at again: giving back compares `wanted_version` with what the claim saw. Rows say nothing that the
+ledger's audited rows do not: one that is lost is made again by whoever drives the object.
+
+Times are the database's own on PostgreSQL, whose hosts need not agree on one, and the ledger's clock elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Float, cast, delete, func, literal, or_, select, update
+
+from posttrain.domain.errors import InfrastructureError, NotFoundError
+from posttrain.domain.lifecycle import is_final
+from posttrain.store.clock import SystemClock
+from posttrain.store.database import LostAnswerError
+from posttrain.store.ledger import Ledger
+from posttrain.store.rows import plain
+from posttrain.store.schema import runs, work
+from posttrain.store.waking import RUN, STAGE, wake
+
+NEVER = 1e11  # seconds: until somebody wakes it
+_TOKEN_BYTES = 16
+_TRACEBACK = 20_000  # characters kept
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One object to look at, as its row was when it was read."""
+
+    id: int
+    kind: str
+    object: str
+    due_at: float
+    priority: int
+    wanted_version: int
+    lease_owner: str | None
+    lease_token: str | None  # of this claim: who finds another one there has lost the object
+    lease_until: float | None
+    failures: int  # looks in a row that raised
+    failed_since: float | None
+    error: str  # of the last one, one line
+    traceback: str
+    dead_at: float | None  # set aside until a person looks
+    affinity: str | None = None  # the host that alone may look at it
+
+
+class WorkQueue:
+    """The queue of one project, for one driver.
+
+    Args:
+        owner: `host:pid:start` of this process.
+        alive: whether another owner still lives, where that can be told: a dead one loses its leases at once.
+        lease: seconds that a claim holds without being renewed.
+    """
+
+    def __init__(
+        self, ledger: Ledger, owner: str, alive: Callable[[str], bool] = lambda owner: True, lease: float = 15.0
+    ) -> None:
+        self._ledger, self.owner, self._alive, self.lease = ledger, owner, alive, lease
+
+    def due(self, objects: Collection[str] | None = None) -> bool:
+        """Whether `claim` may find something; one statement, which writes nothing."""
+        with self._ledger.database.read() as connection:
+            now = self._now(connection)
+            query = select(work.c.id).where(*self._open(now, objects), self._free(now)).limit(1)
+            return connection.execute(query).first() is not None
+
+    def claim(self, objects: Collection[str] | None = None, limit: int = 1, *, early: bool = False) -> list[Work]:
+        """Take objects that are due and nobody's, or this owner's already; the most urgent first.
+
+        Args:
+            objects: only these; None: any.
+            early: whether they are due does not matter.
+
+        Raises:
+            InfrastructureError: the answer was lost; what was claimed is this owner's, who may claim it again.
+        """
+        token = self._ledger.entropy(_TOKEN_BYTES).hex()
+        with self._write() as connection:
+            now = self._now(connection)
+            open_ones = select(work.c.id).where(*self._open(now, objects, early=early), self._free(now))
+            chosen = open_ones.order_by(work.c.priority.desc(), work.c.due_at, work.c.id).limit(limit)
+            if connection.dialect.name == "postgresql":
+                chosen = chosen.with_for_update(skip_locked=True)
+            values = {"lease_owner": self.owner, "lease_token": token, "lease_until": now + self.lease}
+            taken = update(work).where(work.c.id.in_(chosen)).values(values).returning(work)
+            rows = [_work(row) for row in connection.execute(taken)]
+        return sorted(rows, key=lambda one: (-one.priority, one.due_at, one.id))
+
+    def look(self, kind: str, name: str) -> Work | None:
+        """An object's row as it is; None: it has none."""
+        with self._ledger.database.read() as connection:
+            row = connection.execute(select(work).where(self._named(kind, [name]))).one_or_none()
+            return None if row is None else _work(row)
+
+    def renew(self) -> None:
+        """Hold everything that is this owner's for another `lease` seconds."""
+        with self._write() as connection:
+            mine = work.c.lease_owner == self.owner
+            until = self._now(connection) + self.lease
+            connection.execute(update(work).where(mine, self._project).values(lease_until=until))
+
+    def give_back(self, one: Work, after: float = NEVER, *, hold: bool = False) -> bool:
+        """An object was looked at without an error, and is due again after so many seconds.
+
+        Args:
+            hold: whether it stays this owner's.
+
+        Returns:
+            Whether that is so; False: it was woken meanwhile, or is not this owner's any more.
+        """
+        free: Mapping[str, Any] = {} if hold else _FREE
+        with self._write() as connection:
+            due = self._now(connection) + after
+            settled = {"due_at": due, "failures": 0, "failed_since": None, "error": "", "traceback": "", **free}
+            seen = (*_held(one), work.c.wanted_version == one.wanted_version)
+            done = connection.execute(update(work).where(*seen).values(settled)).rowcount
+            if not done and not hold:
+                connection.execute(update(work).where(*_held(one)).values(_FREE))
+        return bool(done)
+
+    def finish(self, run_id: str) -> None:
+        """Take the row of a run that has ended out of the queue; whoever lets the run go on meanwhile wins."""
+        with self._write() as connection:
+            row = self._named(RUN, [run_id])
+            seen = connection.execute(select(work.c.wanted_version).where(row)).scalar()
+            state = connection.execute(select(runs.c.state).where(runs.c.id == run_id)).scalar()
+            if seen is not None and is_final("run", str(state)):
+                connection.execute(delete(work).where(row, work.c.wanted_version == seen))
+                connection.execute(delete(work).where(self._below(run_id)))
+
+    def failed(self, kind: str, name: str, error: str, trace: str, again_after: float | None) -> Work:
+        """A look at an object raised: it is due again after so many seconds, or set aside (None).
+
+        Returns:
+            Its row, which may have been made for this.
+        """
+        with self._write() as connection:
+            now = self._now(connection)
+            wake(connection, self._ledger.project, kind, [name], NEVER)
+            since = func.coalesce(work.c.failed_since, now)
+            values = {
+                "failures": work.c.failures + 1,
+                "failed_since": since,
+                "error": plain(error),
+                "traceback": plain(trace[-_TRACEBACK:]),
+                "due_at": now + (NEVER if again_after is None else again_after),
+                "dead_at": now if again_after is None else None,
+                **_FREE,
+            }
+            changed = update(work).where(self._named(kind, [name])).values(values).returning(work)
+            return _work(connection.execute(changed).one())
+
+    def over(self, kind: str, name: str) -> None:
+        """An object that had raised does not any more."""
+        with self._write() as connection:
+            connection.execute(delete(work).where(self._named(kind, [name])))
+
+    def revive(self, kind: str, name: str) -> None:
+        """Look again at an object that was set aside.
+
+        Raises:
+            NotFoundError: none of that name was.
+        """
+        with self._write() as connection:
+            now = self._now(connection)
+            aside = (self._named(kind, [name]), work.c.dead_at.is_not(None))
+            values = {"dead_at": None, "due_at": now, "failures": 0, "failed_since": None}
+            values |= {"wanted_version": work.c.wanted_version + 1}
+            if not connection.execute(update(work).where(*aside).values(values)).rowcount:
+                raise NotFoundError(f"nothing that is called {name} was set aside; look: posttrain dead")
+            run = name.partition("/")[0]
+            if kind == STAGE:
+                wake(connection, self._ledger.project, RUN, [run])
+
+    def wake(self, kind: str, names: Collection[str], after: float = 0.0) -> None:
+        """Let objects be looked at, after so many seconds."""
+        with self._write() as connection:
+            due = self._ledger.clock.now() + after if after else 0.0
+            wake(connection, self._ledger.project, kind, names, due)
+
+    def release(self, names: Collection[str] | None = None) -> None:
+        """Give up what is this owner's, so that nobody has to wait until the leases run out."""
+        with self._write() as connection:
+            mine = [work.c.lease_owner == self.owner, self._project]
+            if names is not None:
+                mine.append(work.c.object.in_(names))
+            connection.execute(update(work).where(*mine).values(_FREE))
+
+    def succeed_the_dead(self) -> int:
+        """Take their leases from owners that are seen to live no more; how many objects that frees."""
+        with self._ledger.database.read() as connection:
+            others = select(work.c.lease_owner).where(self._project, work.c.lease_owner.is_not(None)).distinct()
+            owners = connection.execute(others).scalars().all()
+        dead = [owner for owner in owners if owner != self.owner and not self._alive(owner)]
+        if not dead:
+            return 0
+        with self._write() as connection:
+            theirs = (self._project, work.c.lease_owner.in_(dead))
+            return connection.execute(update(work).where(*theirs).values(_FREE)).rowcount
+
+    def rows(self, kind: str | None = None, within: str | None = None, *, dead: bool = False) -> list[Work]:
+        """Rows of the queue, by object.
+
+        Args:
+            within: a run: its stages only.
+            dead: only what was set aside.
+        """
+        query = select(work).where(self._project).order_by(work.c.kind, work.c.object)
+        if kind is not None:
+            query = query.where(work.c.kind == kind)
+        if within is not None:
+            query = query.where(self._below(within))
+        if dead:
+            query = query.where(work.c.dead_at.is_not(None))
+        with self._ledger.database.read() as connection:
+            return [_work(row) for row in connection.execute(query)]
+
+    @property
+    def _project(self) -> ColumnElement[bool]:
+        return work.c.project == self._ledger.project
+
+    def _named(self, kind: str, names: Sequence[str]) -> ColumnElement[bool]:
+        return self._project & (work.c.kind == kind) & work.c.object.in_(names)
+
+    def _below(self, run_id: str) -> ColumnElement[bool]:
+        return self._project & (func.substr(work.c.object, 1, len(run_id) + 1) == f"{run_id}/")
+
+    def _open(
+        self, now: ColumnElement[float], objects: Collection[str] | None, *, early: bool = False
+    ) -> list[ColumnElement[bool]]:
+        found = [self._project, work.c.dead_at.is_(None), work.c.kind != STAGE]
+        if objects is not None:
+            found.append(work.c.object.in_(sorted(objects)))
+        return found if early else [*found, work.c.due_at <= now]
+
+    def _free(self, now: ColumnElement[float]) -> ColumnElement[bool]:
+        host = self.owner.rsplit(":", 2)[0]
+        here = or_(work.c.affinity.is_(None), work.c.affinity == host)
+        return here & or_(work.c.lease_owner.is_(None), work.c.lease_owner == self.owner, work.c.lease_until <= now)
+
+    def _now(self, connection: Connection) -> ColumnElement[float]:
+        if connection.dialect.name == "postgresql" and isinstance(self._ledger.clock, SystemClock):
+            return cast(func.extract("epoch", func.clock_timestamp()), Float(53))
+        return literal(self._ledger.clock.now())
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        try:
+            with self._ledger.database.write() as connection:
+                yield connection
+        except LostAnswerError as error:
+            raise InfrastructureError(f"{error}; looking again") from error
+
+
+_FREE: Mapping[str, Any] = {"lease_owner": None, "lease_token": None, "lease_until": None}
+
+
+def _held(one: Work) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    return work.c.id == one.id, work.c.lease_token == one.lease_token
+
+
+def _work(row: Any) -> Work:
+    return Work(**{name: row._mapping[name] for name in Work.__dataclass_fields__})
