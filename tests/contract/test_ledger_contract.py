@@ -294,9 +294,9 @@ def test_a_channel_that_came_back_is_another_release(ledger: Ledger) -> None:
 def test_what_is_woken_while_somebody_looks_is_looked_at_again(ledger: Ledger) -> None:
     work.submit(ledger)
     mine, other = WorkQueue(ledger, "h:1:0"), WorkQueue(ledger, "h:2:0")
-    assert mine.due()
+    assert mine.due() == {"run1"}
     (one,) = mine.claim()
-    assert (one.object, other.claim(), other.due()) == ("run1", [], False)
+    assert (one.object, other.claim(), other.due()) == ("run1", [], set())
     other.wake(RUN, ["run1"])
     assert not mine.give_back(one, 100.0)
     (again,) = other.claim()

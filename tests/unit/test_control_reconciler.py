@@ -246,8 +246,9 @@ def test_a_stop_starts_nothing_in_the_places_that_become_free(bench: Bench) -> N
 
 def test_a_run_that_nobody_drives_is_not_waited_for(bench: Bench) -> None:
     bench.scripts["sft"] = [None, train()]
+    gone = Reconciler(bench.wiring, "gone")
     for _ in range(3):
-        bench.reconciler.tick(bench.submit(**TRAIN_ONLY))
+        gone.tick(bench.submit(**TRAIN_ONLY))
     second = bench.submit(again=True, **TRAIN_ONLY)
     for _ in range(3):
         bench.reconciler.tick(second)

@@ -215,8 +215,8 @@ class Background:
             return False
         try:
             known = known or self._meet(run_id)
-            tick = self._workspace.reconciler.tick(run_id)
-            run = tick.run if tick else self._workspace.ledger.run(run_id)
+            tick = self._workspace.reconciler.step(run_id)
+            run = tick.run
             if known.troubled_since is not None:
                 known.troubled_since, known.tries, known.trouble = None, 0, ""
                 self._say(f"run {run_id}: goes on")
@@ -225,7 +225,7 @@ class Background:
                 self._finish(run_id)
                 return True
             known.scribe.keep()
-            return tick is not None and tick.changed
+            return tick.changed
         except NotFoundError as error:  # of a workspace whose ledger was put back
             self._say(f"run {run_id}: dropped: {error}")
             self._ears.done(run_id, lambda: True)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.control.attempts import STOP_GRACE_SECONDS
-from posttrain.control.launching import WAITING_FOR_DEVICES, bare_spec
+from posttrain.control.launching import WAITING_FOR_DEVICES
+from posttrain.control.requests import job_of
 from posttrain.control.wiring import Wiring
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
@@ -75,7 +76,7 @@ class Pulse:
 
     def _signs(self) -> dict[str, Any]:
         try:
-            looks = self._wiring.executor.observe([bare_spec(self._wiring, attempt) for attempt in self._live])
+            looks = self._wiring.executor.observe([job_of(self._wiring, attempt) for attempt in self._live])
             words = [self._wiring.folder(attempt).channel.answered() is not None for attempt in self._live]
         except Exception as error:  # the look at the run tells of it
             return {"error": type(error).__name__}

@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.control.attempts import Looks, advance_attempt
@@ -53,6 +53,15 @@ class Tick:
     set_aside: tuple[str, ...] = ()  # stages that wait for a person, where nothing else is left
 
 
+@dataclass(slots=True)
+class _Watched:
+    """A run between two passes."""
+
+    pulse: Pulse
+    last: Tick | None = None
+    again_at: float = 0.0
+
+
 class Reconciler:
     """Brings runs to where they should be.
 
@@ -66,7 +75,9 @@ class Reconciler:
         self.queue = WorkQueue(wiring.ledger, owner, alive, LEASE_SECONDS)
         self._manifests: dict[str, Manifest] = {}
         self._held: dict[str, Work] = {}  # run → our claim
-        self._renewed = 0.0
+        self._watched: dict[str, _Watched] = {}
+        self._due: set[str] = set()
+        self._renewed = self._polled = -NEVER
 
     def tick(self, run_id: str) -> Tick | None:
         """One pass over one run, due or not; None when another live process holds its lease."""
@@ -151,6 +162,7 @@ class Reconciler:
     def release(self, run_id: str) -> None:
         """Give the lease back, so that another process need not wait for it to expire."""
         self._held.pop(run_id, None)
+        self._watched.pop(run_id, None)
         self.queue.release([run_id])
 
     def drive(
@@ -172,39 +184,55 @@ class Reconciler:
             DeadlineError: `timeout` passed and the run is not final; it goes on when somebody drives it again.
             InfrastructureError: what is left of the run was set aside: it failed again and again.
         """
-        with self._kept():
-            return self._drive(run_id, interval, timeout, watch)
-
-    def _drive(
-        self, run_id: str, interval: float, timeout: float | None, watch: Callable[[RunRecord], None] | None
-    ) -> RunRecord:
-        clock, pulse = self._wiring.clock, Pulse(self._wiring, run_id)
+        clock = self._wiring.clock
         until = None if timeout is None else clock.now() + timeout
-        again_at = polled = -NEVER
-        run = self._wiring.ledger.run(run_id)
-        while True:
-            now = clock.now()
-            if now >= again_at or pulse.moved() or (now - polled >= POLL_SECONDS and self.queue.due([run_id])):
-                tick = self.tick(run_id)
-                run = tick.run if tick else self._wiring.ledger.run(run_id)
-                pulse.follow()
-                again_at = clock.now() + (POLL_SECONDS if tick is None else 0.0 if tick.changed else tick.again_after)
-                if tick and tick.set_aside:
-                    raise InfrastructureError(f"run {run_id}: {run.message}; {run.next_action}")
-                polled = clock.now()
-            elif now - polled >= POLL_SECONDS:
-                polled = now
-            self.keep()
-            if watch:
-                watch(run)
-            if is_final("run", run.state):
-                return run
-            if until is not None and clock.now() >= until:
-                raise DeadlineError(
-                    f"run {run_id}: still {run.state} after {timeout:g} s; wait again or look: posttrain why {run_id}"
-                )
-            if clock.now() < again_at:  # else it changed something: look again at once
-                clock.sleep(interval)
+        with self.kept():
+            while True:
+                tick = self.step(run_id)
+                if watch:
+                    watch(tick.run)
+                if is_final("run", tick.run.state):
+                    return tick.run
+                if until is not None and clock.now() >= until:
+                    raise DeadlineError(
+                        f"run {run_id}: still {tick.run.state} after {timeout:g} s; wait again or look: "
+                        f"posttrain why {run_id}"
+                    )
+                if not tick.changed:
+                    clock.sleep(interval)
+
+    def step(self, run_id: str) -> Tick:
+        """A pass over a run if it is worth one: its time has come, somebody woke it, one of its jobs moved.
+
+        Else what the last pass found, at the price of a look at its jobs; the queue is asked for all runs at once.
+
+        Raises:
+            InfrastructureError: what is left of the run was set aside: it failed again and again.
+        """
+        clock = self._wiring.clock
+        watched = self._watched.setdefault(run_id, _Watched(Pulse(self._wiring, run_id)))
+        self.keep()
+        if watched.last is not None and not (
+            clock.now() >= watched.again_at or watched.pulse.moved() or self._woken(run_id)
+        ):
+            return replace(watched.last, changed=False)
+        tick = self.tick(run_id)
+        found = tick or Tick(self._wiring.ledger.run(run_id), changed=False, again_after=POLL_SECONDS)
+        watched.last, watched.again_at = found, clock.now() + (0.0 if found.changed else found.again_after)
+        if found.set_aside:
+            watched.last = None  # for whoever asks again once its cause is mended
+            raise InfrastructureError(f"run {run_id}: {found.run.message}; {found.run.next_action}")
+        watched.pulse.follow()
+        return found
+
+    def _woken(self, run_id: str) -> bool:
+        """Whether the queue has something due for a run, as of a moment ago."""
+        now = self._wiring.clock.now()
+        if now - self._polled >= POLL_SECONDS:
+            self._polled, self._due = now, self.queue.due(self._watched)
+        woken = run_id in self._due
+        self._due.discard(run_id)
+        return woken
 
     def keep(self) -> None:
         """Hold on to what is held, where a third of the lease has passed."""
@@ -214,7 +242,7 @@ class Reconciler:
             self.queue.renew()
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def kept(self) -> Iterator[None]:
         """The lease is kept through work that takes longer than it lasts, such as the hashing of a model."""
         over = threading.Event()
 

@@ -66,12 +66,12 @@ class WorkQueue:
     ) -> None:
         self._ledger, self.owner, self._alive, self.lease = ledger, owner, alive, lease
 
-    def due(self, objects: Collection[str] | None = None) -> bool:
-        """Whether `claim` may find something; one statement, which writes nothing."""
+    def due(self, objects: Collection[str] | None = None) -> set[str]:
+        """What `claim` would find of these objects, or of all; one statement, which writes nothing."""
         with self._ledger.database.read() as connection:
             now = self._now(connection)
-            query = select(work.c.id).where(*self._open(now, objects), self._free(now)).limit(1)
-            return connection.execute(query).first() is not None
+            query = select(work.c.object).where(*self._open(now, objects), self._free(now))
+            return set(connection.execute(query).scalars())
 
     def claim(self, objects: Collection[str] | None = None, limit: int = 1, *, early: bool = False) -> list[Work]:
         """Take objects that are due and nobody's, or this owner's already; the most urgent first.
