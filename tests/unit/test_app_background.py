@@ -23,6 +23,7 @@ from posttrain.app.drivers import DriverKind, Request, read_request, requested, 
 from posttrain.app.workspace import Workspace, process_name
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
+from posttrain.store.work import WorkQueue
 
 KEY = "0123abcd"
 DEAD = f"{process_name().partition(':')[0]}:{os.getpid()}:1.00"  # this pid, of another process long ago
@@ -71,8 +72,7 @@ def test_who_drives_a_run_is_told_from_its_lease_and_its_request(world: World, w
     log = str(drivers.log_path(workspace.root, KEY))
     nobody = {"kind": "none", "pid": None, "host": "", "log": "", "trouble": ""}
     assert told(world, run_id) == nobody
-    with workspace.ledger.transaction("ada") as transaction:
-        transaction.claim(workspace.ledger.run(run_id), process_name(), 1e9)
+    assert WorkQueue(workspace.ledger, process_name(), lease=1e9).claim([run_id], early=True)
     host = process_name().rpartition(":")[0].rpartition(":")[0]
     mine = {"kind": "foreground", "pid": os.getpid(), "host": host, "log": "", "trouble": ""}
     assert told(world, run_id) == mine
@@ -81,8 +81,7 @@ def test_who_drives_a_run_is_told_from_its_lease_and_its_request(world: World, w
     ask(workspace, run_id, owner=process_name())
     assert told(world, run_id) == {**mine, "kind": "background", "log": log}
     assert f"background, pid {os.getpid()}" in world.ok("ls")
-    with workspace.ledger.transaction("ada") as transaction:
-        transaction.release_claim(workspace.ledger.run(run_id), process_name())
+    WorkQueue(workspace.ledger, process_name()).release([run_id])
     assert told(world, run_id) == {**mine, "kind": "background", "log": log}, "between two passes"
     assert f"driver: background, pid {os.getpid()}; log of the background driver: {log}" in world.ok("get", run_id)
     for owner in (DEAD, AWAY, ""):
@@ -97,8 +96,7 @@ def test_who_drives_a_run_is_told_from_its_lease_and_its_request(world: World, w
 
 def test_another_hosts_driver_is_told_by_its_lease(world: World, workspace: Workspace) -> None:
     run_id = held(world)
-    with workspace.ledger.transaction("ada") as transaction:
-        transaction.claim(workspace.ledger.run(run_id), AWAY, 1e9)
+    assert WorkQueue(workspace.ledger, AWAY, lease=1e9).claim([run_id], early=True)
     ask(workspace, run_id, owner=AWAY)
     assert told(world, run_id)["kind"] == "background"
     assert "background, pid 7 on elsewhere.example" in world.ok("ls")
