@@ -85,6 +85,8 @@ def test_a_policy_is_set_shown_and_remembered(world: World) -> None:
     first = world.json("get", "prod")
     assert (first["live"], first["history"], first["frozen"], first["protected"]) == (None, [], "", False)
     assert "nothing was released to it yet" in world.ok("get", "prod")
+    for command in ("rollback", "lineage", "verify"):
+        assert "channel prod: nothing was released to it yet" in refused(world, command, "prod", code=2)
     shown = world.json("channel", "policy", "prod")
     heldout = world.json("asset", "get", "dataset:heldout@1")["digest"]
     assert shown["digest"] == first["policy"]
@@ -109,14 +111,21 @@ def test_a_policy_is_set_shown_and_remembered(world: World) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gates": []}, "gates: "),
+        ({"gates": []}, "gates: must be at least one, got none"),
         ({"gates": [ACCURACY, ACCURACY]}, "names must be unique, got 'accuracy' twice"),
         ({"gates": [{**ACCURACY, "metric": "other/accuracy"}]}, "must be SUITE/METRIC of a suite below `suites`"),
         ({"gates": [{**ACCURACY, "metric": "accuracy"}]}, "must be SUITE/METRIC"),
         ({"gates": [{**ACCURACY, "at_least": None, "better_than": "base"}]}, "compare with channel or with a number"),
         ({"suites": {"heldout": {"data": "dataset:heldout@1"}}}, "suites.heldout.evaluators"),
-        ({"suites": {"heldout": {"data": "dataset:heldout@1", "evaluators": []}}}, "suites.heldout.evaluators"),
-        ({"suites": {"heldout": {"data": "dataset:heldout@1", "evaluators": ["all"]}}}, "suites.heldout.evaluators"),
+        *(
+            (
+                {"suites": {"heldout": {"data": "dataset:heldout@1", "evaluators": wrong}}},
+                "suites.heldout.evaluators: must be any, or digests (sha256:…) as `posttrain plan` shows them, got",
+            )
+            for wrong in ([], "all", ["any"], [f"sha256:{'A' * 64}"], 3, None)
+        ),
+        ({"suites": {}}, "must be SUITE/METRIC"),
+        ({"suites": {"heldout": {"data": "heldout.jsonl", "evaluators": "any"}}}, "must be a registered data set"),
         (
             {"suites": {"heldout": {"data": "dataset:heldot", "evaluators": "any"}}},
             "suites.heldout.data: dataset:heldot: no dataset",
@@ -138,7 +147,14 @@ def test_a_policy_that_says_too_little_is_refused(guarded: World, changes: dict[
 
 @pytest.mark.parametrize("name", ["Prod", "-x", "", "a/b", "x" * 64, "prød"])
 def test_a_channel_is_called_as_run_files_can_name_it(guarded: World, name: str) -> None:
-    assert "must be 1-63 of a-z" in refused(guarded, "channel", "freeze", "--", name, code=2)
+    for command in (("freeze", "--", name), ("set-policy", "--", name, "policy.yaml")):
+        assert "must be 1-63 of a-z" in refused(guarded, "channel", *command, code=2)
+
+
+@pytest.mark.parametrize("command", ["freeze", "unfreeze", "protect", "unprotect", "remove-policy"])
+def test_a_slip_opens_and_closes_no_channel(guarded: World, command: str) -> None:
+    said = refused(guarded, "channel", command, "prdo", code=2)
+    assert "channel 'prdo' is unknown (did you mean 'prod'?)" in said
 
 
 def test_the_gates_of_the_policy_are_judged_though_no_run_file_writes_them(world: World) -> None:
@@ -327,6 +343,8 @@ def test_a_lock_of_before_the_policy_is_refused_and_says_what_to_do(world: World
 
 def test_a_report_of_another_policy_moves_nothing(world: World) -> None:
     """Judged, then the policy becomes stricter, or there is one at all: the report says under which it was judged."""
+    world.ok("channel", "set-policy", "prod", policy_file(world))
+    world.ok("channel", "remove-policy", "prod")
     world.ok("channel", "freeze", "prod")
     assert world("run", "run.yaml").exit_code == 9
     run = world.newest()
@@ -335,6 +353,8 @@ def test_a_report_of_another_policy_moves_nothing(world: World) -> None:
     said = refused(world, "promote", run, code=9)
     assert "this was judged without a policy; plan and judge again: posttrain run RUN.yaml" in said
     assert "prod now points at" in world.ok("run", "run.yaml"), "the same file is another run under a policy"
+    assert "policy" in [row["path"] for row in world.json("diff", run, world.newest())["differences"]]
+    assert "policy" in world.ok("diff", run, world.newest())
     first = world.json("get", "prod")
     world.ok("channel", "freeze", "prod")
     other = better(world, 0.97)
@@ -495,6 +515,7 @@ def test_whoever_may_only_read_sees_the_policy_and_sets_none(world: World, monke
 
 
 def test_a_reason_may_be_any_text(world: World) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world))
     world.ok("channel", "freeze", "prod", "--reason", "día \u202e \udcff\n naïve")
     workspace = open_workspace()
     (told,) = workspace.ledger.channel_events("prod", "channel.frozen")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.lifecycle import ReleaseState
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, load_policy
 from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry
+from posttrain.domain.validation import nearest
 from posttrain.store.releasing import POLICY_SET
 
 
@@ -128,6 +129,11 @@ def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> 
             found = find("dataset", suite.data)
         except InputError as error:
             raise type(error)(f"{source}: suites.{name}.data: {error}") from error
+        if found.name.startswith("path:"):
+            raise InputError(
+                f"{source}: suites.{name}.data: must be a registered data set, got the file {suite.data}; posttrain "
+                "asset add registers it, and runs may then name either"
+            )
         if suite.digest not in (None, found.digest):
             raise InputError(
                 f"{source}: suites.{name}.digest: must be that of {found.name}, {found.digest}, got {suite.digest}; "
@@ -137,14 +143,15 @@ def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> 
     return policy.model_copy(update={"suites": suites})
 
 
-def policy_notes(pinned: PinnedPolicy, *, known: bool) -> Iterator[str]:
+def policy_notes(pinned: PinnedPolicy, known: Iterable[str]) -> Iterator[str]:
     """What a policy that was just set does not do, in words.
 
     Args:
-        known: somebody used the channel before.
+        known: channels that there were before.
     """
-    if not known:
-        yield f"channel {pinned.channel} is new: nothing was released to it yet"
+    names = list(known)
+    if pinned.channel not in names:
+        yield f"channel {pinned.channel} is new: nothing was released to it yet{nearest(pinned.channel, names)}"
     for name, suite in pinned.policy.suites.items():
         if suite.evaluators == "any":
             yield (

@@ -57,12 +57,12 @@ def set_policy(
     from posttrain.app.channels import policy_notes
 
     handle = _handle(channel)
-    before = handle.record
+    before, known = handle.record, [record.name for record in handle.workspace.ledger.channel_records()]
     after = handle.set_policy(file)
     pinned, live = handle.policy, handle.live
     handle.workspace.close()
     assert pinned is not None
-    for note in policy_notes(pinned, known=bool(before.generation)):
+    for note in policy_notes(pinned, known):
         aside(f"warning: {note}")
     if after == before:
         say(f"channel {channel} has this policy already ({digest(pinned.digest)})")

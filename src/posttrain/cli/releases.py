@@ -159,6 +159,8 @@ def _run_id(workspace: Workspace, target: str) -> str:
     try:
         return workspace.ledger.find_run(target).id
     except NotFoundError as error:
+        if workspace.ledger.channel_record(target).generation:
+            raise NotFoundError(f"channel {target}: nothing was released to it yet") from error
         known = ", ".join(workspace.ledger.channels()) or "none yet"
         raise NotFoundError(
             f"there is no channel or run {target!r} (channels: {known}); `posttrain ls` shows runs"

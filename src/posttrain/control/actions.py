@@ -139,6 +139,8 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
     """
     history = wiring.ledger.history(channel)
     if not history:
+        if wiring.ledger.channel_record(channel).generation:
+            raise NotFoundError(f"channel {channel}: nothing was released to it yet, so there is nothing to go back to")
         known = ", ".join(wiring.ledger.channels()) or "none yet"
         raise NotFoundError(f"channel {channel!r} is unknown (known: {known}); a promotion creates it")
     live = history[-1]

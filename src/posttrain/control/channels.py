@@ -10,6 +10,7 @@ from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import ChannelClosedError, InputError, IntegrityError, NotFoundError
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, parse_policy
 from posttrain.domain.records import ChannelRecord
+from posttrain.domain.validation import nearest
 from posttrain.store.releasing import POLICY_SET, refuse_protected
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # as `release.channel` of a run file
@@ -45,11 +46,11 @@ def set_policy(wiring: Wiring, channel: str, policy: ChannelPolicy | None) -> Ch
         policy: with the digests of its suites' data.
 
     Raises:
-        InputError: a channel that no run file could name.
+        InputError: a channel that no run file could name, or of which nothing can be taken away.
         ChannelClosedError: the channel is protected.
         ConflictError: somebody moved or changed it meanwhile.
     """
-    record = _record(wiring, channel)
+    record = _record(wiring, channel) if policy else _used(wiring, channel)
     if (policy.digest if policy else None) != record.policy:
         refuse_protected(record, "a change of its policy")
     written = canonical_json(policy.to_json()) if policy else b""
@@ -60,8 +61,13 @@ def set_policy(wiring: Wiring, channel: str, policy: ChannelPolicy | None) -> Ch
 
 
 def protect(wiring: Wiring, channel: str, *, protected: bool, why: str = "") -> ChannelRecord:
-    """Let policy and quarantine of a channel be changed by approval only, or take that back."""
-    record = _record(wiring, channel)
+    """Let policy and quarantine of a channel be changed by approval only, or take that back.
+
+    Raises:
+        NotFoundError: a channel that nobody has used yet: a slip would leave open what was meant.
+        ConflictError: somebody moved or changed it meanwhile.
+    """
+    record = _used(wiring, channel)
     if record.protected == protected:
         return record
     kind = "channel.protected" if protected else "channel.unprotected"
@@ -73,8 +79,12 @@ def freeze(wiring: Wiring, channel: str, frozen: str, why: str = "") -> ChannelR
 
     Args:
         frozen: `releases`: rollbacks go on; `all`: neither; empty: everything may move it again.
+
+    Raises:
+        NotFoundError: a channel that nobody has used yet.
+        ConflictError: somebody moved or changed it meanwhile.
     """
-    record = _record(wiring, channel)
+    record = _used(wiring, channel)
     if record.frozen == frozen:
         return record
     return _set(wiring, record, "channel.frozen" if frozen else "channel.unfrozen", why, frozen=frozen)
@@ -102,6 +112,14 @@ def _record(wiring: Wiring, channel: str) -> ChannelRecord:
             f"channel {channel!r}: must be 1-63 of a-z 0-9 _ - and begin with a letter or digit, as run files name it"
         )
     return wiring.ledger.channel_record(channel)
+
+
+def _used(wiring: Wiring, channel: str) -> ChannelRecord:
+    record = _record(wiring, channel)
+    if not record.generation:
+        hint = nearest(channel, (other.name for other in wiring.ledger.channel_records()))
+        raise NotFoundError(f"channel {channel!r} is unknown{hint}; a release or posttrain channel set-policy makes it")
+    return record
 
 
 def _set(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.gates import CHANNEL, GateRule
@@ -28,17 +28,24 @@ from posttrain.domain.validation import Frozen, explain
 
 MOST_APPROVERS = 100
 _PRINCIPAL = re.compile(r"(user|service):[^\s:][^\x00-\x1f\x7f]{0,199}")
-_DIGEST = r"^sha256:[0-9a-f]{64}$"
-Digest = Annotated[str, Field(pattern=_DIGEST)]
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+Digest = Annotated[str, Field(pattern=f"^{_DIGEST.pattern}$")]
 SuiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+
+
+def _evaluators(value: Any) -> Any:
+    listed = isinstance(value, list | tuple) and len(value) > 0
+    if value != "any" and not (listed and all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in value)):
+        raise ValueError(f"must be any, or digests (sha256:…) as `posttrain plan` shows them, got {value!r:.80}")
+    return value
 
 
 class SuitePolicy(Frozen):
     """A suite that every release must be measured on."""
 
-    data: str  # dataset:NAME@VERSION, as a run file names it
+    data: str  # a registered data set, dataset:NAME@VERSION; without a version the newest is taken
     digest: Digest | None = None  # of that data; filled in when the policy is set
-    evaluators: Literal["any"] | Annotated[tuple[Digest, ...], Field(min_length=1)]  # what may measure: code, settings
+    evaluators: Annotated[Literal["any"] | tuple[Digest, ...], BeforeValidator(_evaluators)]  # code and settings
 
 
 class QuarantinePolicy(Frozen):
@@ -51,13 +58,15 @@ class ChannelPolicy(Frozen):
     """The whole document."""
 
     policy: Literal[1] = 1  # the form of this document
-    gates: tuple[GateRule, ...] = Field(min_length=1)  # that every release must pass
-    suites: dict[SuiteName, SuitePolicy] = Field(min_length=1)  # that every release must be measured on
+    gates: tuple[GateRule, ...]  # at least one, that every release must pass
+    suites: dict[SuiteName, SuitePolicy]  # that every release must be measured on
     approvers: tuple[str, ...] = Field(default=(), max_length=MOST_APPROVERS)  # user:NAME or service:NAME; recorded
     quarantine: QuarantinePolicy = QuarantinePolicy()  # of what was rolled back
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if not self.gates:
+            raise ValueError("gates: must be at least one, got none; add one, or remove the policy")
         names = [gate.name for gate in self.gates]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
