@@ -1,5 +1,5 @@
-"""docs/howto/plugin.md promises that a package adds a kind of stage and a trainer: its files become a wheel, pip
-installs it into an environment, and its run file is run there by real processes.
+"""docs/howto/plugin.md promises that a package adds a kind of stage, a trainer and an executor: its files become a
+wheel, pip installs it into an environment, and its run file is run there by real processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pip(python: Path, *words: str) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
 
 
-def test_a_wheel_adds_a_kind_and_a_trainer(empty: Workbench, python: Path, tmp_path: Path) -> None:
+def test_a_wheel_adds_a_kind_a_trainer_and_an_executor(empty: Workbench, python: Path, tmp_path: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [str(python), "-P", "-m", "posttrain", *words]
         return subprocess.run(
@@ -64,7 +64,13 @@ def test_a_wheel_adds_a_kind_and_a_trainer(empty: Workbench, python: Path, tmp_p
     assert planned.returncode == 0, planned.stderr
     assert "words (posttrain-words 1.0)" in planned.stdout
     told = run("doctor", "-o", "json").stdout
-    assert "kind 'words' of posttrain-words 1.0; trainer 'copying' of posttrain-words 1.0" in told
+    assert "kind 'words' of posttrain-words 1.0" in told
+    assert "trainer 'copying' of posttrain-words 1.0" in told
+    assert "executor 'plain' of posttrain-words 1.0" in told
+    nearly = run("init", "--executor", "plian")
+    assert (nearly.returncode, "did you mean 'plain'?" in nearly.stderr) == (2, True)
+    chosen = run("init", "--executor", "plain")
+    assert "executor plain" in chosen.stdout, chosen.stderr
     done = run("run", "run.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -72,7 +78,9 @@ def test_a_wheel_adds_a_kind_and_a_trainer(empty: Workbench, python: Path, tmp_p
     with empty.open() as workspace:
         stages = {stage.name: stage for stage in workspace.ledger.stages(run_id)}
         [base] = workspace.ledger.assets("model", "tiny")
+        attempts = workspace.ledger.attempts(run_id)
         count = json.loads(workspace.blobs.get(stages["words"].outputs["count"]["digest"]))
+    assert {a.stage: (a.executor, a.state) for a in attempts} == dict.fromkeys(stages, ("plain", "succeeded"))
     assert stages["copy"].outputs["model"]["digest"] == base.digest, "the model that it began with"
     rows = [json.loads(line) for line in (empty.folder / "train.jsonl").read_text().splitlines()]
     assert count["rows"] == len(rows)
@@ -83,4 +91,6 @@ def test_a_wheel_adds_a_kind_and_a_trainer(empty: Workbench, python: Path, tmp_p
     assert run("get", run_id).returncode == 0
     gone = run("run", "run.yaml")
     assert gone.returncode == 2
-    assert "unknown stage kind 'words'" in gone.stderr
+    assert "executor 'plain' must be installed" in gone.stderr
+    run("init", "--executor", "local")
+    assert "unknown stage kind 'words'" in run("run", "run.yaml").stderr

@@ -23,11 +23,11 @@ from posttrain.app.cluster_facts import ask_ray, read_machine
 from posttrain.app.confinement import confinement
 from posttrain.app.drivers import DriverKind, RunDriver, run_driver
 from posttrain.app.machine import local_devices
-from posttrain.app.workspace import Workspace, find_workspace
+from posttrain.app.workspace import LOCAL, Workspace, find_workspace
 from posttrain.control.orphans import end_orphans, find_orphans
-from posttrain.domain.errors import PosttrainError, WorkspaceError
+from posttrain.domain.errors import InfrastructureError, PosttrainError, WorkspaceError
 from posttrain.domain.kinds import CONTROL, KINDS, OWN
-from posttrain.domain.plugins import TRAINERS, all_plugins
+from posttrain.domain.plugins import EXECUTORS, TRAINERS, all_plugins
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.audit import verify_rows
@@ -138,7 +138,7 @@ def _rewards() -> Check:
 
 def _packages() -> Check:
     """What installed packages add, none of it imported."""
-    found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}, KINDS: OWN})
+    found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}, KINDS: OWN, EXECUTORS: {LOCAL}})
     if troubles:
         return Check("packages", "warn", "; ".join(troubles), "nothing else is hindered by it")
     return Check("packages", "ok", "; ".join(map(str, found)) or "none adds anything to Posttrain")
@@ -189,8 +189,11 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
 
 def _orphans(workspace: Workspace, end: bool) -> Check:
     """Jobs that no live attempt owns."""
-    ended = end_orphans(workspace.wiring) if end else []
-    found = find_orphans(workspace.wiring)
+    try:
+        ended = end_orphans(workspace.wiring) if end else []
+        found = find_orphans(workspace.wiring)
+    except InfrastructureError as error:
+        return Check("jobs", "fail", str(error), "until then no job is started or looked for")
     names = [", ".join(job.name for job in jobs) for jobs in (found.ours, found.strangers)]
     told = [f"still running though no attempt owns them: {names[0]}"] if found.ours else []
     told += [f"of another workspace, or of where this one was before: {names[1]}"] if found.strangers else []

@@ -69,7 +69,7 @@ def read_lock(path: Path, workspace: Workspace, *, again: bool = False) -> Plann
     Raises:
         InputError: not a manifest, not what the policy of its channel asks, or, unless its run exists already, locked
             with other engine sources, with parameters that its trainers refuse, with a placement that cannot be had
-            here, or with a budget or a gate that no run of it could meet.
+            here, with an executor that is not installed, or with a budget or a gate that no run of it could meet.
         NotFoundError: an asset's bytes are not in this workspace.
     """
     try:
@@ -85,6 +85,7 @@ def read_lock(path: Path, workspace: Workspace, *, again: bool = False) -> Plann
         _refuse_unmet(manifest, path, workspace)
     if there:
         return Planned(manifest, {})
+    workspace.refuse_missing_executor()
     planned = Planned(manifest, _check_lock(manifest, path, workspace))
     ahead = look_ahead(planned, None, workspace, path, verified=False)
     try:

@@ -191,6 +191,7 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
         if not 0 <= seed < MAX_SEED:
             raise InputError(f"seed must be a whole number from 0 to 2^53 - 1, got {seed}")
         spec = spec.model_copy(update={"seed": seed})
+    workspace.refuse_missing_executor()
     resolve = _resolver(spec, workspace, source)
     count, known = counter(workspace, spec, source), workspace.ledger.channels()
     policy = channels.policy_of(workspace.wiring, spec.release.channel) if spec.release else None

@@ -21,10 +21,13 @@ from posttrain.control.reconciler import Reconciler
 from posttrain.control.wiring import Wiring
 from posttrain.data.catalog import Catalog
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.errors import PosttrainError, WorkspaceError
+from posttrain.domain.errors import ConflictError, PosttrainError, WorkspaceError
+from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord
+from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.execution.ports import Executor
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.atomic import make_folder, read_json, write_json
@@ -42,6 +45,8 @@ SETTINGS = (
     "workspace.json"  # {"format", "store", "ledger"}: written once; "rewards" and "trackers" as a person said; "id"
 )
 TRUSTED = "trusted"
+LOCAL = "local"
+EXECUTOR = "executor"  # the key of one that is not local
 _FORMAT = "posttrain.workspace/1"
 _PLACE_DIGITS = 32
 _OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
@@ -88,7 +93,7 @@ class Workspace:
         self.wiring = Wiring(
             ledger=self.ledger,
             blobs=self.blobs,
-            executor=LocalExecutor("posttrain.jobs.preload", local_devices, self.root / "runs"),
+            executor=_executor(self.root, self.settings),
             trainers=Trainers([NativeTrainer()]),
             clock=clock,
             root=self.root,
@@ -135,6 +140,15 @@ class Workspace:
                 record = {**record, "id": uuid.uuid4().hex}
                 write_json(path, record)
         return str(record["id"])
+
+    def refuse_missing_executor(self) -> None:
+        """Before anything is submitted.
+
+        Raises:
+            InputError: the package of its executor is not installed any more, or broken.
+        """
+        if isinstance(self.wiring.executor, InstalledExecutor):
+            self.wiring.executor.load()
 
     def place(self) -> str:
         """What tells its jobs from those of other workspaces: a digest of its identity and of where it is.
@@ -199,6 +213,7 @@ def init_workspace(
     rewards: str | None = None,
     trackers: Mapping[str, Any] | None = None,
     ledger: str | None = None,
+    executor: str | None = None,
 ) -> Workspace:
     """Make a workspace below `path` (default: here). Doing it again changes nothing but what is given.
 
@@ -206,10 +221,24 @@ def init_workspace(
         rewards: `trusted`: rewards may run where the kernel cannot confine them; `confined` takes that back.
         trackers: of every run that names none itself, in place of those that were chosen before.
         ledger: address of the PostgreSQL database that a new workspace keeps its ledger in.
+        executor: who runs its jobs: `local`, or one that an installed package adds.
+
+    Raises:
+        InputError: an unknown executor, or a broken one.
+        ConflictError: another executor than before, while runs go on.
     """
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
-    return Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger)
+    if executor not in (None, LOCAL):
+        InstalledExecutor(executor, [LOCAL], root / "runs").load()  # first: an unknown one leaves no workspace
+    workspace = Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger)
+    if executor in (None, workspace.settings.get(EXECUTOR, LOCAL)):
+        return workspace
+    try:
+        _record_executor(workspace, executor)
+    finally:
+        workspace.close()
+    return Workspace(root)
 
 
 def upgrade_workspace() -> Upgraded:
@@ -278,6 +307,31 @@ def _record_places(
             record |= {"trackers": dict(trackers)} if trackers else {}
         if record != known:
             write_json(root / SETTINGS, record)
+
+
+def _executor(root: Path, settings: Mapping[str, Any]) -> Executor:
+    name = str(settings.get(EXECUTOR, LOCAL))
+    if name == LOCAL:
+        return LocalExecutor("posttrain.jobs.preload", local_devices, root / "runs")
+    return InstalledExecutor(name, [LOCAL], root / "runs")
+
+
+def _record_executor(workspace: Workspace, name: str) -> None:
+    """A job is looked for where it was submitted.
+
+    Raises:
+        ConflictError: runs go on.
+    """
+    open_states = [state for state in RunState if not is_final("run", state)]
+    unfinished = [run.id for state in open_states for run in workspace.ledger.runs(state=state)]
+    if unfinished:
+        raise ConflictError(
+            f"executor must stay {workspace.wiring.executor.name} while runs go on ({', '.join(unfinished)}), "
+            f"got {name}; stop them, or wait for their end"
+        )
+    with _settings_lock(workspace.root):
+        record = {key: value for key, value in read_json(workspace.root / SETTINGS).items() if key != EXECUTOR}
+        write_json(workspace.root / SETTINGS, record | ({} if name == LOCAL else {EXECUTOR: name}))
 
 
 def _fresh_record(root: Path, url: str) -> dict[str, Any]:

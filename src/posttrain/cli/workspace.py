@@ -59,6 +59,14 @@ def init(
             show_default=False,
         ),
     ] = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Who runs its jobs: local, or one that an installed package adds.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
     from posttrain.app.tracking import describe, of_workspace
@@ -68,10 +76,12 @@ def init(
     chosen = read_choice(tracker) if tracker else None
     if chosen:
         refuse_unwritable_choice(chosen, folder)
-    workspace = init_workspace(folder, rewards=rewards, trackers=chosen, ledger=ledger)
+    workspace = init_workspace(folder, rewards=rewards, trackers=chosen, ledger=ledger, executor=executor)
     if workspace.trusts_rewards:
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
     say(f"workspace {workspace.root}")
+    if executor is not None:
+        say(f"executor {workspace.wiring.executor.name}")
     if workspace.ledger_address:
         say(f"ledger {workspace.ledger_address}")
     say(*(f"tracker {kind}: {where}" for kind, where in describe(of_workspace(workspace))))

@@ -90,7 +90,16 @@ def launch_attempt(
 
 
 def look(wiring: Wiring, attempt: AttemptRecord) -> Observation:
-    """One look at an attempt's job."""
+    """One look at an attempt's job.
+
+    Raises:
+        InfrastructureError: nobody answers, or it was submitted to another executor, which this one knows nothing of.
+    """
+    if attempt.executor != wiring.executor.name:
+        raise InfrastructureError(
+            f"{attempt.name} was submitted to executor {attempt.executor}, this process has {wiring.executor.name}; "
+            f"drive its run with {attempt.executor}"
+        )
     return wiring.executor.observe([job_of(wiring, attempt)])[0]
 
 

@@ -1,4 +1,5 @@
-"""What installed packages add by entry points: `posttrain.kinds`, `posttrain.trainers`.
+"""What installed packages add by entry points: `posttrain.kinds`, `posttrain.trainers`,
+`posttrain.executors`.
 
 Nobody looks before a name is asked for that Posttrain does not have itself, and nothing is imported before it is used.
 What is wrong with a package is told where its name is asked for, and by `posttrain doctor`; it ends no other command.
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 TRAINERS: Final = "posttrain.trainers"
+EXECUTORS: Final = "posttrain.executors"
 _PREFIX = "posttrain."
 _NAME = re.compile(r"^[a-z0-9][a-z0-9_-]{0,62}$")
 _REQUIRED = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -1,0 +1,156 @@
+"""Executors of installed packages (entry points `posttrain.executors`): looked for when a workspace names one, and held
+to the port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from posttrain.domain.errors import InfrastructureError, InputError, PosttrainError
+from posttrain.domain.jobs import Accepted, Capacity, Exists, LogPage, Observation, Signal, Submission, Unknown
+from posttrain.domain.plugins import EXECUTORS, Plugin, find_plugin, plugin_names
+from posttrain.domain.requests import JobRef, JobRequest, Listed
+from posttrain.domain.validation import nearest
+from posttrain.execution.ports import Executor
+
+_VERBS = ("submit", "observe", "signal", "kill", "list", "logs", "capacity")
+_FLAGS = ("attests", "idempotent")
+
+
+class InstalledExecutor:
+    """A package's executor. Nothing of the package is imported before a job is submitted or looked for.
+
+    What its code raises by mistake says nothing of a job: a submission is then Unknown, and everything else an
+    `InfrastructureError`, after which it is asked again.
+
+    Args:
+        own: executors that Posttrain has itself, for hints.
+        runs: the folder below which attempt folders are.
+    """
+
+    def __init__(self, name: str, own: Sequence[str], runs: Path) -> None:
+        self._name, self._own, self._runs = name, own, runs
+        self._made: tuple[Plugin, Executor] | None = None
+
+    @property
+    def name(self) -> str:
+        """See `Executor.name`."""
+        return self._name
+
+    def load(self) -> Executor:
+        """Find the package and make its executor.
+
+        Raises:
+            InputError: no package has it, or what it names makes none.
+        """
+        return self._load()[1]
+
+    @property
+    def attests(self) -> bool:
+        """See `Executor.attests`."""
+        with self._asked("attests") as made:
+            return bool(made.attests)
+
+    @property
+    def idempotent(self) -> bool:
+        """See `Executor.idempotent`."""
+        with self._asked("idempotent") as made:
+            return bool(made.idempotent)
+
+    def submit(self, request: JobRequest) -> Submission:
+        """See `Executor.submit`."""
+        plugin, made = self._load()
+        try:
+            answer = made.submit(request)
+        except PosttrainError:
+            raise
+        except Exception as error:  # before or after the job was there: nobody can say
+            return Unknown(f"{plugin}: submit raised {type(error).__name__}: {_line(error)}")
+        if isinstance(answer, Accepted | Exists | Unknown):
+            return answer
+        return Unknown(f"{plugin}: submit must answer Accepted, Exists or Unknown, got {answer!r:.80}")
+
+    def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
+        """See `Executor.observe`."""
+        with self._asked("observe") as made:
+            seen = list(made.observe(jobs))
+            if len(seen) != len(jobs) or not all(isinstance(one, Observation) for one in seen):
+                raise TypeError(f"must give {len(jobs)} observations, got {seen!r:.80}")
+            return seen
+
+    def signal(self, job: JobRef, word: Signal) -> None:
+        """See `Executor.signal`."""
+        with self._asked("signal") as made:
+            made.signal(job, word)
+
+    def kill(self, job: JobRef) -> None:
+        """See `Executor.kill`."""
+        with self._asked("kill") as made:
+            made.kill(job)
+
+    def list(self, prefix: str) -> list[Listed]:
+        """See `Executor.list`."""
+        with self._asked("list") as made:
+            return list(made.list(prefix))
+
+    def logs(self, job: JobRef, cursor: int = 0) -> LogPage:
+        """See `Executor.logs`."""
+        with self._asked("logs") as made:
+            return made.logs(job, cursor)
+
+    def capacity(self) -> Capacity:
+        """See `Executor.capacity`."""
+        with self._asked("capacity") as made:
+            return made.capacity()
+
+    @contextmanager
+    def _asked(self, verb: str) -> Iterator[Executor]:
+        """The executor, whose mistakes are no answers."""
+        try:
+            plugin, made = self._load()
+        except InputError as error:  # uninstalled since, perhaps: its jobs may go on
+            raise InfrastructureError(str(error)) from error
+        try:
+            yield made
+        except InputError as error:
+            raise InfrastructureError(f"{plugin}: {verb}: {error}") from error
+        except PosttrainError:
+            raise
+        except Exception as error:
+            raise InfrastructureError(
+                f"{plugin}: {verb} raised {type(error).__name__}: {_line(error)}; mend the package"
+            ) from error
+
+    def _load(self) -> tuple[Plugin, Executor]:
+        if self._made is None:
+            plugin = find_plugin(EXECUTORS, self._name)
+            if plugin is None:
+                known = (*self._own, *plugin_names(EXECUTORS))
+                raise InputError(
+                    f"executor {self._name!r} must be installed{nearest(self._name, known)}; install its package, or "
+                    "choose another: posttrain init --executor"
+                )
+            self._made = plugin, _make(plugin, self._runs)
+        return self._made
+
+
+def _make(plugin: Plugin, runs: Path) -> Executor:
+    make = plugin.load()
+    if not callable(make):
+        raise InputError(f"{plugin}: must name a class or a function that makes an executor, got {make!r:.80}")
+    with plugin.calling("making it"):
+        made: Executor = make(runs)
+        lacks = [verb for verb in _VERBS if not callable(getattr(made, verb, None))]
+        lacks += [flag for flag in _FLAGS if not isinstance(getattr(made, flag, None), bool)]
+    if lacks:
+        raise InputError(f"{plugin}: an executor must have {', '.join((*_VERBS, *_FLAGS))}, lacks {', '.join(lacks)}")
+    if getattr(made, "name", None) != plugin.name:
+        called = getattr(made, "name", None)
+        raise InputError(f"{plugin}: its executor must have the entry point's name, got {called!r}")
+    return made
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
