@@ -210,6 +210,16 @@ def test_a_weaker_gate_of_the_same_name_is_refused(guarded: World, gate: dict[st
         assert words in refused(guarded, command, path, code=2)
 
 
+def test_no_option_goes_around_a_policy(guarded: World) -> None:
+    weak = "gates=[{name: accuracy, metric: heldout/accuracy, at_least: 0.1}]"
+    said = refused(guarded, "run", "run.yaml", "--set", weak, code=2)
+    assert "gates.accuracy.at_least: the policy of channel prod says 0.9, got 0.1" in said
+    path = run_file(guarded, lambda raw: raw.update(policy="none"))
+    assert "policy: unknown key" in refused(guarded, "run", path, code=2)
+    path = run_file(guarded, lambda raw: raw["release"].update(policy="none"))
+    assert "release.policy: unknown key" in refused(guarded, "run", path, code=2)
+
+
 def test_an_empty_channel_passes_only_where_the_policy_says_so(world: World) -> None:
     strict = {**STEADY, "if_channel_empty": "fail"}
     world.ok("channel", "set-policy", "prod", policy_file(world, gates=[ACCURACY, strict]))
@@ -442,6 +452,7 @@ def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
     second = better(world, 0.97)
     assert "rollbacks go on" in world.ok("channel", "freeze", "prod", "--reason", "the fair")
     assert "frozen: nothing is released to it, rollbacks go on" in world.ok("get", "prod")
+    assert "(release 2, frozen)" in world.ok("ls")
     assert any("release.channel: prod is frozen" in line for line in world.json("plan", "run.yaml")["warnings"])
     world.ok("rollback", "prod")
     assert "channel prod: is frozen (rollbacks go on)" in refused(world, "run", "run.yaml", "--again", code=9)

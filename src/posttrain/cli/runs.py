@@ -49,6 +49,7 @@ def ls(
     workspace = open_workspace()
     statuses = [read_status(workspace, run.id, brief=True) for run in workspace.ledger.runs(limit=limit)]
     live = [entry for name in workspace.ledger.channels() if (entry := workspace.ledger.channel(name))]
+    frozen = {record.name for record in workspace.ledger.channel_records() if record.frozen}
     workspace.close()
     if output is Output.JSON:
         runs = [{k: v for k, v in status.to_json().items() if k != "stages"} for status in statuses]
@@ -74,7 +75,9 @@ def ls(
         table.row(mark, run.id, run.state, ago(run.created_at), took, driver, " ".join(reason.split()), action)
     console().print(table)
     for entry in live:
-        say(f"channel {entry.channel} → {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence})")
+        still = ", frozen" if entry.channel in frozen else ""
+        which = f"{digest(entry.model_digest)} of run {entry.run_id}"
+        say(f"channel {entry.channel} → {which} (release {entry.sequence}{still})")
 
 
 def get(
