@@ -21,6 +21,7 @@ from posttrain.domain.errors import (
 )
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
+from posttrain.store.erasure import erase_subject
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.waking import RUN, STAGE
@@ -434,3 +435,22 @@ def test_an_opener_that_may_not_make_tables_says_so(ledger_at: str) -> None:
 def assert_one_line(error: BaseException) -> None:
     assert "\n" not in str(error)
     assert str(error)
+
+
+def test_words_are_erased_and_the_log_still_holds(ledger: Ledger) -> None:
+    run = work.submit(ledger)
+    with ledger.transaction("bob") as transaction:
+        run = transaction.update_run(run, state="running", message="ann said whisperings")
+        transaction.update_run(run, state="failed", reason="JobFailed", next_action="ask ann")
+        transaction.insert_run(work.a_run("run2"), [work.a_stage("run2")])
+    seal(ledger)
+    done = erase_subject(ledger, "bob", "run1", "asked for")
+    assert (done.events, done.rows, done.overwritten) == (3, 1, True)
+    now = ledger.run("run1")
+    assert (now.message, now.next_action, now.owner, now.reason, now.state) == ("", "", "", "JobFailed", "failed")
+    assert ledger.run("run2").owner == "ann"
+    assert verify_chain(ledger).erased == 3  # the erasure itself waits to be sealed
+    verify_rows(ledger)
+    seal(ledger)
+    assert (verify_chain(ledger).erased, verify_chain(ledger).pending) == (3, 0)
+    verify_rows(ledger)

@@ -63,6 +63,7 @@ COMMANDS = {
     "asset ls": ["--output", "-o", "[KIND]"],
     "asset get": ["--output", "-o", "ref"],
     "upgrade": ["--output", "-o"],
+    "erase": ["--output", "--reason", "-o", "RUN|ASSET|user:NAME"],
     "doctor": ["--end-orphans", "--output", "--probe", "--ray", "-o"],
 }
 EXIT_CODES = {
@@ -112,7 +113,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
     verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry dead"
-    verbs += " sample eval export promote rollback channel lineage verify trace track import asset upgrade doctor"
+    verbs += " sample eval export promote rollback channel lineage verify trace track import asset upgrade erase doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -143,6 +144,7 @@ def test_every_reading_command_speaks_json() -> None:
         "asset ls",
         "asset get",
         "upgrade",
+        "erase",
         "doctor",
     }
     assert {name for name, words in COMMANDS.items() if "-o" in words} == reading

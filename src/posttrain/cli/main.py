@@ -52,7 +52,7 @@ _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
     *("compare", "attach", "stop", "retry", "dead"),
     *("sample", "eval", "export", "promote", "rollback", "channel", "lineage", "verify", "trace", "track"),
-    *("import", "asset", "upgrade", "doctor"),
+    *("import", "asset", "upgrade", "erase", "doctor"),
 ]
 
 

@@ -116,8 +116,10 @@ def verify(
         emit_json({**asdict(report), "ok": not report.problems})
     else:
         size = f"{report.bytes / 2**20:.1f} MiB"
+        erased = f", of {report.erased} the words were erased" if report.erased else ""
         older = f", {report.before} of before the upgrade" if report.before else ""
-        say(f"{target}: hashed {report.checked} artifacts again ({size}) and {report.events} sealed events{older}")
+        events = f"{report.events} sealed events{older}{erased}"
+        say(f"{target}: hashed {report.checked} artifacts again ({size}) and {events}")
         say(*(f"  problem: {problem}" for problem in report.problems))
         if not report.problems:
             say("everything matches")

@@ -1,4 +1,4 @@
-"""`init`, `upgrade` and `doctor`."""
+"""`init`, `upgrade`, `erase` and `doctor`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posttrain.cli.console import Output, OutputOption, console, emit_json, glyph, say, style
+from posttrain.cli.shell import lazily
 from posttrain.cli.tracking import TrackerOption, read_choice, refuse_unwritable_choice
 from posttrain.domain.errors import InputError
 
@@ -30,6 +31,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("init")(init)
     app.command("upgrade")(upgrade)
+    app.command("erase")(erase)
     app.command("doctor")(doctor)
 
 
@@ -133,6 +135,29 @@ def upgrade(output: OutputOption = Output.TEXT) -> None:
             f"copy of before: {done.copy}",
             f"verified: {done.events} events of before the upgrade, and every row",
         )
+
+
+def erase(
+    what: Annotated[str, typer.Argument(metavar="RUN|ASSET|user:NAME", autocompletion=lazily("runs"))],
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; kept with the event.")],
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Erase what people wrote about a run or a version, or a person's name. That it happened stays, and is proved."""
+    from dataclasses import asdict
+
+    from posttrain.app.erasing import erase as erase_words
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    found = erase_words(workspace, what, reason)
+    workspace.seal()
+    workspace.close()
+    if output is Output.JSON:
+        emit_json({"target": found.target, **asdict(found.done), "left": list(found.left)})
+        return
+    say(f"{found.target}: erased the words of {found.done.events} events; {found.done.rows} rows say less now")
+    if found.left:
+        say("not erased, if it says anything:", *(f"  {line}" for line in found.left))
 
 
 def doctor(

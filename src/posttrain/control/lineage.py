@@ -53,6 +53,7 @@ class VerifyReport:
     problems: tuple[str, ...] = field(default=())
     pending: int = 0  # events that no sealer has passed yet: they are believed
     before: int = 0  # events of before an upgrade of the ledger, by the rule of then
+    erased: int = 0  # events whose words were erased
 
 
 def release_lineage(wiring: Wiring, channel: str) -> Node:
@@ -136,7 +137,7 @@ def _manifest_node(origins: Origins, run_id: str) -> Node:
     manifest = origins.wiring.manifest(run)
     details = (
         ("state", run.state),
-        ("owner", manifest.owner),
+        ("owner", run.owner or "erased"),
         ("seed", str(manifest.seed)),
         *((f"code.{k}", v) for k, v in manifest.code.items()),
     )
@@ -287,12 +288,12 @@ def verify(wiring: Wiring, tree: Node, progress: Callable[[int], None] = lambda 
         except (IntegrityError, NotFoundError) as error:
             problems.append(f"{node.kind} {node.name}: {error}")
         progress(len(seen))
-    events = pending = before = 0
+    events = pending = before = erased = 0
     try:
         problems += [f"ledger: {line}; restore it from a copy" for line in wiring.ledger.database.check()]
         chain = verify_chain(wiring.ledger)
-        events, pending, before = chain.sealed, chain.pending, chain.before
+        events, pending, before, erased = chain.sealed, chain.pending, chain.before, chain.erased
         verify_rows(wiring.ledger)
     except (IntegrityError, WorkspaceError) as error:  # the second: the database refuses to read on
         problems.append(str(error))
-    return VerifyReport(len(seen), size, events, tuple(problems), pending, before)
+    return VerifyReport(len(seen), size, events, tuple(problems), pending, before, erased)

@@ -27,9 +27,10 @@ from posttrain.domain.errors import ConflictError, DeadlineError, PosttrainError
 from posttrain.domain.ports import Clock
 from posttrain.store import postgres
 from posttrain.store.atomic import unwritable
+from posttrain.store.audited import TABLES
 from posttrain.store.baseline import tell_rows
 from posttrain.store.clock import SystemClock
-from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE, events
+from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE, events, payloads, work
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITE = "posttrain_write"
@@ -146,6 +147,29 @@ class Database:
             return f"SQLite {sqlite3.sqlite_version}", ""
         with self.read() as connection:
             return postgres.product(connection)
+
+    def overwrite(self) -> bool:
+        """Write what holds words anew, so that nothing which was deleted is left in the file or its log.
+
+        Returns:
+            False: somebody reads an older state, or the database does not let us; do it again later.
+        """
+        connection = self._engine.raw_connection()
+        failure: type[Exception] = self._engine.dialect.dbapi.Error  # type: ignore[union-attr]
+        try:
+            if self._sqlite:
+                connection.cursor().execute("VACUUM")
+                blocked, *_ = connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() or (1,)
+                return not blocked
+            connection.dbapi_connection.autocommit = True  # type: ignore[union-attr]
+            for name in (payloads.name, work.name, *(name for name, one in TABLES.items() if one.words)):
+                connection.cursor().execute(f"VACUUM FULL {name}")
+        except failure:
+            return False
+        finally:
+            connection.invalidate()
+            connection.close()
+        return True
 
     def check(self) -> list[str]:
         """What the database itself finds wrong with its pages, indexes and references, one line each."""

@@ -16,6 +16,7 @@ from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.store.merkle import leaf_hash
 
 CREATED, UPGRADED = "ledger.created", "ledger.upgraded"  # the first event of a log is one of them
+ERASED = "words.erased"  # its `erased` are the digests of payloads that are gone
 RETAINED = "run"  # retention class of words: as long as the run, asset or channel they are about
 SALT = 16  # bytes
 FIELDS = ("project", "kind", "subject", "principal", "auth", "request", "at", "audited", "words")

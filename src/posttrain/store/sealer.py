@@ -19,7 +19,7 @@ from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.store.chain import Chain, verify_before
-from posttrain.store.envelopes import FIELDS, UPGRADED, Payload, envelope_leaf
+from posttrain.store.envelopes import ERASED, FIELDS, UPGRADED, Payload, envelope_leaf
 from posttrain.store.ledger import Ledger
 from posttrain.store.merkle import Tree
 from posttrain.store.schema import events, leaves, payloads, tiles, tree_head, unsealed
@@ -41,6 +41,7 @@ class TreeReport:
     root: str
     pending: int
     before: int = 0  # events of before an upgrade, which hold by the rule of then
+    erased: int = 0  # events whose words were erased, as later events say
 
 
 def seal(ledger: Ledger) -> int:
@@ -77,6 +78,25 @@ def _seal_batch(connection: Connection) -> int:
     return len(found)
 
 
+class _Erasures:
+    """Which words the log itself says are gone, and how many of them were met."""
+
+    def __init__(self, connection: Connection) -> None:
+        told = connection.execute(select(type_coerce(events.c.audited, Text)).where(events.c.kind == ERASED)).scalars()
+        self._words: set[str] = set()
+        for audited in told:
+            try:
+                self._words |= set(json.loads(audited).get("erased", ()))
+            except (ValueError, TypeError, AttributeError):  # an event that cannot be read is found in its place
+                continue
+        self.met = 0
+
+    def has(self, words: str) -> bool:
+        """Whether these words may be gone."""
+        self.met += words in self._words
+        return words in self._words
+
+
 def verify_chain(ledger: Ledger) -> TreeReport:
     """Recompute every leaf from its envelope and words, every tile, and the head; and the chain of before.
 
@@ -85,18 +105,18 @@ def verify_chain(ledger: Ledger) -> TreeReport:
             names the first bad sequence.
     """
     with ledger.database.read() as connection:
-        tree, kept = Tree(), _tiles(connection)
+        tree, kept, erased = Tree(), _tiles(connection), _Erasures(connection)
         before = verify_before(connection)
         for row in _sealed(connection):
-            _check(tree.size + 1, row)
+            _check(tree.size + 1, row, erased)
             if tree.size == 0:
                 _check_upgrade(row, before)
             for tile in tree.add([row["leaf"]]):
                 if kept.pop((tile.level, tile.position), None) != tile.hash:
                     raise _broken(tree.size, f"tile {tile.position} of level {tile.level} is not what its leaves say")
         _check_head(connection, tree, kept)
-        pending = _check_pending(connection, tree.size)
-    return TreeReport(tree.size, DIGEST_PREFIX + tree.root.hex(), pending, before.events)
+        pending = _check_pending(connection, tree.size, erased)
+    return TreeReport(tree.size, DIGEST_PREFIX + tree.root.hex(), pending, before.events, erased.met)
 
 
 def _sealed(connection: Connection) -> Iterator[Mapping[str, Any]]:
@@ -112,17 +132,17 @@ def _sealed(connection: Connection) -> Iterator[Mapping[str, Any]]:
         yield dict(row)
 
 
-def _check(sequence: int, row: Mapping[str, Any]) -> None:
+def _check(sequence: int, row: Mapping[str, Any], erased: _Erasures) -> None:
     if row["sequence"] != sequence:
         raise _broken(sequence, f"the next leaf there is has sequence {row['sequence']}")
     if row["written"] is None:
         raise _broken(sequence, "its event is gone")
     if row["written"] != row["leaf"]:
         raise _broken(sequence, "its leaf is not its event's")
-    _check_event(row, lambda what: _broken(sequence, what))
+    _check_event(row, erased, lambda what: _broken(sequence, what))
 
 
-def _check_event(row: Mapping[str, Any], broken: Callable[[str], IntegrityError]) -> None:
+def _check_event(row: Mapping[str, Any], erased: _Erasures, broken: Callable[[str], IntegrityError]) -> None:
     """Whether an event is what its leaf says, and its words what it says."""
     try:
         found = envelope_leaf({**row, "audited": json.loads(row["audited"])})
@@ -135,6 +155,8 @@ def _check_event(row: Mapping[str, Any], broken: Callable[[str], IntegrityError]
     if row["words"] is None:
         return
     if row["body"] is None:
+        if erased.has(row["words"]):
+            return
         raise broken("its words are gone")
     try:
         said = Payload(row["retention"], row["salt"], json.loads(row["body"])).digest
@@ -163,7 +185,7 @@ def _check_head(connection: Connection, tree: Tree, kept: Mapping[tuple[int, int
         raise _broken(min(tree.size, ends) + 1, f"the log ends at {tree.size}, its head says {head.size}")
 
 
-def _check_pending(connection: Connection, size: int) -> int:
+def _check_pending(connection: Connection, size: int, erased: _Erasures) -> int:
     """Events that wait to be sealed are what their leaves say, and every event is either sealed or waits."""
     columns = [type_coerce(events.c[name], Text) if name == "audited" else events.c[name] for name in FIELDS]
     query = select(
@@ -181,7 +203,7 @@ def _check_pending(connection: Connection, size: int) -> int:
         def broken(what: str, number: int = number) -> IntegrityError:
             return _broken(size + 1, f"of event {number}, which waits to be sealed, {what}")
 
-        _check_event(dict(row), broken)
+        _check_event(dict(row), erased, broken)
         pending += 1
     strays = select(unsealed.c.event).outerjoin(leaves, leaves.c.event == unsealed.c.event)
     strays = strays.outerjoin(events, events.c.id == unsealed.c.event)

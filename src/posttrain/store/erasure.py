@@ -1,0 +1,248 @@
+"""Erasing words: what people wrote, or who they are, goes; that something happened stays, and is proved as before.
+
+The words of an event lie in a payload of their own, which its envelope names by a salted digest. Erasing deletes the
+payload with its salt, empties the same words in the rows, and tells in an event of its own which payloads are gone and
+what the words of every row that they told are from now on. All of it is one transaction. States, numbers, digests, ids
+and names of runs, assets and channels are kept for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Select, Text, bindparam, delete, func, or_, select, tuple_, type_coerce, update
+
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.edges import IMPORTED
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.lifecycle import RunState
+from posttrain.store.audited import CHANGED, TABLES, Change
+from posttrain.store.envelopes import ERASED
+from posttrain.store.journal import Author, Journal, new_request
+from posttrain.store.ledger import Ledger
+from posttrain.store.schema import events, events_before, looks, payloads, principals, runs, work
+
+NOBODY = "erased:"  # how the name of an erased principal begins; its id follows
+_KEPT: Mapping[str, set[str]] = {  # words without which nothing could be read or computed
+    "attempts": {"folder", "handle"},
+    "holds": {"reason"},
+    "assets": {"entry", "dialect", "source", "source_digest", "prompts_digest", "run", "stage", "output", IMPORTED},
+}
+_NEVER = ("workspace.bound", ERASED)  # whose database it is; why words were erased
+_GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
+_EVENTS, _ROWS = 1000, 200  # of one event
+_Row = tuple[str, tuple[Any, ...]]  # table and key
+_Left = Callable[[_Row, str, Any], Any]  # a row, a column, its value → what is left of it
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """What an erasure did."""
+
+    subject: str  # that the event tells it of
+    events: int  # whose words are gone
+    rows: int  # whose words became fewer
+    before: int  # events of before an upgrade, which hold their words for ever
+    overwritten: bool  # nothing of them is left in the database's file
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """An event that has words, and the rows whose words it tells."""
+
+    id: int
+    words: str
+    rows: frozenset[_Row]
+
+
+def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Erased:
+    """Erase the words of a run with its stages and attempts, or of a version of an asset.
+
+    Raises:
+        InputError: a run that has not ended.
+    """
+    mine = events.c.project == ledger.project
+    with ledger.database.write() as connection:
+        state = connection.execute(select(runs.c.state).where(runs.c.id == subject)).scalar()
+        if state in _GOING_ON:
+            raise InputError(f"run {subject}: is {state} and goes on writing words; stop it, then erase")
+        found = {one.id: one for one, _ in _told(connection, mine & _below(events.c.subject, subject))}
+        rows = {row for one in found.values() for row in one.rows if _belongs(row, subject)} | _looks(
+            connection, subject
+        )
+        elsewhere = mine & events.c.kind.in_(("ledger.baseline", "channel.looked"))
+        for one, _ in _told(connection, elsewhere):
+            its = {row for row in one.rows if row in rows or _belongs(row, subject)}
+            if its:
+                found[one.id] = one
+                rows |= its
+
+        def left(row: _Row, column: str, value: Any) -> Any:
+            return _functional(row[0], column, value) if row in rows else value
+
+        _empty_work(connection, (work.c.project == ledger.project) & _below(work.c.object, subject))
+        done = _erase(connection, _journal(connection, ledger, actor), subject, reason, list(found.values()), left)
+        before = _before(connection, lambda said: said[0] == subject or said[0].startswith(f"{subject}/"))
+    return _finish(ledger, subject, done, before)
+
+
+def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erased:
+    """Erase a principal's name (`user:ada`: `ada`) wherever an event or a row says it as a word.
+
+    Raises:
+        NotFoundError: there is no principal of that name.
+        InputError: the reason says it.
+    """
+    word = re.compile(rf"(?<!\w){re.escape(name.partition(':')[2])}(?!\w)")
+    if word.search(reason):
+        raise InputError(f"the reason must not say {name!r}, which is erased; write it without")
+    with ledger.database.write() as connection:
+        found = connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
+        if found is None:
+            raise NotFoundError(
+                f"there is no principal {name!r}; `posttrain asset ls` and `get CHANNEL` show who acted"
+            )
+        principal = str(found)
+        journal = _journal(connection, ledger, actor)
+        mentioning = [one for one, body in _told(connection) if word.search(body)]
+
+        def left(row: _Row, column: str, value: Any) -> Any:
+            if row == ("principals", (principal,)):
+                return f"{NOBODY}{principal}"
+            return _without(word, row[0], column, value)
+
+        troubles = connection.execute(select(work.c.id, work.c.error, work.c.traceback).where(work.c.error != "")).all()
+        about = [row.id for row in troubles if word.search(f"{row.error}\n{row.traceback}")]
+        for part in _parts(about, _ROWS):
+            _empty_work(connection, work.c.id.in_(part))
+        done = _erase(connection, journal, principal, reason, mentioning, left)
+        before = _before(connection, lambda said: any(word.search(text) for text in said))
+    return _finish(ledger, principal, done, before)
+
+
+def _below(column: Any, subject: str) -> Any:
+    return or_(column == subject, func.substr(column, 1, len(subject) + 1) == f"{subject}/")
+
+
+def _empty_work(connection: Connection, where: Any) -> None:
+    """What the work queue says of failures; no event tells of it."""
+    connection.execute(update(work).where(where).values(error="", traceback=""))
+
+
+def _journal(connection: Connection, ledger: Ledger, actor: str) -> Journal:
+    author = Author(actor, new_request(ledger.entropy), entropy=ledger.entropy)
+    journal = Journal(connection, author, ledger.clock, ledger.project)
+    assert journal.own  # read before it may be erased
+    return journal
+
+
+def _told(connection: Connection, where: Any = None) -> Iterator[tuple[_Told, str]]:
+    """Events with words that may be erased, with what they say."""
+    columns = (events.c.id, events.c.words, type_coerce(events.c.audited, Text), type_coerce(payloads.c.body, Text))
+    query: Select[Any] = select(*columns).join(payloads, payloads.c.event == events.c.id)
+    query = query.where(events.c.kind.not_in(_NEVER), *([] if where is None else [where]))
+    for number, words, audited, body in connection.execute(query.execution_options(yield_per=_EVENTS)):
+        told = json.loads(audited).get("rows", ())
+        rows = frozenset((row[1], tuple(row[2])) for row in told if TABLES[row[1]].words)
+        yield _Told(number, words, rows), body
+
+
+def _looks(connection: Connection, run_id: str) -> set[_Row]:
+    key = (looks.c.project, looks.c.channel, looks.c.number)
+    return {("looks", tuple(row)) for row in connection.execute(select(*key).where(looks.c.run_id == run_id))}
+
+
+def _belongs(row: _Row, subject: str) -> bool:
+    table, key = row
+    if table == "assets":
+        return f"{key[1]}:{key[2]}@{key[3]}" == subject
+    return table in ("runs", "stages", "attempts") and key[0] == subject
+
+
+def _erase(
+    connection: Connection, journal: Journal, subject: str, reason: str, found: Sequence[_Told], left: _Left
+) -> tuple[int, int]:
+    """Delete payloads, empty rows, and tell of both; how many events and rows those were."""
+    changes: list[Change] = []
+    fewer = 0
+    for table in TABLES:
+        rows = sorted({row for one in found for row in one.rows if row[0] == table}, key=str)
+        for part in _parts(rows, _ROWS):
+            changed, told = _empty_rows(connection, part, left)
+            fewer, changes = fewer + changed, changes + told
+    for part in _parts([one.id for one in found], _EVENTS):
+        connection.execute(delete(payloads).where(payloads.c.event.in_(part)))
+    words = sorted(one.words for one in found)
+    for place in range(0, max(len(words), 1 if changes else 0), _EVENTS):
+        facts = {"erased": words[place : place + _EVENTS]}
+        journal.tell(ERASED, subject, facts=facts, said={"reason": reason})
+    for part in _parts(changes, _ROWS):
+        journal.tell(ERASED, subject, *part, said={"reason": reason})
+    journal.flush()
+    crashpoint("erase.before_commit")
+    return len(found), fewer
+
+
+def _empty_rows(connection: Connection, rows: Sequence[_Row], left: _Left) -> tuple[int, list[Change]]:
+    """Rows of one table: what is left of their words, written and to be told; how many have fewer now."""
+    spec = TABLES[rows[0][0]]
+    table, columns = spec.table, sorted(spec.words)
+    here = tuple_(*table.primary_key.columns).in_([key for _, key in rows])
+    query = select(*table.primary_key.columns, *(table.c[name] for name in columns)).where(here)
+    told, writes = [], []
+    for found in connection.execute(query).mappings().all():
+        key = {name: found[name] for name in spec.key}
+        row = (table.name, tuple(key.values()))
+        values = {name: left(row, name, found[name]) for name in columns}
+        told.append(Change(CHANGED, table.name, key, values))
+        if any(values[name] != found[name] for name in columns):
+            writes.append({f"was_{name}": value for name, value in key.items()} | values)
+    if writes:
+        same = [table.c[name] == bindparam(f"was_{name}") for name in spec.key]
+        statement = update(table).where(*same).values({name: bindparam(name) for name in columns})
+        connection.execute(statement, writes)
+    return len(writes), told
+
+
+def _functional(table: str, column: str, value: Any) -> Any:
+    """What is left where nothing needs to be: numbers, and what is needed to go on."""
+    kept = _KEPT.get(table, set())
+    if isinstance(value, Mapping):
+        return {name: one for name, one in value.items() if name in kept or isinstance(one, (int, float))}
+    return value if column in kept or value is None else _nothing(table, column)
+
+
+def _without(word: re.Pattern[str], table: str, column: str, value: Any) -> Any:
+    """What is left of a column where one word goes."""
+    kept = _KEPT.get(table, set())
+    if isinstance(value, Mapping):
+        said = {name: json.dumps(one, ensure_ascii=False) for name, one in value.items()}
+        return {name: one for name, one in value.items() if name in kept or not word.search(said[name])}
+    if column in kept or not (isinstance(value, str) and word.search(value)):
+        return value
+    return _nothing(table, column)
+
+
+def _nothing(table: str, column: str) -> str | None:
+    return None if TABLES[table].table.c[column].nullable else ""
+
+
+def _before(connection: Connection, says: Callable[[tuple[str, str, str]], bool]) -> int:
+    """How many events of before an upgrade say it: they are chained as they are."""
+    query = select(events_before.c.subject, events_before.c.actor, type_coerce(events_before.c.payload, Text))
+    found = connection.execute(query.execution_options(yield_per=_EVENTS))
+    return sum(says((row[0], row[1], row[2])) for row in found)
+
+
+def _finish(ledger: Ledger, subject: str, done: tuple[int, int], before: int) -> Erased:
+    crashpoint("erase.after_commit")
+    return Erased(subject, *done, before, ledger.database.overwrite())
+
+
+def _parts(whole: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for place in range(0, len(whole), size):
+        yield whole[place : place + size]
