@@ -13,7 +13,7 @@ import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, train, vanish
 
 from posttrain.control import actions, resuming
-from posttrain.control.attempts import BACKOFF_SECONDS
+from posttrain.control.decide import BACKOFF_SECONDS
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.resuming import trained_elsewhere
 from posttrain.domain.errors import FailureClass, StaleWriteError
@@ -335,10 +335,10 @@ def test_a_lost_race_is_read_again(bench: Bench, monkeypatch: pytest.MonkeyPatch
     run_id = bench.submit(**TRAIN_ONLY)
     lost = [StaleWriteError("stage sft changed since it was read")]
 
-    def advance(*given: Any) -> None:
+    def advance(*given: Any) -> Any:
         if lost:
             raise lost.pop()
-        real(*given)
+        return real(*given)
 
     real = Reconciler._advance
     monkeypatch.setattr(Reconciler, "_advance", advance)

@@ -8,7 +8,7 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, evaluate, fail, train, vanish
 
 from posttrain.control import actions
-from posttrain.control.attempts import STOP_GRACE_SECONDS
+from posttrain.control.decide import STOP_GRACE_SECONDS
 from posttrain.control.explain import explain_run
 from posttrain.control.reconciler import LEASE_SECONDS, Reconciler
 from posttrain.domain.errors import (

@@ -216,25 +216,25 @@ def test_a_race_for_the_release_stages_row_is_not_taken_for_a_moved_channel(
 def test_a_driver_that_slept_past_its_lease_does_not_end_on_what_its_successor_did(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between its read of the stage and its read of the attempt, another process ends both."""
+    """Between its look at the rows and what it does about them, another process ends stage and attempt."""
     bench.scripts["sft"] = [None]
     run_id = bench.submit()
     for _ in range(3):
         bench.reconciler.tick(run_id)
     attempt = bench.ledger.attempts(run_id)[0]
-    real, done = type(bench.ledger).stages, []
+    real, done = bench.executor.observe, []
 
-    def overtaken(self: Any, asked: str) -> Any:
-        rows = real(self, asked)
-        if asked == run_id and not done and rows[0].state == StageState.RUNNING:
+    def overtaken(jobs: Any) -> Any:
+        if not done:
             done.append(True)
-            with self.transaction("successor") as transaction:
+            bench.executor.lose(attempt.name)
+            with bench.ledger.transaction("successor") as transaction:
                 transaction.update_attempt(attempt, state=AttemptState.LOST, reason="Lost")
-                transaction.update_stage(rows[0], state=StageState.READY, reason="BackOff", not_before=0.0)
-        return rows
+                transaction.update_stage(bench.stage(run_id, "sft"), state=StageState.READY, reason="BackOff")
+        return real(jobs)
 
     bench.scripts["sft"] = [train()]
-    monkeypatch.setattr(type(bench.ledger), "stages", overtaken)
+    monkeypatch.setattr(bench.executor, "observe", overtaken)
     bench.reconciler.tick(run_id)
     assert done
     monkeypatch.undo()

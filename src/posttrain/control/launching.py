@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from posttrain.control import budgets, environments
+from posttrain.control.decide import SUBMISSION_UNKNOWN
 from posttrain.control.requests import job_of, request_of
 from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens_in, tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import CapacityError, FailureClass, InfrastructureError
-from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobState, Observation, Unknown
+from posttrain.domain.jobs import Failure, InputBlob, JobOrder, Observation, Unknown
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.execution.ports import Trainer
 
 WAITING_FOR_DEVICES = "WaitingForDevices"
-SUBMISSION_UNKNOWN = "SubmissionUnknown"
 
 
 def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
@@ -53,20 +53,12 @@ def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
 def launch_attempt(
     wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, trainer: Trainer
 ) -> Failure | None:
-    """Find the attempt's job or submit it, and record its handle. While nobody can say whether it was submitted, wait.
+    """Submit an attempt's job, which the executor is seen not to have, and record its handle.
 
     Returns:
         Why it could not be started; None when it was, or waits.
     """
     folder = wiring.folder(attempt)
-    if folder.has_order():  # submitted, perhaps, by somebody who died, or got no answer
-        seen = look(wiring, attempt)
-        if seen.hidden:
-            say(wiring, stage, SUBMISSION_UNKNOWN, "nobody can say yet whether the job was submitted; looking again")
-            return None
-        if seen.state is not JobState.UNKNOWN:
-            record_launch(wiring, attempt, seen.handle, stage)
-            return None
     if waits_for_devices(wiring, manifest, stage, trainer):
         return None
     # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards

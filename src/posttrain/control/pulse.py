@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.control.attempts import STOP_GRACE_SECONDS
+from posttrain.control.decide import JOB_NOT_VISIBLE, STOP_GRACE_SECONDS, SUBMISSION_UNKNOWN
 from posttrain.control.launching import WAITING_FOR_DEVICES
 from posttrain.control.requests import job_of
 from posttrain.control.wiring import Wiring
@@ -18,8 +18,8 @@ UNSEEN_SECONDS = 60.0  # between looks at a job that gives no sign
 _SOON = 1.0  # to an attempt whose launch is not recorded
 _WAITS = {  # for what gives no sign: nobody writes a row of this run when it is over
     "WaitingForIdenticalStage": 2.0,
-    "SubmissionUnknown": 2.0,
-    "JobNotVisible": 2.0,
+    SUBMISSION_UNKNOWN: 2.0,
+    JOB_NOT_VISIBLE: 2.0,
     WAITING_FOR_DEVICES: 30.0,  # signs: `Pulse`
 }
 _LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)

@@ -22,25 +22,23 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
-from posttrain.control.attempts import Looks, advance_attempt
-from posttrain.control.judging import judge_stage, release_stage
+from posttrain.control.actuator import act
+from posttrain.control.decide import View, decide_run, decide_stage, settle
+from posttrain.control.orders import Bind
 from posttrain.control.pulse import Pulse, look_again_after
-from posttrain.control.stages import bind_pending, start_ready
+from posttrain.control.sights import Looks, see
 from posttrain.control.trouble import SET_ASIDE, Troubles, record_trouble
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, PosttrainError
-from posttrain.domain.kinds import Driver, kind_of
-from posttrain.domain.lifecycle import RunState, StageState, is_final
+from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.records import RunRecord
 from posttrain.store.waking import RUN
 from posttrain.store.work import NEVER, Work, WorkQueue
 
 LEASE_SECONDS = 15.0
 POLL_SECONDS = 0.5  # between two questions to the queue
-_DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class Reconciler:
             return None
         troubles = Troubles(self._wiring, self.queue, run_id)
         try:
-            run = self._pass(self._wiring.ledger.run(run_id), self._manifest(run), troubles)
+            run = self._pass(run_id, self._manifest(run), troubles)
             return self._given_back(run, claim, troubles)
         except ConflictError:  # a person or another process moved first: read again
             return Tick(self._wiring.ledger.run(run_id), changed=True)
@@ -259,99 +257,42 @@ class Reconciler:
             over.set()
             keeper.join()
 
-    def _pass(self, run: RunRecord, manifest: Manifest, troubles: Troubles) -> RunRecord:
-        if run.state == RunState.PENDING:
-            run = self._move(
-                run, RunState.RUNNING, "Running", "stages are under way", started_at=self._wiring.clock.now()
-            )
-        if run.desired == "stopped" and run.state == RunState.RUNNING:
-            run = self._move(run, RunState.STOPPING, "StopRequested", "waiting for jobs to checkpoint and end")
-        looks = Looks(self._wiring, run.id)
-        for stage in self._wiring.ledger.stages(run.id):
-            if not troubles.waits(stage):
-                with troubles.kept_to(stage):
-                    self._advance(run, manifest, stage, looks)
-        return self._settle(run)
+    def _pass(self, run_id: str, manifest: Manifest, troubles: Troubles) -> RunRecord:
+        """Decide and act: for the run, for each stage by itself, for the run again."""
+        view = self._view(run_id, manifest)
+        while orders := decide_run(view):
+            for order in orders:
+                act(self._wiring, view, order)
+            view = self._view(run_id, manifest)
+        looks = Looks(self._wiring, run_id)
+        for name in [stage.name for stage in view.stages]:
+            if troubles.waits(view.stage(name)):
+                continue
+            with troubles.kept_to(view.stage(name)):
+                view = self._advance(view, name, looks)
+                continue
+            view = self._view(run_id, manifest)  # something was raised, after the rows had changed perhaps
+        ending = settle(view)
+        if ending is not None:
+            act(self._wiring, view, ending)
+        return self._wiring.ledger.run(run_id)
 
-    def _advance(self, run: RunRecord, manifest: Manifest, stage: StageRecord, looks: Looks) -> None:
-        if is_final("stage", stage.state):
-            return
-        if stage.state == StageState.RUNNING:
-            advance_attempt(self._wiring, run, manifest, stage, looks)
-            return
-        if run.state == RunState.STOPPING:
-            self._move_stage(stage, StageState.STOPPED)
-            return
-        stages = {s.name: s for s in self._wiring.ledger.stages(run.id)}
-        if any(s.state == StageState.FAILED for s in stages.values()):
-            return  # nothing new starts in a run that is going to fail
-        if stage.state == StageState.PENDING:
-            bound = bind_pending(self._wiring, manifest, stage, stages)
-            if bound is None:
-                return
-            stage = bound
-        if stage.state != StageState.READY:
-            return
-        kind = kind_of(stage.kind)
-        if kind.driver is Driver.JOB:
-            start_ready(self._wiring, run, manifest, stage, stages)
-        elif kind.judges:
-            judge_stage(self._wiring, manifest, stage)
-        else:
-            release_stage(self._wiring, run, manifest, stage, stages)
+    def _advance(self, view: View, name: str, looks: Looks) -> View:
+        """One step of one stage; two where its inputs are bound. The rows afterwards."""
+        while True:
+            running = view.stage(name).state == StageState.RUNNING
+            sight = see(self._wiring, view, name, looks) if running else None
+            order = decide_stage(view, name, sight, self._wiring.clock.now())
+            if order is None:
+                return view
+            act(self._wiring, view, order)
+            view = self._view(view.run.id, view.manifest)
+            if not isinstance(order, Bind):
+                return view
 
-    def _settle(self, run: RunRecord) -> RunRecord:
-        stages = self._wiring.ledger.stages(run.id)
-        if any(stage.state == StageState.RUNNING for stage in stages):
-            return run
-        for state, target in ((StageState.FAILED, RunState.FAILED), (StageState.REJECTED, RunState.REJECTED)):
-            culprit = next((stage for stage in stages if stage.state == state), None)
-            if culprit:
-                self._not_reached(stages, culprit)
-                message = f"stage {culprit.name}: {culprit.message}"
-                return self._move(run, target, culprit.reason, message, culprit.next_action)
-        if all(stage.state in _DONE for stage in stages):
-            shipped = next((stage.message for stage in stages if kind_of(stage.kind).ships), "every stage is done")
-            return self._move(run, RunState.SUCCEEDED, "Succeeded", shipped, f"posttrain get {run.id}")
-        if run.state == RunState.STOPPING:
-            return self._move(
-                run, RunState.STOPPED, "Stopped", "stopped by a person", f"posttrain retry {run.id} resumes it"
-            )
-        return run
-
-    def _not_reached(self, stages: Sequence[StageRecord], culprit: StageRecord) -> None:
-        """Say of stages that will not start why they will not."""
-        message = f"not reached: stage {culprit.name} {culprit.state}"
-        with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
-            for stage in stages:
-                if not is_final("stage", stage.state):
-                    transaction.update_stage(
-                        stage, reason="NotReached", message=message, next_action=culprit.next_action
-                    )
-
-    def _move(
-        self,
-        run: RunRecord,
-        state: RunState,
-        reason: str,
-        message: str,
-        next_action: str = "",
-        started_at: float | None = None,
-    ) -> RunRecord:
-        columns: dict[str, Any] = {} if started_at is None else {"started_at": started_at}
-        if is_final("run", state):
-            columns["finished_at"] = self._wiring.clock.now()
-        with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
-            return transaction.update_run(
-                run, state=state, reason=reason, message=message, next_action=next_action, **columns
-            )
-
-    def _move_stage(self, stage: StageRecord, state: StageState) -> None:
-        action = f"posttrain retry {stage.run_id} resumes it"
-        with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
-            transaction.update_stage(
-                stage, state=state, reason="Stopped", message="stopped by a person", next_action=action
-            )
+    def _view(self, run_id: str, manifest: Manifest) -> View:
+        with self._wiring.ledger.snapshot() as now:
+            return View(now.run(run_id), manifest, tuple(now.stages(run_id)), tuple(now.attempts(run_id)))
 
     def _manifest(self, run: RunRecord) -> Manifest:
         if run.manifest_digest not in self._manifests:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from posttrain.control import budgets, environments
 from posttrain.control.cache import cache_key, usable
 from posttrain.control.codes import called, names_of, present_code
+from posttrain.control.decide import hold_back
 from posttrain.control.launching import plan_attempt, waits_for_devices
 from posttrain.control.resuming import tokens_taken_over
 from posttrain.control.wiring import Wiring
@@ -17,21 +18,12 @@ from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
 
-_DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
-
 
 def bind_pending(
     wiring: Wiring, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
-) -> StageRecord | None:
-    """Resolve the inputs of a pending stage once everything upstream is done.
-
-    Returns:
-        The stage as it is now (ready or skipped), or None while it waits.
-    """
+) -> StageRecord:
+    """Resolve the inputs of a pending stage whose upstream stages are done: it is ready afterwards, or skipped."""
     plan = manifest.stage(stage.name)
-    waiting = sorted(name for name in plan.upstream() if stages[name].state not in _DONE)
-    if waiting:
-        return None
     inputs: dict[str, InputBlob] = {}
     for slot, ref in plan.inputs.items():
         if ref.source == "asset" and ref.digest is not None:
@@ -94,15 +86,9 @@ def start_ready(
     if twin:
         _wait(wiring, stage, "WaitingForIdenticalStage", f"{twin} computes the same; its result will be reused", key)
         return
-    now = wiring.clock.now()
-    if stage.not_before is not None and now < stage.not_before:
-        return
-    running = [s.name for s in stages.values() if s.state == StageState.RUNNING]
-    if running and budgets.one_at_a_time(manifest):
-        _wait(wiring, stage, "WaitingForBudget", f"stage {running[0]} holds what is left of the budget", key)
-        return
-    if len(running) >= wiring.slots:
-        _wait(wiring, stage, "WaitingForSlot", f"all {wiring.slots} slots are taken", key)
+    held = hold_back(manifest, stage, stages, wiring.slots)
+    if held:
+        _wait(wiring, stage, *held, key)
         return
     if _code_changed(wiring, manifest, stage) or _environment_changed(wiring, stage):
         return

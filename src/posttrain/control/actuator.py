@@ -1,0 +1,121 @@
+"""Does what was decided about a run. One function for each order; each compares and sets the rows it was decided on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.control import attempts
+from posttrain.control.decide import View, not_launched
+from posttrain.control.judging import judge_stage, release_stage
+from posttrain.control.launching import launch_attempt, record_launch, say
+from posttrain.control.orders import (
+    AskToStop,
+    Bind,
+    Collect,
+    End,
+    Judge,
+    Kill,
+    Launch,
+    MoveRun,
+    Order,
+    RecordLaunch,
+    Release,
+    Say,
+    Start,
+    StopStage,
+    TryAgain,
+)
+from posttrain.control.requests import job_of
+from posttrain.control.stages import bind_pending, start_ready
+from posttrain.control.wiring import Wiring
+from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.jobs import Signal
+from posttrain.domain.lifecycle import RunState, StageState, is_final
+
+
+def act(wiring: Wiring, view: View, order: Order) -> None:
+    """Carry out one order.
+
+    Args:
+        view: the rows that it was decided on.
+
+    Raises:
+        ConflictError: somebody moved first; decide again.
+    """
+    stages = {stage.name: stage for stage in view.stages}
+    match order:
+        case MoveRun():
+            _move_run(wiring, order)
+        case StopStage(stage):
+            _stop_stage(wiring, order)
+        case Bind(stage):
+            bind_pending(wiring, view.manifest, stage, stages)
+        case Start(stage):
+            start_ready(wiring, view.run, view.manifest, stage, stages)
+        case Judge(stage):
+            judge_stage(wiring, view.manifest, stage)
+        case Release(stage):
+            release_stage(wiring, view.run, view.manifest, stage, stages)
+        case Launch():
+            _launch(wiring, view, order)
+        case RecordLaunch(stage, attempt, handle):
+            record_launch(wiring, attempt, handle, stage)
+        case Say(stage, reason, message):
+            say(wiring, stage, reason, message)
+        case AskToStop():
+            _ask_to_stop(wiring, order)
+        case Kill(_, attempt):
+            wiring.executor.kill(job_of(wiring, attempt))
+        case Collect():
+            attempts.collect(wiring, view.manifest, order)
+        case End():
+            attempts.end(wiring, order)
+        case TryAgain():
+            attempts.try_again(wiring, order)
+
+
+def _launch(wiring: Wiring, view: View, order: Launch) -> None:
+    stage, attempt = order.stage, order.attempt
+    try:
+        trainer = wiring.trainer(view.manifest.stage(stage.name).trainer)
+        failure = launch_attempt(wiring, view.manifest, stage, attempt, trainer)
+    except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
+        attempts.end_damaged(wiring, stage, attempt, f"the job cannot be launched: {error}")
+        return
+    if failure:
+        act(wiring, view, not_launched(view, stage, attempt, failure))
+
+
+def _ask_to_stop(wiring: Wiring, order: AskToStop) -> None:
+    wiring.executor.signal(job_of(wiring, order.attempt), Signal.STOP)
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.update_attempt(order.attempt, reason="StopRequested", stop_requested_at=wiring.clock.now())
+
+
+def _move_run(wiring: Wiring, order: MoveRun) -> None:
+    columns: dict[str, Any] = {}
+    if order.run.state == RunState.PENDING:
+        columns["started_at"] = wiring.clock.now()
+    if is_final("run", order.state):
+        columns["finished_at"] = wiring.clock.now()
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        for stage in order.not_reached:
+            assert order.culprit is not None
+            said = f"not reached: stage {order.culprit.name} {order.culprit.state}"
+            transaction.update_stage(stage, reason="NotReached", message=said, next_action=order.next_action)
+        transaction.update_run(
+            order.run,
+            state=order.state,
+            reason=order.reason,
+            message=order.message,
+            next_action=order.next_action,
+            **columns,
+        )
+
+
+def _stop_stage(wiring: Wiring, order: StopStage) -> None:
+    action = f"posttrain retry {order.stage.run_id} resumes it"
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.update_stage(
+            order.stage, state=StageState.STOPPED, reason="Stopped", message="stopped by a person", next_action=action
+        )

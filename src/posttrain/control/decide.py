@@ -1,0 +1,260 @@
+"""What is to be done about a run: pure functions of its rows, of what is seen of its jobs, and of the time.
+
+`decide_run`, `decide_stage` and `settle` say in values (`control.orders`) what `control.actuator` then does. Nothing
+here reads or writes anything, so that a decision can be tried on any rows, and two drivers that see the same decide the
+same. An order names the rows that it was decided on: whoever carries it out compares and sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from posttrain.control import budgets
+from posttrain.control.orders import (
+    AskToStop,
+    Bind,
+    Collect,
+    End,
+    Judge,
+    Kill,
+    Launch,
+    MoveRun,
+    Order,
+    RecordLaunch,
+    Release,
+    Say,
+    Start,
+    StopStage,
+    TryAgain,
+)
+from posttrain.control.retrying import why_not_again
+from posttrain.domain.errors import FailureClass
+from posttrain.domain.jobs import ANOTHER_RUNS, Cause, Failure, JobResult, JobState, Observation
+from posttrain.domain.kinds import Driver, kind_of
+from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+
+STOP_GRACE_SECONDS = 30.0
+LEAVING_SECONDS = 120.0  # after a result, until a job that its executor does not see to is ended
+BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
+SUBMISSION_UNKNOWN = "SubmissionUnknown"
+JOB_NOT_VISIBLE = "JobNotVisible"
+
+_DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
+_ENDED_FOR = {
+    Cause.OUT_OF_MEMORY: (FailureClass.OUT_OF_MEMORY, "out of memory"),
+    Cause.OVERTIME: (FailureClass.BUDGET, "its maximum runtime, by budget.wall_clock, is over"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The rows of one run, of one moment."""
+
+    run: RunRecord
+    manifest: Manifest
+    stages: tuple[StageRecord, ...]
+    attempts: tuple[AttemptRecord, ...]
+
+    def stage(self, name: str) -> StageRecord:
+        """The stage of this name."""
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def tries(self, name: str) -> tuple[AttemptRecord, ...]:
+        """A stage's attempts, oldest first."""
+        return tuple(attempt for attempt in self.attempts if attempt.stage == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What is seen of a running stage's live attempt; the executor was asked before its last word was looked for."""
+
+    job: Observation
+    ordered: bool = True  # somebody wrote its order: it may have been submitted
+    word: JobResult | None = None  # its result
+    unreadable: str = ""  # why what it left cannot be read
+    another_runs: bool = False  # the executor's job gave way to another of this attempt, which may live
+    unheeded: str = ""  # what is said of a job that was told to stop and did not
+
+
+def decide_run(view: View) -> list[Order]:
+    """What a run needs before its stages are looked at."""
+    run = view.run
+    if run.state == RunState.PENDING:
+        return [MoveRun(run, RunState.RUNNING, "Running", "stages are under way")]
+    if run.desired == "stopped" and run.state == RunState.RUNNING:
+        return [MoveRun(run, RunState.STOPPING, "StopRequested", "waiting for jobs to checkpoint and end")]
+    return []
+
+
+def decide_stage(view: View, name: str, sight: Sight | None, now: float) -> Order | None:
+    """What is to be done about one stage; None: nothing yet.
+
+    Args:
+        sight: of its live attempt, where it is running.
+    """
+    stage = view.stage(name)
+    if is_final("stage", stage.state):
+        return None
+    if stage.state == StageState.RUNNING:
+        assert sight is not None
+        attempt = view.tries(name)[-1]
+        if attempt.state == AttemptState.PLANNED:
+            return _planned(view, stage, attempt, sight)
+        assert attempt.state == AttemptState.LAUNCHED, f"{attempt.name} is {attempt.state} while its stage runs"
+        return _launched(view, stage, attempt, sight, now)
+    if view.run.state == RunState.STOPPING:
+        return StopStage(stage)
+    if any(other.state == StageState.FAILED for other in view.stages):
+        return None  # nothing new starts in a run that is going to fail
+    if stage.state == StageState.PENDING:
+        upstream = view.manifest.stage(name).upstream()
+        return Bind(stage) if all(view.stage(other).state in _DONE for other in upstream) else None
+    kind = kind_of(stage.kind)
+    if kind.driver is Driver.JOB:
+        return None if stage.not_before is not None and now < stage.not_before else Start(stage)
+    return Judge(stage) if kind.judges else Release(stage)
+
+
+def settle(view: View) -> MoveRun | None:
+    """How a run ends, where it does."""
+    run, stages = view.run, view.stages
+    if any(stage.state == StageState.RUNNING for stage in stages):
+        return None
+    for state, target in ((StageState.FAILED, RunState.FAILED), (StageState.REJECTED, RunState.REJECTED)):
+        culprit = next((stage for stage in stages if stage.state == state), None)
+        if culprit:
+            left = tuple(stage for stage in stages if not is_final("stage", stage.state))
+            said = f"stage {culprit.name}: {culprit.message}"
+            return MoveRun(run, target, culprit.reason, said, culprit.next_action, left, culprit)
+    if all(stage.state in _DONE for stage in stages):
+        shipped = next((stage.message for stage in stages if kind_of(stage.kind).ships), "every stage is done")
+        return MoveRun(run, RunState.SUCCEEDED, "Succeeded", shipped, f"posttrain get {run.id}")
+    if run.state == RunState.STOPPING:
+        return MoveRun(run, RunState.STOPPED, "Stopped", "stopped by a person", f"posttrain retry {run.id} resumes it")
+    return None
+
+
+# --- attempts ---------------------------------------------------------------------------------------------------------
+
+
+def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight) -> Order:
+    """Somebody may have submitted it and died, or got no answer; while nobody can say, it is waited for."""
+    stopping = view.run.state == RunState.STOPPING
+    if sight.ordered and sight.job.hidden:
+        what = "there is a job to stop" if stopping else "the job was submitted"
+        return Say(stage, SUBMISSION_UNKNOWN, f"nobody can say yet whether {what}; looking again")
+    if sight.ordered and sight.job.state is not JobState.UNKNOWN:
+        return RecordLaunch(stage, attempt, sight.job.handle)
+    if stopping:
+        return End(
+            stage, attempt, JobResult("stopped"), "the run was stopped before it was launched", unless_begun=True
+        )
+    return Launch(stage, attempt)
+
+
+def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
+    if sight.unreadable:
+        failure = Failure(FailureClass.BUG, f"the job left what cannot be collected: {sight.unreadable}", "collect")
+        return End(stage, attempt, JobResult("failed", failure=failure))
+    if sight.word is None:
+        return _without_word(view, stage, attempt, sight, now)
+    if not sight.job.gone:  # on its way out it still holds memory, which whatever is next would need
+        since = now - (attempt.launched_at or now) - sight.word.seconds
+        return None if since < LEAVING_SECONDS else Kill(stage, attempt)
+    result = _why_stopped(view, attempt, sight.word)
+    if result.status == "failed" and result.failure and result.failure.kind.retried:
+        return _again(view, stage, attempt, result.failure, AttemptState.FAILED, result)
+    return Collect(stage, attempt, result)
+
+
+def _why_stopped(view: View, attempt: AttemptRecord, result: JobResult) -> JobResult:
+    """A job that stopped though no person asked: it was told to end for the budget, or from outside."""
+    if result.status != "stopped" or view.run.desired == "stopped":
+        return result
+    asked = attempt.stop_requested_at is not None  # and a run that nobody stopped asks for the budget's sake only
+    preempted = Failure(FailureClass.PREEMPTED, "the job was told to end from outside (SIGTERM)", "")
+    spent = f"the budget ({budgets.declared(view.manifest)}) is spent; raise it in run.yaml and submit again"
+    over = Failure(FailureClass.BUDGET, spent, "budget")
+    return replace(result, status="failed", failure=over if asked else preempted)
+
+
+def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
+    """What becomes of a job without a result; it ends when a person or the budget says so."""
+    seen = sight.job
+    spent = budgets.spending(view.stages, view.attempts, running=seen.seconds or 0.0)
+    over = budgets.exhausted(view.manifest, spent)
+    asked = attempt.stop_requested_at
+    ending = bool(over) or view.run.state == RunState.STOPPING
+    if ending and asked is None:
+        return AskToStop(stage, attempt)
+    ending = ending and asked is not None and now >= asked + STOP_GRACE_SECONDS
+    if not seen.gone:
+        return Kill(stage, attempt) if ending else _waits(stage, attempt, seen)
+    if sight.another_runs:
+        return None
+    if not ending:
+        return _lost(view, stage, attempt, seen)
+    if over:
+        return End(stage, attempt, JobResult("failed", failure=Failure(FailureClass.BUDGET, over, "budget")))
+    return End(stage, attempt, JobResult("stopped", message=sight.unheeded))
+
+
+def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order | None:
+    if seen.hidden:
+        said = "the executor does not see the job, which proves nothing; looking again"
+        return Say(stage, JOB_NOT_VISIBLE, said) if stage.reason != JOB_NOT_VISIBLE else None
+    return Say(stage, "Running", f"attempt {attempt.number}") if stage.reason == JOB_NOT_VISIBLE else None
+
+
+def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order:
+    """A job that is gone without a result."""
+    detail = seen.detail or (f"exit code {seen.exit_code}" if seen.exit_code is not None else "its process is gone")
+    if seen.state is JobState.UNKNOWN:
+        detail = "the executor has no job of that name any more"
+    if seen.cause in _ENDED_FOR:
+        kind, why = _ENDED_FOR[seen.cause]
+        over = Failure(kind, f"the executor ended the job: {why} ({detail})", seen.cause.value)
+        return End(stage, attempt, JobResult("failed", failure=over))
+    if seen.cause is Cause.PREEMPTED:
+        gone = Failure(FailureClass.PREEMPTED, f"the executor preempted the job ({detail})", "")
+        return _again(view, stage, attempt, gone, AttemptState.LOST)
+    # neither a kill nor a late start says anything about the job; an exit code does: twice the same comes a third time
+    mute = seen.exit_code is None or seen.exit_code < 0 or seen.exit_code == ANOTHER_RUNS
+    signature = "" if mute else f"exit {seen.exit_code}"
+    failure = Failure(FailureClass.INFRASTRUCTURE, f"the job ended without a result ({detail})", signature)
+    return _again(view, stage, attempt, failure, AttemptState.LOST)
+
+
+def not_launched(view: View, stage: StageRecord, attempt: AttemptRecord, failure: Failure) -> Order:
+    """What becomes of an attempt that its executor refused."""
+    return _again(view, stage, attempt, failure, AttemptState.LOST)
+
+
+def _again(
+    view: View,
+    stage: StageRecord,
+    attempt: AttemptRecord,
+    failure: Failure,
+    ended: AttemptState,
+    said: JobResult | None = None,
+) -> TryAgain:
+    """Back off and try again, unless the attempts are used up or the same thing happened twice in a row."""
+    tried = [one for one in view.tries(stage.name) if one.number > stage.retried_after]
+    wait = BACKOFF_SECONDS[min(len(tried), len(BACKOFF_SECONDS)) - 1]
+    over = why_not_again(view.manifest, tried, failure)
+    return TryAgain(stage, attempt, failure, ended, said or JobResult("failed"), wait, over)
+
+
+def hold_back(
+    manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord], slots: int
+) -> tuple[str, str] | None:
+    """Why a ready stage does not start yet though nothing else computes the same: reason and message."""
+    running: Sequence[str] = [one.name for one in stages.values() if one.state == StageState.RUNNING]
+    if running and budgets.one_at_a_time(manifest):
+        return "WaitingForBudget", f"stage {running[0]} holds what is left of the budget"
+    if len(running) >= slots:
+        return "WaitingForSlot", f"all {slots} slots are taken"
+    return None

@@ -1,0 +1,150 @@
+"""What can be done about a run, as values: what `control.decide` says and `control.actuator` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.domain.jobs import Failure, JobResult
+from posttrain.domain.lifecycle import AttemptState, RunState
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRun:
+    """Give the run another state."""
+
+    run: RunRecord
+    state: RunState
+    reason: str
+    message: str
+    next_action: str = ""
+    not_reached: tuple[StageRecord, ...] = ()  # stages that will not start
+    culprit: StageRecord | None = None  # for which stage's sake
+
+
+@dataclass(frozen=True, slots=True)
+class StopStage:
+    """A stage that had not begun when a person stopped its run."""
+
+    stage: StageRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """What a stage takes is there: bind it."""
+
+    stage: StageRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Reuse what was computed before, or plan an attempt."""
+
+    stage: StageRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Judge the gates."""
+
+    stage: StageRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Move the channel."""
+
+    stage: StageRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Submit a planned attempt."""
+
+    stage: StageRecord
+    attempt: AttemptRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLaunch:
+    """The executor has the job already."""
+
+    stage: StageRecord
+    attempt: AttemptRecord
+    handle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Write down what a stage waits for."""
+
+    stage: StageRecord
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskToStop:
+    """Ask a job to checkpoint and end."""
+
+    stage: StageRecord
+    attempt: AttemptRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End a job that did not end by itself; whether it is gone, the next look says."""
+
+    stage: StageRecord
+    attempt: AttemptRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Publish what a job left, and end the attempt."""
+
+    stage: StageRecord
+    attempt: AttemptRecord
+    result: JobResult
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End an attempt that leaves nothing."""
+
+    stage: StageRecord
+    attempt: AttemptRecord
+    result: JobResult
+    why: str = ""  # for the tombstone
+    unless_begun: bool = False  # not if a job of it computes after all
+
+
+@dataclass(frozen=True, slots=True)
+class TryAgain:
+    """End an attempt that infrastructure broke; another follows after `wait` seconds."""
+
+    stage: StageRecord
+    attempt: AttemptRecord
+    failure: Failure
+    ended: AttemptState
+    said: JobResult
+    wait: float
+    over: tuple[str, str] | None  # reason and words, where no other attempt would help
+
+
+Order = (
+    MoveRun
+    | StopStage
+    | Bind
+    | Start
+    | Judge
+    | Release
+    | Launch
+    | RecordLaunch
+    | Say
+    | AskToStop
+    | Kill
+    | Collect
+    | End
+    | TryAgain
+)

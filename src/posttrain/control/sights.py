@@ -1,0 +1,62 @@
+"""What is seen of the jobs of a run: the executor is asked once for all, then each is looked for a last word."""
+
+from __future__ import annotations
+
+from posttrain.control.decide import Sight, View
+from posttrain.control.fencing import another_runs, unheeded
+from posttrain.control.launching import look
+from posttrain.control.requests import job_of
+from posttrain.control.wiring import Wiring
+from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.jobs import JobResult, JobState, Observation
+from posttrain.domain.lifecycle import AttemptState
+from posttrain.domain.records import AttemptRecord
+
+
+class Looks:
+    """What the executor says of a run's live attempts: asked once for all of them, and only if somebody asks."""
+
+    def __init__(self, wiring: Wiring, run_id: str) -> None:
+        self._wiring, self._run_id = wiring, run_id
+        self._seen: dict[str, Observation] | None = None
+
+    def of(self, attempt: AttemptRecord) -> Observation:
+        """One look; of this pass, or a moment old."""
+        if self._seen is None:
+            self._seen = self._all()
+        return self._seen.get(attempt.name) or look(self._wiring, attempt)
+
+    def _all(self) -> dict[str, Observation]:
+        launched = [a for a in self._wiring.ledger.attempts(self._run_id) if a.state == AttemptState.LAUNCHED]
+        try:
+            seen = self._wiring.executor.observe([job_of(self._wiring, attempt) for attempt in launched])
+        except Exception:  # then each is asked for by itself: what concerns one stops no other
+            return {}
+        return {attempt.name: one for attempt, one in zip(launched, seen, strict=True)}
+
+
+def see(wiring: Wiring, view: View, name: str, looks: Looks) -> Sight:
+    """The live attempt of a running stage.
+
+    Raises:
+        InfrastructureError: the executor or the attempt's channel does not answer.
+    """
+    attempt, folder = view.tries(name)[-1], wiring.folder(view.tries(name)[-1])
+    if attempt.state == AttemptState.PLANNED:
+        ordered = folder.has_order()
+        return Sight(look(wiring, attempt) if ordered else Observation(JobState.UNKNOWN), ordered)
+    job = looks.of(attempt)  # first: who is gone has said its last word
+    try:
+        word = _word(wiring, view, name, attempt)
+        if word is None and job.gone:
+            job = look(wiring, attempt)  # what was seen is a moment old, and an executor may start a job anew
+            if job.gone and another_runs(wiring, attempt, job):
+                return Sight(job, another_runs=True)
+            word = _word(wiring, view, name, attempt)  # it may have ended between the two looks
+        return Sight(job, word=word, unheeded=unheeded(wiring, attempt) if word is None and job.gone else "")
+    except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
+        return Sight(job, unreadable=str(error))
+
+
+def _word(wiring: Wiring, view: View, name: str, attempt: AttemptRecord) -> JobResult | None:
+    return wiring.trainer(view.manifest.stage(name).trainer).collect(wiring.folder(attempt))
