@@ -1,0 +1,159 @@
+"""Decisions are functions of rows, sights and time: they import nothing that could act, and hold on any rows."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_bench import RUN, resolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+import posttrain.control.decide as decide_module
+from posttrain.control import orders
+from posttrain.control.decide import STOP_GRACE_SECONDS, Sight, View, decide_run, decide_stage, settle
+from posttrain.control.planning import plan_run
+from posttrain.domain.errors import FailureClass
+from posttrain.domain.jobs import Absence, Cause, Failure, JobResult, JobState, Observation
+from posttrain.domain.kinds import Driver, kind_of
+from posttrain.domain.lifecycle import RUN as RUN_TABLE
+from posttrain.domain.lifecycle import STAGE as STAGE_TABLE
+from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+from posttrain.domain.runspec import parse_run_spec
+from posttrain.execution.trainers.native import NativeTrainer
+
+_PURE = {
+    "posttrain.control.budgets", "posttrain.control.orders", "posttrain.control.retrying",
+}  # fmt: skip
+LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
+
+
+def manifest_of(**changes: Any) -> Manifest:
+    spec = parse_run_spec({**RUN, **changes}, "run.yaml")
+    return plan_run(spec, "run.yaml", resolve, {"native": NativeTrainer()}).manifest
+
+
+MANIFEST, LIMITED = manifest_of(), manifest_of(budget={"tokens": 1000, "wall_clock": 100})
+
+
+@pytest.mark.parametrize("name", ["decide", "orders", "retrying", "budgets"])
+def test_who_decides_imports_nothing_that_acts(name: str) -> None:
+    source = Path(str(decide_module.__file__)).with_name(f"{name}.py").read_text()
+    found = [node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
+    ours = {module if module != "posttrain.control" else "posttrain.control.budgets" for module in found}
+    ours = {module for module in ours if module.startswith("posttrain.") and not module.startswith("posttrain.domain.")}
+    assert ours <= _PURE, "rows, values and other pure functions"
+    assert not {"time", "random", "os", "pathlib"} & set(found)
+
+
+observations = st.builds(
+    Observation,
+    state=st.sampled_from(JobState),
+    exit_code=st.sampled_from([None, 0, 1, -9, 73]),
+    absent=st.sampled_from(Absence),
+    cause=st.sampled_from([None, *Cause]),
+    incarnation=st.integers(0, 2),
+    handle=st.just("h"),
+    seconds=st.sampled_from([None, 0.0, 50.0, 1e6]),
+)
+failures = st.builds(Failure, st.sampled_from(FailureClass), st.just("it broke"), st.sampled_from(["", "s"]))
+words = st.one_of(
+    st.none(),
+    st.builds(JobResult, st.sampled_from(["succeeded", "stopped"]), seconds=st.sampled_from([0.0, 5.0])),
+    st.builds(lambda f: JobResult("failed", failure=f), failures),
+)
+sights = st.builds(
+    Sight,
+    job=observations,
+    ordered=st.booleans(),
+    word=words,
+    unreadable=st.sampled_from(["", "it is cut short"]),
+    another_runs=st.booleans(),
+    unheeded=st.just(""),
+)
+
+
+@st.composite
+def views(draw: Any) -> View:
+    """A run in any state that its tables allow, with attempts that fit its stages."""
+    manifest = draw(st.sampled_from([MANIFEST, LIMITED]))
+    run_state = draw(st.sampled_from([RunState.PENDING, RunState.RUNNING, RunState.STOPPING]))
+    desired = draw(st.sampled_from(["running", "stopped"]))
+    run = RunRecord("r", "r", manifest.digest, run_state, "ada", 0.0, desired=desired)
+    stages, attempts = [], []
+    for position, plan in enumerate(manifest.stages):
+        state = draw(st.sampled_from(StageState))
+        if state == StageState.RUNNING and kind_of(plan.kind).driver is not Driver.JOB:
+            state = StageState.READY
+        not_before = draw(st.sampled_from([None, 90.0, 110.0]))
+        stage = StageRecord("r", plan.name, position, plan.kind, state, not_before=not_before)
+        stages.append(stage)
+        ended = draw(st.lists(st.sampled_from([AttemptState.LOST, AttemptState.FAILED]), max_size=3))
+        states = [*ended, *([draw(st.sampled_from(LIVE))] if state == StageState.RUNNING else [])]
+        for number, attempt_state in enumerate(states, 1):
+            asked = draw(st.sampled_from([None, 10.0, 95.0]))
+            signature = draw(st.sampled_from([None, "s"]))
+            attempts.append(
+                AttemptRecord(
+                    "r", plan.name, number, f"r-{plan.name}-{number}", "f", attempt_state, launched_at=50.0,
+                    stop_requested_at=asked, failure_signature=signature, seconds=draw(st.sampled_from([0.0, 70.0])),
+                )
+            )  # fmt: skip
+    return View(run, manifest, tuple(stages), tuple(attempts))
+
+
+@given(views(), sights, st.sampled_from([100.0, 1e7]))
+def test_whatever_is_decided_is_allowed_and_decided_again(view: View, sight: Sight, now: float) -> None:
+    for order in decide_run(view):
+        assert isinstance(order, orders.MoveRun)
+        assert order.state in RUN_TABLE[view.run.state]
+    for stage in view.stages:
+        seen = sight if stage.state == StageState.RUNNING else None
+        order = decide_stage(view, stage.name, seen, now)
+        assert order == decide_stage(view, stage.name, seen, now)
+        if order is not None:
+            assert not is_final("stage", stage.state)
+            _allowed(view, stage, sight, order, now)
+    end = settle(view)
+    if end is not None:
+        assert end.state in {*RUN_TABLE[view.run.state], RunState.SUCCEEDED, RunState.REJECTED}
+        assert not any(stage.state == StageState.RUNNING for stage in view.stages)
+
+
+def _allowed(view: View, stage: StageRecord, sight: Sight, order: orders.Order, now: float) -> None:
+    match order:
+        case orders.Launch():
+            assert not (sight.ordered and sight.job.hidden), "what nobody can tell of is not submitted anew"
+            assert not (sight.ordered and sight.job.state is not JobState.UNKNOWN)
+            assert view.run.state != RunState.STOPPING
+        case orders.Start() | orders.Judge() | orders.Release() | orders.Bind():
+            assert view.run.state != RunState.STOPPING
+            assert not any(other.state == StageState.FAILED for other in view.stages)
+        case orders.Collect() | orders.TryAgain():
+            assert sight.job.gone, "what it holds, the next would find taken"
+            assert not (sight.another_runs and sight.word is None and not sight.unreadable)
+        case orders.End(attempt=attempt) if attempt.state == AttemptState.LAUNCHED:
+            assert sight.job.gone or sight.unreadable
+        case orders.Kill(attempt=attempt):
+            asked = attempt.stop_requested_at
+            assert sight.word is not None or (asked is not None and now >= asked + STOP_GRACE_SECONDS)
+        case orders.StopStage():
+            assert StageState.STOPPED in STAGE_TABLE[stage.state]
+        case _:
+            pass
+
+
+@given(views(), sights)
+def test_a_job_that_may_be_anything_is_never_ended_nor_followed(view: View, sight: Sight) -> None:
+    hidden = Observation(JobState.UNKNOWN, absent=Absence.NOT_VISIBLE_YET)
+    blind = replace(sight, job=hidden, ordered=True, word=None, unreadable="")
+    for stage in view.stages:
+        if stage.state == StageState.RUNNING:
+            order = decide_stage(view, stage.name, blind, 100.0)
+            ends = orders.Collect | orders.TryAgain | orders.End
+            assert not isinstance(order, ends | orders.Launch | orders.RecordLaunch)
