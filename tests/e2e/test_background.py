@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,10 +16,11 @@ import psutil
 import pytest
 from held import Terminal, held_devices, write_run
 from tiny_run import once
-from workbench import Finished, Workbench
+from workbench import Finished, Reference, Workbench
 
 from posttrain.app.drivers import requested
 from posttrain.store.atomic import read_json
+from posttrain.store.work import WorkQueue
 
 pytestmark = pytest.mark.slow
 MODULE = "posttrain.app.background"
@@ -54,7 +56,7 @@ def row(bench: Workbench, run_id: str) -> dict[str, Any]:
 
 def driver(bench: Workbench, run_id: str) -> tuple[str, int | None]:
     told = row(bench, run_id)["driver"]
-    return told["kind"], told["pid"]
+    return (told["kind"], told["pid"]) if told else ("ended", None)
 
 
 def wait_driven(bench: Workbench) -> str:
@@ -199,7 +201,7 @@ def test_a_killed_driver_is_told_and_followed(bench: Workbench) -> None:
     assert f"driver: none; log of the background driver: {log}" in bench.run("get", run_id).out
     checks = {check["name"]: check for check in bench.run("doctor", "-o", "json").json}
     assert (checks["runs"]["state"], checks["runs"]["remedy"]) == ("warn", f"posttrain attach {run_id}")
-    assert f"its background driver is gone; log: {log}" in checks["runs"]["finding"]
+    assert f"its background driver is gone or suspended; log: {log}" in checks["runs"]["finding"]
 
     _, second = detached(bench, bench.run("attach", run_id, "--detach"))
     assert second != pid
@@ -303,11 +305,54 @@ def test_killed_at_the_end(bench: Workbench) -> None:
         run_id, _ = detached(bench, bench.run("run", "held.yaml", "--detach", env=armed))
         bench.run("stop", run_id)
         bench.wait("its end", lambda: not drivers(bench))
-        assert requested(bench.root) == [run_id]
         assert row(bench, run_id)["driver"] is None
         _, pid = detached(bench, bench.run("retry", run_id, "--detach"))
         assert driver(bench, run_id) == ("background", pid)
         end_run(bench, run_id)
+
+
+def test_a_suspended_driver_is_none(bench: Workbench) -> None:
+    with closing(held_devices(bench)):
+        run_id, pid = detach(bench, "held")
+        os.kill(pid, signal.SIGSTOP)
+        with bench.open() as workspace:
+            owner = str(workspace.ledger.run(run_id).lease_owner)
+            WorkQueue(workspace.ledger, owner).release([run_id])  # as if its lease had run out
+        assert driver(bench, run_id) == ("none", None)
+        os.kill(pid, signal.SIGCONT)
+        bench.wait("it goes on", lambda: driver(bench, run_id) == ("background", pid))
+        end_run(bench, run_id)
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_a_driver_ends_with_its_workspace(bench: Workbench, how: str) -> None:
+    with closing(held_devices(bench)):
+        run_id, _ = detach(bench, "held")
+        moved = bench.root.with_name("moved")
+        bench.root.rename(moved)
+        if how == "removed":
+            shutil.rmtree(moved)
+        bench.wait("the driver's end", lambda: not drivers(bench))
+        assert not bench.root.exists(), "nothing is made there again"
+        if how == "moved":
+            moved.rename(bench.root)
+            assert driver(bench, run_id) == ("none", None)
+            end_run(bench, run_id)
+
+
+def test_all_stages_gates_and_the_release_without_a_terminal(reference: Reference, tmp_path: Path) -> None:
+    """From the stage cache: nothing is trained again."""
+    copy = reference.bench.copy(tmp_path / "bench")
+    run_id, _ = detached(copy, copy.run("run", "run.yaml", "--again", "--detach"))
+    with copy.open() as workspace:
+        copy.wait("its end", lambda: workspace.ledger.run(run_id).state == "succeeded")
+    copy.wait("the driver's own end", lambda: not drivers(copy))
+    copy.check(run_id)
+    assert copy.outputs(run_id) == reference.outputs
+    assert copy.run("get", "prod", "-o", "json").json["history"][-1]["run_id"] in (run_id, reference.run_id)
+    assert (copy.root / "runs" / run_id / "report.html").exists()
+    assert copy.run("attach", run_id).code == 0
+    assert (copy.root / "drivers" / "runs").is_dir()
 
 
 def test_a_program_gives_its_run_away(bench: Workbench) -> None:

@@ -15,7 +15,7 @@ import pytest
 from cli_world import World, make_world
 
 from posttrain.app import detaching, driver_environment, drivers
-from posttrain.app.background import Background, Ears
+from posttrain.app.background import Background, Ears, _tidy
 from posttrain.app.detaching import detach
 from posttrain.app.driver_environment import environment_key
 from posttrain.app.driver_log import MOST_BYTES, DriverLog, Veil, last_line, previous
@@ -23,6 +23,7 @@ from posttrain.app.drivers import DriverKind, Request, read_request, requested, 
 from posttrain.app.workspace import Workspace, process_name
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
+from posttrain.store.atomic import make_folder
 from posttrain.store.work import WorkQueue
 
 KEY = "0123abcd"
@@ -40,6 +41,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.fixture
 def workspace(world: World) -> Iterator[Workspace]:
     found = Workspace(world.root / ".posttrain")
+    make_folder(drivers.runs_folder(found.root))
     yield found
     found.close()
 
@@ -327,6 +329,14 @@ def test_a_request_that_is_taken_back_is_forgotten(world: World, workspace: Work
     assert driven.ears.wanted() == []
 
 
+def test_whoever_ends_a_run_forgets_its_request(world: World, workspace: Workspace) -> None:
+    run_id = held(world)
+    ask(workspace, run_id, owner=DEAD)
+    world.ok("stop", run_id)
+    assert workspace.ledger.run(run_id).state == "stopped"
+    assert requested(workspace.root) == []
+
+
 def test_a_run_that_nobody_knows_is_dropped(workspace: Workspace, driven: Driven) -> None:
     ask(workspace, "gone-12345678")
     driven.to_the_end()
@@ -345,6 +355,24 @@ def test_told_to_end_it_gives_the_leases_back(
     assert workspace.ledger.run(run_id).lease_owner is None
     assert requested(workspace.root) == [run_id]
     assert workspace.ledger.run(run_id).state == RunState.RUNNING
+
+
+def test_what_long_gone_drivers_left_is_removed(world: World, workspace: Workspace) -> None:
+    going = held(world)
+    world.hold.clear()
+    world.ok("run", "run.yaml", "--seed", "18")
+    ended = world.newest()
+    ask(workspace, going, key="aaaaaaaa")
+    ask(workspace, ended, key="bbbbbbbb")
+    folder = workspace.root / drivers.FOLDER
+    for age, key in enumerate(["aaaaaaaa", KEY, *(f"{number:08d}" for number in range(12))]):
+        for path in (folder / f"{key}.log", folder / f"{key}.1.log"):
+            path.write_text("said")
+            os.utime(path, (age, age))
+    _tidy(workspace, KEY)
+    assert requested(workspace.root) == [going]
+    kept = ["aaaaaaaa", KEY, *(f"{number:08d}" for number in range(4, 12))]
+    assert {path.name for path in folder.glob("*.log")} == {f"{key}{one}.log" for key in kept for one in ("", ".1")}
 
 
 # --- its log ----------------------------------------------------------------------------------------------------------

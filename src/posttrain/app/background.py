@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from posttrain.app.drivers import (
     remove_request,
     requested,
     requests_held,
+    runs_folder,
     write_request,
 )
 from posttrain.app.following import Scribe
@@ -46,9 +47,9 @@ from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
 
 _LISTEN = 0.1  # seconds between two looks for requests
-_PAUSE = 0.1  # seconds between passes that changed nothing
-_SHARE = 3.0  # times as long as a pass took it rests: many waiting runs take a quarter of one processor at most
-_MOST_PAUSE = 4.0  # seconds; a lease lasts longer
+_PAUSE, _LONG_PAUSE = 0.1, 1.0  # seconds between passes that change nothing: twice as long each time
+_SHARE = 8.0  # times as long as a pass took it rests
+_MOST_PAUSE = 10.0  # seconds; leases are kept meanwhile
 _BACKOFF = (0.5, 2.0, 8.0, 30.0, 60.0)  # seconds before a run that raised is looked at again
 _PATIENCE = 3600.0  # seconds of trouble with a run before it is given up
 _UNEXPECTED = 5  # times that a bug may be tried again
@@ -79,14 +80,22 @@ class Ears(threading.Thread):
         try:
             state = fingerprint(self._root)
             if state != self._seen and not self._deaf:
-                with requests_held(self._root):
+                if self.homeless:
                     self._take()
+                else:
+                    with requests_held(self._root):
+                        self._take()
                 self._seen = state  # what was written since is another one, and looked at the next time
                 crashpoint("driver.after_taken")
         except (PosttrainError, OSError) as error:  # a full disk; a file that went between two looks
             if self._said != str(error):
                 self._said = str(error)
                 self._say(f"requests cannot be read: {error}")
+
+    @property
+    def homeless(self) -> bool:
+        """Whether the workspace was removed, or moved: nothing is wanted there any more."""
+        return not runs_folder(self._root).is_dir()
 
     def wanted(self) -> list[str]:
         """The runs to drive, in the order in which they came."""
@@ -114,6 +123,9 @@ class Ears(threading.Thread):
 
     def close(self, let_go: Callable[[], None]) -> bool:
         """End, if nothing is wanted; whoever asks from then on starts another driver."""
+        if self.homeless:
+            let_go()
+            return True
         with requests_held(self._root):
             self._take()
             if self.wanted():
@@ -172,28 +184,36 @@ class Background:
 
     def drive(self, let_go: Callable[[], None]) -> None:
         """Until no run is left; `let_go` lets the next driver come."""
+        pause = _PAUSE
         while self._told is None:
             started, changed = time.monotonic(), False
             wanted = self._ears.wanted()
+            self._drop(self._known.keys() - set(wanted))
             for run_id in wanted:
                 changed = self._look(run_id) or changed
                 if self._told is not None:
                     break
             if not wanted and self._closed(let_go):
                 return
+            pause = _PAUSE if changed else min(2 * pause, _LONG_PAUSE)
             if not changed:
-                self._rest(min(max(_PAUSE, _SHARE * (time.monotonic() - started)), _MOST_PAUSE))
+                self._rest(min(max(pause, _SHARE * (time.monotonic() - started)), _MOST_PAUSE))
         self._ears.stop()
         waiting = self._ears.wanted()
         self._say(f"ended by {signal.Signals(self._told).name}; waiting for a driver: {', '.join(waiting) or 'no run'}")
 
     def leave(self) -> None:
         """Give the leases back, so that the next driver need not wait."""
-        for run_id in self._known:
-            with suppress(PosttrainError):
-                self._workspace.reconciler.release(run_id)
+        self._drop(set(self._known))
         with suppress(PosttrainError):
             self._workspace.seal()
+
+    def _drop(self, run_ids: Iterable[str]) -> None:
+        """What is not wanted any more is somebody else's."""
+        for run_id in run_ids:
+            with suppress(PosttrainError):
+                self._workspace.reconciler.release(run_id)
+            del self._known[run_id]
 
     def _closed(self, let_go: Callable[[], None]) -> bool:
         try:
@@ -220,7 +240,8 @@ class Background:
             if known.troubled_since is not None:
                 known.troubled_since, known.tries, known.trouble = None, 0, ""
                 self._say(f"run {run_id}: goes on")
-            self._tell(run, known)
+            if tick.changed or not known.said or is_final("run", run.state):
+                self._tell(run, known)
             if is_final("run", run.state):
                 self._finish(run_id)
                 return True
@@ -275,9 +296,7 @@ class Background:
         if now - known.troubled_since >= _PATIENCE or (not expected and known.tries >= _UNEXPECTED):
             self._say(f"run {run_id}: given up: {line}; posttrain attach {run_id} drives it on")
             with suppress(PosttrainError):
-                self._ears.give_up(run_id, line)
-            with suppress(PosttrainError):
-                self._workspace.reconciler.release(run_id)
+                self._ears.give_up(run_id, line)  # and the next pass drops it
             return
         wait = _BACKOFF[min(known.tries, len(_BACKOFF)) - 1]
         known.again_at = now + wait
@@ -311,7 +330,8 @@ def main(root: Path, key: str) -> int:
     try:
         _tidy(workspace, key)
         load_ahead(REPORTING)
-        background.drive(lambda: os.close(lock))
+        with workspace.reconciler.kept():
+            background.drive(lambda: os.close(lock))
     finally:
         background.leave()
         workspace.close()
@@ -323,11 +343,17 @@ def _tidy(workspace: Workspace, key: str) -> None:
     """Remove requests of runs that have ended, and logs, of drivers that are gone."""
     root = workspace.root
     with suppress(OSError, PosttrainError), requests_held(root):
+        kept = {key}
         for run_id in requested(root):
             request = read_request(root, run_id)
-            if request is not None and not request.taken and is_final("run", workspace.ledger.run(run_id).state):
+            if request is None:
+                continue
+            if not request.taken and is_final("run", workspace.ledger.run(run_id).state):
                 remove_request(root, run_id)
-        logs = [path for path in (root / FOLDER).glob("*.log") if not path.stem.endswith(".1") and path.stem != key]
+            else:
+                kept.add(request.key)
+        logs = [one for one in (root / FOLDER).glob("*.log") if not {one.stem, one.stem.removesuffix(".1")} & kept]
+        logs = [path for path in logs if not path.stem.endswith(".1")]
         for path in sorted(logs, key=lambda path: path.stat().st_mtime)[: -_LOGS or None]:
             path.unlink(missing_ok=True)
             previous(path).unlink(missing_ok=True)

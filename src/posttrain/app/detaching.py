@@ -17,7 +17,6 @@ from pathlib import Path
 from posttrain.app.driver_environment import driver_environment, environment_key
 from posttrain.app.driver_log import Veil, last_line
 from posttrain.app.drivers import (
-    FOLDER,
     DriverKind,
     Request,
     RunDriver,
@@ -28,9 +27,10 @@ from posttrain.app.drivers import (
     remove_request,
     requests_held,
     run_driver,
+    runs_folder,
     write_request,
 )
-from posttrain.app.workspace import VARIABLE, Workspace
+from posttrain.app.workspace import Workspace
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InfrastructureError, InputError, PosttrainError, WorkspaceError
 from posttrain.domain.lifecycle import is_final
@@ -64,6 +64,7 @@ def detach(workspace: Workspace, run_id: str) -> RunDriver:
     if workspace.read_only:
         raise WorkspaceError(f"{workspace.root}: is read-only, so nothing can drive run {run.id}; make it writable")
     root, key = workspace.root, environment_key(workspace.root)
+    make_folder(runs_folder(root))
     with requests_held(root):  # a driver that is done with the run looks once more under it, and finds it goes on
         known = run_driver(root, workspace.ledger.run(run_id), workspace.ledger.clock.now())
         if known is not None and known.kind is DriverKind.BACKGROUND:
@@ -134,7 +135,6 @@ def _start(root: Path, key: str) -> subprocess.Popen[bytes] | None:
     path = lock_path(root, key)
     with ExitStack() as held:
         try:
-            make_folder(root / FOLDER)
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             held.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,7 +148,7 @@ def _start(root: Path, key: str) -> subprocess.Popen[bytes] | None:
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True,
-                env={**driver_environment(), VARIABLE: str(root), LOCK_VARIABLE: str(lock)}, pass_fds=(lock,),
+                env={**driver_environment(), LOCK_VARIABLE: str(lock)}, pass_fds=(lock,),
             )  # fmt: skip
         except OSError as error:
             raise InfrastructureError(

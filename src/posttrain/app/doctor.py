@@ -239,4 +239,4 @@ def _drivers(at_work: Mapping[RunDriver, Sequence[str]]) -> Check:
 def _undriven(run_id: str, driver: RunDriver) -> str:
     if driver.trouble:
         return f"{run_id} (its background driver gave it up: {driver.trouble}; log: {driver.log})"
-    return f"{run_id} (its background driver is gone; log: {driver.log})" if driver.log else run_id
+    return f"{run_id} (its background driver is gone or suspended; log: {driver.log})" if driver.log else run_id

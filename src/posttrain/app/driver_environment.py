@@ -27,9 +27,9 @@ _OF_TERMINALS = (
 
 def driver_environment() -> dict[str, str]:
     """This process's variables, none of which means another thing in another folder."""
-    kept = {
-        name: value for name, value in os.environ.items() if name not in (STORE_VARIABLE, VARIABLE)
-    }  # both recorded
+    kept = {name: value for name, value in os.environ.items() if name != STORE_VARIABLE}  # which is recorded
+    if kept.get(VARIABLE):
+        kept[VARIABLE] = os.path.abspath(kept[VARIABLE])
     if kept.get("PYTHONPATH"):
         kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep)))
     return kept
@@ -40,7 +40,7 @@ def environment_key(root: Path) -> str:
     told = [
         f"{name}={value}"
         for name, value in sorted(driver_environment().items())
-        if name not in _OF_A_TERMINAL and not name.startswith(_OF_TERMINALS)
+        if name not in (VARIABLE, *_OF_A_TERMINAL) and not name.startswith(_OF_TERMINALS)
     ]
     told += [str(root), socket.gethostname(), sys.executable, sys.prefix, str(_SOURCES), __version__, _sources()]
     return hashlib.sha256("\0".join(told).encode("utf-8", errors="surrogateescape")).hexdigest()[:8]

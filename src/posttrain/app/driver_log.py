@@ -63,12 +63,10 @@ class DriverLog(io.TextIOBase):
 
     def bound(self) -> None:
         """Begin another file where this one is full; what was started with the old one goes on writing to that."""
-        with suppress(OSError):
-            if self._path.stat().st_size >= MOST_BYTES:
-                self._path.replace(previous(self._path))
-            elif os.fstat(1).st_ino == self._path.stat().st_ino:
+        with suppress(OSError):  # the workspace is gone, say: then nothing is made there
+            if self._path.stat().st_size < MOST_BYTES:
                 return
-        with suppress(OSError):
+            self._path.replace(previous(self._path))
             file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
             os.dup2(file, 1)
             os.dup2(file, 2)

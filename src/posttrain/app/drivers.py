@@ -24,11 +24,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from posttrain.app.workspace import process_alive
-from posttrain.domain.errors import InfrastructureError, IntegrityError
+from posttrain.domain.errors import InfrastructureError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
-from posttrain.store.atomic import make_folder, read_json, unwritable, write_json
+from posttrain.store.atomic import read_json, unwritable, write_json
 
 FOLDER = "drivers"
 _RUNS = "runs"
@@ -78,8 +80,12 @@ class Request:
 
     @property
     def taken(self) -> bool:
-        """Whether a background driver of this host lives that has it. Of other hosts only the run's lease tells."""
-        return self.owner.startswith(f"{socket.gethostname()}:") and process_alive(self.owner)
+        """Whether a driver of this host is at work that has it. Of other hosts only the run's lease tells."""
+        return (
+            self.owner.startswith(f"{socket.gethostname()}:")
+            and process_alive(self.owner)
+            and not suspended(self.owner)
+        )
 
 
 def driven(run: RunRecord, now: float) -> bool:
@@ -157,6 +163,16 @@ def remove_request(root: Path, run_id: str) -> None:
         raise unwritable(path, error) from error
 
 
+def forget_request(root: Path, run_id: str) -> None:
+    """Nobody need drive a run that has ended: remove what a driver left that is gone."""
+    with suppress(PosttrainError):  # the next driver removes it
+        if read_request(root, run_id) is not None:
+            with requests_held(root):
+                request = read_request(root, run_id)
+                if request is not None and not request.taken:
+                    remove_request(root, run_id)
+
+
 def requested(root: Path) -> list[str]:
     """The runs with a request, the oldest first."""
     return [name.removesuffix(_SUFFIX) for _, _, name in fingerprint(root)]
@@ -176,15 +192,17 @@ def fingerprint(root: Path) -> list[tuple[int, int, str]]:
 
 @contextmanager
 def requests_held(root: Path) -> Iterator[None]:
-    """One process at a time changes requests.
+    """One process at a time changes requests, in a folder that is there.
 
     Raises:
-        WorkspaceError: the folder cannot be made.
+        WorkspaceError: it is not, or not any more.
         InfrastructureError: somebody else, suspended perhaps, does not let go of it.
     """
     folder = runs_folder(root)
-    make_folder(folder)
-    handle = os.open(folder, os.O_RDONLY)
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise unwritable(folder, error) from error
     until = time.monotonic() + _LOCK_SECONDS
     try:
         while True:
@@ -200,6 +218,14 @@ def requests_held(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def suspended(owner: str) -> bool:
+    """Whether the process `owner` names was stopped (SIGSTOP)."""
+    try:
+        return str(psutil.Process(int(owner.rsplit(":", 2)[1])).status()) == psutil.STATUS_STOPPED
+    except (psutil.NoSuchProcess, ValueError):
+        return False
 
 
 def _readable(root: Path, run_id: str) -> Request | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from posttrain.app.confinement import check_confinement
 from posttrain.app.counting import counter
 from posttrain.app.detaching import detach
-from posttrain.app.drivers import RunDriver
+from posttrain.app.drivers import RunDriver, forget_request
 from posttrain.app.fitting import check_fit
 from posttrain.app.following import Scribe
 from posttrain.app.locks import is_lock, read_lock, refuse_lock
@@ -105,6 +105,7 @@ class Run:
         finally:
             reconciler.release(self.id)
             self.workspace.seal()
+        forget_request(self.workspace.root, self.id)
         error = explain.outcome_error(record, tuple(self.workspace.ledger.stages(self.id)))
         if check and error:
             raise error

@@ -133,9 +133,9 @@ def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: st
     from posttrain.cli.screens import run_footer
     from posttrain.control.explain import outcome_error
 
-    load_ahead(REPORTING)
     with heard() as signals:
         try:
+            load_ahead(REPORTING)
             with open_display(workspace, handle.id) as display:
                 record = handle.wait(timeout, watch=display)
         except BaseException as ended:
