@@ -13,7 +13,8 @@ from control_bench import TRAIN_ONLY, Bench, train
 
 from posttrain.app.workspace import init_workspace, open_workspace
 from posttrain.control.orphans import Orphans, end_orphans, find_orphans
-from posttrain.domain.errors import DeadlineError
+from posttrain.control.reconciler import SWEEP_SECONDS, Reconciler
+from posttrain.domain.errors import DeadlineError, InfrastructureError
 from posttrain.domain.jobs import JobState
 from posttrain.domain.requests import Job, JobRef, JobRequest, Listed
 
@@ -133,3 +134,34 @@ def test_a_copy_of_a_workspace_has_other_jobs(tmp_path: Path) -> None:
         assert again.place() == place
         assert copy.identity() == again.identity()
         assert copy.place() != place
+
+
+def test_a_driver_sweeps_now_and_then_and_one_of_several_does(bench: Bench) -> None:
+    mine = launched(bench)
+    gone = orphan(bench, mine, "gone-sft-9")
+    other = Reconciler(bench.wiring, "there")
+    bench.reconciler.step(mine.labels["run"])
+    assert alive(bench, gone), "not at once: whoever just began may know less than it will"
+    bench.clock.sleep(SWEEP_SECONDS + 1)
+    bench.reconciler.step(mine.labels["run"])
+    assert not alive(bench, gone)
+    assert alive(bench, mine)
+    (event,) = [one for one in bench.ledger.pending_events() if one.kind == "orphans.ended"]
+    assert event.payload["jobs"] == ["job gone-sft-9 was ended: no attempt owns it"]
+    again = orphan(bench, mine, "gone-sft-10")
+    other.step(mine.labels["run"])
+    assert alive(bench, again), "another did so a moment ago"
+    bench.clock.sleep(SWEEP_SECONDS + 1)
+    other.step(mine.labels["run"])
+    assert not alive(bench, again)
+
+
+def test_an_executor_that_is_away_stops_no_drive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = launched(bench)
+
+    def away(prefix: str) -> list[Listed]:
+        raise InfrastructureError("the executor does not answer")
+
+    monkeypatch.setattr(bench.executor, "list", away)
+    bench.clock.sleep(SWEEP_SECONDS + 1)
+    assert bench.reconciler.step(mine.labels["run"]).run.state == "running"

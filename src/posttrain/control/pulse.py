@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain.control.decide import JOB_NOT_VISIBLE, STOP_GRACE_SECONDS, SUBMISSION_UNKNOWN
@@ -17,10 +17,9 @@ from posttrain.store.work import NEVER
 UNSEEN_SECONDS = 60.0  # between looks at a job that gives no sign
 _SOON = 1.0  # to an attempt whose launch is not recorded
 _WAITS = {  # for what gives no sign: nobody writes a row of this run when it is over
-    "WaitingForIdenticalStage": 2.0,
+    "WaitingForIdenticalStage": 60.0,  # its end wakes the run; its driver's does not
     SUBMISSION_UNKNOWN: 2.0,
     JOB_NOT_VISIBLE: 2.0,
-    WAITING_FOR_DEVICES: 30.0,  # signs: `Pulse`
 }
 _LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
 
@@ -49,10 +48,14 @@ def look_again_after(
 
 
 class Pulse:
-    """The signs that the jobs of one run give without the ledger: what the executor sees, what their channels hold."""
+    """The signs that the jobs of one run give without the ledger: what the executor sees, what their channels hold.
 
-    def __init__(self, wiring: Wiring, run_id: str) -> None:
-        self._wiring, self._run_id = wiring, run_id
+    Args:
+        capacity: who has the executor's devices, as of a moment ago: asked where a stage waits for them.
+    """
+
+    def __init__(self, wiring: Wiring, run_id: str, capacity: Callable[[], Any]) -> None:
+        self._wiring, self._run_id, self._capacity = wiring, run_id, capacity
         self._live: list[AttemptRecord] = []
         self._waits_for_devices = False
         self._seen: dict[str, Any] = {}
@@ -82,12 +85,6 @@ class Pulse:
             return {"error": type(error).__name__}
         names = [attempt.name for attempt in self._live]
         return dict(zip(names, zip(looks, words, strict=True), strict=True)) if names else {}
-
-    def _capacity(self) -> Any:
-        try:
-            return self._wiring.executor.capacity()
-        except Exception as error:
-            return type(error).__name__
 
 
 def _seconds(attempt: AttemptRecord, now: float) -> float:

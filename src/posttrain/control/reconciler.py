@@ -22,10 +22,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from posttrain.control.actuator import act
 from posttrain.control.decide import View, decide_run, decide_stage, settle
 from posttrain.control.orders import Bind
+from posttrain.control.orphans import end_orphans
 from posttrain.control.pulse import Pulse, look_again_after
 from posttrain.control.sights import Looks, see
 from posttrain.control.trouble import SET_ASIDE, Troubles, record_trouble
@@ -34,11 +36,12 @@ from posttrain.domain.errors import ConflictError, DeadlineError, Infrastructure
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord
-from posttrain.store.waking import RUN
+from posttrain.store.waking import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
 
 LEASE_SECONDS = 15.0
-POLL_SECONDS = 0.5  # between two questions to the queue
+SWEEP_SECONDS = 300.0  # between two sweeps for jobs that nobody owns
+POLL_SECONDS = 0.7  # between two questions to the queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class Reconciler:
         self._watched: dict[str, _Watched] = {}
         self._due: set[str] = set()
         self._renewed = self._polled = -NEVER
+        self._swept = wiring.clock.now()
+        self._devices: tuple[float, Any] = (-NEVER, None)  # when asked, and the answer
 
     def tick(self, run_id: str) -> Tick | None:
         """One pass over one run, due or not; None when another live process holds its lease."""
@@ -208,8 +213,9 @@ class Reconciler:
             InfrastructureError: what is left of the run was set aside: it failed again and again.
         """
         clock = self._wiring.clock
-        watched = self._watched.setdefault(run_id, _Watched(Pulse(self._wiring, run_id)))
+        watched = self._watched.setdefault(run_id, _Watched(Pulse(self._wiring, run_id, self._capacity)))
         self.keep()
+        self._sweep()
         if watched.last is not None and not (
             clock.now() >= watched.again_at or watched.pulse.moved() or self._woken(run_id)
         ):
@@ -222,6 +228,35 @@ class Reconciler:
             raise InfrastructureError(f"run {run_id}: {found.run.message}; {found.run.next_action}")
         watched.pulse.follow()
         return found
+
+    def _capacity(self) -> Any:
+        """Who has the devices, asked once for all runs that wait for some."""
+        now = self._wiring.clock.now()
+        if now - self._devices[0] >= POLL_SECONDS:
+            try:
+                self._devices = now, self._wiring.executor.capacity()
+            except Exception as error:  # the look at the run tells of it
+                self._devices = now, type(error).__name__
+        return self._devices[1]
+
+    def _sweep(self) -> None:
+        """Now and then one driver of all ends the jobs that no live attempt owns."""
+        if self._wiring.clock.now() - self._swept < SWEEP_SECONDS:
+            return
+        self._swept = self._wiring.clock.now()
+        name = f"executor {self._wiring.executor.name}"
+        if self.queue.look(SWEEP, name) is None:
+            self.queue.wake(SWEEP, [name])
+        for one in self.queue.claim([name]):
+            try:
+                told = end_orphans(self._wiring)
+            except PosttrainError as error:  # the executor is away: later
+                self.queue.failed(SWEEP, name, str(error), "", SWEEP_SECONDS)
+                continue
+            if told:
+                with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
+                    transaction.append_event("orphans.ended", name, {}, {"jobs": told})
+            self.queue.give_back(one, SWEEP_SECONDS)
 
     def _woken(self, run_id: str) -> bool:
         """Whether the queue has something due for a run, as of a moment ago."""

@@ -97,6 +97,7 @@ stages = Table(
     Column("finished_at", Float(53)),
     Column("not_before", Float(53)),
     Column("retried_after", Integer, nullable=False),
+    Index("stages_by_key", "cache_key"),
 )
 
 attempts = Table(

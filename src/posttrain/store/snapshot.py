@@ -264,6 +264,12 @@ class Snapshot:
         query = query.where(runs.c.project == self._project)
         return self._all(StageRecord, query.order_by(runs.c.created_at.desc(), runs.c.id, stages.c.position))
 
+    def runs_that_wait_for(self, cache_key: str) -> set[str]:
+        """Ids of unfinished runs with a stage that is ready and computes what this key names, but is not at it."""
+        query = select(stages.c.run_id).join(runs, runs.c.id == stages.c.run_id).where(stages.c.cache_key == cache_key)
+        query = query.where(stages.c.state == "ready", runs.c.project == self._project, runs.c.finished_at.is_(None))
+        return set(self._connection.execute(query).scalars())
+
     def cached_stage(self, cache_key: str) -> StageRecord | None:
         """The stage whose outputs answer this key, or None.
 

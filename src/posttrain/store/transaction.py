@@ -208,6 +208,8 @@ class Transaction(ReleaseWriting):
         self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values), *joined(changes), facts=facts)
         ended = machine == "run" and is_final("run", values["state"])
         (self._woken.discard if ended else self._woken.add)(before["id" if machine == "run" else "run_id"])
+        if machine == "stage" and before["cache_key"] and is_final("stage", values["state"]):
+            self._woken |= self.snapshot.runs_that_wait_for(before["cache_key"])
         return replace(record, **values)  # type: ignore[type-var]
 
 

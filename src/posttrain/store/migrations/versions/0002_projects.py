@@ -144,6 +144,7 @@ def _extend_runs() -> None:
         "WHERE other.manifest_digest = runs.manifest_digest AND ("
         "other.created_at < runs.created_at OR (other.created_at = runs.created_at AND other.id <= runs.id)))"
     )
+    op.create_index("stages_by_key", "stages", ["cache_key"])
     op.drop_index("runs_by_manifest", "runs")
     op.create_index("runs_by_manifest", "runs", ["project", "manifest_digest", "repeat"], unique=True)
 
