@@ -24,6 +24,7 @@ from posttrain.domain.jobs import (
     JobState,
     LogPage,
     Observation,
+    PodSeen,
     Signal,
     Unknown,
 )
@@ -357,6 +358,40 @@ def test_an_executor_forgets_what_ended_and_may_start_a_job_anew(spec: Make) -> 
     far.fake.finish(job.name)
     assert far.sees(job, 59).state is JobState.EXITED
     assert far.sees(job, 2) == Observation(JobState.UNKNOWN)
+
+
+def test_a_gang_is_seen_pod_by_pod_and_says_which_of_them_ended_it(spec: Make) -> None:
+    far, job = Far(), spec(asking={"gang": (PodGroup("learner"), PodGroup("rollout", min=0, max=2))})
+    far.fake.submit(job)
+    names = ["learner-0", "rollout-0", "rollout-1"]
+    assert [(pod.name, pod.state, pod.node) for pod in far.sees(job).pods] == [
+        (name, JobState.RUNNING, "somewhere") for name in names
+    ]
+    far.fake.requeue(job.name)
+    assert [pod.incarnation for pod in far.sees(job).pods] == [1, 1, 1]
+    far.fake.lose(job.name, Cause.OUT_OF_MEMORY, pod="rollout-1")
+    seen = far.sees(job)
+    assert (seen.state, seen.cause, seen.gone) == (JobState.LOST, Cause.OUT_OF_MEMORY, True)
+    assert [(pod.name, pod.exit_code) for pod in seen.pods] == [
+        ("rollout-1", None),
+        ("learner-0", -signal.SIGTERM),
+        ("rollout-0", -signal.SIGTERM),
+    ]
+    assert seen.why == "pod rollout-1 on somewhere: out of memory"
+
+
+def test_what_is_said_of_a_job_that_is_gone() -> None:
+    said = {
+        "exit code 3": Observation(JobState.EXITED, 3),
+        "its process is gone": Observation(JobState.LOST),
+        "its supervisor is gone": Observation(JobState.LOST, detail="its supervisor is gone"),
+        "the executor has no job of that name any more": Observation(JobState.UNKNOWN),
+        "pod b-0: exit code 3": Observation(
+            JobState.EXITED, 3, pods=(PodSeen("a-0", JobState.EXITED, 0), PodSeen("b-0", JobState.EXITED, 3))
+        ),
+        "pod a-0 on n1: no exit code": Observation(JobState.LOST, pods=(PodSeen("a-0", JobState.LOST, node="n1"),)),
+    }
+    assert {seen.why: seen for seen in said.values()} == said
 
 
 @pytest.fixture(params=["cold", "forked"])

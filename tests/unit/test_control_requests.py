@@ -113,6 +113,17 @@ def test_a_job_that_the_executor_ended_for_its_runtime_has_spent_the_budget(benc
     assert "its maximum runtime, by budget.wall_clock, is over" in stage.message
 
 
+def test_of_a_gang_the_stage_names_the_pod_that_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "PodGroup", lambda gpus: PodGroup("rollout", max=2, gpus=gpus))
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit(**TRAIN_ONLY)
+    while not bench.launched:
+        bench.reconciler.tick(run_id)
+    bench.executor.lose(bench.ledger.attempts(run_id)[0].name, Cause.OUT_OF_MEMORY, pod="rollout-1")
+    assert bench.drive(run_id).state == "failed"
+    assert "out of memory (pod rollout-1 on somewhere: out of memory)" in bench.stage(run_id, "sft").message
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [

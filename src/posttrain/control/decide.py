@@ -211,9 +211,7 @@ def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Ord
 
 def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order:
     """A job that is gone without a result."""
-    detail = seen.detail or (f"exit code {seen.exit_code}" if seen.exit_code is not None else "its process is gone")
-    if seen.state is JobState.UNKNOWN:
-        detail = "the executor has no job of that name any more"
+    detail = seen.why
     if seen.cause in _ENDED_FOR:
         kind, why = _ENDED_FOR[seen.cause]
         over = Failure(kind, f"the executor ended the job: {why} ({detail})", seen.cause.value)

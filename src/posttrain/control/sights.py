@@ -27,7 +27,8 @@ class Looks:
         return self._seen.get(attempt.name) or look(self._wiring, attempt)
 
     def _all(self) -> dict[str, Observation]:
-        launched = [a for a in self._wiring.ledger.attempts(self._run_id) if a.state == AttemptState.LAUNCHED]
+        name, tries = self._wiring.executor.name, self._wiring.ledger.attempts(self._run_id)
+        launched = [a for a in tries if a.state == AttemptState.LAUNCHED and a.executor == name]
         try:
             seen = self._wiring.executor.observe([job_of(self._wiring, attempt) for attempt in launched])
         except Exception:  # then each is asked for by itself: what concerns one stops no other

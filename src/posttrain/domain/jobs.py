@@ -157,6 +157,28 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class PodSeen:
+    """One look at one pod of a job."""
+
+    name: str  # its group and its number in it: main-0
+    state: JobState
+    exit_code: int | None = None
+    cause: Cause | None = None
+    incarnation: int = 0
+    node: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than it should."""
+        return self.state is JobState.LOST or (self.state is JobState.EXITED and self.exit_code != 0)
+
+    def __str__(self) -> str:
+        code = "no exit code" if self.exit_code is None else f"exit code {self.exit_code}"
+        ended = self.cause.replace("_", " ") if self.cause else code
+        return f"pod {self.name}{f' on {self.node}' if self.node else ''}: {ended}"
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """One look at a job. Two are equal when they say the same of its fate."""
 
@@ -171,6 +193,17 @@ class Observation:
     # how long it has run, by the executor's own record: from when it started to run until now or its end, over all
     # incarnations. Time before (in a queue, say) does not count, nor time in which nobody noticed its end. None: never
     seconds: float | None = field(default=None, compare=False)
+    # of a gang of several, the one that failed first before all; of one pod the rest says it
+    pods: tuple[PodSeen, ...] = field(default=(), compare=False)
+
+    @property
+    def why(self) -> str:
+        """Why it is gone, in words; of a gang, by the pod that failed."""
+        if self.state is JobState.UNKNOWN:
+            return "the executor has no job of that name any more"
+        culprit = next((str(pod) for pod in self.pods if pod.failed), "")
+        code = "its process is gone" if self.exit_code is None else f"exit code {self.exit_code}"
+        return culprit or self.detail or code
 
     @property
     def live(self) -> bool:

@@ -86,6 +86,11 @@ class JobRequest:
                 raise InputError(f"environment: {name} must not be written down; name it in secrets")
 
     @property
+    def pods(self) -> list[str]:
+        """The names of all pods that it may have: `main-0`, `rollout-0`, `rollout-1`."""
+        return [f"{group.name}-{number}" for group in self.gang for number in range(group.max)]
+
+    @property
     def devices(self) -> int:
         """Accelerators that it has for itself."""
         return sum(group.gpus * group.max for group in self.gang)

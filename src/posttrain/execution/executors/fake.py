@@ -18,6 +18,7 @@ from posttrain.domain.jobs import (
     JobState,
     LogPage,
     Observation,
+    PodSeen,
     Signal,
     Submission,
     Unknown,
@@ -26,7 +27,7 @@ from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.execution.logs import read_log
 from posttrain.store.attempts import AttemptFolder
 
-_TERMINATED = -15
+_TERMINATED, _NODE = -15, "somewhere"
 
 
 @dataclass
@@ -56,6 +57,7 @@ class _Job:
     begun: float
     ended: float | None = None
     before: float = 0.0  # seconds that earlier incarnations ran
+    culprit: str = ""  # the pod that ended it
 
 
 class FakeExecutor:
@@ -150,8 +152,10 @@ class FakeExecutor:
         """Let the jobs of that name exit."""
         self._over(name, Observation(JobState.EXITED, exit_code=exit_code))
 
-    def lose(self, name: str, cause: Cause | None = None) -> None:
-        """Let them vanish."""
+    def lose(self, name: str, cause: Cause | None = None, pod: str = "") -> None:
+        """Let them vanish; of a gang, because `pod` did, which ends the others."""
+        for job in self._jobs[name]:
+            job.culprit = pod
         self._over(name, Observation(JobState.LOST, detail="its supervisor is gone", cause=cause))
 
     def requeue(self, name: str) -> None:
@@ -189,7 +193,7 @@ class FakeExecutor:
             return Observation(JobState.UNKNOWN, absent=Absence.AUTHORITATIVE if settled else Absence.NOT_VISIBLE_YET)
         job = next((job for job in visible if job.seen.live), visible[-1])
         seconds = job.before + (now if job.ended is None else job.ended) - job.begun
-        return replace(job.seen, handle=f"fake-{name}", node="somewhere", seconds=seconds)
+        return replace(job.seen, handle=f"fake-{name}", node=_NODE, seconds=seconds, pods=_pods(job))
 
     def _over(self, name: str, seen: Observation) -> None:
         for job in self._jobs.get(name, ()):
@@ -200,3 +204,17 @@ class FakeExecutor:
         left = int(getattr(self.hostility, count))
         setattr(self.hostility, count, max(0, left - 1))
         return left > 0
+
+
+def _pods(job: _Job) -> tuple[PodSeen, ...]:
+    """Of a gang; where one ended it, the others were ended for it."""
+    names, seen = job.spec.pods, job.seen
+    if len(names) == 1:
+        return ()
+    whole = [PodSeen(name, seen.state, seen.exit_code, seen.cause, seen.incarnation, _NODE) for name in names]
+    if not job.culprit:
+        return tuple(whole)
+    ended = [replace(pod, state=JobState.EXITED, exit_code=_TERMINATED, cause=None) for pod in whole]
+    return tuple(
+        sorted(whole, key=lambda pod: pod.name != job.culprit)[:1] + [p for p in ended if p.name != job.culprit]
+    )

@@ -129,7 +129,8 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
         signal.signal(number, lambda n, _frame: os.kill(job, n))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     crashpoint("supervisor.after_spawn")
-    limit = _Limit(spec.get("max_seconds") or math.inf, spec.get("grace_seconds", 0.0), begun, folder / "log.txt")
+    most = spec.get("max_seconds")
+    limit = _Limit(math.inf if most is None else most, spec.get("grace_seconds", 0.0), begun, folder / "log.txt")
     code = _wait(job, folder / "result.json", lambda: _beat(folder, started, begun, taken), limit)
     ended = {"exit_code": code, "at": time.time(), "seconds": time.monotonic() - begun, "overtime": limit.over}
     crashpoint("supervisor.before_exit_record")
