@@ -34,8 +34,9 @@ def look_again_after(
             times.append(_WAITS.get(stage.reason, NEVER))
         if stage.state == StageState.READY and stage.not_before is not None and stage.not_before > now:
             times.append(stage.not_before - now)
+    for_devices = {stage.name for stage in stages if stage.reason == WAITING_FOR_DEVICES}  # signs: `Pulse`
     for attempt in attempts:
-        if attempt.state == AttemptState.PLANNED:
+        if attempt.state == AttemptState.PLANNED and attempt.stage not in for_devices:
             times.append(_SOON)
         elif attempt.state == AttemptState.LAUNCHED:
             times.append(UNSEEN_SECONDS)

@@ -137,7 +137,7 @@ class Reconciler:
         self._held.pop(run.id, None)
         if known.dead_at is not None:
             raise error
-        return Tick(run, changed=False, again_after=max(0.0, known.due_at - self._wiring.clock.now()))
+        return Tick(run, changed=False, again_after=max(0.0, known.due_in))
 
     def _claim(self, run_id: str) -> Work | None:
         """This driver's lease of the run, with the row as it is now."""

@@ -36,13 +36,13 @@ class Troubles:
     def waits(self, stage: StageRecord) -> bool:
         """Whether the stage is not to be looked at yet, or not before a person says so."""
         known = self._open.get(_name(stage))
-        return known is not None and (known.dead_at is not None or self._wiring.clock.now() < known.due_at)
+        return known is not None and (known.dead_at is not None or known.due_in > 0)
 
     @property
     def again_after(self) -> float | None:
         """Seconds until the first of them is looked at again; None: none waits."""
-        due = [one.due_at for one in self._open.values() if one.dead_at is None]
-        return max(0.0, min(due) - self._wiring.clock.now()) if due else None
+        due = [one.due_in for one in self._open.values() if one.dead_at is None]
+        return max(0.0, min(due)) if due else None
 
     @property
     def set_aside(self) -> frozenset[str]:
@@ -76,7 +76,7 @@ class Troubles:
             how = f"{one_line(error)}; set aside after {known.failures} tries"
             self._say(stage, SET_ASIDE, how, f"mend the cause, then posttrain dead {_name(stage)} --retry")
         else:
-            wait = known.due_at - self._wiring.clock.now()
+            wait = known.due_in
             self._say(stage, TROUBLED, f"{one_line(error)}; looking again in {wait:.2g} s", "none needed")
 
     def _over(self, stage: StageRecord) -> None:

@@ -50,6 +50,7 @@ class Work:
     traceback: str
     dead_at: float | None  # set aside until a person looks
     affinity: str | None = None  # the host that alone may look at it
+    due_in: float = 0.0  # seconds after the row was read, by the clock that set `due_at`
 
 
 class WorkQueue:
@@ -156,7 +157,8 @@ class WorkQueue:
                 "dead_at": now if again_after is None else None,
                 **_FREE,
             }
-            changed = update(work).where(self._named(kind, [name])).values(values).returning(work)
+            mine = self._named(kind, [name])
+            changed = update(work).where(mine).values(values).returning(work, (work.c.due_at - now).label("due_in"))
             return _work(connection.execute(changed).one())
 
     def over(self, kind: str, name: str) -> None:
@@ -214,14 +216,16 @@ class WorkQueue:
             within: a run: its stages only.
             dead: only what was set aside.
         """
-        query = select(work).where(self._project).order_by(work.c.kind, work.c.object)
+        where = [self._project]
         if kind is not None:
-            query = query.where(work.c.kind == kind)
+            where.append(work.c.kind == kind)
         if within is not None:
-            query = query.where(self._below(within))
+            where.append(self._below(within))
         if dead:
-            query = query.where(work.c.dead_at.is_not(None))
+            where.append(work.c.dead_at.is_not(None))
         with self._ledger.database.read() as connection:
+            query = select(work, (work.c.due_at - self._now(connection)).label("due_in"))
+            query = query.where(*where).order_by(work.c.kind, work.c.object)
             return [_work(row) for row in connection.execute(query)]
 
     @property
@@ -269,4 +273,4 @@ def _held(one: Work) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
 
 
 def _work(row: Any) -> Work:
-    return Work(**{name: row._mapping[name] for name in Work.__dataclass_fields__})
+    return Work(**{name: row._mapping[name] for name in Work.__dataclass_fields__ if name in row._mapping})
