@@ -175,6 +175,20 @@ def test_a_reader_of_an_older_state_is_told_of(tmp_path: Path, world: World) -> 
     ledger.close()
 
 
+def test_freed_pages_keep_nothing(world: World) -> None:
+    """Some builds of SQLite overwrite what they delete, others leave it where it was."""
+    world.ok("run", "run.yaml")
+    with closing(sqlite3.connect(world.root / ".posttrain" / "ledger.db", isolation_level=None)) as connection:
+        connection.execute("PRAGMA secure_delete = OFF")
+        connection.execute("CREATE TABLE notes (said TEXT)")
+        connection.executemany("INSERT INTO notes VALUES (?)", [(f"{number} left over",) for number in range(1000)])
+        connection.execute("DROP TABLE notes")
+    assert in_file(world, "left over")
+    assert world.json("erase", world.newest(), "--reason", "asked for")["overwritten"]
+    assert not in_file(world, "left over")
+    proved(world)
+
+
 def test_an_upgraded_ledger_says_what_it_cannot_erase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tarfile.open(OLD) as archive:
         archive.extractall(tmp_path, filter="data")

@@ -137,7 +137,7 @@ class EdgeWriter:
         for one in found:
             row = {"form": one.form, "bytes": one.bytes, "class": one.kind, "created_at": one.created_at}
             rows.setdefault(one.digest, {"project": self._project, "digest": one.digest, **row})
-        return self._add(artifacts, list(rows.values()))
+        return self._add(artifacts, [rows[digest] for digest in sorted(rows)])
 
     def join(self, found: Sequence[Edge]) -> list[Change]:
         """Edges."""
@@ -150,11 +150,12 @@ class EdgeWriter:
                 "slot": named(edge.slot),
                 "digest": edge.digest,
             }
-            for edge in dict.fromkeys(found)
+            for edge in sorted(set(found), key=lambda edge: (edge.consumer, edge.slot, edge.producer, edge.output))
         ]
         return self._add(edges, rows)
 
     def _add(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> list[Change]:
+        """Rows in an order of their own, so that two who add the same wait for each other in one direction only."""
         if not rows:
             return []
         added = {tuple(row) for row in self._connection.execute(_addition(self._connection.dialect.name, table), rows)}
@@ -226,8 +227,10 @@ def fill_edges(connection: Connection) -> None:
 def _fill_runs(connection: Connection, writer: EdgeWriter, project: str) -> None:
     """Outputs first: what an input was of another stage is looked up in them."""
     mine = runs.c.project == project
-    for row in connection.execute(select(runs.c.id, runs.c.manifest_digest, runs.c.created_at).where(mine)).all():
-        writer.run(row.id, row.manifest_digest, (), row.created_at)
+    names = connection.execute(select(runs.c.id, runs.c.manifest_digest, runs.c.created_at).where(mine))
+    for some in names.partitions(_BATCH):
+        writer.note([Artifact(row.manifest_digest, "file", None, MANIFEST, row.created_at) for row in some])
+        writer.join([Edge("", "", run_end(row.id), MANIFEST, row.manifest_digest) for row in some])
     columns = (stages.c.run_id, stages.c.name, stages.c.finished_at, runs.c.created_at)
     for told in ((stages.c.outputs, stages.c.cached_from), (stages.c.inputs,)):
         query = select(*columns, *told).join(runs, runs.c.id == stages.c.run_id).where(mine)
