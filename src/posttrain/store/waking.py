@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from sqlalchemy import Connection, func, or_, text, update
 
 from posttrain.store.schema import work
 
 RUN, STAGE, SWEEP = "run", "stage", "sweep"  # kinds of work
-_WAKE = text(
+WAKE = (  # the values are those of `waking`
     "INSERT INTO work (project, kind, object, due_at, priority, wanted_version, failures, error, traceback) "
-    "VALUES (:project, :kind, :object, :due, 0, 1, 0, '', '') ON CONFLICT (project, kind, object) DO UPDATE SET "
+    "VALUES (:project, :what, :object, :due, 0, 1, 0, '', '') ON CONFLICT (project, kind, object) DO UPDATE SET "
     "wanted_version = work.wanted_version + 1, "
     "due_at = CASE WHEN work.due_at < excluded.due_at THEN work.due_at ELSE excluded.due_at END"
 )
+_WAKE = text(WAKE)
+
+
+def waking(project: str, kind: str, name: str, due: float = 0.0) -> dict[str, Any]:
+    """What `WAKE` takes to let an object be looked at, from `due` (seconds since the epoch) on."""
+    return {"project": project, "what": kind, "object": name, "due": due}
 
 
 def wake(connection: Connection, project: str, kind: str, names: Collection[str], due: float = 0.0) -> None:
     """Let objects be looked at, from `due` (seconds since the epoch) on, in the transaction of `connection`."""
     if names:
-        rows = [{"project": project, "kind": kind, "object": name, "due": due} for name in sorted(names)]
-        connection.execute(_WAKE, rows)
+        connection.execute(_WAKE, [waking(project, kind, name, due) for name in sorted(names)])
 
 
 def revive(connection: Connection, project: str, run_id: str) -> None:

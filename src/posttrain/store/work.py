@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Float, cast, delete, func, literal, or_, select, update
@@ -50,7 +50,7 @@ class Work:
     traceback: str
     dead_at: float | None  # set aside until a person looks
     affinity: str | None = None  # the host that alone may look at it
-    due_in: float = 0.0  # seconds after the row was read, by the clock that set `due_at`
+    due_in: float = field(default=0.0, compare=False)  # seconds after the row was read, by the clock that set `due_at`
 
 
 class WorkQueue:

@@ -15,7 +15,6 @@ from posttrain.store.edges import EdgeWriter
 from posttrain.store.journal import Author, Journal
 from posttrain.store.rows import to_columns
 from posttrain.store.snapshot import Snapshot
-from posttrain.store.waking import RUN, wake
 
 
 class Writing:
@@ -37,8 +36,7 @@ class Writing:
 
     def flush(self) -> None:
         """Write the events of what was changed so far, and wake the runs whose rows changed."""
-        self._journal.flush()
-        wake(self._connection, self._project, RUN, self._woken)
+        self._journal.flush(self._woken)
         self._woken.clear()
 
     def _owned(self, record: Any, field: str) -> dict[str, Any]:
