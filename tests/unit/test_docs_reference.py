@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from handbook import api, codes, fields, verbs
+from handbook import api, blocks, codes, fields, verbs
 from handbook.meanings import MEANINGS
 from handbook.weaving import woven
 from typer.testing import CliRunner
@@ -24,6 +24,7 @@ import posttrain
 from posttrain.cli.main import app
 from posttrain.domain import errors
 from posttrain.domain.lifecycle import TABLES
+from posttrain.domain.reasons import Reason
 from posttrain.domain.runspec import RunSpec
 from posttrain.engine.config import STAGE_CONFIGS
 
@@ -151,3 +152,28 @@ def test_a_diagram_becomes_a_table_and_a_folder_no_link() -> None:
     assert "| a | b, c |" in shown
     assert "| c | *ends* |" in shown
     assert shown.endswith("\nroles/")
+
+
+@pytest.mark.parametrize("page", blocks.BLOCKS)
+def test_what_lies_on_disk_is_what_the_code_makes(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert blocks.made(page, text) == text, "run python -m handbook.blocks"
+
+
+def test_a_page_without_its_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"docs/architecture.md must have <!-- lifecycle:begin -->"):
+        blocks.made("architecture.md", "<!-- lifecycle:end --> <!-- lifecycle:begin -->")
+
+
+def test_the_diagrams_are_the_tables() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for machine, table in TABLES.items():
+        drawn = re.search(rf"^### {machine}\n\n```mermaid\nstateDiagram-v2\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        assert drawn
+        arrows = set(re.findall(r"^    (\w+) --> (\w+)$", drawn[1], re.MULTILINE))
+        assert arrows == {(source, target) for source in table for target in table[source]}
+
+
+def test_every_reason_has_its_row() -> None:
+    page = (ROOT / "docs" / "reference" / "reasons.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([\w:]+)` \| .+ \| .+ \| .+ \|$", page, re.MULTILINE) == [one.value for one in Reason]

@@ -85,12 +85,6 @@ def test_every_state_can_be_reached() -> None:
         assert reached == set(table)
 
 
-def test_the_diagrams_in_the_docs_are_the_tables() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    for machine in lifecycle.TABLES:
-        assert f"```mermaid\n{lifecycle.mermaid(machine)}\n```" in page, f"regenerate the {machine} diagram"
-
-
 def test_facts_orders_and_results_survive_json() -> None:
     for fact in (
         Metric(3, {"reward/mean": 0.5}, 1.0),

@@ -15,12 +15,12 @@ from posttrain.control.resuming import trained_elsewhere
 from posttrain.control.scores import Scores
 from posttrain.control.scores import run_scores as measured_scores
 from posttrain.control.selecting import choice_warnings
-from posttrain.control.trouble import SET_ASIDE
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
@@ -276,7 +276,7 @@ def _run_action(run: RunRecord, driver: RunDriver | None) -> str:
         return f"posttrain lineage {run.id} shows what it was made from"
     if driver is None:
         return run.next_action or f"posttrain why {run.id}"
-    if run.reason == SET_ASIDE:
+    if run.reason == Reason.SET_ASIDE:
         return run.next_action
     if driver.kind is not DriverKind.NONE:
         return f"posttrain get {run.id} --watch"

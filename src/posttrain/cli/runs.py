@@ -25,6 +25,7 @@ from posttrain.cli.console import (
 from posttrain.cli.driving import RunArgument, TimeoutOption
 from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
+from posttrain.domain.reasons import meaning
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
@@ -219,7 +220,8 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     verdicts = found.report.verdicts if found.report else ()
     words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates pass" if verdicts else ""
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full
-    say(f"reason: {words if gated else status.run.message} ({status.run.reason})")
+    told = words if gated else status.run.message or meaning(status.run.reason)
+    say(f"reason: {told} ({status.run.reason})")
     for line in (*verdict_lines(verdicts), *score_lines(scores), *warning_lines(status)):
         screen.print(line)
     for attempt in found.lost:

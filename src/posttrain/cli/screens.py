@@ -19,6 +19,7 @@ from posttrain.control.scores import Scores
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
+from posttrain.domain.reasons import meaning
 from posttrain.domain.records import AttemptRecord, ChannelRecord, Look, Quarantine, ReleaseEntry
 from posttrain.planner.feasibility import gib
 from posttrain.planner.residency import Residency
@@ -75,7 +76,7 @@ def tracker_lines(trackers: Iterable[TrackerState]) -> Iterator[Text]:
 
 def attempt_line(attempt: AttemptRecord) -> Text:
     """`attempt 2  lost  its supervisor is gone`."""
-    words = f"attempt {attempt.number}  {attempt.state}  {attempt.message or attempt.reason}"
+    words = f"attempt {attempt.number}  {attempt.state}  {attempt.message or meaning(attempt.reason)}"
     resumed = "  (resumed from a checkpoint)" if attempt.resume else ""
     return Text(f"{glyph(attempt.state)} {words}{resumed}", style=style(attempt.state))
 

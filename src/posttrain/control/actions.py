@@ -13,6 +13,7 @@ from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError, StaleWriteError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import RunState, StageState, is_final
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import ReleaseEntry, RunRecord
 from posttrain.domain.validation import nearest
 
@@ -33,7 +34,7 @@ def stop(wiring: Wiring, run_id: str) -> RunRecord:
         try:
             with wiring.ledger.transaction(wiring.actor) as transaction:
                 transaction.look_again(run.id)
-                return transaction.update_run(run, desired="stopped", reason="StopRequested")
+                return transaction.update_run(run, desired="stopped", reason=Reason.STOP_REQUESTED)
         except StaleWriteError:
             wiring.clock.sleep(0.02)
     raise ConflictError(f"run {run_id}: changes faster than it could be stopped; try again")
@@ -58,18 +59,18 @@ def retry(wiring: Wiring, run_id: str) -> RunRecord:
                 transaction.update_stage(
                     stage,
                     state=StageState.PENDING,
-                    reason="Retried",
+                    reason=Reason.RETRIED,
                     message="waiting to go on",
                     next_action="",
                     not_before=None,
                     retried_after=sum(attempt.stage == stage.name for attempt in attempts),
                 )
-            elif stage.reason == "NotReached":
+            elif stage.reason == Reason.NOT_REACHED:
                 transaction.update_stage(
-                    stage, reason="WaitingForInputs", message="waiting for its turn", next_action="none needed"
+                    stage, reason=Reason.WAITING_FOR_INPUTS, message="waiting for its turn", next_action="none needed"
                 )
         return transaction.update_run(
-            run, state=RunState.RUNNING, desired="running", reason="Retried", message="going on", next_action=""
+            run, state=RunState.RUNNING, desired="running", reason=Reason.RETRIED, message="going on", next_action=""
         )
 
 

@@ -31,6 +31,7 @@ from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import Signal
 from posttrain.domain.lifecycle import RunState, StageState, is_final
+from posttrain.domain.reasons import Reason
 
 
 def act(wiring: Wiring, view: View, order: Order) -> None:
@@ -89,7 +90,7 @@ def _launch(wiring: Wiring, view: View, order: Launch) -> None:
 def _ask_to_stop(wiring: Wiring, order: AskToStop) -> None:
     wiring.executor.signal(job_of(wiring, order.attempt), Signal.STOP)
     with wiring.ledger.transaction(wiring.actor) as transaction:
-        transaction.update_attempt(order.attempt, reason="StopRequested", stop_requested_at=wiring.clock.now())
+        transaction.update_attempt(order.attempt, reason=Reason.STOP_REQUESTED, stop_requested_at=wiring.clock.now())
 
 
 def _move_run(wiring: Wiring, order: MoveRun) -> None:
@@ -102,7 +103,7 @@ def _move_run(wiring: Wiring, order: MoveRun) -> None:
         for stage in order.not_reached:
             assert order.culprit is not None
             said = f"not reached: stage {order.culprit.name} {order.culprit.state}"
-            transaction.update_stage(stage, reason="NotReached", message=said, next_action=order.next_action)
+            transaction.update_stage(stage, reason=Reason.NOT_REACHED, message=said, next_action=order.next_action)
         transaction.update_run(
             order.run,
             state=order.state,
@@ -117,5 +118,9 @@ def _stop_stage(wiring: Wiring, order: StopStage) -> None:
     action = f"posttrain retry {order.stage.run_id} resumes it"
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_stage(
-            order.stage, state=StageState.STOPPED, reason="Stopped", message="stopped by a person", next_action=action
+            order.stage,
+            state=StageState.STOPPED,
+            reason=Reason.STOPPED,
+            message="stopped by a person",
+            next_action=action,
         )

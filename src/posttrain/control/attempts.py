@@ -16,6 +16,7 @@ from posttrain.domain.jobs import Failure, JobResult
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.store.trees import put_tree, stored_sizes
 
@@ -57,14 +58,14 @@ def try_again(wiring: Wiring, order: TryAgain) -> None:
         state, reason, message = StageState.FAILED, order.over[0], f"{failure.message}; {order.over[1]}"
         action = f"posttrain logs {stage.run_id} {stage.name}; then posttrain retry {stage.run_id}"
     else:
-        state, reason, action = StageState.READY, "BackOff", "none needed"
+        state, reason, action = StageState.READY, Reason.BACK_OFF, "none needed"
         message = f"{failure.message}; trying again in {order.wait:g} s"
-    lost = "Lost" if order.ended is AttemptState.LOST else _reason(failure)
+    lost = Reason.LOST if order.ended is AttemptState.LOST else _reason(failure)
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_attempt(
             attempt,
             state=order.ended,
-            reason="Preempted" if failure.kind is FailureClass.PREEMPTED else lost,
+            reason=Reason.PREEMPTED if failure.kind is FailureClass.PREEMPTED else lost,
             message=failure.message,
             failure_signature=failure.signature or None,
             tokens=tokens,
@@ -118,7 +119,7 @@ def _end(
     seconds = _seconds(wiring, attempt, result.seconds)
     attempt_state = AttemptState(result.status)
     stage_state = StageState(result.status)
-    reason = {"succeeded": "Succeeded", "stopped": "Stopped"}.get(result.status) or _reason(failure)
+    reason = {"succeeded": Reason.SUCCEEDED, "stopped": Reason.STOPPED}.get(result.status) or _reason(failure)
     default = "stopped by a person" if result.status == "stopped" else "done"
     message = failure.message if failure else result.message or default
     action = "" if result.status == "succeeded" else _next_action(stage, failure)
@@ -152,12 +153,12 @@ def _end(
             transaction.put_cache(stage.cache_key, stage.run_id, stage.name)
 
 
-def _reason(failure: Failure | None) -> str:
+def _reason(failure: Failure | None) -> Reason:
     if failure is None:
-        return "JobFailed"
+        return Reason.JOB_FAILED
     if failure.signature.startswith(IntegrityError.__name__):  # the class of what was raised comes first
-        return "Corrupt"
-    return "BudgetExceeded" if failure.kind is FailureClass.BUDGET else "JobFailed:" + failure.kind.value
+        return Reason.CORRUPT
+    return Reason.of_failure(failure.kind)
 
 
 def _next_action(stage: StageRecord, failure: Failure | None) -> str:

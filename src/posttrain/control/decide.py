@@ -34,13 +34,12 @@ from posttrain.domain.jobs import ANOTHER_RUNS, Cause, Failure, JobResult, JobSt
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 
 STOP_GRACE_SECONDS = 30.0
 LEAVING_SECONDS = 120.0  # after a result, until a job that its executor does not see to is ended
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
-SUBMISSION_UNKNOWN = "SubmissionUnknown"
-JOB_NOT_VISIBLE = "JobNotVisible"
 
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 _ENDED_FOR = {
@@ -83,9 +82,9 @@ def decide_run(view: View) -> list[Order]:
     """What a run needs before its stages are looked at."""
     run = view.run
     if run.state == RunState.PENDING:
-        return [MoveRun(run, RunState.RUNNING, "Running", "stages are under way")]
+        return [MoveRun(run, RunState.RUNNING, Reason.RUNNING, "stages are under way")]
     if run.desired == "stopped" and run.state == RunState.RUNNING:
-        return [MoveRun(run, RunState.STOPPING, "StopRequested", "waiting for jobs to checkpoint and end")]
+        return [MoveRun(run, RunState.STOPPING, Reason.STOP_REQUESTED, "waiting for jobs to checkpoint and end")]
     return []
 
 
@@ -131,9 +130,11 @@ def settle(view: View) -> MoveRun | None:
             return MoveRun(run, target, culprit.reason, said, culprit.next_action, left, culprit)
     if all(stage.state in _DONE for stage in stages):
         shipped = next((stage.message for stage in stages if kind_of(stage.kind).ships), "every stage is done")
-        return MoveRun(run, RunState.SUCCEEDED, "Succeeded", shipped, f"posttrain get {run.id}")
+        return MoveRun(run, RunState.SUCCEEDED, Reason.SUCCEEDED, shipped, f"posttrain get {run.id}")
     if run.state == RunState.STOPPING:
-        return MoveRun(run, RunState.STOPPED, "Stopped", "stopped by a person", f"posttrain retry {run.id} resumes it")
+        return MoveRun(
+            run, RunState.STOPPED, Reason.STOPPED, "stopped by a person", f"posttrain retry {run.id} resumes it"
+        )
     return None
 
 
@@ -145,7 +146,7 @@ def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sigh
     stopping = view.run.state == RunState.STOPPING
     if sight.ordered and sight.job.hidden:
         what = "there is a job to stop" if stopping else "the job was submitted"
-        return Say(stage, SUBMISSION_UNKNOWN, f"nobody can say yet whether {what}; looking again")
+        return Say(stage, Reason.SUBMISSION_UNKNOWN, f"nobody can say yet whether {what}; looking again")
     if sight.ordered and sight.job.state is not JobState.UNKNOWN:
         return RecordLaunch(stage, attempt, sight.job.handle)
     if stopping:
@@ -205,8 +206,8 @@ def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight:
 def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order | None:
     if seen.hidden:
         said = "the executor does not see the job, which proves nothing; looking again"
-        return Say(stage, JOB_NOT_VISIBLE, said) if stage.reason != JOB_NOT_VISIBLE else None
-    return Say(stage, "Running", f"attempt {attempt.number}") if stage.reason == JOB_NOT_VISIBLE else None
+        return Say(stage, Reason.JOB_NOT_VISIBLE, said) if stage.reason != Reason.JOB_NOT_VISIBLE else None
+    return Say(stage, Reason.RUNNING, f"attempt {attempt.number}") if stage.reason == Reason.JOB_NOT_VISIBLE else None
 
 
 def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order:
@@ -248,11 +249,11 @@ def _again(
 
 def hold_back(
     manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord], slots: int
-) -> tuple[str, str] | None:
+) -> tuple[Reason, str] | None:
     """Why a ready stage does not start yet though nothing else computes the same: reason and message."""
     running: Sequence[str] = [one.name for one in stages.values() if one.state == StageState.RUNNING]
     if running and budgets.one_at_a_time(manifest):
-        return "WaitingForBudget", f"stage {running[0]} holds what is left of the budget"
+        return Reason.WAITING_FOR_BUDGET, f"stage {running[0]} holds what is left of the budget"
     if len(running) >= slots:
-        return "WaitingForSlot", f"all {slots} slots are taken"
+        return Reason.WAITING_FOR_SLOT, f"all {slots} slots are taken"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from posttrain.control.judging import read_report
@@ -23,7 +24,15 @@ from posttrain.domain.errors import (
 from posttrain.domain.gates import GateReport
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+
+_REJECTED: Mapping[str, type[PosttrainError]] = {
+    Reason.GATE_INCONCLUSIVE: GateInconclusiveError,
+    Reason.CHANNEL_MOVED: ConflictError,
+    Reason.POLICY_NOT_MET: PolicyError,
+    Reason.CHANNEL_FROZEN: ChannelClosedError,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +66,15 @@ def outcome_error(run: RunRecord, stages: tuple[StageRecord, ...]) -> PosttrainE
     if run.state == RunState.STOPPED:
         return StoppedError(message)
     if run.state == RunState.REJECTED:
-        kinds = {"GateInconclusive": GateInconclusiveError, "ChannelMoved": ConflictError}
-        kinds |= {"PolicyNotMet": PolicyError, "ChannelFrozen": ChannelClosedError}
-        return kinds.get(run.reason, GateRejectedError)(message)
+        return _REJECTED.get(run.reason, GateRejectedError)(message)
     if run.state != RunState.FAILED:
         return None
     reason = next((stage.reason for stage in stages if stage.state == StageState.FAILED), run.reason)
-    if reason in ("AttemptsExhausted", "CircuitOpen"):
+    if reason in (Reason.ATTEMPTS_EXHAUSTED, Reason.CIRCUIT_OPEN):
         return InfrastructureError(message)
-    if reason == "Corrupt":
+    if reason == Reason.CORRUPT:
         return IntegrityError(message)
-    if reason == "BudgetExceeded":
+    if reason == Reason.BUDGET_EXCEEDED:
         return FailureClass.BUDGET.error(message)
     kind = reason.partition(":")[2]
     return (FailureClass(kind).error if kind else JobFailedError)(message)

@@ -7,11 +7,10 @@ import socket
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.jobs import ANOTHER_RUNS, JobState, Observation
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution import processes
 from posttrain.store.channel import ControlKind, Start
-
-_REASON = "AnotherRuns"
 
 
 def give_up(wiring: Wiring, attempt: AttemptRecord, why: str) -> bool:
@@ -42,10 +41,10 @@ def another_runs(wiring: Wiring, attempt: AttemptRecord, seen: Observation) -> b
     held = folder.channel.started()
     if held is None or folder.channel.answered() is not None or not _may_live(held):
         return False
-    if attempt.reason != _REASON:
+    if attempt.reason != Reason.ANOTHER_RUNS:
         message = f"process {held.pid} of {held.host} began this attempt before the launched job; its result counts"
         with wiring.ledger.transaction(wiring.actor) as transaction:
-            transaction.update_attempt(attempt, reason=_REASON, message=message)
+            transaction.update_attempt(attempt, reason=Reason.ANOTHER_RUNS, message=message)
     return True
 
 

@@ -33,12 +33,17 @@ from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.measures import ItemRange
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import Look, RunRecord, StageRecord
 from posttrain.domain.seeds import derive_seed
 from posttrain.store.trees import verify_tree
 
 _COLUMNS = ("metric", "item_id", "value", "binary", "low", "high")  # of metrics.parquet; the last three are the range
-_REASONS = {Outcome.FAIL: "GateFailed", Outcome.INCONCLUSIVE: "GateInconclusive", Outcome.ERROR: "GateError"}
+_REASONS = {
+    Outcome.FAIL: Reason.GATE_FAILED,
+    Outcome.INCONCLUSIVE: Reason.GATE_INCONCLUSIVE,
+    Outcome.ERROR: Reason.GATE_ERROR,
+}
 
 
 def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
@@ -66,7 +71,7 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
         transaction.update_stage(
             stage,
             state=StageState.SUCCEEDED if passed else StageState.REJECTED,
-            reason="GatePassed" if passed else _REASONS[report.outcome],
+            reason=Reason.GATE_PASSED if passed else _REASONS[report.outcome],
             message=_summary(report),
             next_action="" if passed else f"posttrain why {stage.run_id}",
             outputs={"report": {"digest": digest, "form": "file"}},
@@ -162,7 +167,7 @@ def release_stage(
             transaction.update_stage(
                 stage,
                 state=StageState.SUCCEEDED,
-                reason="Promoted" if move else "AlreadyLive",
+                reason=Reason.PROMOTED if move else Reason.ALREADY_LIVE,
                 message=f"{channel} {verb} at {candidate[:19]}… (release {live and live.sequence})",
                 finished_at=wiring.clock.now(),
             )
@@ -181,15 +186,15 @@ def release_stage(
     crashpoint("promote.after_commit")
 
 
-def _turned_away(error: ConflictError, run_id: str, channel: str) -> tuple[str, str]:
+def _turned_away(error: ConflictError, run_id: str, channel: str) -> tuple[Reason, str]:
     """Why a release did not happen, and what to do next."""
     if isinstance(error, QuarantinedError):
-        return "Quarantined", f"posttrain promote {run_id} --lift-quarantine REASON"
+        return Reason.QUARANTINED, f"posttrain promote {run_id} --lift-quarantine REASON"
     if isinstance(error, PolicyError):
-        return "PolicyNotMet", f"posttrain run RUN.yaml plans it under the policy of {channel}"
+        return Reason.POLICY_NOT_MET, f"posttrain run RUN.yaml plans it under the policy of {channel}"
     if isinstance(error, ChannelClosedError):
-        return "ChannelFrozen", f"posttrain channel unfreeze {channel}, then posttrain promote {run_id}"
-    return "ChannelMoved", f"posttrain run RUN.yaml --again judges against what {channel} points at now"
+        return Reason.CHANNEL_FROZEN, f"posttrain channel unfreeze {channel}, then posttrain promote {run_id}"
+    return Reason.CHANNEL_MOVED, f"posttrain run RUN.yaml --again judges against what {channel} points at now"
 
 
 def refuse_unmet(wiring: Wiring, run: RunRecord, manifest: Manifest, report: GateReport, channel: str) -> None:

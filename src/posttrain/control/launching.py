@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.control import budgets, environments
-from posttrain.control.decide import SUBMISSION_UNKNOWN
 from posttrain.control.requests import job_of, request_of
 from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens_in, tokens_taken_over
 from posttrain.control.wiring import Wiring
@@ -12,10 +11,9 @@ from posttrain.domain.errors import CapacityError, FailureClass, InfrastructureE
 from posttrain.domain.jobs import Failure, InputBlob, JobOrder, Observation, Unknown
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.execution.ports import Trainer
-
-WAITING_FOR_DEVICES = "WaitingForDevices"
 
 
 def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
@@ -34,7 +32,7 @@ def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
         state=AttemptState.PLANNED,
         executor=wiring.executor.name,
         resume=found.digest if found else None,
-        reason="Planned",
+        reason=Reason.PLANNED,
         created_at=now,
     )
     with wiring.ledger.transaction(wiring.actor) as transaction:
@@ -42,7 +40,7 @@ def plan_attempt(wiring: Wiring, stage: StageRecord, key: str) -> None:
         transaction.update_stage(
             stage,
             state=StageState.RUNNING,
-            reason="Running",
+            reason=Reason.RUNNING,
             message=f"attempt {number}" + (_resumes(stage, found) if found else ""),
             next_action="",
             cache_key=key,
@@ -69,12 +67,12 @@ def launch_attempt(
     try:
         answer = wiring.executor.submit(request)
     except CapacityError as error:  # somebody else was quicker
-        say(wiring, stage, WAITING_FOR_DEVICES, str(error))
+        say(wiring, stage, Reason.WAITING_FOR_DEVICES, str(error))
         return None
     except InfrastructureError as error:
         return Failure(FailureClass.INFRASTRUCTURE, str(error), "launch")
     if isinstance(answer, Unknown):
-        say(wiring, stage, SUBMISSION_UNKNOWN, f"whether the job was submitted is not known ({answer.detail})")
+        say(wiring, stage, Reason.SUBMISSION_UNKNOWN, f"whether the job was submitted is not known ({answer.detail})")
         return None
     crashpoint("attempt.after_launch")
     record_launch(wiring, attempt, answer.handle, stage)
@@ -106,11 +104,11 @@ def waits_for_devices(wiring: Wiring, manifest: Manifest, stage: StageRecord, tr
     wanted = trainer.devices(plan.kind, plan.params)
     lack = wiring.executor.capacity().lack(wanted) if wanted else ""
     if lack:
-        say(wiring, stage, WAITING_FOR_DEVICES, lack)
+        say(wiring, stage, Reason.WAITING_FOR_DEVICES, lack)
     return bool(lack)
 
 
-def say(wiring: Wiring, stage: StageRecord, reason: str, message: str) -> None:
+def say(wiring: Wiring, stage: StageRecord, reason: Reason, message: str) -> None:
     """Write down what a stage waits for, once."""
     if (stage.reason, stage.message) != (reason, message):
         with wiring.ledger.transaction(wiring.actor) as transaction:
@@ -123,12 +121,12 @@ def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str, stage: St
         transaction.update_attempt(
             attempt,
             state=AttemptState.LAUNCHED,
-            reason="Launched",
+            reason=Reason.LAUNCHED,
             handle=handle,
             launched_at=wiring.clock.now(),
         )
-        if stage.reason in (WAITING_FOR_DEVICES, SUBMISSION_UNKNOWN):
-            transaction.update_stage(stage, reason="Running", message=f"attempt {attempt.number}", next_action="")
+        if stage.reason in (Reason.WAITING_FOR_DEVICES, Reason.SUBMISSION_UNKNOWN):
+            transaction.update_stage(stage, reason=Reason.RUNNING, message=f"attempt {attempt.number}", next_action="")
     crashpoint("attempt.after_handle")
 
 

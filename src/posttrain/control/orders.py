@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from posttrain.domain.jobs import Failure, JobResult
 from posttrain.domain.lifecycle import AttemptState, RunState
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 
 
@@ -79,7 +80,7 @@ class Say:
     """Write down what a stage waits for."""
 
     stage: StageRecord
-    reason: str
+    reason: Reason
     message: str
 
 
@@ -129,7 +130,7 @@ class TryAgain:
     ended: AttemptState
     said: JobResult
     wait: float
-    over: tuple[str, str] | None  # reason and words, where no other attempt would help
+    over: tuple[Reason, str] | None  # reason and words, where no other attempt would help
 
 
 Order = (

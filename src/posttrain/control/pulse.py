@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from posttrain.control.decide import JOB_NOT_VISIBLE, STOP_GRACE_SECONDS, SUBMISSION_UNKNOWN
-from posttrain.control.launching import WAITING_FOR_DEVICES
+from posttrain.control.decide import STOP_GRACE_SECONDS
 from posttrain.control.requests import job_of
 from posttrain.control.wiring import Wiring
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.store.work import NEVER
 
 UNSEEN_SECONDS = 60.0  # between looks at a job that gives no sign
 _SOON = 1.0  # to an attempt whose launch is not recorded
-_WAITS = {  # for what gives no sign: nobody writes a row of this run when it is over
-    "WaitingForIdenticalStage": 60.0,  # its end wakes the run; its driver's does not
-    SUBMISSION_UNKNOWN: 2.0,
-    JOB_NOT_VISIBLE: 2.0,
+_WAITS: Mapping[str, float] = {  # for what gives no sign: nobody writes a row of this run when it is over
+    Reason.WAITING_FOR_IDENTICAL_STAGE: 60.0,  # its end wakes the run; its driver's does not
+    Reason.SUBMISSION_UNKNOWN: 2.0,
+    Reason.JOB_NOT_VISIBLE: 2.0,
 }
 _LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
 
@@ -34,7 +34,7 @@ def look_again_after(
             times.append(_WAITS.get(stage.reason, NEVER))
         if stage.state == StageState.READY and stage.not_before is not None and stage.not_before > now:
             times.append(stage.not_before - now)
-    for_devices = {stage.name for stage in stages if stage.reason == WAITING_FOR_DEVICES}  # signs: `Pulse`
+    for_devices = {stage.name for stage in stages if stage.reason == Reason.WAITING_FOR_DEVICES}  # signs: `Pulse`
     for attempt in attempts:
         if attempt.state == AttemptState.PLANNED and attempt.stage not in for_devices:
             times.append(_SOON)
@@ -66,7 +66,7 @@ class Pulse:
         ledger = self._wiring.ledger
         with ledger.snapshot() as now:
             self._live = [a for a in now.attempts(self._run_id) if a.state == AttemptState.LAUNCHED]
-            self._waits_for_devices = any(s.reason == WAITING_FOR_DEVICES for s in now.stages(self._run_id))
+            self._waits_for_devices = any(s.reason == Reason.WAITING_FOR_DEVICES for s in now.stages(self._run_id))
 
     def moved(self) -> bool:
         """Whether a sign is another than at the last call; one that was never seen is.
@@ -75,7 +75,7 @@ class Pulse:
         """
         before, self._seen = self._seen, self._signs()
         if self._waits_for_devices:
-            self._seen[WAITING_FOR_DEVICES] = self._capacity()
+            self._seen[Reason.WAITING_FOR_DEVICES] = self._capacity()
         return self._seen != before
 
     def _signs(self) -> dict[str, Any]:

@@ -30,11 +30,12 @@ from posttrain.control.orders import Bind
 from posttrain.control.orphans import end_orphans
 from posttrain.control.pulse import Pulse, look_again_after
 from posttrain.control.sights import Looks, see
-from posttrain.control.trouble import SET_ASIDE, Troubles, record_trouble
+from posttrain.control.trouble import Troubles, record_trouble
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, PosttrainError
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord
 from posttrain.store.waking import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
@@ -121,11 +122,11 @@ class Reconciler:
     def _say_set_aside(self, run: RunRecord, names: Sequence[str]) -> RunRecord:
         """Say that nothing is left of the run but what was set aside; or that this is over."""
         if not names:
-            back = run.reason == SET_ASIDE and not is_final("run", run.state)
-            said = ("Running", "stages are under way", "") if back else (run.reason, run.message, run.next_action)
+            back = run.reason == Reason.SET_ASIDE and not is_final("run", run.state)
+            said = (Reason.RUNNING, "stages are under way", "") if back else (run.reason, run.message, run.next_action)
         else:
             stage = next(stage for stage in self._wiring.ledger.stages(run.id) if stage.name in names)
-            said = (SET_ASIDE, f"stage {stage.name}: {stage.message}", stage.next_action)
+            said = (Reason.SET_ASIDE, f"stage {stage.name}: {stage.message}", stage.next_action)
         if said == (run.reason, run.message, run.next_action):
             return run
         with self._wiring.ledger.transaction(self._wiring.actor) as transaction:

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import Failure
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord
 
 PREEMPTIONS_PER_ATTEMPT = 4  # a preempted job did nothing wrong, but a place that always preempts is no place
 
 
-def why_not_again(manifest: Manifest, tried: Sequence[AttemptRecord], failure: Failure) -> tuple[str, str] | None:
+def why_not_again(manifest: Manifest, tried: Sequence[AttemptRecord], failure: Failure) -> tuple[Reason, str] | None:
     """The reason and the words when another attempt would be pointless; the last of `tried` is the one that failed."""
     preempted = failure.kind is FailureClass.PREEMPTED
-    own = [a for a in tried[:-1] if a.reason != "Preempted"]
+    own = [a for a in tried[:-1] if a.reason != Reason.PREEMPTED]
     if own and failure.signature and own[-1].failure_signature == failure.signature:
-        return "CircuitOpen", "the same failure twice in a row"
+        return Reason.CIRCUIT_OPEN, "the same failure twice in a row"
     made = len(tried) if preempted else len(own) + 1
     if made >= manifest.budget.attempts * (PREEMPTIONS_PER_ATTEMPT if preempted else 1):
-        return "AttemptsExhausted", f"{made} attempts, the budget's limit"
+        return Reason.ATTEMPTS_EXHAUSTED, f"{made} attempts, the budget's limit"
     return None

@@ -16,6 +16,7 @@ from posttrain.domain.jobs import InputBlob
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, StageRecord
 
 
@@ -41,7 +42,7 @@ def bind_pending(
     bound = {slot: asdict(blob) for slot, blob in inputs.items()}
     with wiring.ledger.transaction(wiring.actor) as transaction:
         return transaction.update_stage(
-            stage, state=StageState.READY, reason="Ready", message="inputs are there", next_action="", inputs=bound
+            stage, state=StageState.READY, reason=Reason.READY, message="inputs are there", next_action="", inputs=bound
         )
 
 
@@ -63,7 +64,7 @@ def _skip(wiring: Wiring, stage: StageRecord, channel: str) -> StageRecord:
         return transaction.update_stage(
             stage,
             state=StageState.SKIPPED,
-            reason="ChannelEmpty",
+            reason=Reason.CHANNEL_EMPTY,
             message=message,
             next_action="none needed",
             finished_at=wiring.clock.now(),
@@ -84,7 +85,8 @@ def start_ready(
         return
     twin = _twin(wiring, stage, key)
     if twin:
-        _wait(wiring, stage, "WaitingForIdenticalStage", f"{twin} computes the same; its result will be reused", key)
+        said = f"{twin} computes the same; its result will be reused"
+        _wait(wiring, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, key)
         return
     held = hold_back(manifest, stage, stages, wiring.slots)
     if held:
@@ -99,7 +101,11 @@ def start_ready(
     if over:
         with wiring.ledger.transaction(wiring.actor) as transaction:
             transaction.update_stage(
-                stage, state=StageState.FAILED, reason="BudgetExceeded", message=over, next_action="raise the budget"
+                stage,
+                state=StageState.FAILED,
+                reason=Reason.BUDGET_EXCEEDED,
+                message=over,
+                next_action="raise the budget",
             )
         return
     if not waits_for_devices(wiring, manifest, stage, wiring.trainer(manifest.stage(stage.name).trainer)):
@@ -119,7 +125,7 @@ def _code_changed(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> boo
         transaction.update_stage(
             stage,
             state=StageState.FAILED,
-            reason="CodeChanged",
+            reason=Reason.CODE_CHANGED,
             message=message,
             next_action="submit the run file again: it locks the present code",
         )
@@ -135,7 +141,7 @@ def _environment_changed(wiring: Wiring, stage: StageRecord) -> bool:
         transaction.update_stage(
             stage,
             state=StageState.FAILED,
-            reason="EnvironmentChanged",
+            reason=Reason.ENVIRONMENT_CHANGED,
             message=message,
             next_action=f"restore it, or posttrain retry {stage.run_id}, which takes it as it is",
         )
@@ -151,7 +157,7 @@ def _reuse(wiring: Wiring, stage: StageRecord, key: str) -> bool:
         transaction.update_stage(
             stage,
             state=StageState.SUCCEEDED,
-            reason="CacheHit",
+            reason=Reason.CACHE_HIT,
             message=f"same code, parameters and inputs as {origin}",
             next_action="",
             cache_key=key,
@@ -179,7 +185,7 @@ def _twin(wiring: Wiring, stage: StageRecord, key: str) -> str | None:
     return None
 
 
-def _wait(wiring: Wiring, stage: StageRecord, reason: str, message: str, key: str) -> None:
+def _wait(wiring: Wiring, stage: StageRecord, reason: Reason, message: str, key: str) -> None:
     if (stage.reason, stage.message) == (reason, message):
         return
     with wiring.ledger.transaction(wiring.actor) as transaction:

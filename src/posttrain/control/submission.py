@@ -11,6 +11,7 @@ from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import Artifact, RunRecord, StageRecord
 from posttrain.store.trees import stored_sizes
 
@@ -97,7 +98,7 @@ def _records(wiring: Wiring, manifest: Manifest, digest: str, repeat: int) -> tu
         state=RunState.PENDING,
         owner=manifest.owner,
         created_at=wiring.clock.now(),
-        reason="Submitted",
+        reason=Reason.SUBMITTED,
         message="waiting for a reconciler",
         next_action=f"posttrain run, or posttrain get {run_id} --watch",
         project=wiring.ledger.project,
@@ -110,7 +111,7 @@ def _records(wiring: Wiring, manifest: Manifest, digest: str, repeat: int) -> tu
             position=position,
             kind=stage.kind,
             state=StageState.PENDING,
-            reason="WaitingForInputs",
+            reason=Reason.WAITING_FOR_INPUTS,
             message=f"waiting for {', '.join(sorted(stage.upstream())) or 'its turn'}",
             next_action="none needed",
         )

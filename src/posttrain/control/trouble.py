@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import ConflictError, InputError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import StageState
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import StageRecord
 from posttrain.store.waking import STAGE
 from posttrain.store.work import Work, WorkQueue
 
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 PATIENCE_SECONDS = 3600.0  # of one trouble, before the object is set aside
-TROUBLED, SET_ASIDE = "Troubled", "SetAside"
 _UNEXPECTED = 5  # times that a bug may be tried again
 
 
@@ -74,34 +74,34 @@ class Troubles:
         )
         if known.dead_at is not None:
             how = f"{one_line(error)}; set aside after {known.failures} tries"
-            self._say(stage, SET_ASIDE, how, f"mend the cause, then posttrain dead {_name(stage)} --retry")
+            self._say(stage, Reason.SET_ASIDE, how, f"mend the cause, then posttrain dead {_name(stage)} --retry")
         else:
             wait = known.due_in
-            self._say(stage, TROUBLED, f"{one_line(error)}; looking again in {wait:.2g} s", "none needed")
+            self._say(stage, Reason.TROUBLED, f"{one_line(error)}; looking again in {wait:.2g} s", "none needed")
 
     def _over(self, stage: StageRecord) -> None:
         """What was said of the trouble is taken back, unless the stage has moved on and says something else."""
         self._queue.over(STAGE, _name(stage))
         now = next(s for s in self._wiring.ledger.stages(stage.run_id) if s.name == stage.name)
-        if now.reason in (TROUBLED, SET_ASIDE):
+        if now.reason in (Reason.TROUBLED, Reason.SET_ASIDE):
             self._say(now, *self._usual(now), "none needed")
 
-    def _say(self, stage: StageRecord, reason: str, message: str, action: str) -> None:
+    def _say(self, stage: StageRecord, reason: Reason, message: str, action: str) -> None:
         try:
             with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
                 transaction.update_stage(stage, reason=reason, message=message, next_action=action)
         except ConflictError:  # the stage has moved on, which says more
             return
 
-    def _usual(self, stage: StageRecord) -> tuple[str, str]:
+    def _usual(self, stage: StageRecord) -> tuple[Reason, str]:
         """What a stage says of itself when nothing stands in its way."""
         if stage.state == StageState.RUNNING:
-            return "Running", f"attempt {len(self._wiring.ledger.attempts(stage.run_id, stage.name))}"
+            return Reason.RUNNING, f"attempt {len(self._wiring.ledger.attempts(stage.run_id, stage.name))}"
         pending = stage.state == StageState.PENDING
-        return ("WaitingForInputs", "waiting for its turn") if pending else ("Ready", "inputs are there")
+        return (Reason.WAITING_FOR_INPUTS, "waiting for its turn") if pending else (Reason.READY, "inputs are there")
 
     def _fail(self, stage: StageRecord, error: Exception) -> None:
-        reason = "Corrupt" if isinstance(error, IntegrityError) else "JobFailed:bad_input"
+        reason = Reason.CORRUPT if isinstance(error, IntegrityError) else Reason.JOB_FAILED_BAD_INPUT
         action = f"mend what the message names, then posttrain retry {stage.run_id}"
         with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
             transaction.update_stage(

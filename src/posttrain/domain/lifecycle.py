@@ -1,7 +1,7 @@
 """State machines as data: run, stage, attempt, release.
 
 Every transition is a compare-and-set on (id, generation) with its event; a transition that is not in these tables is
-a bug and is refused. The diagrams in docs/architecture.md are generated from them.
+a bug and is refused. The diagrams in docs/architecture.md are generated from them (`handbook/states.py`).
 """
 
 from __future__ import annotations
@@ -129,13 +129,3 @@ def is_final(machine: str, state: str) -> bool:
     if machine in ("run", "stage"):
         return state in ("succeeded", "rejected", "failed", "stopped", "skipped")
     return not TABLES[machine][state]
-
-
-def mermaid(machine: str) -> str:
-    """The table as a Mermaid state diagram (what the docs show)."""
-    lines = ["stateDiagram-v2", f"    [*] --> {INITIAL[machine]}"]
-    for source, targets in TABLES[machine].items():
-        lines += [f"    {source} --> {target}" for target in sorted(targets)]
-        if not targets:
-            lines.append(f"    {source} --> [*]")
-    return "\n".join(lines)

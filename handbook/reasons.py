@@ -1,0 +1,13 @@
+"""The reason codes as a table, from the enum that they are."""
+
+from __future__ import annotations
+
+from posttrain.domain.reasons import Reason
+
+
+def table() -> str:
+    """Code, what it is a reason of, meaning, what a person does next."""
+    lines = ["| reason | of | meaning | what to do next |", "|---|---|---|---|"]
+    for one in Reason:
+        lines.append(f"| `{one.value}` | {', '.join(one.of)} | {one.meaning} | {one.action} |")
+    return "\n".join(lines)

@@ -1,0 +1,222 @@
+"""Why a run, a stage or an attempt is where it is: every reason code there is, with what it means and what to do.
+
+A run that ends badly takes over the reason of the stage that ended it. The strings are stored, and scripts read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Self
+
+from posttrain.domain.errors import FailureClass
+
+_NOTHING = "nothing"
+_RUN, _STAGE, _ATTEMPT = "run", "stage", "attempt"
+_ENDED = (_RUN, _STAGE)  # ends a stage, and its run with it
+_ALL = (_RUN, _STAGE, _ATTEMPT)
+
+
+class Reason(StrEnum):
+    """A reason code."""
+
+    of: tuple[str, ...]  # what it is a reason of
+    meaning: str  # one sentence
+    action: str  # what a person does next
+
+    def __new__(cls, code: str, of: tuple[str, ...], meaning: str, action: str) -> Self:
+        self = str.__new__(cls, code)
+        self._value_ = code
+        self.of, self.meaning, self.action = of, meaning, action
+        return self
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+    SUBMITTED = "Submitted", (_RUN,), "No driver has looked at the run yet.", "`attach` drives it"
+    WAITING_FOR_INPUTS = "WaitingForInputs", (_STAGE,), "A stage before it has not ended yet.", _NOTHING
+    READY = "Ready", (_STAGE,), "Its inputs are there, and it starts at the next look.", _NOTHING
+    WAITING_FOR_SLOT = "WaitingForSlot", (_STAGE,), "As many stages run as the driver runs at a time.", _NOTHING
+    WAITING_FOR_BUDGET = (
+        "WaitingForBudget",
+        (_STAGE,),
+        "Another stage of the run holds what is left of the budget.",
+        _NOTHING,
+    )
+    WAITING_FOR_DEVICES = (
+        "WaitingForDevices",
+        (_STAGE,),
+        "The devices that it asks for are not free.",
+        "nothing; or end what holds them",
+    )
+    WAITING_FOR_IDENTICAL_STAGE = (
+        "WaitingForIdenticalStage",
+        (_STAGE,),
+        "A stage of another run computes the same, and its result will be reused.",
+        _NOTHING,
+    )
+    BACK_OFF = "BackOff", (_STAGE,), "Its attempt was lost, and the next one starts after a pause.", _NOTHING
+    RETRIED = "Retried", _ENDED, "A person asked for another try.", _NOTHING
+
+    # --- under way ----------------------------------------------------------------------------------------------------
+    RUNNING = "Running", _ENDED, "A stage of the run is computed; of a stage: it has a live attempt.", _NOTHING
+    PLANNED = "Planned", (_ATTEMPT,), "It is written down, and its job is not known to be submitted.", _NOTHING
+    LAUNCHED = "Launched", (_ATTEMPT,), "Its job is submitted.", _NOTHING
+    SUBMISSION_UNKNOWN = (
+        "SubmissionUnknown",
+        (_STAGE,),
+        "The executor could not say whether it has the job, so no other is submitted until it can.",
+        "see that the executor can be reached",
+    )
+    JOB_NOT_VISIBLE = (
+        "JobNotVisible",
+        (_STAGE,),
+        "The executor does not see the job, which does not prove that it ended.",
+        "see that the executor can be reached",
+    )
+    ANOTHER_RUNS = (
+        "AnotherRuns",
+        (_ATTEMPT,),
+        "Another process began the attempt before the launched job did, and its result counts.",
+        _NOTHING,
+    )
+    STOP_REQUESTED = (
+        "StopRequested",
+        (_RUN, _ATTEMPT),
+        "It is asked to stop: a job writes a checkpoint and ends, or is ended after a while.",
+        _NOTHING,
+    )
+    TROUBLED = "Troubled", (_STAGE,), "A look at it raised an error, and it is looked at again.", _NOTHING
+    SET_ASIDE = (
+        "SetAside",
+        _ENDED,
+        "Looks at it failed again and again, and nothing is tried until a person says so.",
+        "mend what the message names, then `dead` with `--retry`",
+    )
+
+    # --- done ---------------------------------------------------------------------------------------------------------
+    SUCCEEDED = "Succeeded", _ALL, "It is done.", _NOTHING
+    CACHE_HIT = "CacheHit", (_STAGE,), "The same was computed before, and its result is reused.", _NOTHING
+    CHANNEL_EMPTY = "ChannelEmpty", (_STAGE,), "The channel has no release, so there is no baseline.", _NOTHING
+    GATE_PASSED = "GatePassed", (_STAGE,), "Every gate passed.", _NOTHING
+    PROMOTED = "Promoted", (_STAGE,), "The channel points at the run's model now.", _NOTHING
+    ALREADY_LIVE = "AlreadyLive", (_STAGE,), "The channel pointed at this very model before.", _NOTHING
+    STOPPED = "Stopped", _ALL, "A person stopped it.", "`retry` resumes it"
+    NOT_REACHED = "NotReached", (_STAGE,), "The run ended before it came to this stage.", "see to the run's reason"
+
+    # --- turned away --------------------------------------------------------------------------------------------------
+    GATE_FAILED = "GateFailed", _ENDED, "A gate measured less than it asks for.", "`why` shows the numbers"
+    GATE_INCONCLUSIVE = (
+        "GateInconclusive",
+        _ENDED,
+        "There were too few items to say whether a gate passes.",
+        "measure on more items",
+    )
+    GATE_ERROR = "GateError", _ENDED, "A gate could not be judged.", "mend what `why` names, then run again"
+    CHANNEL_MOVED = (
+        "ChannelMoved",
+        _ENDED,
+        "The channel got another release after the gates had been judged.",
+        "`run` with `--again` judges against that",
+    )
+    CHANNEL_FROZEN = (
+        "ChannelFrozen",
+        _ENDED,
+        "The channel is frozen or protected.",
+        "`channel unfreeze`, then `promote`",
+    )
+    POLICY_NOT_MET = (
+        "PolicyNotMet",
+        _ENDED,
+        "What was judged is not what the channel's policy asks for now.",
+        "`run` plans it under the policy",
+    )
+    QUARANTINED = (
+        "Quarantined",
+        _ENDED,
+        "The model was rolled back from this channel.",
+        "`promote` with `--lift-quarantine` and why",
+    )
+
+    # --- failed -------------------------------------------------------------------------------------------------------
+    LOST = "Lost", (_ATTEMPT,), "Its job is gone without a result.", "nothing: another attempt resumes"
+    PREEMPTED = (
+        "Preempted",
+        (_ATTEMPT,),
+        "Its job was told to end from outside; that uses no attempt up.",
+        "nothing: another attempt resumes",
+    )
+    ATTEMPTS_EXHAUSTED = (
+        "AttemptsExhausted",
+        _ENDED,
+        "As many attempts were lost as the budget allows.",
+        "`logs` says why; then `retry`",
+    )
+    CIRCUIT_OPEN = (
+        "CircuitOpen",
+        _ENDED,
+        "The same failure came twice in a row, so a third try would not help.",
+        "`logs` says why; mend it, then `retry`",
+    )
+    BUDGET_EXCEEDED = "BudgetExceeded", _ALL, "The run's budget is spent.", "raise it in the run file and submit again"
+    CODE_CHANGED = (
+        "CodeChanged",
+        _ENDED,
+        "The code is not the one that the manifest names.",
+        "submit the run file again",
+    )
+    ENVIRONMENT_CHANGED = (
+        "EnvironmentChanged",
+        _ENDED,
+        "The installed libraries are not those that the run began with.",
+        "restore them, or `retry` with these",
+    )
+    CORRUPT = (
+        "Corrupt",
+        _ALL,
+        "Stored bytes are not what their digest says.",
+        "`verify` says which; restore them, then `retry`",
+    )
+    JOB_FAILED = "JobFailed", _ALL, "The job failed and did not say how.", "`logs` says why; then `retry`"
+    JOB_FAILED_INFRASTRUCTURE = (
+        "JobFailed:infrastructure",
+        (_ATTEMPT,),
+        "Something outside the job broke: a process, a node, a disk.",
+        "nothing: another attempt resumes",
+    )
+    JOB_FAILED_OUT_OF_MEMORY = (
+        "JobFailed:out_of_memory",
+        _ALL,
+        "The job asked for more memory than there is.",
+        "lower what it holds at a time, submit again",
+    )
+    JOB_FAILED_DIVERGED = (
+        "JobFailed:diverged",
+        _ALL,
+        "The numbers of the training became useless: a loss that is not finite, say.",
+        "change the parameters, submit again",
+    )
+    JOB_FAILED_BAD_INPUT = (
+        "JobFailed:bad_input",
+        _ALL,
+        "Data, a model, a reward or a parameter cannot be used as it is.",
+        "mend what the message names, then `retry`",
+    )
+    JOB_FAILED_BUG = (
+        "JobFailed:bug",
+        _ALL,
+        "The job raised what nobody expected.",
+        "`logs` has the traceback; mend it, then `retry`",
+    )
+
+    @classmethod
+    def of_failure(cls, kind: FailureClass) -> Reason:
+        """The reason that a class of failure is."""
+        special = {FailureClass.BUDGET: cls.BUDGET_EXCEEDED, FailureClass.PREEMPTED: cls.PREEMPTED}
+        return special.get(kind) or _BY_CODE[f"{cls.JOB_FAILED}:{kind.value}"]
+
+
+_BY_CODE: Mapping[str, Reason] = {reason.value: reason for reason in Reason}
+
+
+def meaning(code: str) -> str:
+    """What a stored reason means; the code itself where another version of Posttrain wrote one that is not known."""
+    return _BY_CODE[code].meaning if code in _BY_CODE else code
