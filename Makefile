@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo demos day dist test fast slow fuzz ray ecosystem postgres site browser mutants bench levels lint types contracts format setup clean gpu
+.PHONY: demo demos day dist test fast slow fuzz chaos ray ecosystem postgres site browser mutants bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -77,6 +77,9 @@ slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny r
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
 	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v
+
+chaos: $(VENV)/.dev ## 200 simulated days of the control plane: make chaos SEEDS=1000, or SEED=7 for one of them
+	SEED=$(SEED) SEEDS=$(or $(SEEDS),200) $(BIN)/python -m pytest tests/unit/test_simulation.py -k day -n 2
 
 ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 3000

@@ -351,6 +351,17 @@ def test_a_dead_owner_is_succeeded_at_once_a_living_one_when_its_lease_ends(ledg
     assert ledger.run("run1").lease_owner is None
 
 
+def test_a_run_that_ends_leaves_the_queue_with_its_stages_whoever_dies_then(ledger: Ledger) -> None:
+    run, queue = work.submit(ledger), WorkQueue(ledger, "h:1:0")
+    queue.failed(STAGE, "run1/train", "it broke", "", None)
+    with ledger.transaction("test") as transaction:
+        transaction.update_run(run, state="failed")
+    assert queue.rows() == []
+    queue.failed(STAGE, "run1/train", "it broke", "", 3.0)
+    queue.wake(RUN, ["run1"])
+    assert queue.rows() == [], "a driver that does not know that it ended leaves nothing either"
+
+
 def test_a_run_that_ended_leaves_the_queue_unless_it_goes_on(ledger: Ledger) -> None:
     run, queue = work.submit(ledger), WorkQueue(ledger, "h:1:0")
     queue.failed(STAGE, "run1/train", "it broke", "", None)

@@ -54,8 +54,8 @@ def is_make(words: list[str]) -> bool:
     part_of_test = re.search(r"^test: (.*?)(?: ##|$)", MAKEFILE, re.MULTILINE)
     assert part_of_test
     run = {*re.findall(r"^ *make (\w+)", CI, re.MULTILINE), *part_of_test.group(1).split()}
-    # run small: `ruff format --check`, tiny benchmarks, a sample of mutants, two seeds of the fuzz
-    by_hand = {"format", "bench", "levels", "mutants", "fuzz"}
+    # run small: `ruff format --check`, tiny benchmarks, a sample of mutants, two seeds of the fuzz, 20 of chaos
+    by_hand = {"format", "bench", "levels", "mutants", "fuzz", "chaos"}
     return len(words) == 2 and words[0] == "make" and words[1] in run | by_hand
 
 

@@ -206,11 +206,19 @@ class Transaction(ReleaseWriting):
             facts = {"from": before["state"], "to": state, **facts}
         kind = f"{machine}.{'updated' if state is None else state}"
         self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values), *joined(changes), facts=facts)
-        ended = machine == "run" and is_final("run", values["state"])
-        (self._woken.discard if ended else self._woken.add)(before["id" if machine == "run" else "run_id"])
+        self._followed(before["id"] if machine == "run" else before["run_id"], machine, values["state"])
         if machine == "stage" and before["cache_key"] and is_final("stage", values["state"]):
             self._woken |= self.snapshot.runs_that_wait_for(before["cache_key"])
         return replace(record, **values)  # type: ignore[type-var]
+
+    def _followed(self, run_id: str, machine: str, state: str) -> None:
+        """Whether somebody has to look at a run of which a row changed: not where this ended it."""
+        if machine == "run" and is_final("run", state):
+            self._ended.add(run_id)
+            self._woken.discard(run_id)
+        elif machine == "run" or run_id not in self._ended:
+            self._ended.discard(run_id)
+            self._woken.add(run_id)
 
 
 @functools.cache

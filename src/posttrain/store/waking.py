@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Connection, func, or_, text, update
+from sqlalchemy import Connection, delete, func, or_, text, update
 
 from posttrain.store.schema import work
 
@@ -28,6 +28,13 @@ def wake(connection: Connection, project: str, kind: str, names: Collection[str]
     """Let objects be looked at, from `due` (seconds since the epoch) on, in the transaction of `connection`."""
     if names:
         connection.execute(_WAKE, [waking(project, kind, name, due) for name in sorted(names)])
+
+
+def settle(connection: Connection, project: str, names: Collection[str]) -> None:
+    """Nobody has to look at these runs any more, which end in the transaction of `connection`, nor at their stages."""
+    for name in sorted(names):
+        below = func.substr(work.c.object, 1, len(name) + 1) == f"{name}/"
+        connection.execute(delete(work).where(work.c.project == project, or_(work.c.object == name, below)))
 
 
 def revive(connection: Connection, project: str, run_id: str) -> None:

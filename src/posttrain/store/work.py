@@ -131,12 +131,7 @@ class WorkQueue:
     def finish(self, run_id: str) -> None:
         """Take the row of a run that has ended out of the queue; whoever lets the run go on meanwhile wins."""
         with self._write() as connection:
-            row = self._named(RUN, [run_id])
-            seen = connection.execute(select(work.c.wanted_version).where(row)).scalar()
-            state = connection.execute(select(runs.c.state).where(runs.c.id == run_id)).scalar()
-            if seen is not None and is_final("run", str(state)):
-                connection.execute(delete(work).where(row, work.c.wanted_version == seen))
-                connection.execute(delete(work).where(self._below(run_id)))
+            self._finish(connection, run_id)
 
     def failed(self, kind: str, name: str, error: str, trace: str, again_after: float | None) -> Work:
         """A look at an object raised: it is due again after so many seconds, or set aside (None).
@@ -159,7 +154,9 @@ class WorkQueue:
             }
             mine = self._named(kind, [name])
             changed = update(work).where(mine).values(values).returning(work, (work.c.due_at - now).label("due_in"))
-            return _work(connection.execute(changed).one())
+            row = _work(connection.execute(changed).one())
+            self._finish(connection, name.partition("/")[0])  # another driver may have ended it meanwhile
+            return row
 
     def over(self, kind: str, name: str) -> None:
         """An object that had raised does not any more."""
@@ -188,6 +185,8 @@ class WorkQueue:
         with self._write() as connection:
             due = self._ledger.clock.now() + after if after else 0.0
             wake(connection, self._ledger.project, kind, names, due)
+            for name in names if kind == RUN else ():
+                self._finish(connection, name)
 
     def release(self, names: Collection[str] | None = None) -> None:
         """Give up what is this owner's, so that nobody has to wait until the leases run out."""
@@ -227,6 +226,14 @@ class WorkQueue:
             query = select(work, (work.c.due_at - self._now(connection)).label("due_in"))
             query = query.where(*where).order_by(work.c.kind, work.c.object)
             return [_work(row) for row in connection.execute(query)]
+
+    def _finish(self, connection: Connection, run_id: str) -> None:
+        row = self._named(RUN, [run_id])
+        seen = connection.execute(select(work.c.wanted_version).where(row)).scalar()
+        state = connection.execute(select(runs.c.state).where(runs.c.id == run_id)).scalar()
+        if state is not None and is_final("run", str(state)):
+            connection.execute(delete(work).where(row, work.c.wanted_version == seen))
+            connection.execute(delete(work).where(self._below(run_id)))
 
     @property
     def _project(self) -> ColumnElement[bool]:

@@ -15,6 +15,7 @@ from posttrain.store.edges import EdgeWriter
 from posttrain.store.journal import Author, Journal
 from posttrain.store.rows import to_columns
 from posttrain.store.snapshot import Snapshot
+from posttrain.store.waking import settle
 
 
 class Writing:
@@ -25,6 +26,7 @@ class Writing:
         self._clock = clock
         self._project = project
         self._woken: set[str] = set()  # runs that somebody has to look at
+        self._ended: set[str] = set()  # runs that nobody has to look at any more
         self._journal = Journal(connection, author, clock, project)
         self._edges = EdgeWriter(connection, project)
         self.snapshot = Snapshot(connection, project)  # reads that see this transaction's own rows
@@ -35,9 +37,11 @@ class Writing:
         return self._journal.found
 
     def flush(self) -> None:
-        """Write the events of what was changed so far, and wake the runs whose rows changed."""
+        """Write the events of what was changed so far, and wake the runs whose rows changed, or let go of them."""
         self._journal.flush(self._woken)
+        settle(self._connection, self._project, self._ended)
         self._woken.clear()
+        self._ended.clear()
 
     def _owned(self, record: Any, field: str) -> dict[str, Any]:
         """The record's columns: its project, and who is named in `field` as a principal."""

@@ -43,7 +43,8 @@ class Hostility:
     purges_after: float | None = None  # seconds from its end until a job is forgotten
     lose_answers: int = 0  # submissions that arrive, and whose answer does not
     lose_requests: int = 0  # submissions that never arrive
-    late_requests: int = 0  # submissions that arrive after `visible_after`, and whose answer does not
+    late_requests: int = 0  # submissions that arrive after `late_after`, and whose answer does not
+    late_after: float | None = None  # seconds; None: `visible_after`
     twice: int = 0  # submissions that arrive twice
     silent: int = 0  # looks that nobody answers
     deaf: int = 0  # kills that do nothing
@@ -100,7 +101,8 @@ class FakeExecutor:
         if self._take("lose_requests"):
             return Unknown("no answer")
         if self._take("late_requests"):
-            self._coming.append((self._now() + hostility.visible_after, request))
+            late = hostility.visible_after if hostility.late_after is None else hostility.late_after
+            self._coming.append((self._now() + late, request))
             return Unknown("no answer")
         had = request.name in self._jobs
         for _ in range(2 if self._take("twice") else 1):
@@ -148,20 +150,20 @@ class FakeExecutor:
         """See `Executor.capacity`: what a test says it is; by default it deals out nothing."""
         return self.room
 
-    def finish(self, name: str, exit_code: int = 0) -> None:
-        """Let the jobs of that name exit."""
-        self._over(name, Observation(JobState.EXITED, exit_code=exit_code))
+    def finish(self, name: str, exit_code: int = 0, number: int | None = None) -> None:
+        """Let the jobs of that name exit, or the one that started as that `number` of them, counted from 0."""
+        self._over(name, Observation(JobState.EXITED, exit_code=exit_code), number)
 
-    def lose(self, name: str, cause: Cause | None = None, pod: str = "") -> None:
-        """Let them vanish; of a gang, because `pod` did, which ends the others."""
-        for job in self._jobs[name]:
+    def lose(self, name: str, cause: Cause | None = None, number: int | None = None, pod: str = "") -> None:
+        """Let them vanish, or one of them; of a gang, because `pod` did, which ends the others."""
+        for job in self._those(name, number):
             job.culprit = pod
-        self._over(name, Observation(JobState.LOST, detail="its supervisor is gone", cause=cause))
+        self._over(name, Observation(JobState.LOST, detail="its supervisor is gone", cause=cause), number)
 
-    def requeue(self, name: str) -> None:
-        """Start them anew, as a scheduler does of its own accord: the name stays."""
+    def requeue(self, name: str, number: int | None = None) -> None:
+        """Start them anew, or one of them, as a scheduler does of its own accord: the name stays."""
         now = self._now()
-        for job in self._jobs[name]:
+        for job in self._those(name, number):
             job.before += (now if job.ended is None else job.ended) - job.begun
             job.begun, job.ended = now, None
             job.seen = Observation(JobState.RUNNING, incarnation=job.seen.incarnation + 1)
@@ -195,8 +197,13 @@ class FakeExecutor:
         seconds = job.before + (now if job.ended is None else job.ended) - job.begun
         return replace(job.seen, handle=f"fake-{name}", node=_NODE, seconds=seconds, pods=_pods(job))
 
-    def _over(self, name: str, seen: Observation) -> None:
-        for job in self._jobs.get(name, ()):
+    def _those(self, name: str, number: int | None) -> Sequence[_Job]:
+        jobs = self._jobs.get(name, [])
+        return jobs if number is None else jobs[number : number + 1]
+
+    def _over(self, name: str, seen: Observation, number: int | None) -> None:
+        jobs = self._those(name, number)
+        for job in [job for job in jobs if job.seen.live] or jobs:
             job.seen = replace(seen, incarnation=job.seen.incarnation)
             job.ended = self._now() if job.ended is None else job.ended
 

@@ -1,0 +1,106 @@
+"""What must hold of a simulated history: while it happens, and at its end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sim_ports import Rows, SimBlobs
+from sim_world import World
+
+from posttrain.control.wiring import Wiring
+from posttrain.domain.records import AttemptRecord
+from posttrain.store.audit import verify_rows
+from posttrain.store.sealer import seal, verify_chain
+from posttrain.store.trees import tree_digest, verify_tree
+
+HEEDED_SECONDS = 600.0  # from a stop to its end, once no fault comes any more
+_FINAL = ("succeeded", "failed", "rejected", "stopped")
+
+
+def check_now(world: World, rows: Rows, stops: dict[str, float], living: set[str]) -> None:
+    """What must hold at any time, once no fault comes any more: nobody is forgotten."""
+    for error, name in rows.all("SELECT error, object FROM work WHERE error LIKE 'unexpected%'"):
+        world.must(False, f"a look at {name} raised {error}")
+    if world.time < world.calm_after + HEEDED_SECONDS:
+        return
+    for run_id, asked in stops.items():
+        state = rows.one("SELECT state FROM runs WHERE id = ?", run_id)
+        late = world.time - max(asked, world.calm_after)
+        world.must(state in _FINAL or late < HEEDED_SECONDS, f"{run_id} is {state}, {late:.0f} s after a stop")
+    held = rows.all("SELECT object, lease_owner FROM work WHERE lease_until < ?", world.now() - HEEDED_SECONDS)
+    for name, owner in held:
+        world.must(owner is None or owner in living, f"{name} is held by {owner}, who died long ago")
+
+
+def check_end(world: World, wiring: Wiring, rows: Rows, blobs: SimBlobs) -> dict[str, int]:
+    """What must hold at the end; how much of what there was."""
+    for run_id, state, reason in rows.all("SELECT id, state, reason FROM runs"):
+        world.must(state in _FINAL, f"{run_id} is {state} ({reason}) at the end")
+    for name, *_ in rows.all("SELECT object FROM work WHERE kind <> 'sweep'"):
+        world.must(False, f"the queue holds {name} though its run has ended")
+    seal(wiring.ledger)
+    world.must(verify_chain(wiring.ledger).pending == 0, "events are not sealed")
+    verify_rows(wiring.ledger)
+    _stages(world, wiring, rows)
+    _releases(world, wiring, rows, blobs)
+    return {
+        name: int(rows.one(f"SELECT count(*) FROM {name}"))
+        for name in ("runs", "stages", "attempts", "releases", "events")
+    }
+
+
+def _stages(world: World, wiring: Wiring, rows: Rows) -> None:
+    """At most one attempt of a stage published; what it left is there, and is what it left."""
+    query = "SELECT subject, kind FROM events WHERE kind IN ('attempt.succeeded', 'stage.succeeded')"
+    told: dict[tuple[str, str], int] = {}
+    for subject, kind in rows.all(query):
+        place = ("/".join(str(subject).split("/")[:2]), str(kind))
+        told[place] = told.get(place, 0) + 1
+    for (place, kind), times in told.items():
+        world.must(times == 1, f"{place}: {times} events {kind}")
+    for (run_id,) in rows.all("SELECT id FROM runs"):
+        attempts = wiring.ledger.attempts(run_id)
+        for stage in wiring.ledger.stages(run_id):
+            own = [one for one in attempts if one.stage == stage.name]
+            winners = [one for one in own if one.state == "succeeded"]
+            live = [one for one in own if one.state in ("planned", "launched")]
+            world.must(not live, f"{run_id}/{stage.name} is {stage.state} and an attempt is {live and live[0].state}")
+            if stage.state == "succeeded":
+                _outputs(world, wiring, stage.outputs, winners, f"{run_id}/{stage.name}", stage.cached_from)
+        for attempt in attempts:
+            if attempt.resume is not None:
+                verify_tree(wiring.blobs, attempt.resume)
+
+
+def _outputs(
+    world: World, wiring: Wiring, outputs: Any, winners: list[AttemptRecord], name: str, cached: str | None
+) -> None:
+    for output, blob in outputs.items():
+        if blob["form"] == "tree":
+            verify_tree(wiring.blobs, blob["digest"])
+        else:
+            wiring.blobs.get(blob["digest"])
+        if winners and blob["form"] == "tree":
+            left = tree_digest(wiring.folder(winners[0]).outputs / output)
+            world.must(left == blob["digest"], f"{name}: {output} is not what {winners[0].name} left")
+    if name.rpartition("/")[2] not in ("gate", "release"):
+        world.must(len(winners) == (0 if cached else 1), f"{name} succeeded by {len(winners)} attempts, from {cached}")
+
+
+def _releases(world: World, wiring: Wiring, rows: Rows, blobs: SimBlobs) -> None:
+    """The history of every channel is a line, and moves forward by a PASS on exactly that model only."""
+    query = "SELECT channel, sequence, action, model_digest, report_digest FROM releases ORDER BY channel, sequence"
+    last: dict[str, tuple[int, str]] = {}
+    for channel, sequence, action, model, report_digest in rows.all(query):
+        before, digest = last.get(channel, (0, ""))
+        world.must(sequence == before + 1, f"{channel}: release {sequence} follows {before}")
+        world.must(model != digest, f"{channel}: release {sequence} is published twice")
+        verify_tree(wiring.blobs, model)
+        report = json.loads(blobs.held[report_digest])
+        world.must(report["candidate"] == model, f"{channel}: release {sequence} by a report of another model")
+        judged = report["release"] if report["channel"] == channel else None
+        world.must(action != "promote" or judged in (None, before), f"{channel}: {sequence} was judged at {judged}")
+        passed = all(one["outcome"] == "pass" for one in report["verdicts"])
+        world.must(passed, f"{channel}: release {sequence} ({action}) by a report that does not pass")
+        last[channel] = (sequence, model)

@@ -1,0 +1,171 @@
+"""One simulated day: the production control plane, two to four drivers, jobs, people and faults, by a seed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from sim_checks import check_end, check_now
+from sim_jobs import Jobs
+from sim_people import Drivers, Faults, People
+from sim_ports import Outside, Rows, SimBlobs, SimDatabase, SimExecutor, SimFolder, Weather, wired
+from sim_world import SimClock, World
+
+from posttrain.control.wiring import Wiring
+from posttrain.execution.executors.fake import Hostility
+from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.ledger import Ledger
+
+# A day has as many renewals as leases fit into it, and as many looks at silent jobs: here they are longer, and so is
+# what freezes a driver.
+LEASE_SECONDS, UNSEEN_SECONDS = 300.0, 900.0
+WAITS = {"WaitingForIdenticalStage": 60.0, "SubmissionUnknown": 5.0, "JobNotVisible": 5.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """What came of a seed."""
+
+    seed: int
+    digest: str
+    counts: dict[str, int]
+    story: str
+
+
+class DayFailedError(AssertionError):
+    """A seed that broke a rule, with the end of its history."""
+
+
+class Simulation:
+    """The world of one seed, below a folder."""
+
+    def __init__(self, seed: int, root: Path) -> None:
+        self.world = world = World(seed)
+        dice = world.random
+        world.lease, world.fatal = LEASE_SECONDS, dice.choice((0.0, 0.002, 0.006))
+        self.weather = weather = Weather(world, lost_commits=dice.choice((0.0, 0.01, 0.03)))
+        self.root, self.database = root, SimDatabase(root / "ledger.db", world, weather)
+        self.rows = Rows(root / "ledger.db")
+        self.channels: dict[str, dict[str, bytes]] = {}
+        self.channel = Outside(world, weather, "channel")
+        self.blobs = SimBlobs(Outside(world, weather, "store"))
+        self.jobs = Jobs(world, self._folder, lambda: self.rows)
+        self.jobs.rates = {"breaks": dice.choice((0.0, 0.1, 0.3))}
+        self.executor = SimExecutor(Outside(world, weather, "executor"), self.jobs.begin, _hostility(world))
+        self.executor.rates = {
+            "lose_answers": 0.1, "lose_requests": 0.1, "late_requests": 0.1, "twice": 0.1, "deaf": 0.3
+        }  # fmt: skip
+        self.executor.folder, self.executor.ended, self.jobs.executor = self._folder, self.jobs.ended, self.executor
+        self.jobs.changed = self._job_moved
+        self.trainers = {"native": NativeTrainer()}
+        self.drivers = Drivers(world, lambda: self.rows, self._wired, alike=dice.random() < 0.5)
+        self.people = People(world, lambda: self.rows, self._wired, most=dice.randint(3, 6))
+        self.faults = Faults(world, weather, self.drivers, self.executor, lambda: self.jobs.strike(dice))
+        self._event = 0
+        self._leases: dict[str, tuple[str | None, float]] = {}
+        self.database.committed = self._committed
+        world.before_jump = self._look
+
+    def run(self) -> Day:
+        """Let the day pass.
+
+        Raises:
+            DayFailedError: a rule was broken.
+        """
+        world = self.world
+        for _ in range(world.random.randint(2, 4)):
+            self.drivers.start(world.random.uniform(0.0, 30.0))
+        world.add("people", self.people.live)
+        world.add("weather", self.faults.come)
+        try:
+            with (
+                patch("posttrain.control.reconciler.LEASE_SECONDS", LEASE_SECONDS),
+                patch("posttrain.control.pulse.UNSEEN_SECONDS", UNSEEN_SECONDS),
+                patch.dict("posttrain.control.pulse._WAITS", WAITS),
+                patch("posttrain.execution.processes.alive", self.jobs.alive),
+                patch("os.fsync", lambda handle: None),
+            ):
+                world.run()
+                world.close()
+                counts = check_end(world, self._wired("end"), self.rows, self.blobs)
+        except Exception as error:
+            raise DayFailedError(
+                f"seed {world.seed}: {error}\n{world.story()}\nagain: SEED={world.seed} make chaos"
+            ) from error
+        finally:
+            self.rows.close()
+            self.database.close()
+        return Day(world.seed, world.digest(), counts, world.story())
+
+    def _folder(self, path: Path) -> SimFolder:
+        return SimFolder(path, self.channel, self.channels)
+
+    def _wired(self, actor: str) -> Wiring:
+        """What a process works with: ledger and wiring of its own over what all share."""
+        return wired(
+            self.channel,
+            self.channels,
+            ledger=Ledger(self.database, SimClock(self.world), entropy=self.world.random.randbytes),
+            blobs=self.blobs,
+            executor=self.executor,
+            trainers=self.trainers,
+            clock=SimClock(self.world),
+            root=self.root,
+            actor=actor,
+            slots=2,
+        )
+
+    def _committed(self) -> None:
+        """Tell what was committed, and wake whom it concerns."""
+        for event, kind, subject in self.rows.all(
+            "SELECT id, kind, subject FROM events WHERE id > ? ORDER BY id", self._event
+        ):
+            self._event = event
+            self.world.say(f"commits {kind} {subject}")
+        self._compare_leases()
+        due = "SELECT lease_owner, lease_until FROM work WHERE kind = 'run' AND dead_at IS NULL AND due_at <= ?"
+        now = self.world.now()
+        for owner, until in self.rows.all(due, now):
+            self.drivers.wake(None if owner is None or until <= now else owner)
+
+    def _compare_leases(self) -> None:
+        """Nobody takes what a living driver holds, nor gives up what another one has."""
+        now, held = self.world.now(), self._leases
+        query = "SELECT object, lease_owner, lease_until FROM work WHERE kind = 'run' AND lease_owner IS NOT NULL"
+        self._leases = {name: (owner, until) for name, owner, until in self.rows.all(query)}
+        for name, (owner, _) in self._leases.items():
+            before, until = held.get(name, (owner, 0.0))
+            taken = owner != before and until > now and before in self.drivers.living
+            self.world.must(not taken, f"{owner} takes {name}, which {before} holds for {until - now:.0f} s")
+
+    def _job_moved(self, run_id: str) -> None:
+        self.drivers.wake(self.rows.one("SELECT lease_owner FROM work WHERE kind = 'run' AND object = ?", run_id))
+
+    def _look(self) -> None:
+        check_now(self.world, self.rows, self.people.stops, set(self.drivers.living))
+
+
+def _hostility(world: World) -> Hostility:
+    dice = world.random
+    visible = dice.choice((0.0, 5.0, 30.0))
+    return Hostility(
+        idempotent=dice.random() < 0.5,
+        visible_after=visible,
+        settles_after=visible + dice.choice((10.0, 60.0)),
+        purges_after=dice.choice((None, 30.0, 300.0)),
+    )
+
+
+def simulate(seed: int, root: Path) -> Day:
+    """One day below a folder, which need not be there."""
+    root.mkdir(parents=True, exist_ok=True)
+    return Simulation(seed, root).run()
+
+
+def chosen_seeds(usual: int) -> list[int]:
+    """The seeds to try: SEED, or the first SEEDS."""
+    if os.environ.get("SEED"):
+        return [int(os.environ["SEED"])]
+    return list(range(int(os.environ.get("SEEDS") or usual)))
