@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 from posttrain.domain.errors import InputError
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.chat import (
-    assistant_mask,
     decode_response,
     encode_examples,
     encode_preferences,
@@ -60,28 +59,28 @@ def test_text_rows(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_conversation_trains_every_assistant_turn(tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [QUESTION, ANSWER, {"role": "user", "content": "again"}, {"role": "assistant", "content": "A: 13!"[:5]}]
     turns = render_examples(tokenizer, {"messages": messages})
-    whole, mask = assistant_mask(tokenizer, messages)
+    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert len(turns) == 2
     for prompt, completion in turns:
         assert whole[: len(prompt) + len(completion)] == prompt + completion
-    assert [t for t, m in zip(whole, mask, strict=True) if m] == turns[0][1] + turns[1][1]
     assert render_prompt(tokenizer, {"messages": messages}) == turns[1][0]
 
 
-def test_mask_agrees_with_generation_marks(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_is_trained_agrees_with_generation_marks(tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [QUESTION, ANSWER, QUESTION, ANSWER]
     marked = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = assistant_mask(tokenizer, messages)
-    assert ids == marked["input_ids"]
-    assert [int(m) for m in mask] == marked["assistant_masks"]
+    mask = [0] * len(marked["input_ids"])
+    for prompt, completion in render_examples(tokenizer, {"messages": messages}):
+        end = len(prompt) + len(completion)
+        assert marked["input_ids"][:end] == prompt + completion
+        mask[len(prompt) : end] = [1] * len(completion)
+    assert mask == marked["assistant_masks"]
 
 
 def test_template_that_rewrites_earlier_turns(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = FORGETFUL
     messages = [QUESTION, ANSWER, QUESTION, ANSWER]
     assert len(render_examples(tokenizer, {"messages": messages})) == 2  # turn by turn it is what the model will see
-    with pytest.raises(InputError, match="renders an earlier turn differently"):
-        assistant_mask(tokenizer, messages)
 
 
 def test_template_that_breaks_the_prefix_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -261,7 +261,7 @@ def test_a_segment_that_cannot_be_read_is_named(attempt: AttemptFolder) -> None:
 
 
 def test_only_whole_checkpoints_count(attempt: AttemptFolder) -> None:
-    assert attempt.committed_checkpoints() == []
+    assert attempt.checkpoint_steps() == []
     assert attempt.latest_checkpoint() is None
     whole = [checkpoint(attempt, step, tokens=step * 10) for step in (2, 10)]
     uncommitted = checkpoint(attempt, 20)
@@ -271,7 +271,8 @@ def test_only_whole_checkpoints_count(attempt: AttemptFolder) -> None:
     (checkpoint(attempt, 50) / "COMMIT").write_bytes(b'{"format"')
     (checkpoint(attempt, 60) / "COMMIT").write_bytes(b'{"format":"posttrain.checkpoint/2","shards":{},"step":60}')
     (checkpoint(attempt, 70) / "COMMIT").write_bytes(b'{"format":"posttrain.checkpoint/1","shards":{},"step":70}')
-    assert attempt.committed_checkpoints() == whole
+    found = [attempt.checkpoint(step) for step in attempt.checkpoint_steps()]
+    assert [one.path for one in found if one] == whole
     latest = attempt.latest_checkpoint()
     assert latest is not None
     assert (latest.path, latest.step, latest.tokens) == (whole[-1], 10, 100)

@@ -19,6 +19,7 @@ from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
+    from posttrain.app.runs import Run
     from posttrain.app.sampling import Answer
 
 ModelArgument = Annotated[
@@ -35,6 +36,27 @@ ThreadsOption = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 MaxNewTokens = Annotated[
     int | None, typer.Option(min=1, help="Tokens of a response at most; 256, or what the context allows.")
 ]
+SuitesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SUITE...",
+        help="dataset:NAME or a file with answers, or without where a reward scores.",
+        autocompletion=lazily("datasets"),
+    ),
+]
+PassAt = Annotated[list[int] | None, typer.Option("--pass-at", help="k, at most --samples; repeat it.")]
+Extract = Annotated[str | None, typer.Option(help="Regular expression; group 1 of its last match is the answer.")]
+RewardOption = Annotated[
+    str | None,
+    typer.Option(help="Scores every response, and rows need no answer: reward:NAME, a Python file or MODULE:FUNCTION."),
+]
+Entry = Annotated[str | None, typer.Option(help="Reward: the function, or FILE.py:FUNCTION.")]
+Dialect = Annotated[str | None, typer.Option(help="Reward: how it is called, when its parameters do not tell.")]
+RewardRange = Annotated[
+    tuple[float, float] | None,
+    typer.Option(metavar="LOW HIGH", help="What a response may be worth: 0 1 by default; another value fails."),
+]
+RewardTimeout = Annotated[float | None, typer.Option(help="Reward: seconds for one batch of responses; 10 by default.")]
 _STDIN = "-"
 
 
@@ -124,38 +146,17 @@ def _show(texts: list[str], answer: Answer, *, many: bool) -> None:
 
 def evaluate(
     model: ModelArgument,
-    suites: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SUITE...",
-            help="dataset:NAME or a file with answers, or without where a reward scores.",
-            autocompletion=lazily("datasets"),
-        ),
-    ],
+    suites: SuitesArgument,
     max_new_tokens: MaxNewTokens = None,
     samples: Annotated[int, typer.Option("--samples", "-n", min=0, help="Sampled responses beside the greedy.")] = 0,
     temperature: Annotated[float, typer.Option(help="Of the sampled responses.")] = 1.0,
-    pass_at: Annotated[list[int] | None, typer.Option("--pass-at", help="k, at most --samples; repeat it.")] = None,
-    extract: Annotated[
-        str | None, typer.Option(help="Regular expression; group 1 of its last match is the answer.")
-    ] = None,
-    reward: Annotated[
-        str | None,
-        typer.Option(
-            help="Scores every response, and rows need no answer: reward:NAME, a Python file or MODULE:FUNCTION."
-        ),
-    ] = None,
-    entry: Annotated[str | None, typer.Option(help="Reward: the function, or FILE.py:FUNCTION.")] = None,
-    dialect: Annotated[
-        str | None, typer.Option(help="Reward: how it is called, when its parameters do not tell.")
-    ] = None,
-    reward_range: Annotated[
-        tuple[float, float] | None,
-        typer.Option(metavar="LOW HIGH", help="What a response may be worth: 0 1 by default; another value fails."),
-    ] = None,
-    reward_timeout: Annotated[
-        float | None, typer.Option(help="Reward: seconds for one batch of responses; 10 by default.")
-    ] = None,
+    pass_at: PassAt = None,
+    extract: Extract = None,
+    reward: RewardOption = None,
+    entry: Entry = None,
+    dialect: Dialect = None,
+    reward_range: RewardRange = None,
+    reward_timeout: RewardTimeout = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what was measured before.")] = False,
     device: DeviceOption = "auto",
@@ -170,25 +171,16 @@ def evaluate(
 
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "samples": samples, "temperature": temperature}
     settings |= {"pass_at": pass_at} if pass_at else {}
-    settings |= {"extract": extract} if extract is not None else {}
     settings |= {"reward_range": list(reward_range)} if reward_range is not None else {}
-    settings |= {"reward_timeout": reward_timeout} if reward_timeout is not None else {}
-    called = {key: value for key, value in (("entry", entry), ("dialect", dialect)) if value is not None}
-    if reward is None and called:
-        raise InputError(f"eval: --{min(called)} is of a reward, and there is none; name it with --reward")
-    judge = {"ref": reward, **called} if reward is not None else None
+    settings |= _given(extract=extract, reward_timeout=reward_timeout)
+    judge = _judge(reward, _given(entry=entry, dialect=dialect))
     runtime = {"device": device, "dtype": dtype, "threads": threads}
     workspace = open_workspace()
     handle = submit_evaluation(
         workspace, model, suites, settings=settings, runtime=runtime, reward=judge, seed=seed, again=again
     )
     if output is Output.JSON:
-        for warning in handle.warnings:
-            aside(f"warning: {warning}")
-        record = handle.wait(timeout, check=True)
-        measured = handle.manifest.stages[0].inputs["model"]
-        said = {"run": record.id, "state": record.state, "attached": handle.attached}
-        emit_json({**said, "model": measured.name, "digest": measured.digest, "scores": handle.metrics})
+        _measured_json(handle, timeout)
         workspace.close()
         return
     driving.greet(handle, again=" (--again measures anew)")
@@ -196,6 +188,27 @@ def evaluate(
         suite = next(iter(handle.manifest.stages[0].params["suites"].values()))
         say(f"responses of at most {suite['max_new_tokens']} tokens; --max-new-tokens says otherwise")
     driving.drive(workspace, handle, timeout, f"posttrain attach {handle.id}")
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _judge(reward: str | None, called: dict[str, Any]) -> dict[str, Any] | None:
+    """The reward that scores the responses, and how it is called."""
+    if reward is None and called:
+        raise InputError(f"eval: --{min(called)} is of a reward, and there is none; name it with --reward")
+    return {"ref": reward, **called} if reward is not None else None
+
+
+def _measured_json(handle: Run, timeout: float | None) -> None:
+    for warning in handle.warnings:
+        aside(f"warning: {warning}")
+    record = handle.wait(timeout, check=True)
+    measured = handle.manifest.stages[0].inputs["model"]
+    said = {"run": record.id, "state": record.state, "attached": handle.attached}
+    emit_json({**said, "model": measured.name, "digest": measured.digest, "scores": handle.metrics})
 
 
 def export(

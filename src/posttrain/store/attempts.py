@@ -202,11 +202,6 @@ class AttemptFolder:
             return None
         return spent + reserved
 
-    def committed_checkpoints(self) -> list[Path]:
-        """Checkpoint folders with a COMMIT whose shards have the digests it lists, by step."""
-        folders = sorted(self.checkpoints.glob("step-*"))
-        return [folder for folder in folders if _verified_commit(folder) is not None]
-
     def checkpoint_steps(self) -> list[int]:
         """Steps of what may be a committed checkpoint, oldest first; its shards were not looked at."""
         names = sorted(path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/COMMIT"))

@@ -197,10 +197,6 @@ class WorkerGroup(Generic[W]):
             raise InputError(f"deadline of a call to {self.role} must be > 0 seconds, got {seconds}")
         return WorkerGroup(replace(self._reach, deadline=seconds))
 
-    def balanced(self, batch: Shardable) -> Assignment:
-        """How `map` would split this batch, with its imbalance."""
-        return balance(self._reach.costs.costs(batch.lengths), self._reach.shards)
-
     def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> G:
         """Split a batch by cost, one shard per rank; gather what the ranks return in the original order.
 

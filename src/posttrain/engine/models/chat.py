@@ -84,26 +84,6 @@ def render_example(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[i
     return _turn(tokenizer, prompt, completion)
 
 
-def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[list[int], list[bool]]:
-    """A conversation's token ids and which of them an assistant wrote, found by rendering prefixes.
-
-    Hugging Face's own mask is silently all zeros for templates without generation marks; this one needs none.
-
-    Raises:
-        InputError: the template breaks the prefix.
-    """
-    whole = _render(tokenizer, messages, generate=False)
-    mask = [False] * len(whole)
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt, completion = _turn(tokenizer, messages[:index], messages[index : index + 1])
-            end = len(prompt) + len(completion)
-            if whole[:end] != prompt + completion:
-                raise InputError(_BROKEN)
-            mask[len(prompt) : end] = [True] * len(completion)
-    return whole, mask
-
-
 def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, ended: bool) -> str:
     """A response as text, without its end of sequence.
 
