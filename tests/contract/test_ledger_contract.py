@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import ledger_workers as work
 import pytest
@@ -465,3 +467,32 @@ def test_words_are_erased_and_the_log_still_holds(ledger: Ledger) -> None:
     seal(ledger)
     assert (verify_chain(ledger).erased, verify_chain(ledger).pending) == (3, 0)
     verify_rows(ledger)
+
+
+def test_a_signal_is_sent_once_whoever_sends_it(ledger: Ledger, ledger_at: str, some: list[str]) -> None:
+    work.submit(ledger)
+    queue = WorkQueue(ledger, "here:1:1")
+    with ledger.transaction("ann") as transaction:
+        transaction.update_run(transaction.snapshot.run("run1"), state="running")
+    (claimed,) = queue.claim(["run1"])
+    assert queue.give_back(claimed)
+    assert queue.due() == set()
+    together = threading.Barrier(len(some))
+
+    def send(name: str) -> bool:
+        with work.opened(ledger_at) as own:
+            together.wait()
+            try:
+                with own.transaction(name) as transaction:
+                    return transaction.send_signal("run1", "go", f"{name} says so\0")
+            except ConflictError:
+                return False
+
+    with ThreadPoolExecutor(len(some)) as pool:
+        assert sum(pool.map(send, some)) == 1
+    (sent,) = ledger.signals("run1")
+    assert (sent.name, sent.reason) == ("go", f"{sent.actor} says so\ufffd")
+    assert queue.due() == {"run1"}, "in the same transaction"
+    assert ledger.signals("run2") == []
+    seal(ledger)
+    assert verify_rows(ledger)

@@ -23,7 +23,7 @@ from posttrain.domain.lifecycle import RUN as RUN_TABLE
 from posttrain.domain.lifecycle import STAGE as STAGE_TABLE
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.trainers.native import NativeTrainer
 
@@ -39,6 +39,11 @@ def manifest_of(**changes: Any) -> Manifest:
 
 
 MANIFEST, LIMITED = manifest_of(), manifest_of(budget={"tokens": 1000, "wall_clock": 100})
+PAUSES = {
+    "night": {"kind": "wait", "for": 60, "after": "sft"},
+    "approval": {"kind": "wait", "for": 30, "signal": "go", "within": 90, "after": "gate"},
+}
+PAUSED = manifest_of(stages={**RUN["stages"], **PAUSES}, release={**RUN["release"], "after": "approval"})
 
 
 @pytest.mark.parametrize("name", ["decide", "orders", "retrying", "budgets"])
@@ -81,7 +86,7 @@ sights = st.builds(
 @st.composite
 def views(draw: Any) -> View:
     """A run in any state that its tables allow, with attempts that fit its stages."""
-    manifest = draw(st.sampled_from([MANIFEST, LIMITED]))
+    manifest = draw(st.sampled_from([MANIFEST, LIMITED, PAUSED]))
     run_state = draw(st.sampled_from([RunState.PENDING, RunState.RUNNING, RunState.STOPPING]))
     desired = draw(st.sampled_from(["running", "stopped"]))
     run = RunRecord("r", "r", manifest.digest, run_state, "ada", 0.0, desired=desired)
@@ -91,7 +96,8 @@ def views(draw: Any) -> View:
         if state == StageState.RUNNING and kind_of(plan.kind).driver is not Driver.JOB:
             state = StageState.READY
         not_before = draw(st.sampled_from([None, 90.0, 110.0]))
-        stage = StageRecord("r", plan.name, position, plan.kind, state, not_before=not_before)
+        began = draw(st.sampled_from([None, 5.0, 50.0]))
+        stage = StageRecord("r", plan.name, position, plan.kind, state, not_before=not_before, started_at=began)
         stages.append(stage)
         ended = draw(st.lists(st.sampled_from([AttemptState.LOST, AttemptState.FAILED]), max_size=3))
         states = [*ended, *([draw(st.sampled_from(LIVE))] if state == StageState.RUNNING else [])]
@@ -104,7 +110,8 @@ def views(draw: Any) -> View:
                     stop_requested_at=asked, failure_signature=signature, seconds=draw(st.sampled_from([0.0, 70.0])),
                 )
             )  # fmt: skip
-    return View(run, manifest, tuple(stages), tuple(attempts))
+    signals = draw(st.sampled_from([(), (Signal("r", "go", "ada", 60.0),), (Signal("r", "stop", "ada", 60.0),)]))
+    return View(run, manifest, tuple(stages), tuple(attempts), signals)
 
 
 @given(views(), sights, st.sampled_from([100.0, 1e7]))
@@ -132,6 +139,7 @@ def _allowed(view: View, stage: StageRecord, sight: Sight, order: orders.Order, 
             assert not (sight.ordered and sight.job.state is not JobState.UNKNOWN)
             assert view.run.state != RunState.STOPPING
         case orders.Start() | orders.Judge() | orders.Release() | orders.Bind():
+            assert isinstance(order, orders.Bind) or kind_of(stage.kind).driver is not Driver.WAIT
             assert view.run.state != RunState.STOPPING
             assert not any(other.state == StageState.FAILED for other in view.stages)
         case orders.Collect() | orders.TryAgain():
@@ -142,6 +150,15 @@ def _allowed(view: View, stage: StageRecord, sight: Sight, order: orders.Order, 
         case orders.Kill(attempt=attempt):
             asked = attempt.stop_requested_at
             assert sight.word is not None or (asked is not None and now >= asked + STOP_GRACE_SECONDS)
+        case orders.EndWait(state=state):
+            assert kind_of(stage.kind).driver is Driver.WAIT
+            assert view.run.state != RunState.STOPPING
+            assert state in STAGE_TABLE[stage.state]
+            missed = stage.name == "approval" and not any(signal.name == "go" for signal in view.signals)
+            early = stage.not_before is not None and now < stage.not_before
+            assert (state == StageState.FAILED) == missed
+            assert missed or not early
+            assert not missed or (stage.started_at is not None and now >= stage.started_at + 90)
         case orders.StopStage():
             assert StageState.STOPPED in STAGE_TABLE[stage.state]
         case _:

@@ -78,7 +78,7 @@ def check(kind: str, **params: Any) -> Any:
 
 
 def test_the_engine_reads_every_kind_that_a_run_file_may_name() -> None:
-    assert set(kinds.WRITTEN) == STAGE_CONFIGS.keys()
+    assert {*kinds.WRITTEN} - {kinds.WAIT.name} == STAGE_CONFIGS.keys()
     assert {kind.name for kind in OWN.values() if kind.driver is Driver.CONTROL} == {"gate", "release"}
 
 

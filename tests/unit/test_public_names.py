@@ -28,6 +28,7 @@ COMMANDS = {
     "diff": ["--output", "-o", "A", "B"],
     "sweep": ["--better", "--dry-run", "--metric", "--output", "--seeds", "--set", "-o", "RUN.yaml"],
     "compare": ["--html", "--output", "-o", "A B [C …]"],
+    "signal": ["--reason", "NAME", "run"],
     "attach": ["--detach", "--timeout", "run"],
     "stop": ["run"],
     "retry": ["--detach", "--timeout", "run"],
@@ -112,7 +113,7 @@ def test_verbs_and_options_are_frozen() -> None:
 def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
-    verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry dead"
+    verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry signal dead"
     verbs += " sample eval export promote rollback channel lineage verify trace track import asset upgrade erase doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 

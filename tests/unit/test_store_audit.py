@@ -39,6 +39,7 @@ def fill(ledger: Ledger) -> None:
             stage, state="succeeded", outputs=outputs, metrics={"loss": float("nan")}, tokens=2**60
         )
         transaction.put_cache("sha256:key", "run1", "sft")
+        transaction.send_signal("run1", "go", "it looks well")
         transaction.append_release("prod", OTHER, None, "promote", expected=0)
         transaction.append_release("prod", MODEL, "run1", "promote", expected=1, report_digest=MANIFEST)
     with ledger.transaction("user:bob") as transaction:
@@ -58,9 +59,9 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 def test_what_happened_is_what_the_rows_say(ledger: Ledger) -> None:
     before = verify_rows(ledger)
-    # project, principals, run, stage, attempt, asset, releases, channel, deployment, quarantine, look, cache;
+    # project, principals, run, stage, attempt, signal, asset, releases, channel, deployment, quarantine, look, cache;
     # artifacts, edges, holds
-    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 3 + 9 + 2
+    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 3 + 9 + 2
     with ledger.transaction("user:ann") as transaction:
         transaction.append_release("prod", MODEL, "run1", "promote", expected=3, lift="it was not the model")
     assert verify_rows(ledger) == before + 2  # not sealed yet: a release, and what it serves

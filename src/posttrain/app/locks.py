@@ -19,8 +19,10 @@ from posttrain.control.planning import Planned, manifest_from_json
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.contracts import StageContract
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
+from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.validation import explain
+from posttrain.domain.waits import wait_contract
 
 LOCK_SUFFIX = ".lock.json"
 
@@ -118,6 +120,8 @@ def _check_lock(manifest: Manifest, path: Path, workspace: Workspace) -> dict[st
         if each.trainer in manifest.code:
             with located(f"{path}: stages.{each.name}"):
                 contracts[each.name] = workspace.wiring.trainers[each.trainer].check(each.kind, each.params)
+        elif kind_of(each.kind).driver is Driver.WAIT:
+            contracts[each.name] = wait_contract(each.params, f"{path}: stages.{each.name}")
     for stage, slot, ref in manifest.assets():
         if not workspace.blobs.has(str(ref.digest)):
             raise NotFoundError(

@@ -28,6 +28,7 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.measures import ItemRange, compares
 from posttrain.domain.records import StageRecord
 from posttrain.domain.runspec import RunSpec
+from posttrain.domain.waits import wait_of
 from posttrain.planner.estimate import Estimate, Experience, Workload, comparable, estimate
 from posttrain.planner.prospects import Concern, certain_shortfall, time_concern, token_concern
 
@@ -162,7 +163,7 @@ def _standings(manifest: Manifest, workspace: Workspace, verified: bool) -> dict
     found: dict[str, _Standing] = {}
     first: dict[str, str] = {}  # key → the stage that has it first
     for stage in manifest.stages:
-        if kind_of(stage.kind).driver is Driver.CONTROL:
+        if kind_of(stage.kind).driver is not Driver.JOB:
             found[stage.name] = _Standing()
             continue
         above = [found[ref.name] for ref in stage.inputs.values() if ref.source == "stage"]
@@ -225,6 +226,8 @@ def _estimate(
     history: list[tuple[str | None, Experience]],
     channel_empty: bool,
 ) -> Estimate:
+    if kind_of(stage.kind).driver is Driver.WAIT:
+        return Estimate(0, 0.0, wait_of(planned.manifest, stage.name).words)
     if kind_of(stage.kind).driver is Driver.CONTROL:
         return Estimate(0, 0.0, "no process")
     if standing.record or standing.free:

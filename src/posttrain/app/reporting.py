@@ -108,7 +108,7 @@ def _report(workspace: Workspace, watcher: RunWatcher, status: RunStatus, manife
         owner=run.owner,
         seed=manifest.seed,
         manifest_digest=run.manifest_digest,
-        reason=run.message,
+        reason=status.why,
         next_action=status.next_action,
         stages=tuple(_stage_rows(status)),
         gates=gates.verdicts if gates else (),

@@ -29,7 +29,7 @@ from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.overrides import Setting
-from posttrain.domain.records import ReleaseEntry, RunRecord
+from posttrain.domain.records import ReleaseEntry, RunRecord, Signal
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
@@ -124,6 +124,10 @@ class Run:
     def why(self) -> explain.Explanation:
         """Where it is and why."""
         return explain.explain_run(self.workspace.wiring, self.id)
+
+    def signal(self, name: str, reason: str = "") -> tuple[Signal, bool]:
+        """Let it go on where it waits for this signal; see `control.actions.send_signal`."""
+        return actions.send_signal(self.workspace.wiring, self.id, name, reason)
 
     def stop(self) -> RunRecord:
         """Ask it to stop; whoever drives it carries that out."""

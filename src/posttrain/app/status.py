@@ -18,10 +18,12 @@ from posttrain.control.selecting import choice_warnings
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
+from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
+from posttrain.domain.waits import span, waiting
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
 
@@ -64,6 +66,7 @@ class StageStatus:
             "reason": row.reason,
             "message": self.reason,
             "next_action": self.next_action,
+            "not_before": row.not_before,
             "cached_from": row.cached_from,
             "begun": self.begun,
             "attempts": [_attempt_json(attempt) for attempt in self.attempts],
@@ -87,6 +90,15 @@ class RunStatus:
     next_action: str
     trouble: str = ""  # one line when a part of it cannot be read
     warnings: tuple[str, ...] = ()  # of what its probes chose, one line each
+    signals: tuple[Signal, ...] = ()  # that were sent to it
+
+    @property
+    def why(self) -> str:
+        """One line: why it is where it is. Of one that only waits, for what."""
+        if is_final("run", self.run.state) or any(s.record.state == StageState.RUNNING for s in self.stages):
+            return self.run.message
+        waits = [f"stage {stage.record.name} {stage.reason}" for stage in self.stages if waiting(stage.record)]
+        return "; ".join(waits) or self.run.message
 
     @property
     def tokens(self) -> int:
@@ -114,6 +126,7 @@ class RunStatus:
             "finished_at": run.finished_at,
             "seconds": round(self.seconds, 3),
             "tokens": self.tokens,
+            "signals": [asdict(signal) for signal in self.signals],
             "stages": [stage.to_json() for stage in self.stages],
         }
 
@@ -145,20 +158,22 @@ class RunWatcher:
         with self._workspace.ledger.snapshot() as ledger:
             run = ledger.run(self._run_id)
             rows = ledger.stages(run.id)
+            waits = any(kind_of(row.kind).driver is Driver.WAIT for row in rows)
+            signals = tuple(ledger.signals(run.id)) if waits else ()
             attempts = [self._attempts(ledger, row) for row in rows]
             for row in rows:
                 if self._changed.get(row.name, (-1, None))[0] != row.generation:
                     self._changed[row.name] = row.generation, ledger.last_said(f"{row.run_id}/{row.name}")
         if self._manifest is None and not self._trouble:
             self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
-        waiting = _waiting_for(self._manifest, rows) if self._manifest else {}
+        waiting_for = _waiting_for(self._manifest, rows) if self._manifest else {}
         driver = run_driver(self._workspace.root, run, now)
-        stages = tuple(self._stage(run, row, own, waiting, now) for row, own in zip(rows, attempts, strict=True))
+        stages = tuple(self._stage(run, row, own, waiting_for, now) for row, own in zip(rows, attempts, strict=True))
         seconds = (run.finished_at or now) - run.started_at if run.started_at else 0.0
-        action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driver)
+        action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driver, rows)
         metrics = {row.name: row.metrics for row in rows}
         warnings = tuple(choice_warnings(self._manifest, metrics)) if self._manifest else ()
-        return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings)
+        return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings, signals)
 
     def watcher(self, stage: str) -> StageWatcher:
         """The facts of one stage that were read so far."""
@@ -177,14 +192,14 @@ class RunWatcher:
         return ledger.attempts(row.run_id, row.name)
 
     def _stage(
-        self, run: RunRecord, row: StageRecord, attempts: list[AttemptRecord], waiting: dict[str, str], now: float
+        self, run: RunRecord, row: StageRecord, attempts: list[AttemptRecord], waiting_for: dict[str, str], now: float
     ) -> StageStatus:
         own = tuple(attempt for attempt in attempts if attempt.run_id == row.run_id)
         progress = self._progress(row, attempts) if attempts else StageProgress()
         live = [attempt.launched_at for attempt in own if attempt.launched_at and attempt.finished_at is None]
         running = sum(max(0.0, now - launched) for launched in live)
         seconds = spending((), own, running=running).seconds  # what the budget is billed, or will be
-        reason, action = _stage_words(run, row, waiting.get(row.name, ""))
+        reason, action = _stage_words(run, row, waiting_for.get(row.name, ""), now)
         if attempts and not self._begun.get(row.name):
             self._begun[row.name] = trained_elsewhere(self._workspace.wiring, attempts)
         changed, begun = self._changed[row.name][1], self._begun.get(row.name, "")
@@ -259,7 +274,7 @@ def _waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, s
     return {stage.name: ", ".join(sorted(stage.upstream() & undone)) for stage in manifest.stages}
 
 
-def _stage_words(run: RunRecord, row: StageRecord, waiting: str) -> tuple[str, str]:
+def _stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tuple[str, str]:
     """Why the stage is where it is, and what a person would do next."""
     if row.state in (StageState.SUCCEEDED, StageState.SKIPPED, StageState.RUNNING):
         return row.message or row.state, row.next_action or "none needed"
@@ -267,11 +282,13 @@ def _stage_words(run: RunRecord, row: StageRecord, waiting: str) -> tuple[str, s
         if is_final("run", run.state):
             return f"not started: the run ended first ({run.state})", run.next_action or f"posttrain why {run.id}"
         told = row.message if row.state == StageState.READY else ""
-        return told or (f"waits for {waiting}" if waiting else "its turn comes next"), row.next_action or "none needed"
+        if waiting(row) and row.not_before is not None and row.not_before > now:
+            told += f" (in {span(row.not_before - now)})"
+        return told or (f"waits for {above}" if above else "its turn comes next"), row.next_action or "none needed"
     return row.message or row.state, row.next_action or f"posttrain why {run.id}"
 
 
-def _run_action(run: RunRecord, driver: RunDriver | None) -> str:
+def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[StageRecord]) -> str:
     if run.state == RunState.SUCCEEDED:
         return f"posttrain lineage {run.id} shows what it was made from"
     if driver is None:
@@ -279,7 +296,8 @@ def _run_action(run: RunRecord, driver: RunDriver | None) -> str:
     if run.reason == Reason.SET_ASIDE:
         return run.next_action
     if driver.kind is not DriverKind.NONE:
-        return f"posttrain get {run.id} --watch"
+        asked = [stage.next_action for stage in stages if waiting(stage) and stage.next_action.startswith("posttrain")]
+        return asked[0] if asked else f"posttrain get {run.id} --watch"
     return f"posttrain attach {run.id} drives it on (no process does now)"
 
 

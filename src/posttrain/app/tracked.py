@@ -117,7 +117,7 @@ def _ending(run: RunRecord, stages: list[StageRecord], report: GateReport | None
 def _params(manifest: Manifest) -> Iterator[tuple[str, Any]]:
     yield "seed", manifest.seed
     for stage in manifest.stages:
-        if kind_of(stage.kind).driver is Driver.CONTROL:
+        if kind_of(stage.kind).driver is not Driver.JOB:
             continue
         yield f"{stage.name}.kind", stage.kind
         for slot, ref in sorted(stage.inputs.items()):

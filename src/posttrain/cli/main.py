@@ -34,6 +34,7 @@ from posttrain.cli import (
     plans,
     releases,
     runs,
+    signals,
     sweep,
     trace,
     tracking,
@@ -50,7 +51,7 @@ _LONGEST = 900  # characters of an error
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
-    *("compare", "attach", "stop", "retry", "dead"),
+    *("compare", "attach", "stop", "retry", "signal", "dead"),
     *("sample", "eval", "export", "promote", "rollback", "channel", "lineage", "verify", "trace", "track"),
     *("import", "asset", "upgrade", "erase", "doctor"),
 ]
@@ -151,7 +152,21 @@ def options(
     """Declare a post-training run once; train, judge, ship, roll back."""
 
 
-for room in (workspace, demo, plans, driving, dead, sweep, runs, compare, models, releases, trace, tracking):
+for room in (
+    workspace,
+    demo,
+    plans,
+    driving,
+    signals,
+    dead,
+    sweep,
+    runs,
+    compare,
+    models,
+    releases,
+    trace,
+    tracking,
+):
     room.register(app)
 app.add_typer(importing.app, name="import")
 app.add_typer(channels.app, name="channel")

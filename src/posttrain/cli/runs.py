@@ -70,7 +70,7 @@ def ls(
     for status in statuses:
         run = status.run
         mark = Text(glyph(run.state), style=style(run.state))
-        reason = status.trouble or under_way(status) or (run.message if run.state != "succeeded" else run.reason)
+        reason = status.trouble or under_way(status) or (status.why if run.state != "succeeded" else run.reason)
         action = "" if run.state == "succeeded" and not status.trouble else status.next_action
         driver, took = str(status.driver or ""), duration(status.seconds)
         table.row(mark, run.id, run.state, ago(run.created_at), took, driver, " ".join(reason.split()), action)
@@ -116,10 +116,16 @@ def get(
         paths = {"report": str(written.report), "curves": str(written.curves)} if written else {}
         emit_json(status.to_json() | {"scores": scores.to_json(), "trackers": [t.to_json() for t in trackers]} | paths)
         return
-    from posttrain.cli.screens import run_footer, run_tree, score_lines, tracker_lines, warning_lines
+    from posttrain.cli.screens import run_footer, run_tree, score_lines, signal_lines, tracker_lines, warning_lines
 
     screen = console()
-    told = (*score_lines(scores), *warning_lines(status), *tracker_lines(trackers), *run_footer(status))
+    told = (
+        *score_lines(scores),
+        *warning_lines(status),
+        *signal_lines(status),
+        *tracker_lines(trackers),
+        *run_footer(status),
+    )
     screen.print(run_tree(status), *told, sep="\n")
     if written:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
@@ -213,16 +219,24 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
             | {"lost": [asdict(attempt) for attempt in found.lost]}
         )
         return
-    from posttrain.cli.screens import attempt_line, run_tree, score_lines, tracker_lines, verdict_lines, warning_lines
+    from posttrain.cli.screens import (
+        attempt_line,
+        run_tree,
+        score_lines,
+        signal_lines,
+        tracker_lines,
+        verdict_lines,
+        warning_lines,
+    )
 
     screen = console()
     screen.print(run_tree(status))
     verdicts = found.report.verdicts if found.report else ()
     words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates pass" if verdicts else ""
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full
-    told = words if gated else status.run.message or meaning(status.run.reason)
+    told = words if gated else status.why or meaning(status.run.reason)
     say(f"reason: {told} ({status.run.reason})")
-    for line in (*verdict_lines(verdicts), *score_lines(scores), *warning_lines(status)):
+    for line in (*verdict_lines(verdicts), *score_lines(scores), *warning_lines(status), *signal_lines(status)):
         screen.print(line)
     for attempt in found.lost:
         screen.print(f"{attempt.stage}:", attempt_line(attempt))

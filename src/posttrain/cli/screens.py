@@ -11,7 +11,7 @@ from rich.tree import Tree
 from posttrain.app.planning import PlanView, StagePlan
 from posttrain.app.status import RunStatus, StageStatus
 from posttrain.app.tracking import TROUBLE, TrackerState
-from posttrain.cli.console import branch, count, digest, duration, excerpt, glyph, moment, style
+from posttrain.cli.console import ago, branch, count, digest, duration, excerpt, glyph, moment, style
 from posttrain.cli.tables import Column, Grid
 from posttrain.control.compare import Difference
 from posttrain.control.lineage import selection_words
@@ -50,12 +50,20 @@ def run_tree(status: RunStatus) -> Tree:
 def run_footer(status: RunStatus) -> list[Text]:
     """Why the run is where it is, and the next action."""
     run, driver = status.run, status.driver
-    lines = [Text(f"reason: {run.message or run.reason}"), Text(f"next:   {status.next_action}", style="bold")]
+    lines = [Text(f"reason: {status.why or run.reason}"), Text(f"next:   {status.next_action}", style="bold")]
     if driver is not None:
         said = f" (it gave the run up: {driver.trouble})" if driver.trouble else ""
         log = f"; log of the background driver{said}: {driver.log}" if driver.log else ""
         lines.insert(1, Text(f"driver: {driver}{log}"))
     return [Text(f"error:  {status.trouble}", style=style("error")), *lines] if status.trouble else lines
+
+
+def signal_lines(status: RunStatus) -> Iterator[Text]:
+    """Who told it to go on, and why."""
+    for sent in status.signals:
+        yield Text(
+            f"signal: {sent.name}, sent by {sent.actor} {ago(sent.at)}" + (f": {sent.reason}" if sent.reason else "")
+        )
 
 
 def warning_lines(status: RunStatus) -> Iterator[Text]:

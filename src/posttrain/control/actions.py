@@ -1,8 +1,9 @@
-"""What a person asks for: stop, retry, promote, roll back."""
+"""What a person asks for: stop, send a signal, retry, promote, roll back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from posttrain.control import environments
 from posttrain.control.channels import policy_of, refuse_lift
@@ -14,10 +15,12 @@ from posttrain.domain.errors import ConflictError, InputError, NotFoundError, St
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import ReleaseEntry, RunRecord
+from posttrain.domain.records import ReleaseEntry, RunRecord, Signal
 from posttrain.domain.validation import nearest
+from posttrain.domain.waits import signals_of
 
 _DIGITS = 8  # the fewest hex digits that name a model; fewer decimal ones are a release number
+_GOES_ON = (RunState.STOPPED, RunState.FAILED)  # once somebody retries it
 _TRIES = 20  # compare-and-set against a reconciler that ticks ten times a second
 
 
@@ -38,6 +41,31 @@ def stop(wiring: Wiring, run_id: str) -> RunRecord:
         except StaleWriteError:
             wiring.clock.sleep(0.02)
     raise ConflictError(f"run {run_id}: changes faster than it could be stopped; try again")
+
+
+def send_signal(wiring: Wiring, run_id: str, name: str, reason: str = "") -> tuple[Signal, bool]:
+    """Let a run go on where it waits for a signal, or will; and wake whoever drives it.
+
+    Returns:
+        The signal, and whether this call sent it: sent twice it is the first one.
+
+    Raises:
+        InputError: the run has ended, or it waits for no such signal.
+    """
+    run = wiring.ledger.run(run_id)
+    known = signals_of(wiring.manifest(run))
+    if name not in known:
+        has = nearest(name, known) or "; no stage of it waits for one"
+        raise InputError(f"run {run.id}: no stage waits for signal {name!r}{has}")
+    for _ in range(_TRIES):
+        with suppress(ConflictError), wiring.ledger.transaction(wiring.actor) as transaction:
+            now = transaction.snapshot.run(run_id)
+            if is_final("run", now.state) and not any(s.name == name for s in transaction.snapshot.signals(run_id)):
+                again = f"; posttrain retry {run_id} first" if now.state in _GOES_ON else ""
+                raise InputError(f"run {run_id}: has already ended ({now.state}), so no signal is heard{again}")
+            new = transaction.send_signal(run_id, name, reason)
+            return next(s for s in transaction.snapshot.signals(run_id) if s.name == name), new
+    raise ConflictError(f"run {run_id}: signal {name} is sent by others at this moment; look: posttrain get {run_id}")
 
 
 def retry(wiring: Wiring, run_id: str) -> RunRecord:

@@ -13,6 +13,7 @@ from posttrain.control.orders import (
     Bind,
     Collect,
     End,
+    EndWait,
     Judge,
     Kill,
     Launch,
@@ -61,8 +62,10 @@ def act(wiring: Wiring, view: View, order: Order) -> None:
             _launch(wiring, view, order)
         case RecordLaunch(stage, attempt, handle):
             record_launch(wiring, attempt, handle, stage)
-        case Say(stage, reason, message):
-            say(wiring, stage, reason, message)
+        case EndWait():
+            _end_wait(wiring, order)
+        case Say(stage, reason, message, action):
+            say(wiring, stage, reason, message, action)
         case AskToStop():
             _ask_to_stop(wiring, order)
         case Kill(_, attempt):
@@ -111,6 +114,18 @@ def _move_run(wiring: Wiring, order: MoveRun) -> None:
             message=order.message,
             next_action=order.next_action,
             **columns,
+        )
+
+
+def _end_wait(wiring: Wiring, order: EndWait) -> None:
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.update_stage(
+            order.stage,
+            state=order.state,
+            reason=order.reason,
+            message=order.message,
+            next_action=order.next_action,
+            finished_at=wiring.clock.now(),
         )
 
 

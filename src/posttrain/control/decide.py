@@ -16,6 +16,7 @@ from posttrain.control.orders import (
     Bind,
     Collect,
     End,
+    EndWait,
     Judge,
     Kill,
     Launch,
@@ -35,7 +36,8 @@ from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
+from posttrain.domain.waits import span, told, wait_of
 
 STOP_GRACE_SECONDS = 30.0
 LEAVING_SECONDS = 120.0  # after a result, until a job that its executor does not see to is ended
@@ -56,6 +58,7 @@ class View:
     manifest: Manifest
     stages: tuple[StageRecord, ...]
     attempts: tuple[AttemptRecord, ...]
+    signals: tuple[Signal, ...] = ()  # that were sent to it
 
     def stage(self, name: str) -> StageRecord:
         """The stage of this name."""
@@ -114,6 +117,8 @@ def decide_stage(view: View, name: str, sight: Sight | None, now: float) -> Orde
     kind = kind_of(stage.kind)
     if kind.driver is Driver.JOB:
         return None if stage.not_before is not None and now < stage.not_before else Start(stage)
+    if kind.driver is Driver.WAIT:
+        return _wait(view, stage, now)
     return Judge(stage) if kind.judges else Release(stage)
 
 
@@ -136,6 +141,24 @@ def settle(view: View) -> MoveRun | None:
             run, RunState.STOPPED, Reason.STOPPED, "stopped by a person", f"posttrain retry {run.id} resumes it"
         )
     return None
+
+
+def _wait(view: View, stage: StageRecord, now: float) -> Order | None:
+    """A signal that was sent counts whenever that was, as long as nobody has given it up."""
+    wait = wait_of(view.manifest, stage.name)
+    sent = next((signal for signal in view.signals if signal.name == wait.signal), None)
+    here = stage.not_before is None or now >= stage.not_before
+    if here and (wait.signal is None or sent is not None):
+        came = f"signal {sent.name} came" if sent else f"waited {span(wait.seconds or 0.0)}"
+        return EndWait(stage, StageState.SUCCEEDED, Reason.WAIT_OVER, came)
+    ends = wait.given_up_at(stage)
+    if sent is None and ends is not None and now >= ends:
+        said = f"no signal {wait.signal} came within {span(wait.within or 0.0)}"
+        action = f"posttrain retry {stage.run_id} waits anew"
+        return EndWait(stage, StageState.FAILED, Reason.SIGNAL_MISSED, said, action)
+    reason, message, action = told(replace(stage, not_before=None) if here else stage, wait, sent)
+    same = (stage.reason, stage.message) == (reason, message)
+    return None if same else Say(stage, reason, message, action)
 
 
 # --- attempts ---------------------------------------------------------------------------------------------------------

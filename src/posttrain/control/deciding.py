@@ -88,7 +88,9 @@ class Decision:
                 added += [stage] if stage.name not in self._stages else []
         report = InputRef(source="stage", name=GATE.name, output=REPORT, form="file")
         added.append(_control_stage(GATE, inputs))
-        added.append(_control_stage(RELEASE, {"candidate": candidate, REPORT: report}))
+        added.append(
+            _control_stage(RELEASE, {"candidate": candidate, REPORT: report}, tuple(sorted(set(release.after))))
+        )
         return added
 
     def _candidate(self, release: ReleaseSpec) -> InputRef:
@@ -145,9 +147,9 @@ def _metrics_of(stage: StageManifest) -> InputRef:
     return InputRef(source="stage", name=stage.name, output="metrics", form="file")
 
 
-def _control_stage(kind: StageKind, inputs: dict[str, InputRef]) -> StageManifest:
-    outputs = dict(kind.outputs)
-    return StageManifest(name=kind.name, kind=kind.name, trainer=CONTROL, inputs=inputs, params={}, outputs=outputs)
+def _control_stage(kind: StageKind, inputs: dict[str, InputRef], after: tuple[str, ...] = ()) -> StageManifest:
+    made = {"trainer": CONTROL, "params": {}, "outputs": dict(kind.outputs), "after": after}
+    return StageManifest(name=kind.name, kind=kind.name, inputs=inputs, **made)
 
 
 def _judged_metrics(

@@ -108,11 +108,11 @@ def waits_for_devices(wiring: Wiring, manifest: Manifest, stage: StageRecord, tr
     return bool(lack)
 
 
-def say(wiring: Wiring, stage: StageRecord, reason: Reason, message: str) -> None:
+def say(wiring: Wiring, stage: StageRecord, reason: Reason, message: str, action: str = "none needed") -> None:
     """Write down what a stage waits for, once."""
     if (stage.reason, stage.message) != (reason, message):
         with wiring.ledger.transaction(wiring.actor) as transaction:
-            transaction.update_stage(stage, reason=reason, message=message, next_action="none needed")
+            transaction.update_stage(stage, reason=reason, message=message, next_action=action)
 
 
 def record_launch(wiring: Wiring, attempt: AttemptRecord, handle: str, stage: StageRecord) -> None:

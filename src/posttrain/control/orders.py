@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.domain.jobs import Failure, JobResult
-from posttrain.domain.lifecycle import AttemptState, RunState
+from posttrain.domain.lifecycle import AttemptState, RunState, StageState
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 
@@ -59,6 +59,17 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class EndWait:
+    """What a stage waited for has come, or is waited for no longer."""
+
+    stage: StageRecord
+    state: StageState  # succeeded | failed
+    reason: Reason
+    message: str
+    next_action: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Submit a planned attempt."""
 
@@ -82,6 +93,7 @@ class Say:
     stage: StageRecord
     reason: Reason
     message: str
+    next_action: str = "none needed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +152,7 @@ Order = (
     | Start
     | Judge
     | Release
+    | EndWait
     | Launch
     | RecordLaunch
     | Say

@@ -13,6 +13,7 @@ from posttrain.control.deciding import Decision
 from posttrain.decision.policies import under_policy
 from posttrain.domain.contracts import MODEL, StageContract
 from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.domain.kinds import CONTROL, GATE, Driver, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, model_output, topological
 from posttrain.domain.passes import Passes, passes_of
 from posttrain.domain.policies import PinnedPolicy
@@ -20,6 +21,7 @@ from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
 from posttrain.domain.runspec import RunSpec, StageSpec
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.validation import nearest
+from posttrain.domain.waits import wait_contract
 from posttrain.execution.ports import Trainer
 
 
@@ -85,13 +87,16 @@ def plan_run(
     passes = _resolve_epochs(spec, source, contracts, trainers, resolver, count)
     stages = {name: resolver.stage(name) for name in spec.stages}
     try:
-        order = topological({name: stage.upstream() for name, stage in stages.items()})
+        order = _after_each_other(spec, stages.values())
     except InputError as error:
         raise InputError(f"{source}: {error}") from error
-    ordered = [stages[name] for name in order]
-    code = code_of(((s.kind, s.trainer) for s in spec.stages.values()), trainers)
+    code = code_of(((s.kind, s.trainer) for s in order if s.trainer != CONTROL), trainers)
     decision = Decision(resolver, spec, source, stages, contracts)
-    ordered += decision.stages(lambda evaluators: check_suites(evaluators, code, policy) if policy else None)
+    added = decision.stages(lambda evaluators: check_suites(evaluators, code, policy) if policy else None)
+    try:
+        ordered = _after_each_other(spec, [*order, *added])
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
     manifest = Manifest(
         name=spec.name,
         owner=spec.owner,
@@ -105,6 +110,23 @@ def plan_run(
     )
     warnings = tuple(_new_channel(spec, channels))
     return Planned(manifest, contracts | decision.contracts, warnings, passes=passes, policy=policy)
+
+
+def _after_each_other(spec: RunSpec, stages: Collection[StageManifest]) -> list[StageManifest]:
+    """Stages so that each comes after what it waits for, as far as that is among them.
+
+    Raises:
+        InputError: a circle; an `after` that names what there is not.
+    """
+    gate = {GATE.name} if spec.release else set()
+    places = {f"stages.{name}": stage.after for name, stage in spec.stages.items()}
+    places |= {"release": spec.release.after} if spec.release else {}
+    for place, names in places.items():
+        for name in names:
+            if name not in spec.stages.keys() | gate:
+                raise InputError(f"{place}.after: no stage {name!r}{nearest(name, spec.stages.keys() | gate)}")
+    known = {stage.name: stage for stage in stages}
+    return [known[name] for name in topological({name: s.upstream() & known.keys() for name, s in known.items()})]
 
 
 def _gated(spec: RunSpec, source: str, policy: PinnedPolicy | None) -> RunSpec:
@@ -132,6 +154,10 @@ def _new_channel(spec: RunSpec, channels: Collection[str]) -> Iterator[str]:
 
 
 def _contract(source: str, name: str, stage: StageSpec, trainers: Mapping[str, Trainer]) -> StageContract:
+    if kind_of(stage.kind).driver is Driver.WAIT:
+        if stage.trainer != StageSpec.model_fields["trainer"].default:
+            raise InputError(f"{source}: stages.{name}.trainer: a stage that waits has none, got {stage.trainer!r}")
+        return wait_contract(stage.params, f"{source}: stages.{name}")
     if stage.trainer not in trainers:
         known = nearest(stage.trainer, trainers)
         raise InputError(f"{source}: stages.{name}.trainer: unknown trainer {stage.trainer!r}{known}")
@@ -184,7 +210,8 @@ class Resolver:
         return StageManifest(
             name=name,
             kind=written.kind,
-            trainer=written.trainer,
+            trainer=CONTROL if kind_of(written.kind).driver is Driver.WAIT else written.trainer,
+            after=tuple(sorted(set(written.after))),
             inputs=inputs,
             params=dict(contract.params),
             outputs=dict(contract.outputs),

@@ -12,6 +12,8 @@ from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.domain.waits import times as due_times
+from posttrain.domain.waits import wait_of, waiting
 from posttrain.store.work import NEVER
 
 UNSEEN_SECONDS = 60.0  # between looks at a job that gives no sign
@@ -34,6 +36,8 @@ def look_again_after(
             times.append(_WAITS.get(stage.reason, NEVER))
         if stage.state == StageState.READY and stage.not_before is not None and stage.not_before > now:
             times.append(stage.not_before - now)
+        if waiting(stage):  # `not_before` of it, and until when its signal is waited for
+            times += [at - now for at in due_times(wait_of(manifest, stage.name), stage) if at > now]
     for_devices = {stage.name for stage in stages if stage.reason == Reason.WAITING_FOR_DEVICES}  # signs: `Pulse`
     for attempt in attempts:
         if attempt.state == AttemptState.PLANNED and attempt.stage not in for_devices:

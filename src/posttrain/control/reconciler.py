@@ -37,6 +37,7 @@ from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord
+from posttrain.domain.waits import signals_of
 from posttrain.store.waking import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
 
@@ -95,14 +96,15 @@ class Reconciler:
             return None
         troubles = Troubles(self._wiring, self.queue, run_id)
         try:
+            began = self._wiring.clock.now()
             run = self._pass(run_id, self._manifest(run), troubles)
-            return self._given_back(run, claim, troubles)
+            return self._given_back(run, claim, troubles, began)
         except ConflictError:  # a person or another process moved first: read again
             return Tick(self._wiring.ledger.run(run_id), changed=True)
         except Exception as error:
             return self._met(run, claim, error)
 
-    def _given_back(self, run: RunRecord, claim: Work, troubles: Troubles) -> Tick:
+    def _given_back(self, run: RunRecord, claim: Work, troubles: Troubles, began: float) -> Tick:
         if is_final("run", run.state):
             self.queue.finish(run.id)
             self._held.pop(run.id, None)
@@ -111,7 +113,8 @@ class Reconciler:
             stages = [stage for stage in now.stages(run.id) if stage.name not in troubles.set_aside]
             names = {stage.name for stage in stages}
             attempts = [attempt for attempt in now.attempts(run.id) if attempt.stage in names]
-        after = look_again_after(self._manifest(run), stages, attempts, self._wiring.clock.now())
+        # of the moment before anything was decided: a time that came meanwhile was not decided on
+        after = look_again_after(self._manifest(run), stages, attempts, min(began, self._wiring.clock.now()))
         if troubles.again_after is not None:
             after = min(after, troubles.again_after)
         aside = tuple(sorted(troubles.set_aside)) if after >= NEVER else ()
@@ -328,7 +331,8 @@ class Reconciler:
 
     def _view(self, run_id: str, manifest: Manifest) -> View:
         with self._wiring.ledger.snapshot() as now:
-            return View(now.run(run_id), manifest, tuple(now.stages(run_id)), tuple(now.attempts(run_id)))
+            rows = now.run(run_id), manifest, tuple(now.stages(run_id)), tuple(now.attempts(run_id))
+            return View(*rows, tuple(now.signals(run_id)) if signals_of(manifest) else ())
 
     def _manifest(self, run: RunRecord) -> Manifest:
         if run.manifest_digest not in self._manifests:

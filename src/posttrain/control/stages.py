@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from posttrain.control import budgets, environments
 from posttrain.control.cache import cache_key, usable
@@ -13,11 +14,12 @@ from posttrain.control.launching import plan_attempt, waits_for_devices
 from posttrain.control.resuming import tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.jobs import InputBlob
-from posttrain.domain.kinds import kind_of
+from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.waits import wait_of
 
 
 def bind_pending(
@@ -40,9 +42,17 @@ def bind_pending(
             elif not kind_of(stage.kind).judges:
                 return _skip(wiring, stage, ref.name)
     bound = {slot: asdict(blob) for slot, blob in inputs.items()}
+    waits = kind_of(stage.kind).driver is Driver.WAIT
+    begun: dict[str, Any] = wait_of(manifest, stage.name).begun(wiring.clock.now()) if waits else {}
     with wiring.ledger.transaction(wiring.actor) as transaction:
         return transaction.update_stage(
-            stage, state=StageState.READY, reason=Reason.READY, message="inputs are there", next_action="", inputs=bound
+            stage,
+            state=StageState.READY,
+            reason=Reason.READY,
+            message="inputs are there",
+            next_action="",
+            inputs=bound,
+            **begun,
         )
 
 

@@ -18,7 +18,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.plugins import Plugin, find_plugin, plugin_names
 
 KINDS: Final = "posttrain.kinds"  # the group of entry points
-CONTROL: Final = "control"  # the "trainer" of stages that need no process
+CONTROL: Final = "control"  # the "trainer" of stages that need no process, and of those that wait
 _MODULE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
 _STEPS = "lower steps or batch_size of {}"
 _SAMPLES = "lower steps, prompts_per_step or max_new_tokens of {}"
@@ -30,6 +30,7 @@ class Driver(StrEnum):
 
     JOB = "job"  # a process that an executor launches
     CONTROL = "control"  # the reconciler itself, between two looks
+    WAIT = "wait"  # nobody: a time that comes, or a person who sends its signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class StageKind:
 _MODEL, _TRAIN = {MODEL: "tree"}, "posttrain.jobs.train"
 GATE: Final = StageKind("gate", driver=Driver.CONTROL, outputs={REPORT: "file"})
 RELEASE: Final = StageKind("release", driver=Driver.CONTROL, ships=True)
+WAIT: Final = StageKind("wait", driver=Driver.WAIT)  # its parameters: `domain.waits`
 _OWN = (
     StageKind(
         name="sft",
@@ -138,11 +140,12 @@ _OWN = (
         from_nothing=True,
         fitting="make the model smaller",
     ),
+    WAIT,
     GATE,
     RELEASE,
 )
 OWN: Final[Mapping[str, StageKind]] = {kind.name: kind for kind in _OWN}
-WRITTEN: Final = tuple(kind.name for kind in _OWN if kind.driver is Driver.JOB)  # that a run file may name
+WRITTEN: Final = tuple(kind.name for kind in _OWN if kind.driver is not Driver.CONTROL)  # that a run file may name
 ADDED: Final = tuple(kind.name for kind in _OWN if kind.driver is Driver.CONTROL)  # that a release adds
 
 

@@ -11,7 +11,7 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.contracts import BEST, METRICS, MODEL
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule
-from posttrain.domain.runspec import Budget, ReleaseSpec
+from posttrain.domain.runspec import Budget, Ordered, ReleaseSpec
 from posttrain.domain.validation import Frozen, nearest
 
 MANIFEST_SCHEMA: Final = 1
@@ -51,12 +51,12 @@ def model_output(word: str) -> tuple[str, str]:
     return stage, BEST if mark else MODEL
 
 
-class StageManifest(Frozen):
+class StageManifest(Ordered):
     """One stage with normalised parameters (defaults filled in) and resolved inputs."""
 
     name: str
     kind: str  # sft | grpo | evaluate | gate …: a name of `domain.kinds`
-    trainer: str  # "control" for gate and release: they need no process
+    trainer: str  # "control" for gate and release, which need no process, and for what waits
     inputs: dict[str, InputRef]
     params: dict[str, Any]
     outputs: dict[str, str] = Field(default_factory=dict)  # name → file | tree
@@ -68,7 +68,7 @@ class StageManifest(Frozen):
 
     def upstream(self) -> set[str]:
         """Names of the stages this one waits for."""
-        return {ref.name for ref in self.inputs.values() if ref.source == "stage"}
+        return {ref.name for ref in self.inputs.values() if ref.source == "stage"} | set(self.after)
 
 
 class Manifest(Frozen):

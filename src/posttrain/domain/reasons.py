@@ -53,6 +53,13 @@ class Reason(StrEnum):
         "A stage of another run computes the same, and its result will be reused.",
         _NOTHING,
     )
+    WAITING_FOR_TIME = "WaitingForTime", (_STAGE,), "It waits for the time that the run file names.", _NOTHING
+    WAITING_FOR_SIGNAL = (
+        "WaitingForSignal",
+        (_STAGE,),
+        "It waits until somebody sends its signal.",
+        "`signal` lets it go on",
+    )
     BACK_OFF = "BackOff", (_STAGE,), "Its attempt was lost, and the next one starts after a pause.", _NOTHING
     RETRIED = "Retried", _ENDED, "A person asked for another try.", _NOTHING
 
@@ -94,6 +101,7 @@ class Reason(StrEnum):
 
     # --- done ---------------------------------------------------------------------------------------------------------
     SUCCEEDED = "Succeeded", _ALL, "It is done.", _NOTHING
+    WAIT_OVER = "WaitOver", (_STAGE,), "What it waited for has come.", _NOTHING
     CACHE_HIT = "CacheHit", (_STAGE,), "The same was computed before, and its result is reused.", _NOTHING
     CHANNEL_EMPTY = "ChannelEmpty", (_STAGE,), "The channel has no release, so there is no baseline.", _NOTHING
     GATE_PASSED = "GatePassed", (_STAGE,), "Every gate passed.", _NOTHING
@@ -157,6 +165,12 @@ class Reason(StrEnum):
         "`logs` says why; mend it, then `retry`",
     )
     BUDGET_EXCEEDED = "BudgetExceeded", _ALL, "The run's budget is spent.", "raise it in the run file and submit again"
+    SIGNAL_MISSED = (
+        "SignalMissed",
+        _ENDED,
+        "Nobody sent the signal in the time that the run file gives.",
+        "`retry` waits anew",
+    )
     CODE_CHANGED = (
         "CodeChanged",
         _ENDED,

@@ -73,10 +73,21 @@ class StageRecord:
     outputs: Mapping[str, Any] = field(default_factory=dict)  # name → {"digest", "form"}
     metrics: Mapping[str, float] = field(default_factory=dict)
     tokens: int = 0  # spent, over all attempts
-    started_at: float | None = None
+    started_at: float | None = None  # its first launch; of one that waits, when its turn came
     finished_at: float | None = None
-    not_before: float | None = None  # back-off: do not launch earlier
+    not_before: float | None = None  # back-off: do not launch earlier; of one that waits, the time that must come
     retried_after: int = 0  # attempts made before the last `retry`: they no longer count against the limit
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """That a run was told to go on where it waits for this."""
+
+    run_id: str
+    name: str
+    actor: str  # who sent it
+    at: float
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

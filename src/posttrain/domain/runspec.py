@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateRule
@@ -77,7 +85,25 @@ class Budget(Frozen):
     attempts: Annotated[int, Field(ge=1, le=20)] = 5  # per stage, for infrastructure failures
 
 
-class ReleaseSpec(Frozen):
+def _word_or_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Ordered(Frozen):
+    """What waits for stages from which it takes nothing. Where there are none they are not written down."""
+
+    # stages that must have ended before, though nothing of them is taken; `gate` may be one
+    after: Annotated[tuple[Name, ...], BeforeValidator(_word_or_list)] = ()
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        said: dict[str, Any] = handler(self)
+        if not self.after:
+            said.pop("after", None)
+        return said
+
+
+class ReleaseSpec(Ordered):
     """Which stage's model ships to which channel when every gate passes."""
 
     channel: Name
@@ -136,8 +162,8 @@ def _ref_or_map(value: Any) -> Any:
     return {"ref": value} if isinstance(value, str) else value
 
 
-class StageSpec(Frozen):
-    """One stage: its kind, its trainer, and parameters that the trainer checks."""
+class StageSpec(Ordered):
+    """One stage: its kind, its trainer, what it comes after, and parameters that the trainer checks."""
 
     kind: str
     trainer: str = "native"
@@ -150,7 +176,7 @@ class StageSpec(Frozen):
             raise ValueError("must be a map with at least `kind`")
         if "kind" not in value:
             raise ValueError(f"`kind` is required: one of {', '.join(kind_names())}")
-        known = {key: value[key] for key in ("kind", "trainer") if key in value}
+        known = {key: value[key] for key in ("kind", "trainer", "after") if key in value}
         return {**known, "params": {key: item for key, item in value.items() if key not in known}}
 
 

@@ -154,7 +154,7 @@ def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[st
             found.model_fields[str(part)].annotation if found and str(part) in found.model_fields else _inner(current)
         )
     found = _model_of(current)
-    return list(found.model_fields) if found else []
+    return [field.alias or name for name, field in found.model_fields.items()] if found else []
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

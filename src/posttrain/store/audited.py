@@ -72,6 +72,7 @@ TABLES: Mapping[str, Audited] = {
             "attempt {run_id}/{stage}/{number}",
             frozenset({"message", "failure_signature", "folder", "handle"}),
         ),
+        Audited(schema.signals, "signal {name} of run {run_id}", frozenset({"reason"})),
         Audited(schema.assets, "asset {kind}:{name}@{version}", frozenset({"meta"})),
         Audited(schema.releases, "release {sequence} of channel {channel}"),
         Audited(schema.channels, "channel {name}"),

@@ -160,6 +160,8 @@ def _belongs(row: _Row, subject: str) -> bool:
     table, key = row
     if table == "assets":
         return f"{key[1]}:{key[2]}@{key[3]}" == subject
+    if table == "signals":
+        return bool(key[1] == subject)
     return table in ("runs", "stages", "attempts") and key[0] == subject
 
 

@@ -24,6 +24,7 @@ from posttrain.domain.records import (
     Quarantine,
     ReleaseEntry,
     RunRecord,
+    Signal,
     StageRecord,
 )
 from posttrain.store.clock import SystemClock
@@ -169,6 +170,11 @@ class Ledger:
         """See `Snapshot.history`."""
         with self.snapshot() as now:
             return now.history(name)
+
+    def signals(self, run_id: str) -> list[Signal]:
+        """See `Snapshot.signals`."""
+        with self.snapshot() as now:
+            return now.signals(run_id)
 
     def quarantine(self, name: str) -> list[Quarantine]:
         """See `Snapshot.quarantine`."""

@@ -125,6 +125,17 @@ attempts = Table(
     ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
 )
 
+signals = Table(
+    "signals",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("run_id", String(64), ForeignKey("runs.id"), primary_key=True),
+    Column("name", String(63), primary_key=True),
+    Column("principal", String(32), nullable=False),  # who sent it
+    Column("at", Float(53), nullable=False),
+    Column("reason", Text, nullable=False),
+)
+
 assets = Table(
     "assets",
     metadata,

@@ -21,6 +21,7 @@ from posttrain.domain.records import (
     Quarantine,
     ReleaseEntry,
     RunRecord,
+    Signal,
     StageRecord,
 )
 from posttrain.store.rows import Record, to_event, to_record
@@ -41,6 +42,7 @@ from posttrain.store.schema import (
     quarantine,
     releases,
     runs,
+    signals,
     stage_cache,
     stages,
     unsealed,
@@ -236,6 +238,13 @@ class Snapshot:
         """Everything that was ever live on a channel, oldest first."""
         query = self._releases().where(releases.c.channel == name).order_by(releases.c.sequence)
         return self._all(ReleaseEntry, query)
+
+    def signals(self, run_id: str) -> list[Signal]:
+        """What was sent to a run, oldest first."""
+        query = select(signals, principals.c.name.label("actor"))
+        query = query.join(principals, principals.c.id == signals.c.principal)
+        query = query.where(signals.c.project == self._project, signals.c.run_id == run_id)
+        return self._all(Signal, query.order_by(signals.c.at, signals.c.name))
 
     def quarantine(self, name: str) -> list[Quarantine]:
         """Models that may not be promoted to a channel again, the newest first."""

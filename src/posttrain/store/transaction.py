@@ -18,12 +18,12 @@ from sqlalchemy import Table, Update, bindparam, update
 
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition, is_final
-from posttrain.domain.records import Artifact, Asset, AttemptRecord, RunRecord, StageRecord
+from posttrain.domain.records import Artifact, Asset, AttemptRecord, RunRecord, Signal, StageRecord
 from posttrain.store.audited import CHANGED, Change
 from posttrain.store.edges import Sizes, Told
 from posttrain.store.releasing import ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
-from posttrain.store.schema import assets, attempts, runs, stage_cache, stages
+from posttrain.store.schema import assets, attempts, runs, signals, stage_cache, stages
 from posttrain.store.waking import revive
 
 _JOINED = frozenset({"lease_owner", "lease_expires"})  # of a run, from its row of the work queue
@@ -165,6 +165,19 @@ class Transaction(ReleaseWriting):
         """What was set aside of a run is looked at again: a person asks for it."""
         revive(self._connection, self._project, run_id)
         self._woken.add(run_id)
+
+    def send_signal(self, run_id: str, name: str, reason: str = "") -> bool:
+        """Let a run go on where it waits for this; False: somebody sent it before.
+
+        Raises:
+            ConflictError: somebody sends it at this very moment.
+        """
+        if any(signal.name == name for signal in self.snapshot.signals(run_id)):
+            return False
+        sent = Signal(run_id, name, self._journal.author.name, self._clock.now(), plain(reason))
+        self._insert(signals, self._owned(sent, "actor"), f"signal {name} of run {run_id}", "signal.sent", run_id)
+        self._woken.add(run_id)
+        return True
 
     def append_event(
         self, kind: str, subject: str, facts: Mapping[str, Any], said: Mapping[str, Any] | None = None

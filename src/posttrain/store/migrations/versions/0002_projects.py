@@ -36,7 +36,20 @@ def upgrade() -> None:
     _create_policies()
     _create_edges()
     _create_channels()
+    _create_signals()
     _create_work()
+
+
+def _create_signals() -> None:
+    op.create_table(
+        "signals",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("run_id", sa.String(64), sa.ForeignKey("runs.id"), primary_key=True),
+        sa.Column("name", sa.String(63), primary_key=True),
+        sa.Column("principal", _PRINCIPAL, nullable=False),
+        sa.Column("at", _TIME, nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+    )
 
 
 def _create_principals() -> None:

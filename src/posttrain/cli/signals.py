@@ -1,0 +1,32 @@
+"""`signal`: a run goes on where it waits for a word."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.console import ago, say
+from posttrain.cli.driving import RunArgument
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("signal")(signal)
+
+
+def signal(
+    run: RunArgument,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The signal, as the run file calls it.")],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the log.")] = "",
+) -> None:
+    """Let a run go on where a stage waits for a signal. Sent before the stage is reached it counts; twice is once."""
+    from posttrain.app import runs
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    handle = runs.run(run, workspace)
+    sent, new = handle.signal(name, reason)
+    workspace.close()
+    before = "" if new else f" {ago(sent.at)} already, by {sent.actor}"
+    say(f"run {sent.run_id}: signal {sent.name} sent{before}", f"next: posttrain get {sent.run_id}")

@@ -1,0 +1,148 @@
+"""What a stage of kind `wait` waits for: a time that passes (`for`), a signal that somebody sends, or both.
+
+Its times are two columns of its own row, written once when its turn comes: `started_at`, and with `for` the time that
+must have come, `not_before`. So they survive whoever drives the run, and nobody computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from posttrain.domain.contracts import StageContract
+from posttrain.domain.errors import InputError
+from posttrain.domain.kinds import Driver, kind_of
+from posttrain.domain.lifecycle import StageState
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.reasons import Reason
+from posttrain.domain.records import Signal, StageRecord
+from posttrain.domain.runspec import LONGEST, Name, parse_duration
+from posttrain.domain.validation import Frozen, explain
+
+_Seconds = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=LONGEST)]
+_UNITS = (("day", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
+
+
+class Wait(Frozen):
+    """The parameters of a `wait` stage."""
+
+    seconds: _Seconds | None = Field(default=None, alias="for")
+    signal: Name | None = None
+    within: _Seconds | None = None  # how long the signal is waited for; None: for ever
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Wait:
+        if self.seconds is None and self.signal is None:
+            raise ValueError("must have `for` (a time, such as 2h) or `signal` (a name), got neither; add one")
+        if self.within is not None and self.signal is None:
+            raise ValueError("within bounds the wait for a signal, got no signal; add one, or write `for`")
+        if self.within is not None and self.seconds is not None and self.within <= self.seconds:
+            raise ValueError(f"within must be longer than `for`, got {self.within:g} s and {self.seconds:g} s")
+        return self
+
+    @property
+    def words(self) -> str:
+        """`waits 2 h`, `waits for signal go, at most 1 day (posttrain signal RUN go)`."""
+        parts = [span(self.seconds)] if self.seconds is not None else []
+        if self.signal is not None:
+            most = f", at most {span(self.within)}" if self.within is not None else ""
+            parts.append(f"for signal {self.signal}{most} (posttrain signal RUN {self.signal})")
+        return f"waits {' and '.join(parts)}"
+
+    def begun(self, now: float) -> dict[str, float]:
+        """The columns of a stage whose turn comes now."""
+        return {"started_at": now} | ({"not_before": now + self.seconds} if self.seconds is not None else {})
+
+    def given_up_at(self, stage: StageRecord) -> float | None:
+        """When its signal is waited for no longer; None: never."""
+        if self.within is None or stage.started_at is None:
+            return None
+        return stage.started_at + self.within
+
+
+def wait_contract(params: Mapping[str, Any], source: str) -> StageContract:
+    """What is said of a `wait` stage before anything runs; it takes and leaves nothing.
+
+    Raises:
+        InputError: an unknown key, a value out of range, nothing to wait for.
+    """
+    try:
+        wait = Wait.model_validate(dict(params))
+    except ValidationError as error:
+        raise explain(error, source, Wait) from error
+    return StageContract(wait.model_dump(by_alias=True, exclude_none=True), {}, {})
+
+
+def waits(manifest: Manifest) -> Iterator[tuple[str, Wait]]:
+    """Name and parameters of every stage that waits."""
+    for stage in manifest.stages:
+        if kind_of(stage.kind).driver is Driver.WAIT:
+            yield stage.name, Wait.model_validate(stage.params)
+
+
+def wait_of(manifest: Manifest, stage: str) -> Wait:
+    """What one stage waits for.
+
+    Raises:
+        InputError: there is no such stage, or it is none that waits.
+    """
+    found = dict(waits(manifest)).get(stage)
+    if found is None:
+        raise InputError(f"stage {stage!r} must be one that waits; it is not")
+    return found
+
+
+def signals_of(manifest: Manifest) -> set[str]:
+    """The signals that a run waits for."""
+    return {wait.signal for _, wait in waits(manifest) if wait.signal is not None}
+
+
+def times(wait: Wait, stage: StageRecord) -> list[float]:
+    """When a stage that waits is to be looked at, though nobody sends anything."""
+    found = (stage.not_before, wait.given_up_at(stage))
+    return [at for at in found if at is not None]
+
+
+def waiting(stage: StageRecord) -> bool:
+    """Whether a stage waits for a time or a signal now."""
+    return stage.state == StageState.READY and stage.reason in (Reason.WAITING_FOR_TIME, Reason.WAITING_FOR_SIGNAL)
+
+
+def told(stage: StageRecord, wait: Wait, sent: Signal | None) -> tuple[Reason, str, str]:
+    """Reason, message and next action of a stage that has to wait on.
+
+    Args:
+        sent: its signal, if somebody sent it.
+    """
+    parts, ends = [], wait.given_up_at(stage)
+    missing = wait.signal is not None and sent is None
+    if missing:
+        most = f" (until {moment(ends)} at the longest)" if ends is not None else ""
+        parts = [f"for signal {wait.signal}{most}"]
+    action = f"posttrain signal {stage.run_id} {wait.signal}" if missing else "none needed"
+    if stage.not_before is None:
+        return Reason.WAITING_FOR_SIGNAL, f"waits {parts[0]}" if parts else "waits", action
+    return Reason.WAITING_FOR_TIME, " and ".join([f"waits until {moment(stage.not_before)}", *parts]), action
+
+
+def moment(at: float) -> str:
+    """`2026-11-22 14:05:00 UTC`: the same wherever it is written down."""
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def span(seconds: float) -> str:
+    """`2 h`, `1 h 30 min`, `2 days`: its two greatest units."""
+    parts: list[str] = []
+    left = max(0.0, seconds)
+    for unit, size in _UNITS:
+        number = int(left // size) if unit != "s" else round(left, 3)
+        if number and len(parts) < 2:
+            plural = "s" if unit == "day" and number > 1 else ""
+            parts.append(f"{number:g} {unit}{plural}")
+            left -= number * size
+        elif parts:
+            break
+    return " ".join(parts) or "0 s"
