@@ -35,7 +35,7 @@ from benchmarks.empty_worker import Empty
 from benchmarks.sorting_task import exact, render, task, teach
 from posttrain.domain.facts import Fact, Sample, Span
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.config import GRPOConfig, InitModelConfig, PolicyGradientOptimizerConfig
+from posttrain.engine.config import GRPOConfig, InitModelConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.recording import Recorder
@@ -47,6 +47,7 @@ from posttrain.engine.recipes.recipe import Trace
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.weights.view import PolicyVersion
 from posttrain.store.attempts import AttemptFolder, EventWriter
 

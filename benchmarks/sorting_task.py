@@ -7,13 +7,14 @@ import random
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from posttrain.engine.batch import Document
-from posttrain.engine.config import OptimizerConfig, SFTConfig
+from posttrain.engine.config import SFTConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.models import adopt_module
 from posttrain.engine.recipes.opening import PoolOf, open_sft
 from posttrain.engine.recipes.recipe import Trace
 from posttrain.engine.recipes.sft import SFT
+from posttrain.engine.settings import OptimizerConfig
 
 TEACHING_STEPS = 200
 

@@ -59,14 +59,7 @@ from benchmarks.rollout import gemm_rate
 from benchmarks.sorting_task import TEACHING_STEPS, exact, one_process, render, task, teach
 from posttrain.domain.facts import Fact, Sample
 from posttrain.engine.batch import Document
-from posttrain.engine.config import (
-    GRPOConfig,
-    InitModelConfig,
-    OptimizerConfig,
-    PolicyGradientOptimizerConfig,
-    SFTConfig,
-    TraceConfig,
-)
+from posttrain.engine.config import GRPOConfig, InitModelConfig, SFTConfig, TraceConfig
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
@@ -76,6 +69,7 @@ from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig
 
 TARGETS = {"sft": 2.0, "grpo": 2.5}
 SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)

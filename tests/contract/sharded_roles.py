@@ -24,13 +24,13 @@ from torch import Tensor
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import LossParts, PolicyObjective, ValueObjective
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models import adopt_classifier, adopt_module
 from posttrain.engine.models.scalar_model import put_scalar_head
 from posttrain.engine.roles.critic import CriticWorker
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 STEPS = 4
 SHAPES = [(5, 9), (3, 2), (11, 9), (1, 1)]  # prompt and response tokens

@@ -23,7 +23,7 @@ from posttrain.domain.facts import Metric, Span
 from posttrain.domain.identity import job_identity
 from posttrain.domain.placement import Placement, Resources
 from posttrain.engine.batch import Document
-from posttrain.engine.config import InitModelConfig, OptimizerConfig, RuntimeConfig, SFTConfig
+from posttrain.engine.config import InitModelConfig, SFTConfig
 from posttrain.engine.controller import Controller, Order
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
@@ -32,6 +32,7 @@ from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.opening import open_sft
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.view import PolicyVersion
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import materialise

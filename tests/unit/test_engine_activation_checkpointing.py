@@ -11,11 +11,12 @@ from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.config import InitModelConfig, OptimizerConfig, RuntimeConfig
+from posttrain.engine.config import InitModelConfig
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 SIZE = InitModelConfig(hidden_size=32, intermediate_size=64, layers=4)
 BATCH = TokenBatch.pack([Document((1, 5), tuple(range(6, 6 + n))) for n in (3, 17, 30)])

@@ -14,8 +14,8 @@ from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.losses import corrected_kl_penalty
 from posttrain.engine.algorithms.objectives import KLTerm, LossParts, PolicyObjective, ValueObjective
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.config import OptimizerConfig
 from posttrain.engine.roles.learner import DivergedError
+from posttrain.engine.settings import OptimizerConfig
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])

@@ -23,12 +23,9 @@ from posttrain.engine.config import (
     GRPOConfig,
     InitModelConfig,
     KLConfig,
-    OptimizerConfig,
-    PolicyGradientOptimizerConfig,
     PPOConfig,
     PPOKLConfig,
     RewardModelConfig,
-    RuntimeConfig,
     TraceConfig,
 )
 from posttrain.engine.controller import Controller, Order, Outcome
@@ -56,6 +53,7 @@ from posttrain.engine.roles.critic import CriticWorker
 from posttrain.engine.roles.policy import PolicyWorker
 from posttrain.engine.roles.preference import PreferenceWorker
 from posttrain.engine.roles.reference import ReferenceWorker
+from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, RuntimeConfig
 
 TINY = InitModelConfig(
     hidden_size=16, intermediate_size=16, layers=1, characters="0123456789Q:sort A", context_length=64

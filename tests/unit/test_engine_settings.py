@@ -14,19 +14,13 @@ from test_engine_training import DOCUMENTS, grpo, mean_loss, quiet, sft, tiny, w
 from posttrain.domain.errors import BudgetExceededError
 from posttrain.engine.algorithms.objectives import KLTerm
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.config import (
-    AdvantageConfig,
-    CriticConfig,
-    KLConfig,
-    OptimizerConfig,
-    PolicyGradientOptimizerConfig,
-    PPOKLConfig,
-)
+from posttrain.engine.config import AdvantageConfig, CriticConfig, KLConfig, PPOKLConfig
 from posttrain.engine.controller import Controller, Limits
 from posttrain.engine.models import token_logprobs
 from posttrain.engine.recipes import grpo as grpo_module
 from posttrain.engine.recipes import ppo as ppo_module
 from posttrain.engine.recipes.sampling import mini_batches
+from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 

@@ -20,17 +20,7 @@ from posttrain.domain.facts import Fact, Metric, Progress, Sample, Span
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.batch import Document, TokenBatch, Trajectory
-from posttrain.engine.config import (
-    GRPOConfig,
-    InitModelConfig,
-    KLConfig,
-    OptimizerConfig,
-    PolicyGradientOptimizerConfig,
-    ProbeConfig,
-    RuntimeConfig,
-    SFTConfig,
-    TraceConfig,
-)
+from posttrain.engine.config import GRPOConfig, InitModelConfig, KLConfig, SFTConfig, TraceConfig
 from posttrain.engine.controller import CONTROLLER_METRICS, Controller, Limits, Order, Outcome
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.place import Place
@@ -52,6 +42,7 @@ from posttrain.engine.roles.reference import ReferenceWorker
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, ProbeConfig, RuntimeConfig
 from posttrain.engine.weights.checkpoint import read_state
 
 TINY = InitModelConfig(

@@ -19,8 +19,9 @@ from test_train_job import REWARD, Shop, run
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import JobResult
-from posttrain.engine.config import EarlyStoppingConfig, GRPOConfig, RewardModelConfig, SFTConfig, TrainingConfig
+from posttrain.engine.config import GRPOConfig, RewardModelConfig, SFTConfig, TrainingConfig
 from posttrain.engine.selection import Selection, Standing, UnmeasuredError
+from posttrain.engine.settings import EarlyStoppingConfig
 from posttrain.engine.weights.best import BestModel
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.jobs import entry, train

@@ -15,7 +15,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.validation import explain
-from posttrain.engine.config import MOST_ROWS, MOST_TOKENS, InferenceRuntimeConfig
+from posttrain.engine.settings import MOST_ROWS, MOST_TOKENS, InferenceRuntimeConfig
 from posttrain.execution.foreground import answers
 
 _PROGRAM = "posttrain.jobs.sample"

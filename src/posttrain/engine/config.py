@@ -5,115 +5,41 @@ One class per stage kind. A field's comment gives meaning, unit and the reason f
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from posttrain.domain.measures import RATE, SHARE, ItemRange
 from posttrain.domain.placement import Placement
 from posttrain.domain.rewards import JUDGES, reward_slots
 from posttrain.domain.validation import Frozen
 from posttrain.domain.weights import Reward
-
-# Of anything that is counted or measured there is a most: more is a slip that would be found late, in a job's memory
-MOST_STEPS = 10**9
-MOST_ROWS = 10**6  # documents, prompts or samples of one step
-MOST_TOKENS = 10**8  # of one document
-MOST_TIMEOUT = 604800.0  # seconds, of one batch of completions: a week
-Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
-Positive = Annotated[int, Field(ge=1, le=MOST_STEPS)]
-NonNegative = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-Passes = Annotated[float, Field(gt=0, le=10**6)]  # over a data set; half a one is 0.5
-Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
-Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-Width = Annotated[int, Field(ge=1, le=10**7)]  # of a layer
-Few = Annotated[int, Field(ge=1, le=10**5)]  # layers, heads, threads, ranks
-Worth = Annotated[float, Field(ge=-1e9, le=1e9)]  # of a response to a reward
-Seconds = Annotated[float, Field(gt=0, le=MOST_TIMEOUT)]
-Temperature = Annotated[float, Field(gt=0, le=1000)]
-SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # a part of metrics' names
-Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$")]
-
-
-def _readable(extract: str) -> str:
-    try:
-        groups = re.compile(extract).groups
-    except re.error as error:
-        raise ValueError(f"must be a regular expression, got {extract!r}: {error}; fix or quote it") from error
-    if not groups:
-        raise ValueError(f"must have a group around the answer, got {extract!r} without one; write ({extract})")
-    return extract
+from posttrain.engine.settings import (
+    MOST_ROWS,
+    EarlyStoppingConfig,
+    Extract,
+    Few,
+    InferenceRuntimeConfig,
+    LossProbeConfig,
+    NonNegative,
+    OptimizerConfig,
+    Passes,
+    PolicyGradientOptimizerConfig,
+    Positive,
+    ProbeConfig,
+    Rows,
+    RuntimeConfig,
+    Seconds,
+    SuiteName,
+    Temperature,
+    Tokens,
+    Width,
+    Word,
+    Worth,
+)
 
 
-Extract = Annotated[str, AfterValidator(_readable)]  # group 1 of the last match is compared with the row's answer
-
-
-class _Frozen(Frozen):
-    """What every configuration here is."""
-
-
-class OptimizerConfig(_Frozen):
-    """AdamW with linear warm-up, then cosine or linear decay over the remaining steps to `final_ratio` of the peak."""
-
-    learning_rate: float = Field(default=1e-5, gt=0, le=1)
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    weight_decay: float = Field(default=0.0, ge=0, le=1000)  # of matrices; norms and biases have none
-    warmup_steps: NonNegative = 10  # a fresh Adam needs it
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    final_ratio: float = Field(default=0.1, ge=0, le=1)
-    max_grad_norm: float = Field(default=1.0, gt=0, le=1e12)
-
-
-class PolicyGradientOptimizerConfig(OptimizerConfig):
-    """AdamW as GRPO takes it: a longer second moment against noisy gradients, linear decay to a fifth."""
-
-    betas: tuple[Decay, Decay] = (0.9, 0.99)
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    final_ratio: float = Field(default=0.2, ge=0, le=1)
-
-
-class InferenceRuntimeConfig(_Frozen):
-    """Where and how a job computes that trains nothing."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bf16 on CUDA, fp32 on CPU
-    threads: Few = 1  # one thread is fastest for models under ~10 M parameters (measured)
-
-
-class RuntimeConfig(InferenceRuntimeConfig):
-    """Where and how a training job computes."""
-
-    micro_batch_tokens: Positive | Literal["auto"] = "auto"  # per forward; auto: 4096 on CPU (caches), 16384 on CUDA
-    checkpoint_every: Positive = 50  # steps
-    save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the model that is left; auto: what it computed in
-    activation_checkpointing: bool = False  # recompute the layers in backward: memory for time
-    sequence_parallel: Few = 1  # ranks that share the tokens of one batch (Ulysses); divides the pool's ranks
-    ray_address: Word | None = None  # of a Ray cluster that runs already; None: one on this machine, where needed
-
-
-class LossProbeConfig(_Frozen):
-    """A small held-out measurement during training: for the curve, and for what the stage selects by it."""
-
-    data: Word
-    every: Positive = 40  # steps; also before the first step and at the end
-    items: Positive = 128  # the first so many rows
-
-
-class ProbeConfig(LossProbeConfig):
-    """One that answers its rows and compares."""
-
-    extract: Extract = r"(?s)(.*)"
-
-
-class EarlyStoppingConfig(_Frozen):
-    """Ends a stage whose probe stopped improving."""
-
-    patience: Annotated[int, Field(ge=1, le=10**6)] = 3  # probes in a row without an improvement
-    min_delta: float = Field(default=0.0, ge=0, le=1e6)  # that an improvement exceeds, in units of the probe's metric
-
-
-class _TrainingConfig(_Frozen):
+class _TrainingConfig(Frozen):
     """How long every kind of training is. `epochs` needs the rows, so a plan turns it into `steps`, which jobs read.
 
     Batches go on over the end of a pass, so N passes are the least number of steps that take N × rows documents.
@@ -169,7 +95,7 @@ class SFTConfig(_TrainingConfig):
         return {"model": ("model", self.model), "data": ("dataset", self.data)} | self.probes()
 
 
-class TraceConfig(_Frozen):
+class TraceConfig(Frozen):
     """Which samples leave their whole way in the trace (`posttrain trace RUN --sample ID`)."""
 
     groups: NonNegative | Literal["all"] = 1  # prompts per step, with all their samples
@@ -179,7 +105,7 @@ class TraceConfig(_Frozen):
         return prompts if self.groups == "all" else min(self.groups, prompts)
 
 
-class KLConfig(_Frozen):
+class KLConfig(Frozen):
     """KL penalty against the frozen starting policy, in the loss. k1 as a loss has no expected gradient."""
 
     coefficient: float = Field(gt=0, le=1e6)
@@ -231,7 +157,7 @@ class GRPOConfig(_OnPolicyConfig):
         return super().inputs() | reward_slots("reward", self.reward)
 
 
-class PPOKLConfig(_Frozen):
+class PPOKLConfig(Frozen):
     """KL penalty against the frozen starting policy: in the reward of every token (PPO's own place) or in the loss."""
 
     coefficient: float = Field(default=0.01, gt=0, le=1e6)
@@ -251,7 +177,7 @@ class PPOKLConfig(_Frozen):
         return self
 
 
-class AdvantageConfig(_Frozen):
+class AdvantageConfig(Frozen):
     """Generalised advantage estimation (arXiv 1506.02438)."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)  # per token; below 1 a long response is worth less
@@ -259,7 +185,7 @@ class AdvantageConfig(_Frozen):
     whiten: bool = True  # advantages of a rollout batch to mean 0 and standard deviation 1
 
 
-class CriticConfig(_Frozen):
+class CriticConfig(Frozen):
     """The value model: the starting policy's backbone under a head that begins at zero."""
 
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
@@ -347,7 +273,7 @@ class RewardModelConfig(_TrainingConfig):
         return {"model": ("model", self.model), "data": ("dataset", self.data)} | self.probes()
 
 
-class SuiteConfig(_Frozen):
+class SuiteConfig(Frozen):
     """One evaluation suite: rows with a prompt and an answer, or with a prompt and a reward that scores responses."""
 
     data: Word
@@ -395,7 +321,7 @@ class SuiteConfig(_Frozen):
         return {f"{suite}/{name}": possible for name, possible in ranges.items()}
 
 
-class EvaluateConfig(_Frozen):
+class EvaluateConfig(Frozen):
     """Greedy and sampled evaluation of one model on suites; per-item results as Parquet."""
 
     kind: ClassVar[str] = "evaluate"
@@ -411,7 +337,7 @@ class EvaluateConfig(_Frozen):
         return slots
 
 
-class InitModelConfig(_Frozen):
+class InitModelConfig(Frozen):
     """A randomly initialised model in Hugging Face format with a character tokenizer and chat template: no download."""
 
     kind: ClassVar[str] = "init_model"

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from posttrain.domain.errors import FailureClass, JobFailedError
-from posttrain.engine.config import EarlyStoppingConfig, TrainingConfig
+from posttrain.engine.config import TrainingConfig
+from posttrain.engine.settings import EarlyStoppingConfig
 
 
 class UnmeasuredError(JobFailedError):

@@ -18,7 +18,8 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import JobResult, Output, seconds_short
 from posttrain.domain.rewards import JUDGES
-from posttrain.engine.config import EvaluateConfig, InferenceRuntimeConfig
+from posttrain.engine.config import EvaluateConfig
+from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.jobs.entry import Job, failed, main
 from posttrain.jobs.pools import settled_device
 from posttrain.jobs.rewards import open_rewards

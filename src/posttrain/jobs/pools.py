@@ -7,14 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.config import (
-    DataflowConfig,
-    InferenceRuntimeConfig,
-    PPOConfig,
-    RewardModelConfig,
-    SFTConfig,
-    TrainingConfig,
-)
+from posttrain.engine.config import DataflowConfig, PPOConfig, RewardModelConfig, SFTConfig, TrainingConfig
+from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.pacing.balancing import TOKENS, CostModel
 from posttrain.planner.feasibility import infeasible
 

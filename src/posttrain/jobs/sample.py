@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.seeds import derive_seed
-from posttrain.engine.config import InferenceRuntimeConfig
+from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.jobs.foreground import serve
 from posttrain.jobs.pools import settled_device
 

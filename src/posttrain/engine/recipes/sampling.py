@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.batch import Trajectory
-from posttrain.engine.config import LossProbeConfig
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
@@ -19,6 +18,7 @@ from posttrain.engine.rewards.port import Score
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.settings import LossProbeConfig
 
 _NAMED = re.compile(r"[\w.+-][\w.+ /-]{0,63}", re.ASCII)  # a component whose name may be part of a metric's
 

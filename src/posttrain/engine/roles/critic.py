@@ -8,13 +8,13 @@ from typing import final
 
 from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models.scalar_model import ScalarModel, token_values
 from posttrain.engine.models.sequence_parallel import open_sequence_group
 from posttrain.engine.models.source import ScalarSource
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.update import Update
+from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 
 @final

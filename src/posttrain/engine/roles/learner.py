@@ -23,11 +23,11 @@ from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.algorithms.schedule import learning_rate
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models.activation_checkpointing import checkpoint_activations
 from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, local
+from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.checkpoint import read_role, write_role
 from posttrain.pacing.balancing import micro_batches
 

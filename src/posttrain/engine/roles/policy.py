@@ -10,7 +10,6 @@ from torch import Tensor
 
 from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import save_model
@@ -19,6 +18,7 @@ from posttrain.engine.models.sequence_parallel import open_sequence_group
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.update import Update
+from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.view import PolicyVersion, Weights, digest_tensors
 
 

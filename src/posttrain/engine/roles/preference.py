@@ -13,7 +13,6 @@ from torch import Tensor
 from posttrain.engine.algorithms.losses import bradley_terry
 from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.config import OptimizerConfig, RuntimeConfig
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models.loading import save_model
 from posttrain.engine.models.scalar_model import ScalarModel, sequence_scores
@@ -22,6 +21,7 @@ from posttrain.engine.models.source import ScalarSource
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.reward_model import DocumentScores
 from posttrain.engine.roles.update import Update
+from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 
 @final
