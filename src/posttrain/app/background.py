@@ -146,7 +146,7 @@ class Ears(threading.Thread):
     def _read(self, run_id: str) -> Request | None:
         try:
             return read_request(self._root, run_id)
-        except PosttrainError as error:
+        except (PosttrainError, OSError) as error:
             self._say(str(error))
             return None
 
@@ -218,7 +218,7 @@ class Background:
     def _closed(self, let_go: Callable[[], None]) -> bool:
         try:
             return self._ears.close(let_go)
-        except PosttrainError as error:
+        except (PosttrainError, OSError) as error:
             self._say(str(error))
             return False
 

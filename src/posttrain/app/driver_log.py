@@ -17,9 +17,9 @@ from pathlib import Path
 
 MOST_BYTES = 256 * 1024  # then it becomes `KEY.1.log`, in the place of the one before
 _SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|KEY(_|$)|(^|_)(PAT|AUTH|PASS)(_|$)", re.IGNORECASE
 )
-_USER_INFO = re.compile(r"(://)[^/\s@]+@")
+_USER_INFO = re.compile(r"(://)[^\s@]+@")
 _SHORTEST = 6  # characters of a value that is hidden: a shorter one is everywhere
 _HIDDEN = "…"
 
@@ -48,7 +48,8 @@ class DriverLog(io.TextIOBase):
 
     def say(self, line: str) -> None:
         """One line, with the time."""
-        self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(line.split())}\n")
+        said = " ".join(self._veil.over(line).split())  # before lines are joined: a key may have several
+        self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {said}\n")
 
     def write(self, text: str) -> int:
         """Whole lines only, so that a secret is not cut in two."""

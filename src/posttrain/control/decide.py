@@ -180,6 +180,8 @@ def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sigh
 
 
 def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
+    if sight.unreadable and not sight.job.gone:
+        return Kill(stage, attempt)  # nobody will read what else it does, and the next one finds its devices taken
     if sight.unreadable:
         failure = Failure(FailureClass.BUG, f"the job left what cannot be collected: {sight.unreadable}", "collect")
         return End(stage, attempt, JobResult("failed", failure=failure))

@@ -30,7 +30,7 @@ from posttrain.control.orders import Bind
 from posttrain.control.orphans import end_orphans
 from posttrain.control.pulse import Pulse, look_again_after
 from posttrain.control.sights import Looks, see
-from posttrain.control.trouble import Troubles, record_trouble
+from posttrain.control.trouble import Troubles, one_line, record_trouble
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, PosttrainError
 from posttrain.domain.lifecycle import StageState, is_final
@@ -43,6 +43,8 @@ from posttrain.store.work import NEVER, Work, WorkQueue
 
 LEASE_SECONDS = 15.0
 SWEEP_SECONDS = 300.0  # between two sweeps for jobs that nobody owns
+RACED_SECONDS = 1.0  # until whoever lost a race looks again
+UNWOKEN_SECONDS = 3600.0  # the longest that an unfinished run is not looked at, whatever nobody thought of
 POLL_SECONDS = 0.7  # between two questions to the queue
 
 
@@ -118,6 +120,7 @@ class Reconciler:
         if troubles.again_after is not None:
             after = min(after, troubles.again_after)
         aside = tuple(sorted(troubles.set_aside)) if after >= NEVER else ()
+        after = min(after, RACED_SECONDS if troubles.raced else UNWOKEN_SECONDS)
         said = self._say_set_aside(run, aside)
         settled = self.queue.give_back(claim, after, hold=True)
         return Tick(said, changed=not settled, again_after=after, set_aside=aside if settled else ())
@@ -137,8 +140,11 @@ class Reconciler:
 
     def _met(self, run: RunRecord, claim: Work, error: Exception) -> Tick:
         """What concerns the run as a whole, such as a manifest that cannot be had, is the queue's."""
-        known = record_trouble(self._wiring, self.queue, RUN, run.id, error, claim)
         self._held.pop(run.id, None)
+        try:
+            known = record_trouble(self.queue, RUN, run.id, error, claim, held=claim)
+        except ConflictError:  # the lease ran out meanwhile: whoever has it now looks
+            return Tick(run, changed=False, again_after=RACED_SECONDS)
         if known.dead_at is not None:
             raise error
         return Tick(run, changed=False, again_after=max(0.0, known.due_in))
@@ -153,10 +159,8 @@ class Reconciler:
                 f"run {run_id} was set aside after {row.failures} tries: {row.error}; mend the cause, then "
                 f"posttrain dead {run_id} --retry"
             )
-        elif held is not None and row.lease_token == held.lease_token:
-            lasts = (row.lease_until or 0.0) - self._wiring.clock.now()
-            if lasts > LEASE_SECONDS / 2:
-                return row  # still ours for long enough: a renewal costs an fsync
+        elif held is not None and row.lease_token == held.lease_token and (row.lease_in or 0.0) > LEASE_SECONDS / 2:
+            return row  # still ours for long enough: a renewal costs an fsync
         claimed = self.queue.claim([run_id], early=True)
         if not claimed and self.queue.succeed_the_dead():
             claimed = self.queue.claim([run_id], early=True)
@@ -248,14 +252,17 @@ class Reconciler:
         if self._wiring.clock.now() - self._swept < SWEEP_SECONDS:
             return
         self._swept = self._wiring.clock.now()
-        name = f"executor {self._wiring.executor.name}"
+        with suppress(PosttrainError):  # a database that is away: the next sweep
+            self._sweep_now(f"executor {self._wiring.executor.name}")
+
+    def _sweep_now(self, name: str) -> None:
         if self.queue.look(SWEEP, name) is None:
             self.queue.wake(SWEEP, [name])
         for one in self.queue.claim([name]):
             try:
                 told = end_orphans(self._wiring)
-            except PosttrainError as error:  # the executor is away: later
-                self.queue.failed(SWEEP, name, str(error), "", SWEEP_SECONDS)
+            except Exception as error:  # the executor is away, or what it finds cannot be read: later
+                self.queue.failed(SWEEP, name, one_line(error), "", SWEEP_SECONDS, held=one)
                 continue
             if told:
                 with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
@@ -266,7 +273,9 @@ class Reconciler:
         """Whether the queue has something due for a run, as of a moment ago."""
         now = self._wiring.clock.now()
         if now - self._polled >= POLL_SECONDS:
-            self._polled, self._due = now, self.queue.due(self._watched)
+            self._polled = now
+            with suppress(PosttrainError):  # a database that is away: the look that is due anyway tells of it
+                self._due = self.queue.due(self._watched)
         woken = run_id in self._due
         self._due.discard(run_id)
         return woken
@@ -276,7 +285,8 @@ class Reconciler:
         now = self._wiring.clock.now()
         if self._held and now - self._renewed >= LEASE_SECONDS / 3:
             self._renewed = now
-            self.queue.renew()
+            with suppress(PosttrainError):  # a database that is away: the next time, or the lease runs out
+                self.queue.renew()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -285,8 +295,7 @@ class Reconciler:
 
         def keep() -> None:
             while not over.wait(LEASE_SECONDS / 3):
-                with suppress(PosttrainError):  # a database that is away: the next renewal, or the lease runs out
-                    self.keep()
+                self.keep()
 
         keeper = threading.Thread(target=keep, name="posttrain-lease", daemon=True)
         keeper.start()

@@ -15,6 +15,7 @@ from posttrain.domain.reasons import Reason
 from posttrain.domain.records import Artifact, RunRecord, StageRecord
 from posttrain.store.trees import stored_sizes
 
+_LONGEST = 55  # characters of a name in an id, which has 64
 _RACES = 100  # that one `--again` may lose
 
 
@@ -66,8 +67,8 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False, exact: bo
 
 
 def new_run_id(wiring: Wiring, name: str) -> str:
-    """`NAME-<8 characters>`: forty random bits in base32, small letters."""
-    return f"{name}-{base64.b32encode(wiring.ledger.entropy(5)).decode().lower()}"
+    """`NAME-<8 characters>`: forty random bits in base32, small letters; of a long name its beginning."""
+    return f"{name[:_LONGEST]}-{base64.b32encode(wiring.ledger.entropy(5)).decode().lower()}"
 
 
 def _unfinished(wiring: Wiring, manifest: Manifest) -> RunRecord | None:

@@ -31,6 +31,7 @@ class Troubles:
 
     def __init__(self, wiring: Wiring, queue: WorkQueue, run_id: str) -> None:
         self._wiring, self._queue, self._run_id = wiring, queue, run_id
+        self.raced = False
         self._open = {one.object: one for one in queue.rows(STAGE, run_id)}
 
     def waits(self, stage: StageRecord) -> bool:
@@ -55,6 +56,7 @@ class Troubles:
         try:
             yield
         except ConflictError:  # somebody moved first: the next look sees the row as it is
+            self.raced = True  # and it need not be somebody who woke this run
             return
         except (InputError, IntegrityError) as error:
             if stage.state == StageState.READY:
@@ -70,7 +72,7 @@ class Troubles:
 
     def _met(self, stage: StageRecord, error: Exception) -> None:
         self._open[_name(stage)] = known = record_trouble(
-            self._wiring, self._queue, STAGE, _name(stage), error, self._open.get(_name(stage))
+            self._queue, STAGE, _name(stage), error, self._open.get(_name(stage))
         )
         if known.dead_at is not None:
             how = f"{one_line(error)}; set aside after {known.failures} tries"
@@ -110,20 +112,23 @@ class Troubles:
 
 
 def record_trouble(
-    wiring: Wiring, queue: WorkQueue, kind: str, name: str, error: Exception, before: Work | None
+    queue: WorkQueue, kind: str, name: str, error: Exception, before: Work | None, held: Work | None = None
 ) -> Work:
     """Write down that a look at an object raised: when it is looked at again, or that it is set aside.
 
     Args:
         before: its row, where one is known.
+        held: the claim that it was looked at with, if it is an object that is claimed.
+
+    Raises:
+        StaleWriteError: another driver has it by now.
     """
-    now, times = wiring.clock.now(), (before.failures if before else 0) + 1
-    since = before.failed_since if before and before.failed_since is not None else now
+    times, lasts = (before.failures if before else 0) + 1, (before and before.failed_for) or 0.0
     expected = isinstance(error, PosttrainError | OSError)
-    over = now - since >= PATIENCE_SECONDS or (not expected and times >= _UNEXPECTED)
+    over = lasts >= PATIENCE_SECONDS or (not expected and times >= _UNEXPECTED)
     wait = BACKOFF_SECONDS[min(times, len(BACKOFF_SECONDS)) - 1]
     trace = "".join(traceback.format_exception(error))
-    return queue.failed(kind, name, one_line(error), trace, None if over else wait)
+    return queue.failed(kind, name, one_line(error), trace, None if over else wait, held)
 
 
 def one_line(error: Exception) -> str:

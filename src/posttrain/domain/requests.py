@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -10,7 +11,9 @@ from posttrain.domain.errors import InputError
 
 REQUEST_SCHEMA = 1
 WORKSPACE, RUN, STAGE = "workspace", "run", "stage"  # labels that every request has
-_SECRETS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS", "KEY"})
+_SECRETS = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|KEY(_|$)|(^|_)(PAT|AUTH|PASS)(_|$)", re.IGNORECASE
+)
 
 
 class JobRef(Protocol):
@@ -82,7 +85,7 @@ class JobRequest:
         if not names or len(set(names)) < len(names):
             raise InputError(f"gang: must have groups, each with a name of its own, got {', '.join(names) or 'none'}")
         for name in self.environment:
-            if _SECRETS & set(name.upper().split("_")):
+            if _SECRETS.search(name):
                 raise InputError(f"environment: {name} must not be written down; name it in secrets")
 
     @property

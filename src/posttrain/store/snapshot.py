@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Float, Select, cast, func, or_, select
 
 from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.records import (
     Artifact,
     Asset,
@@ -53,6 +55,7 @@ from posttrain.store.waking import RUN
 _NAMES = 500  # of one statement
 LIVE = "live"  # the role of what a channel points at
 _SHOWN = 5  # candidates named in an error
+_ENDED = [state for state in RunState if is_final("run", state)]
 _DRIVEN = (work.c.project == runs.c.project) & (work.c.kind == RUN) & (work.c.object == runs.c.id)
 _RUNS = select(runs, work.c.lease_owner, work.c.lease_until.label("lease_expires")).outerjoin(work, _DRIVEN)
 _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
@@ -276,7 +279,7 @@ class Snapshot:
     def runs_that_wait_for(self, cache_key: str) -> set[str]:
         """Ids of unfinished runs with a stage that is ready and computes what this key names, but is not at it."""
         query = select(stages.c.run_id).join(runs, runs.c.id == stages.c.run_id).where(stages.c.cache_key == cache_key)
-        query = query.where(stages.c.state == "ready", runs.c.project == self._project, runs.c.finished_at.is_(None))
+        query = query.where(stages.c.state == "ready", runs.c.project == self._project, runs.c.state.not_in(_ENDED))
         return set(self._connection.execute(query).scalars())
 
     def cached_stage(self, cache_key: str) -> StageRecord | None:
@@ -317,7 +320,12 @@ class Snapshot:
         return bool(self._connection.execute(select(events.c.id).where(events.c.request == request).limit(1)).first())
 
     def _runs(self) -> Select[Any]:
-        return _RUNS.where(runs.c.project == self._project)
+        if self._connection.dialect.name != "postgresql":
+            return _RUNS.where(runs.c.project == self._project)
+        # leases run by the server's clock; readers compare with their own
+        left = work.c.lease_until - cast(func.extract("epoch", func.clock_timestamp()), Float(53))
+        leased = select(runs, work.c.lease_owner, (left + time.time()).label("lease_expires"))
+        return leased.outerjoin(work, _DRIVEN).where(runs.c.project == self._project)
 
     def _assets(self) -> Select[Any]:
         return _ASSETS.where(assets.c.project == self._project)

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Float, cast, delete, func, literal, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Float, cast, collate, delete, func, literal, or_, select, update
 
-from posttrain.domain.errors import InfrastructureError, NotFoundError
+from posttrain.domain.errors import InfrastructureError, NotFoundError, StaleWriteError
 from posttrain.domain.lifecycle import is_final
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import LostAnswerError
@@ -50,7 +50,10 @@ class Work:
     traceback: str
     dead_at: float | None  # set aside until a person looks
     affinity: str | None = None  # the host that alone may look at it
-    due_in: float = field(default=0.0, compare=False)  # seconds after the row was read, by the clock that set `due_at`
+    # seconds, by the clock that set these times: hosts need not agree with the database on one
+    due_in: float = field(default=0.0, compare=False)
+    failed_for: float | None = field(default=None, compare=False)
+    lease_in: float | None = field(default=None, compare=False)
 
 
 class WorkQueue:
@@ -92,22 +95,23 @@ class WorkQueue:
             if connection.dialect.name == "postgresql":
                 chosen = chosen.with_for_update(skip_locked=True)
             values = {"lease_owner": self.owner, "lease_token": token, "lease_until": now + self.lease}
-            taken = update(work).where(work.c.id.in_(chosen)).values(values).returning(work)
+            taken = update(work).where(work.c.id.in_(chosen)).values(values).returning(*_told(now))
             rows = [_work(row) for row in connection.execute(taken)]
         return sorted(rows, key=lambda one: (-one.priority, one.due_at, one.id))
 
     def look(self, kind: str, name: str) -> Work | None:
         """An object's row as it is; None: it has none."""
         with self._ledger.database.read() as connection:
-            row = connection.execute(select(work).where(self._named(kind, [name]))).one_or_none()
+            query = select(*_told(self._now(connection))).where(self._named(kind, [name]))
+            row = connection.execute(query).one_or_none()
             return None if row is None else _work(row)
 
     def renew(self) -> None:
         """Hold everything that is this owner's for another `lease` seconds."""
         with self._write() as connection:
-            mine = work.c.lease_owner == self.owner
+            mine = self._in_order(connection, work.c.lease_owner == self.owner, self._project)
             until = self._now(connection) + self.lease
-            connection.execute(update(work).where(mine, self._project).values(lease_until=until))
+            connection.execute(update(work).where(mine).values(lease_until=until))
 
     def give_back(self, one: Work, after: float = NEVER, *, hold: bool = False) -> bool:
         """An object was looked at without an error, and is due again after so many seconds.
@@ -133,15 +137,24 @@ class WorkQueue:
         with self._write() as connection:
             self._finish(connection, run_id)
 
-    def failed(self, kind: str, name: str, error: str, trace: str, again_after: float | None) -> Work:
+    def failed(
+        self, kind: str, name: str, error: str, trace: str, again_after: float | None, held: Work | None = None
+    ) -> Work:
         """A look at an object raised: it is due again after so many seconds, or set aside (None).
+
+        Args:
+            held: the claim that it was looked at with; None: it is looked at as a part of another object.
 
         Returns:
             Its row, which may have been made for this.
+
+        Raises:
+            StaleWriteError: it is another owner's by now, whose look counts.
         """
         with self._write() as connection:
             now = self._now(connection)
-            wake(connection, self._ledger.project, kind, [name], NEVER)
+            if held is None:
+                wake(connection, self._ledger.project, kind, [name], NEVER)
             since = func.coalesce(work.c.failed_since, now)
             values = {
                 "failures": work.c.failures + 1,
@@ -152,9 +165,11 @@ class WorkQueue:
                 "dead_at": now if again_after is None else None,
                 **_FREE,
             }
-            mine = self._named(kind, [name])
-            changed = update(work).where(mine).values(values).returning(work, (work.c.due_at - now).label("due_in"))
-            row = _work(connection.execute(changed).one())
+            mine = [self._named(kind, [name])] if held is None else [*_held(held)]
+            changed = connection.execute(update(work).where(*mine).values(values).returning(*_told(now))).one_or_none()
+            if changed is None:
+                raise StaleWriteError(f"{kind} {name}: another driver looks at it now")
+            row = _work(changed)
             self._finish(connection, name.partition("/")[0])  # another driver may have ended it meanwhile
             return row
 
@@ -194,7 +209,7 @@ class WorkQueue:
             mine = [work.c.lease_owner == self.owner, self._project]
             if names is not None:
                 mine.append(work.c.object.in_(names))
-            connection.execute(update(work).where(*mine).values(_FREE))
+            connection.execute(update(work).where(self._in_order(connection, *mine)).values(_FREE))
 
     def succeed_the_dead(self) -> int:
         """Take their leases from owners that are seen to live no more; how many objects that frees."""
@@ -206,7 +221,7 @@ class WorkQueue:
             return 0
         with self._write() as connection:
             theirs = (self._project, work.c.lease_owner.in_(dead))
-            return connection.execute(update(work).where(*theirs).values(_FREE)).rowcount
+            return connection.execute(update(work).where(self._in_order(connection, *theirs)).values(_FREE)).rowcount
 
     def rows(self, kind: str | None = None, within: str | None = None, *, dead: bool = False) -> list[Work]:
         """Rows of the queue, by object.
@@ -223,9 +238,16 @@ class WorkQueue:
         if dead:
             where.append(work.c.dead_at.is_not(None))
         with self._ledger.database.read() as connection:
-            query = select(work, (work.c.due_at - self._now(connection)).label("due_in"))
+            query = select(*_told(self._now(connection)))
             query = query.where(*where).order_by(work.c.kind, work.c.object)
             return [_work(row) for row in connection.execute(query)]
+
+    def _in_order(self, connection: Connection, *where: ColumnElement[bool]) -> ColumnElement[bool]:
+        """These rows, locked in the order in which `wake` takes them, where rows have locks: two never deadlock."""
+        ids = select(work.c.id).where(*where)
+        if connection.dialect.name == "postgresql":
+            ids = ids.order_by(work.c.kind, collate(work.c.object, "C")).with_for_update()
+        return work.c.id.in_(ids)
 
     def _finish(self, connection: Connection, run_id: str) -> None:
         row = self._named(RUN, [run_id])
@@ -277,6 +299,12 @@ _FREE: Mapping[str, Any] = {"lease_owner": None, "lease_token": None, "lease_unt
 
 def _held(one: Work) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return work.c.id == one.id, work.c.lease_token == one.lease_token
+
+
+def _told(now: ColumnElement[float]) -> tuple[Any, ...]:
+    """The columns of a row, and how far its times are."""
+    far = (work.c.due_at - now).label("due_in"), (work.c.lease_until - now).label("lease_in")
+    return *work.c, *far, (now - work.c.failed_since).label("failed_for")
 
 
 def _work(row: Any) -> Work:

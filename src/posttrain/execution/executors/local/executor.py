@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-from posttrain.domain.errors import CapacityError, DeadlineError, InfrastructureError, InputError
+from posttrain.domain.errors import CapacityError, DeadlineError, InfrastructureError, InputError, PosttrainError
 from posttrain.domain.jobs import (
     Accepted,
     Capacity,
@@ -144,10 +144,13 @@ class LocalExecutor:
             folder = claim.parent
             if (folder / "exit.json").exists():  # one look is enough for the many that ended
                 continue
-            asked = read_json(folder / "spec.json") or {}
-            name = str(asked.get("name", ""))
-            if name and name.startswith(prefix) and _observe(folder).live:
-                found.append(Listed(name, asked.get("labels") or {}, int(asked.get("epoch", 0))))
+            try:
+                asked = read_json(folder / "spec.json") or {}
+                name = str(asked.get("name", ""))
+                if name and name.startswith(prefix) and _observe(folder).live:
+                    found.append(Listed(name, asked.get("labels") or {}, int(asked.get("epoch", 0))))
+            except (PosttrainError, OSError, AttributeError, TypeError, ValueError):
+                continue  # a folder that is damaged, or a copy without its locks, says nothing of the others
         return sorted(found, key=lambda job: job.name)
 
     def logs(self, job: JobRef, cursor: int = 0) -> LogPage:
