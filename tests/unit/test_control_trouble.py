@@ -11,7 +11,7 @@ from control_bench import RUN, Bench, evaluate, train
 
 from posttrain.control import actions
 from posttrain.control.trouble import PATIENCE_SECONDS
-from posttrain.domain.errors import InfrastructureError, IntegrityError, StaleWriteError
+from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError, StaleWriteError
 from posttrain.domain.jobs import JobResult, Observation, Output
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.requests import JobRequest
@@ -195,6 +195,57 @@ def test_a_lost_race_is_looked_at_again(bench: Bench, method: str, nth: int, mon
     run = bench.drive(bench.submit())
     assert (run.state, bench.launched) == ("succeeded", ["sft", "evaluate"])
     assert len(bench.ledger.history("prod")) == 1
+
+
+def test_a_race_that_wakes_nobody_is_looked_at_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was lost need not be a row of this run: another run's judgement of the same channel, a deadlock."""
+    real, lost = Transaction.record_look, []
+
+    def lose_some(self: Transaction, look: Any) -> Any:
+        if len(lost) < 3:
+            lost.append(look)
+            raise ConflictError("look 1 of channel prod cannot be added")
+        return real(self, look)
+
+    monkeypatch.setattr(Transaction, "record_look", lose_some)
+    run = bench.reconciler.drive(bench.submit(), interval=0.1, timeout=120)
+    assert (run.state, len(lost)) == ("succeeded", 3)
+
+
+def test_a_driver_that_lost_its_lease_frees_nothing_of_its_successors(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, other = bench.submit(), WorkQueue(bench.ledger, "there")
+    real = bench.wiring.blobs.get
+
+    def overtaken(*words: Any) -> Any:
+        bench.clock.sleep(100.0)  # suspended beyond its lease
+        assert other.claim([run_id], early=True)
+        raise away()
+
+    monkeypatch.setattr(bench.wiring.blobs, "get", overtaken)
+    tick = bench.reconciler.tick(run_id)
+    assert tick is not None
+    assert not tick.changed
+    monkeypatch.setattr(bench.wiring.blobs, "get", real)
+    row = other.look("run", run_id)
+    assert row is not None
+    assert (row.lease_owner, row.failures) == ("there", 0)
+
+
+def test_a_result_that_cannot_be_read_ends_nothing_before_its_job_is_gone(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit(stages={"sft": RUN["stages"]["sft"]}, gates=[], release=None)
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    attempt = bench.ledger.attempts(run_id)[0]
+    (bench.wiring.folder(attempt).path / "result.json").write_text("{")
+    job = bench.executor.launched[-1]
+    while bench.stage(run_id, "sft").state == "running":
+        assert bench.ledger.attempts(run_id)[0].state == "launched"
+        bench.reconciler.tick(run_id)
+    assert not bench.executor.observe([job])[0].live
+    assert "cannot be collected" in bench.stage(run_id, "sft").message
 
 
 def test_a_race_for_the_release_stages_row_is_not_taken_for_a_moved_channel(

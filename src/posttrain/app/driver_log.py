@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from posttrain.domain.requests import SECRET_NAME
+
 MOST_BYTES = 256 * 1024  # then it becomes `KEY.1.log`, in the place of the one before
-_SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|KEY(_|$)|(^|_)(PAT|AUTH|PASS)(_|$)", re.IGNORECASE
-)
 _USER_INFO = re.compile(r"(://)[^\s@]+@")
 _SHORTEST = 6  # characters of a value that is hidden: a shorter one is everywhere
 _HIDDEN = "…"
@@ -28,7 +27,7 @@ class Veil:
     """Hides the values of variables that are named like secrets, and who logs in at an address."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        named = {value for name, value in environment.items() if _SECRET_NAME.search(name)}
+        named = {value for name, value in environment.items() if SECRET_NAME.search(name)}
         self._values = sorted((value for value in named if len(value) >= _SHORTEST), key=len, reverse=True)
 
     def over(self, text: str) -> str:

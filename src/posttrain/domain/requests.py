@@ -11,8 +11,9 @@ from posttrain.domain.errors import InputError
 
 REQUEST_SCHEMA = 1
 WORKSPACE, RUN, STAGE = "workspace", "run", "stage"  # labels that every request has
-_SECRETS = re.compile(
-    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|KEY(_|$)|(^|_)(PAT|AUTH|PASS)(_|$)", re.IGNORECASE
+SECRET_NAME = re.compile(  # of a variable whose value nobody writes down; TOKENIZERS_PARALLELISM is none
+    r"(TOKENS?|SECRETS?|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?|AUTHORIZATION|KEYS?)(_|$)|(^|_)(PAT|AUTH|PASS)(_|$)",
+    re.IGNORECASE,
 )
 
 
@@ -85,7 +86,7 @@ class JobRequest:
         if not names or len(set(names)) < len(names):
             raise InputError(f"gang: must have groups, each with a name of its own, got {', '.join(names) or 'none'}")
         for name in self.environment:
-            if _SECRETS.search(name):
+            if SECRET_NAME.search(name):
                 raise InputError(f"environment: {name} must not be written down; name it in secrets")
 
     @property
