@@ -12,7 +12,7 @@ import yaml
 from cli_world import GOOD_REWARD, RUN, World, make_world
 
 from posttrain.app.workspace import open_workspace
-from posttrain.control import judging
+from posttrain.control import actions, judging
 from posttrain.store.audit import verify_rows
 
 ACCURACY = {"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.9}
@@ -499,6 +499,24 @@ def test_a_policy_may_keep_what_was_rolled_back_off_for_good(world: World) -> No
     for words in (("promote", world.newest(), "--lift-quarantine", "hush"), ("rollback", "prod", "--to", second)):
         said = refused(world, *words, code=9)
         assert "its policy lets a model out never (quarantine.lift: never)" in said
+
+
+def test_a_policy_that_is_set_while_somebody_rolls_back_is_not_passed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.ok("run", "run.yaml")
+    second = better(world, 0.97)
+    world.ok("rollback", "prod")
+    document, real = policy_file(world, quarantine={"lift": "never"}), actions.refuse_lift
+
+    def overtaken(*given: Any) -> None:
+        real(*given)
+        world.ok("channel", "set-policy", "prod", document)
+
+    monkeypatch.setattr(actions, "refuse_lift", overtaken)
+    said = refused(world, "rollback", "prod", "--to", second, code=9)
+    assert "channel prod was changed meanwhile; look at it and decide again" in said
+    assert len(world.json("get", "prod")["history"]) == 3
 
 
 def test_a_policy_that_cannot_be_read_ships_nothing(world: World) -> None:

@@ -180,11 +180,18 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
     check_weights(wiring, digest, f"channel {channel} stays at release {live.sequence}")
     if named == live.model_digest:
         return live
+    seen = wiring.ledger.channel_record(channel)  # before its policy is read: a change of it is a conflict
     refuse_lift(wiring, channel, digest, policy_of(wiring, channel))
     target = next(entry for entry in reversed(history) if entry.model_digest == digest)
     with wiring.ledger.transaction(wiring.actor) as transaction:
         return transaction.append_release(
-            channel, digest, target.run_id, "rollback", expected=live.sequence, report_digest=target.report_digest
+            channel,
+            digest,
+            target.run_id,
+            "rollback",
+            expected=live.sequence,
+            report_digest=target.report_digest,
+            generation=seen.generation,
         )
 
 

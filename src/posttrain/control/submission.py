@@ -100,7 +100,7 @@ def _records(wiring: Wiring, manifest: Manifest, digest: str, repeat: int) -> tu
         owner=manifest.owner,
         created_at=wiring.clock.now(),
         reason=Reason.SUBMITTED,
-        message="waiting for a reconciler",
+        message="waiting for a driver",
         next_action=f"posttrain run, or posttrain get {run_id} --watch",
         project=wiring.ledger.project,
         repeat=repeat,

@@ -35,6 +35,7 @@ class ReleaseWriting(Writing):
         report_digest: str | None = None,
         lift: str = "",
         policy: str | None = None,
+        generation: int | None = None,
     ) -> ReleaseEntry:
         """Move a channel to another model: compare-and-set against the release that is live, appended to its history.
 
@@ -45,6 +46,7 @@ class ReleaseWriting(Writing):
             expected: sequence of the release that the caller saw live; 0 for a channel that was empty.
             lift: why a model that is quarantined is promoted after all.
             policy: digest of the policy that a promotion was judged under; None: under none.
+            generation: of the channel's row when it was decided that the model may come back; None: nobody asked that.
 
         Raises:
             QuarantinedError: the model was rolled back from this channel, and `lift` says nothing.
@@ -59,6 +61,8 @@ class ReleaseWriting(Writing):
                 f"channel {channel} moved: expected {_release(expected)} live, found {_release(found)}; "
                 "look at it and decide again"
             )
+        if generation is not None and record.generation != generation:
+            raise ConflictError(f"channel {channel} was changed meanwhile; look at it and decide again")
         _pass_freeze(record, action)
         if action == "promote" and record.policy not in (None, policy):
             raise PolicyError(
