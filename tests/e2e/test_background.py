@@ -328,6 +328,7 @@ def test_a_suspended_driver_is_none(bench: Workbench) -> None:
 def test_a_driver_ends_with_its_workspace(bench: Workbench, how: str) -> None:
     with closing(held_devices(bench)):
         run_id, _ = detach(bench, "held")
+        wait_driven(bench)  # else it may be making the attempt's folder at this moment
         moved = bench.root.with_name("moved")
         bench.root.rename(moved)
         if how == "removed":

@@ -7,7 +7,7 @@ from posttrain.control.requests import job_of, request_of
 from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens_in, tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import CapacityError, FailureClass, InfrastructureError
+from posttrain.domain.errors import CapacityError, FailureClass, InfrastructureError, WorkspaceError
 from posttrain.domain.jobs import Failure, InputBlob, JobOrder, Observation, Unknown
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
@@ -61,6 +61,8 @@ def launch_attempt(
         return None
     # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
     order = _order(wiring, manifest, stage, attempt)
+    if not wiring.root.is_dir():  # nothing is made where a workspace was
+        raise WorkspaceError(f"{wiring.root}: is gone; a workspace that was moved is driven where it is now")
     folder.write_order(order)
     request = request_of(wiring, attempt, order, trainer)
     crashpoint("attempt.after_intent")
