@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from posttrain.app.planning import view_plan
 from posttrain.app.runs import plan, submit
 from posttrain.control.compare import compare
 from posttrain.control.lineage import _input_node
+from posttrain.control.origins import Origins
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import InputRef
+from posttrain.domain.records import Edge, StageRecord
 
 TWO = (
     '"""Two of them."""\n\n\ndef right(completion, answer):\n    return float(completion == answer)\n\n\n'
@@ -181,7 +184,10 @@ def test_plan_and_lineage_name_the_function(bench: Bench) -> None:
     bench.workspace.catalog.add_reward(bench.folder / "reward.py", "two", entry="right")
     for entry, told in (("right", None), ("brief", ("entry", "brief"))):
         pinned = planned(bench, uses(ref="reward:two", entry=entry))
-        blob = InputBlob(str(pinned.digest), pinned.form, pinned.name, pinned.meta)
-        node = _input_node(bench.workspace.wiring, "reward", blob)
+        used = Edge(pinned.name, "", "run:r/grpo", "reward", str(pinned.digest))
+        inputs = {"reward": asdict(InputBlob(used.digest, pinned.form, pinned.name, pinned.meta))}
+        stage = StageRecord("r", "grpo", 0, "grpo", "running", inputs=inputs)
+        with bench.workspace.wiring.ledger.snapshot() as now:
+            node = _input_node(Origins(bench.workspace.wiring, now), stage, used)
         assert node.name == "reward:two@1"
         assert (told in node.details) if told else not dict(node.details).get("entry")

@@ -44,7 +44,7 @@ from posttrain.store.work import NEVER, Work, WorkQueue
 LEASE_SECONDS = 15.0
 SWEEP_SECONDS = 300.0  # between two sweeps for jobs that nobody owns
 RACED_SECONDS = 1.0  # until whoever lost a race looks again
-UNWOKEN_SECONDS = 7 * 86400.0  # the longest that an unfinished run is not looked at, whatever nobody thought of
+UNWOKEN_SECONDS = 604800.0  # an unfinished run is looked at once in seven days, whatever nobody thought of
 POLL_SECONDS = 0.7  # between two questions to the queue
 
 
