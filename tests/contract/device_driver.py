@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.app.workspace import process_alive, process_name
+from posttrain.control.owners import process_alive, process_name
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.submission import submit

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from cli_world import RUN, World, make_world
 
-from posttrain.app.following import Scribe
 from posttrain.cli import driving
+from posttrain.trackers.following import Scribe
 
 pytestmark = [pytest.mark.slow, pytest.mark.ecosystem]
 PATIENCE = 300.0

@@ -18,7 +18,7 @@ from held import Terminal, held_devices, write_run
 from tiny_run import once
 from workbench import Finished, Reference, Workbench
 
-from posttrain.app.drivers import requested
+from posttrain.drivers.requests import requested
 from posttrain.store.atomic import read_json
 from posttrain.store.work import WorkQueue
 

@@ -222,5 +222,5 @@ def make_world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.delenv("POSTTRAIN_WORKSPACE", raising=False)
     monkeypatch.setattr("posttrain.app.workspace.LocalExecutor", lambda *_: world.executor)
     monkeypatch.setattr("posttrain.app.workspace.SystemClock", lambda: world.clock)
-    monkeypatch.setattr("posttrain.app.confinement._ask", lambda: {"whole": True, "notes": []})
+    monkeypatch.setattr("posttrain.preflight.confinement._ask", lambda: {"whole": True, "notes": []})
     return world

@@ -14,15 +14,26 @@ from typing import Any
 import pytest
 from cli_world import World, make_world
 
-from posttrain.app import detaching, driver_environment, drivers
 from posttrain.app.background import Background, Ears, _tidy
-from posttrain.app.detaching import detach
-from posttrain.app.driver_environment import environment_key
-from posttrain.app.driver_log import MOST_BYTES, DriverLog, Veil, last_line, previous
-from posttrain.app.drivers import DriverKind, Request, read_request, requested, requests_held, run_driver, write_request
-from posttrain.app.workspace import Workspace, process_name
+from posttrain.app.workspace import Workspace
+from posttrain.control.owners import process_name
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
+from posttrain.drivers import detaching
+from posttrain.drivers import environment as driver_environment
+from posttrain.drivers import requests as drivers
+from posttrain.drivers.detaching import detach
+from posttrain.drivers.environment import environment_key
+from posttrain.drivers.log import MOST_BYTES, DriverLog, Veil, last_line, previous
+from posttrain.drivers.requests import (
+    DriverKind,
+    Request,
+    read_request,
+    requested,
+    requests_held,
+    run_driver,
+    write_request,
+)
 from posttrain.store.atomic import make_folder
 from posttrain.store.work import WorkQueue
 
@@ -398,7 +409,7 @@ def test_no_secret_is_in_the_log_however_it_is_written(tmp_path: Path, monkeypat
 def test_the_log_is_bounded_whoever_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "k.log"
     script = (
-        "import os, sys; from pathlib import Path; from posttrain.app.driver_log import *; "
+        "import os, sys; from pathlib import Path; from posttrain.drivers.log import *; "
         "log = DriverLog(Path(sys.argv[1]), Veil({})); log.take_over(); log.bound()\n"
         "for n in range(40): os.write(1, b'r' * 20000 + b'\\n'); print('line', n)\n"
         "log.say('last')\n"

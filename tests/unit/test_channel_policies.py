@@ -394,7 +394,7 @@ def test_a_forged_run_that_went_past_the_plan_does_not_ship(world: World, monkey
     world.ok("channel", "set-policy", "prod", policy_file(world))
     path = edited(world, weaker)
     with monkeypatch.context() as blind:
-        blind.setattr("posttrain.app.locks._refuse_unmet", lambda *_: None)
+        blind.setattr("posttrain.preflight.locks._refuse_unmet", lambda *_: None)
         said = refused(world, "run", path, code=9)
     assert "gates.accuracy.at_least: the policy of channel prod says 0.9, got 0.1" in said
     assert "gates.accuracy.at_least" in refused(world, "promote", world.newest(), code=9)

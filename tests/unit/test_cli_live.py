@@ -11,7 +11,6 @@ import pytest
 from cli_world import World, make_world, train
 from rich.console import Console
 
-from posttrain.app.status import RunWatcher, read_status
 from posttrain.app.workspace import Workspace
 from posttrain.cli.console import ago, count, duration, glyph
 from posttrain.cli.live import LineDisplay, TableDisplay, run_table
@@ -19,6 +18,7 @@ from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import JobOrder
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.views.status import RunWatcher, read_status
 
 
 @pytest.fixture

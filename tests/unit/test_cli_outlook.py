@@ -70,7 +70,7 @@ def test_what_earlier_runs_took_is_held_against_the_budget(world: World) -> None
         world.write("run.yaml", RUN.replace("seed: 17", "seed: 18") + f"budget: {{{budget}}}\n")
         if name == "tokens":  # the scripted jobs spend less than any real one does
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("posttrain.app.outlook.certain_shortfall", lambda limit, least, kinds: None)
+                patch.setattr("posttrain.preflight.outlook.certain_shortfall", lambda limit, least, kinds: None)
                 shown = world.ok("plan", "run.yaml")
         else:
             shown = world.ok("plan", "run.yaml")
@@ -198,7 +198,7 @@ def test_two_stages_of_one_run_that_are_the_same_are_computed_once(world: World)
     assert world("plan", world.write("run.yaml", tuned + f"budget: {{tokens: {LEAST - 1}}}\n")).exit_code == 2
     world.write("run.yaml", tuned + "budget: {tokens: 5000}\n")
     with pytest.MonkeyPatch.context() as patch:  # and so it is: the scripted jobs spend less than any real one does
-        patch.setattr("posttrain.app.outlook.certain_shortfall", lambda limit, least, kinds: None)
+        patch.setattr("posttrain.preflight.outlook.certain_shortfall", lambda limit, least, kinds: None)
         world.ok("run", "run.yaml")
     assert [spec.name.split("-")[-2] for spec in world.executor.launched].count("sft") == 1
     assert len(world.executor.launched) == 3

@@ -12,7 +12,6 @@ import pytest
 from cli_world import RUN, World, make_world, train
 from test_control_billing import write_checkpoint
 
-from posttrain.app.status import RunWatcher
 from posttrain.app.workspace import Workspace
 from posttrain.cli.live import LineDisplay, run_table
 from posttrain.domain.errors import FailureClass
@@ -20,6 +19,7 @@ from posttrain.domain.facts import Metric, Progress, Span
 from posttrain.domain.jobs import Failure, JobOrder, JobResult
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.views.status import RunWatcher
 
 BEGAN = 1_000_000.0  # when the first attempt's steps were
 LATER = BEGAN + 1000.0

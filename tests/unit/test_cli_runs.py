@@ -12,12 +12,12 @@ import pytest
 from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
 
 from posttrain.app.runs import plan, submit
-from posttrain.app.status import Vigil
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.audit import verify_rows
+from posttrain.views.status import Vigil
 
 
 @pytest.fixture
@@ -336,7 +336,7 @@ def test_watching_a_run_that_nobody_drives_says_so_and_ends(world: World, words:
 
 
 def test_being_left_alone_is_told_once_each_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.app.status._ALONE", 0.0)
+    monkeypatch.setattr("posttrain.views.status._ALONE", 0.0)
     world.hold.add("sft")
     world("run", "run.yaml", "--timeout", "60")
     workspace, told = Workspace(world.root / ".posttrain"), []

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from posttrain.app.status import read_status
 from posttrain.app.workspace import Workspace
 from posttrain.cli.console import console, excerpt, harmless
 from posttrain.cli.releases import _tree
 from posttrain.cli.screens import run_tree
 from posttrain.control.lineage import run_lineage
+from posttrain.views.status import read_status
 
 ESCAPE = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x1b[31mred\x9b1A\u202egnp\x7f"  # clipboard, wipe, colour, C1, right to left
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from cli_world import RUN, World, make_world
 
-from posttrain.app import following, tracking
-from posttrain.app.following import Scribe
-from posttrain.app.tracked import RunSource
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.domain.errors import TrackerError
 from posttrain.domain.facts import Metric
 from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import write_json
 from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.trackers import following, tracking
+from posttrain.trackers.following import Scribe
+from posttrain.trackers.tracked import RunSource
 
 START = Scribe.start
 

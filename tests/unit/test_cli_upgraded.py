@@ -41,7 +41,7 @@ import sys
 from pathlib import Path
 from posttrain.cli import main
 
-source = Path(main.__file__).parents[1] / "app" / "status.py"
+source = Path(main.__file__).parents[1] / "views" / "status.py"
 assert source.is_relative_to(sys.argv[1]), source
 {change}
 sys.argv = ["posttrain", "ls"]
@@ -68,7 +68,7 @@ def test_a_driver_imports_nothing_after_it_has_started(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("change", "named"), [('source.write_text("def (")', "status.py"), ("source.unlink()", "posttrain.app.status")]
+    ("change", "named"), [('source.write_text("def (")', "status.py"), ("source.unlink()", "posttrain.views.status")]
 )
 def test_a_command_whose_source_was_replaced_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, named: str
@@ -99,7 +99,7 @@ import os, sys
 from pathlib import Path
 from posttrain.cli import main, runs
 
-source = Path(main.__file__).parents[1] / "app" / "status.py"
+source = Path(main.__file__).parents[1] / "views" / "status.py"
 {change}
 
 def fails(*_, **__):

@@ -12,12 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_app_fitting import Bench as Plans
-from test_app_fitting import Change
 from test_evaluate_job import Bench, says
+from test_preflight_fitting import Bench as Plans
+from test_preflight_fitting import Change
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.app.answers import suite_answers
 from posttrain.app.planning import view_plan
 from posttrain.app.runs import plan, submit
 from posttrain.control.judging import read_evidence
@@ -37,6 +36,7 @@ from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.jobs import evaluate
 from posttrain.jobs.entry import run
 from posttrain.store.attempts import AttemptFolder
+from posttrain.views.answers import suite_answers
 
 REWARDS = (
     "def digits(completion):\n    return sum(map(str.isdigit, completion)) / max(1, len(completion))\n\n\n"
@@ -372,7 +372,7 @@ def test_repeated_prompts_with_other_columns_are_refused(plans: Plans) -> None:
 
 
 def test_an_evaluation_alone_needs_the_cell_too(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.app.confinement._ask", lambda: {"whole": False, "notes": ["no namespaces"]})
+    monkeypatch.setattr("posttrain.preflight.confinement._ask", lambda: {"whole": False, "notes": ["no namespaces"]})
 
     def change(raw: dict[str, Any]) -> None:
         suite_of()(raw)

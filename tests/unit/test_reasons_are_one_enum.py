@@ -16,7 +16,21 @@ from posttrain.domain.reasons import Reason, meaning
 ROOT = Path(reasons.__file__).parents[1]
 ENUM = "domain/reasons.py"
 # rooms that write or ask for reasons; elsewhere such a word is another's (a class of transformers, a signature)
-ROOMS = ("api", "app", "cli", "control", "decision", "store", "telemetry", "web")
+ROOMS = (
+    "api",
+    "app",
+    "cli",
+    "control",
+    "decision",
+    "drivers",
+    "preflight",
+    "store",
+    "telemetry",
+    "trackers",
+    "views",
+    "web",
+    "workspace",
+)
 _CODE = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]+)*(?::[a-z_]+)?")  # BackOff, JobFailed:bug
 _HUMPS = re.compile(r"(?:[A-Z][a-z]+){2,}(?::[a-z_]*)?")  # two words at least, so no word of a text
 _CODES = {reason.value for reason in Reason}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_app_fitting import Bench, Change
+from test_preflight_fitting import Bench, Change
 
 from posttrain.app.planning import view_plan
 from posttrain.app.runs import plan, submit

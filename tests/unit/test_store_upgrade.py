@@ -16,6 +16,7 @@ import pytest
 from cli_world import World, make_world
 
 from posttrain.app import workspace as rooms
+from posttrain.control.owners import process_name
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import verify_chain
@@ -130,7 +131,7 @@ def test_a_ledger_whose_log_does_not_hold_is_not_upgraded(old: World) -> None:
 
 
 def test_a_driver_of_the_older_version_is_waited_for(old: World) -> None:
-    mine = rooms.process_name()
+    mine = process_name()
     with closing(sqlite3.connect(old.root / ".posttrain" / "ledger.db")) as connection, connection:
         connection.execute("UPDATE runs SET lease_owner = ?, lease_expires = 9e9 WHERE id = ?", (mine, HELD))
     refused = old("upgrade")

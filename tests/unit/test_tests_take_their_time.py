@@ -87,7 +87,7 @@ ALLOWED = {
     ("e2e/test_recovery.py", "time.sleep(0.02)"): POLL,
     ("e2e/test_postgres_ordeal.py", "time.sleep(0.02)"): POLL,
     ("e2e/workbench.py", "time.sleep(0.03)"): POLL,
-    ("unit/test_app_cluster_checks.py", 'monkeypatch.setattr(cluster_facts, "_RESOLVE_SECONDS", 0.01)'): NEVER,
+    ("unit/test_preflight_cluster_checks.py", 'monkeypatch.setattr(cluster_facts, "_RESOLVE_SECONDS", 0.01)'): NEVER,
     (
         "unit/test_control_hazards.py",
         'bench.wiring.folder(attempt).write_result(JobResult("stopped", seconds=5.0))',
@@ -157,8 +157,8 @@ WAIT = re.compile(
 SHORT_WAITS = {
     "control/reconciler.py:RACED_SECONDS": "until whoever lost a race looks again; nothing ends with it",
     "control/reconciler.py:POLL_SECONDS": "between two questions to the queue; nothing ends with it",
-    "app/reaching.py:_SECONDS": "a server that is away longer is told, and tried again later",
-    "app/status.py:_ALONE": "told a little early, nothing else: a driver may follow",
+    "trackers/reaching.py:_SECONDS": "a server that is away longer is told, and tried again later",
+    "views/status.py:_ALONE": "told a little early, nothing else: a driver may follow",
     "data/fitting.py:_MEAN_SECONDS": "a mean over rows, looked at after ten seconds; a rendering takes a thousandth",
     "engine/recipes/answers.py:_SECONDS": "a hundred thousand times what it takes, so that a pattern cannot hang a run",
     "engine/rewards/session.py:END_TIMEOUT": "then the keeper is killed, which ends its namespace all the same",

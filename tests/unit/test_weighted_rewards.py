@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_app_fitting import Bench, Change
+from test_preflight_fitting import Bench, Change
 from test_train_job import Shop, model_digest, run
 from test_web_report import REPORT
 

@@ -23,9 +23,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from posttrain.app.detaching import LOCK_VARIABLE
-from posttrain.app.driver_log import DriverLog, Veil, previous
-from posttrain.app.drivers import (
+from posttrain.app.runs import JUDGING, REPORTING, load_ahead
+from posttrain.app.workspace import Workspace
+from posttrain.control.owners import process_name
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
+from posttrain.domain.kinds import kind_of
+from posttrain.domain.lifecycle import is_final
+from posttrain.domain.records import RunRecord
+from posttrain.drivers.detaching import LOCK_VARIABLE
+from posttrain.drivers.log import DriverLog, Veil, previous
+from posttrain.drivers.requests import (
     FOLDER,
     Request,
     fingerprint,
@@ -37,14 +45,7 @@ from posttrain.app.drivers import (
     runs_folder,
     write_request,
 )
-from posttrain.app.following import Scribe
-from posttrain.app.runs import JUDGING, REPORTING, load_ahead
-from posttrain.app.workspace import Workspace, process_name
-from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
-from posttrain.domain.kinds import kind_of
-from posttrain.domain.lifecycle import is_final
-from posttrain.domain.records import RunRecord
+from posttrain.trackers.following import Scribe
 
 _LISTEN = 0.1  # seconds between two looks for requests
 _PAUSE, _LONG_PAUSE = 0.1, 1.0  # seconds between passes that change nothing: twice as long each time
@@ -270,7 +271,7 @@ class Background:
 
     def _finish(self, run_id: str) -> None:
         """The run has ended: seal, report, let go."""
-        from posttrain.app.reporting import write_report  # loaded ahead, once the first run was taken
+        from posttrain.views.reporting import write_report  # loaded ahead, once the first run was taken
 
         workspace = self._workspace
         workspace.reconciler.release(run_id)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.app.registering import announce
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.control import actions, channels
 from posttrain.control.lineage import Node, VerifyReport, release_lineage, verify
@@ -17,6 +16,7 @@ from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, load_policy
 from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry
 from posttrain.domain.validation import nearest
 from posttrain.store.releasing import POLICY_SET
+from posttrain.trackers.registering import announce
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,21 +17,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from posttrain.app.checks import Check
-from posttrain.app.cluster_checks import check_ray, cluster_checks
-from posttrain.app.cluster_facts import ask_ray, read_machine
-from posttrain.app.confinement import confinement
-from posttrain.app.drivers import DriverKind, RunDriver, run_driver
-from posttrain.app.machine import local_devices
-from posttrain.app.workspace import LOCAL, Workspace, find_workspace
+from posttrain.app.workspace import Workspace, find_workspace
 from posttrain.control.orphans import end_orphans, find_orphans
 from posttrain.domain.errors import InfrastructureError, PosttrainError, WorkspaceError
 from posttrain.domain.kinds import CONTROL, KINDS, OWN
 from posttrain.domain.plugins import EXECUTORS, TRAINERS, all_plugins
+from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
+from posttrain.execution.cluster_facts import ask_ray, read_machine
 from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.execution.machine import local_devices
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.preflight.checks import Check
+from posttrain.preflight.cluster_checks import check_ray, cluster_checks
+from posttrain.preflight.confinement import confinement
 from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import verify_chain
+from posttrain.workspace.settings import LOCAL
 
 _ENGINE = ("torch", "transformers", "safetensors")
 _LOW_DISK, _NO_DISK = 5 * 2**30, 2**28  # bytes: warn, fail

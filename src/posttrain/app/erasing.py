@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from posttrain.app.tracking import describe, of_workspace
 from posttrain.app.workspace import Workspace
 from posttrain.data.refs import KINDS
 from posttrain.domain.errors import InputError
 from posttrain.store.erasure import NOBODY, Erased, erase_principal, erase_subject
+from posttrain.trackers.tracking import describe, of_workspace
 
 _PERSON = ("user:", NOBODY)
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.app.fitting import model_files
 from posttrain.app.naming import model_word, named_model
 from posttrain.app.runs import Run, plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
@@ -15,6 +14,7 @@ from posttrain.data.fitting import context_length
 from posttrain.data.refs import NAME
 from posttrain.domain.errors import InputError
 from posttrain.domain.runspec import RunSpec, parse_run_spec
+from posttrain.preflight.fitting import model_files
 
 STAGE = "evaluate"
 _REWARD = "reward"  # what it is called in that run

@@ -13,7 +13,6 @@ from typing import Literal, get_args
 
 from posttrain._version import __version__
 from posttrain.app.naming import NamedModel
-from posttrain.app.reporting import tree_lines
 from posttrain.app.workspace import Workspace
 from posttrain.control.explain import explain_run
 from posttrain.control.lineage import Node, asset_lineage, model_lineage, selected
@@ -31,6 +30,7 @@ from posttrain.execution.foreground import answers
 from posttrain.store.atomic import sync_folder, sync_tree, unwritable
 from posttrain.store.scratch import scratch
 from posttrain.store.trees import tree_listing
+from posttrain.views.reporting import tree_lines
 from posttrain.web.card import ModelCard, ScoreLine, StageLine, render_card
 
 _CAST = "posttrain.jobs.cast"

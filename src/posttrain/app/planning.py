@@ -5,29 +5,14 @@ Nothing here writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.app.locks import refuse_lock
-from posttrain.app.machine import this_machine
-from posttrain.app.outlook import (
-    READ_AT_MOST,
-    Dataset,
-    look_ahead,
-    refuse_hopeless,
-    workload,
-)
-from posttrain.app.placing import fallback_warnings, memory_warnings, role_shapes, stage_residency
 from posttrain.app.runs import resolve_spec
-from posttrain.app.tracking import describe, of_workspace
 from posttrain.app.workspace import Workspace
 from posttrain.control.conforming import released_evaluators
-from posttrain.control.planning import Planned
-from posttrain.control.selecting import dataset_slots
-from posttrain.data.contamination import contamination
-from posttrain.data.rows import demonstrations, repeated_rows
 from posttrain.decision.policies import origin
 from posttrain.decision.power import PowerNote
 from posttrain.domain.contracts import Load
@@ -37,10 +22,15 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.overrides import Setting
 from posttrain.domain.passes import Passes
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.runspec import RunSpec, load_run_spec
+from posttrain.domain.runspec import load_run_spec
 from posttrain.execution.trainers.installed import InstalledTrainer
 from posttrain.planner.estimate import Estimate
 from posttrain.planner.residency import Residency
+from posttrain.preflight.datasets import repeated, seen_in_training, wide_steps
+from posttrain.preflight.locks import refuse_lock
+from posttrain.preflight.outlook import look_ahead, refuse_hopeless
+from posttrain.preflight.placing import residencies, slower
+from posttrain.trackers.tracking import describe, of_workspace
 
 _INPUT = ("slot", "name", "digest")
 
@@ -121,7 +111,7 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
     ahead = look_ahead(planned, spec, workspace, path)
     if not existing:
         refuse_hopeless(planned.manifest, ahead, path)
-    residencies = dict(_residencies(planned, spec, workspace, path, ahead.datasets))
+    found = dict(residencies(planned, spec, workspace, path, ahead.datasets))
     stages = tuple(
         StagePlan(
             stage.name,
@@ -130,17 +120,17 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
             _origin(ahead.cached[stage.name]),
             ahead.estimates[stage.name],
             planned.contracts[stage.name].load if stage.name in planned.contracts else None,
-            residencies.get(stage.name, (None, []))[0],
+            found.get(stage.name, (None, []))[0],
             planned.passes.get(stage.name),
             tuple(_packages(stage, workspace)),
         )
         for stage in planned.manifest.stages
     )
     warnings = [*ahead.warnings, *planned.warnings]
-    warnings += [*_repeated(planned, ahead.datasets), *_seen_in_training(planned, ahead.datasets)]
-    warnings += _wide_steps(planned, ahead.datasets)
-    warnings += [f"{name}: {warning}" for name, (_, found) in residencies.items() for warning in found]
-    warnings += _slower(planned, spec, workspace, path)
+    warnings += [*repeated(planned, ahead.datasets), *seen_in_training(planned, ahead.datasets)]
+    warnings += wide_steps(planned, ahead.datasets)
+    warnings += [f"{name}: {warning}" for name, (_, warned) in found.items() for warning in warned]
+    warnings += slower(planned, spec, workspace, path)
     run = existing[0] if existing else None
     trackers = tuple(describe(planned.trackers or of_workspace(workspace)))
     gates = tuple((rule.name, origin(rule, planned.policy)) for rule in planned.manifest.gates if planned.policy)
@@ -172,78 +162,3 @@ def _origin(record: StageRecord | None) -> str | None:
 def _shown(ref: InputRef) -> str:
     called = f" ({ref.meta['entry']})" if "dialect" in ref.meta and ref.name.startswith("path:") else ""
     return {"stage": f"stage {ref.word}", "channel": f"channel {ref.name}"}.get(ref.source, ref.name + called)
-
-
-# --- cost -------------------------------------------------------------------------------------------------------------
-
-
-def _residencies(
-    planned: Planned, spec: RunSpec, workspace: Workspace, path: Path, datasets: Mapping[str, Dataset]
-) -> Iterator[tuple[str, tuple[Residency | None, list[str]]]]:
-    """Training stage → what is resident when, and warnings of estimates that go beyond the memory there is."""
-    loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
-    machine = this_machine() if loads else None
-    for name, load in loads.items():
-        stage = planned.manifest.stage(name)
-        shapes = role_shapes(planned.manifest, stage, load, workspace, path, spec.model)
-        if shapes and machine:
-            prompt = workload(stage, planned.contracts[name].work, datasets).characters
-            residency = stage_residency(load, shapes, machine, prompt)
-            yield name, (residency, memory_warnings(load, residency, machine))
-
-
-def _slower(planned: Planned, spec: RunSpec, workspace: Workspace, path: Path) -> Iterator[str]:
-    """One warning for every fall-back of a stage's model."""
-    for stage in planned.manifest.stages:
-        contract = planned.contracts.get(stage.name)
-        if contract is not None:
-            roles = contract.load.roles if contract.load else ("rollout",)
-            for warning in fallback_warnings(planned.manifest, stage, roles, workspace, path, spec.model):
-                yield f"{stage.name}: {warning}"
-
-
-# --- data sets --------------------------------------------------------------------------------------------------------
-
-
-def _wide_steps(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """One line per training stage whose step takes more documents than there are."""
-    for stage in planned.manifest.stages:
-        length = planned.contracts[stage.name].length if stage.name in planned.contracts else None
-        if length is None:
-            continue
-        ref = stage.inputs[length.slot]
-        data = datasets[str(ref.digest)]
-        documents = sum(map(demonstrations, data.read)) if length.turns and data.read is not None else data.rows
-        if documents is not None and documents < length.per_step:
-            yield (
-                f"{stage.name}: {length.field} is {length.per_step}, and {ref.name} has {documents} documents, "
-                f"so every step takes some of them more than once; lower {length.field}"
-            )
-
-
-def _repeated(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """One line per evaluation suite with rows that repeat another."""
-    suites = [ref for stage in planned.manifest.stages if stage.measures for _, ref in dataset_slots(stage)]
-    for ref in {ref.digest: ref for ref in suites}.values():
-        found = datasets[str(ref.digest)]
-        if found.rows and found.items is not None and found.items < found.rows:
-            yield repeated_rows(ref.name, found.rows, found.items)
-
-
-def _seen_in_training(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:
-    """One warning per evaluation suite whose prompts stand in a training set."""
-    train: dict[str, InputRef] = {}
-    suites: dict[str, InputRef] = {}
-    for stage in planned.manifest.stages:
-        for _, ref in dataset_slots(stage):
-            (suites if stage.measures else train)[str(ref.digest)] = ref
-    for digest, suite in suites.items():
-        for other, source in train.items():
-            known, asked = datasets[other].read, datasets[digest].read
-            if known is None or asked is None:
-                yield f"{suite.name} was not compared with {source.name}: more than {READ_AT_MOST} rows"
-                continue
-            report = contamination(known, asked)
-            if report.found or report.left:
-                little = "; its scores say little about unseen prompts" if report.found else ""
-                yield f"{suite.name} against {source.name}: {report}{little}"

@@ -7,17 +7,6 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
-from posttrain.app.confinement import check_confinement
-from posttrain.app.counting import counter
-from posttrain.app.detaching import detach
-from posttrain.app.drivers import RunDriver, forget_request
-from posttrain.app.fitting import check_fit
-from posttrain.app.following import Scribe
-from posttrain.app.locks import is_lock, read_lock, refuse_lock
-from posttrain.app.outlook import look_ahead, refuse_hopeless
-from posttrain.app.placing import refuse_infeasible, refuse_oversized
-from posttrain.app.registering import announce
-from posttrain.app.tracking import check_trackers, of_workspace, record_trackers, resolved
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.control import actions, channels, compare, explain
 from posttrain.control.models import made_model
@@ -33,6 +22,17 @@ from posttrain.domain.records import ReleaseEntry, RunRecord, Signal
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
+from posttrain.drivers.detaching import detach
+from posttrain.drivers.requests import RunDriver, forget_request
+from posttrain.preflight.confinement import check_confinement
+from posttrain.preflight.counting import counter
+from posttrain.preflight.fitting import check_fit
+from posttrain.preflight.locks import is_lock, read_lock, refuse_lock
+from posttrain.preflight.outlook import look_ahead, refuse_hopeless
+from posttrain.preflight.placing import refuse_infeasible, refuse_oversized
+from posttrain.trackers.following import Scribe
+from posttrain.trackers.registering import announce
+from posttrain.trackers.tracking import check_trackers, of_workspace, record_trackers, resolved
 
 JUDGING = (
     "pyarrow.compute",
@@ -42,7 +42,7 @@ JUDGING = (
     "scipy.special",
     "scipy.stats",
 )  # what gates import when they judge
-REPORTING = ("posttrain.app.reporting",)
+REPORTING = ("posttrain.views.reporting",)
 _MOVED = "a model that the run file names is another by now; this run goes on with the one that it began with"
 MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from posttrain.app.fitting import first_row, model_files
 from posttrain.app.naming import NamedModel
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError, NotFoundError
@@ -17,6 +16,7 @@ from posttrain.domain.manifest import InputRef
 from posttrain.domain.validation import explain
 from posttrain.engine.settings import MOST_ROWS, MOST_TOKENS, InferenceRuntimeConfig
 from posttrain.execution.foreground import answers
+from posttrain.preflight.fitting import first_row, model_files
 
 _PROGRAM = "posttrain.jobs.sample"
 LONGEST_WAIT = 3600.0  # seconds, where nobody says another

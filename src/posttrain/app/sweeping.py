@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.app.locks import refuse_lock
 from posttrain.app.runs import MAX_SEED, Run, plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
@@ -23,6 +22,7 @@ from posttrain.domain.overrides import Override, Setting, setting_words, setting
 from posttrain.domain.records import RunRecord
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.seeds import derive_seed
+from posttrain.preflight.locks import refuse_lock
 
 MOST_RUNS = 1000
 _KEPT = "a sweep ships nothing: release and gates of the file are left out; ship what you choose with posttrain run"

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
-import functools
 import getpass
 import os
-import socket
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from posttrain.app.ledgers import FILE, KEY, bind, holds_runs, ledger_place, recorded
-from posttrain.app.machine import local_devices
-from posttrain.control.reconciler import Reconciler
+from posttrain.control.owners import process_alive
 from posttrain.control.wiring import Wiring
 from posttrain.data.catalog import Catalog
-from posttrain.domain.canonical import digest_json
-from posttrain.domain.errors import ConflictError, PosttrainError, WorkspaceError
+from posttrain.domain.errors import ConflictError, WorkspaceError
 from posttrain.domain.lifecycle import RunState, is_final
-from posttrain.domain.manifest import Manifest
-from posttrain.domain.records import RunRecord
 from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.execution.machine import local_devices
 from posttrain.execution.ports import Executor
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
@@ -35,25 +24,24 @@ from posttrain.store.blobs import blobs_url, open_blobs
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
-from posttrain.store.sealer import seal
 from posttrain.store.upgrade import Upgraded, upgrade_ledger
-
-FOLDER = ".posttrain"
-VARIABLE = "POSTTRAIN_WORKSPACE"
-STORE_VARIABLE = "POSTTRAIN_STORE"
-SETTINGS = (
-    "workspace.json"  # {"format", "store", "ledger"}: written once; "rewards" and "trackers" as a person said; "id"
+from posttrain.workspace.ledgers import FILE, bind, holds_runs, ledger_place, recorded
+from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import (
+    EXECUTOR,
+    FOLDER,
+    LOCAL,
+    OWN_STORE,
+    SETTINGS,
+    STORE_VARIABLE,
+    VARIABLE,
+    record_places,
+    settings_lock,
 )
-TRUSTED = "trusted"
-LOCAL = "local"
-EXECUTOR = "executor"  # the key of one that is not local
-_FORMAT = "posttrain.workspace/1"
-_PLACE_DIGITS = 32
-_OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
 
 
-class Workspace:
-    """The control plane over one folder.
+class Workspace(OpenWorkspace):
+    """A workspace that is opened where it is, or made there, with the back-ends that its settings name.
 
     Raises:
         WorkspaceError: no workspace there, read-only, disk full, of a newer schema, its PostgreSQL out of reach, or
@@ -84,9 +72,8 @@ class Workspace:
             if database is None:
                 _refuse_lost_ledger(self.root)
             _make(self.root)
-            _record_places(self.root, self.blobs.url, place, rewards, trackers)
-        self.settings: Mapping[str, Any] = read_json(self.root / SETTINGS) or {}
-        self.trusts_rewards = self.settings.get("rewards") == TRUSTED
+            record_places(self.root, self.blobs.url, place, rewards, trackers)
+        self.settings = read_json(self.root / SETTINGS) or {}
         self.ledger = Ledger(database or Database(place, create=create), clock)
         if database is not None:
             bind(self.ledger, self.root, self.identity(), self.actor)
@@ -103,71 +90,6 @@ class Workspace:
             workspace=self.place,
         )
         self.catalog = Catalog(self.ledger, self.blobs, self.actor)
-
-    def manifest_or_trouble(self, run: RunRecord) -> tuple[Manifest | None, str]:
-        """A run's manifest, or one line that says why it cannot be read: a look at many runs survives a bad one."""
-        try:
-            return self.wiring.manifest(run), ""
-        except (PosttrainError, ValueError) as error:  # bytes gone or corrupt, or a manifest of another version
-            why = str(error).splitlines()[0]
-            return None, f"manifest unreadable: {why}"
-
-    @functools.cached_property
-    def reconciler(self) -> Reconciler:
-        """This process as a reconciler."""
-        return Reconciler(self.wiring, process_name(), process_alive)
-
-    @property
-    def ledger_address(self) -> str | None:
-        """The address of its ledger in PostgreSQL; None where it is a file of its own."""
-        return recorded(self.root, self.settings)
-
-    @property
-    def read_only(self) -> bool:
-        """Whether it may only be read: another user's, or on a read-only mount."""
-        return self.ledger.database.read_only
-
-    def identity(self) -> str:
-        """What tells this workspace from others, also moved or copied: 32 random hexadecimal digits in workspace.json.
-
-        Raises:
-            WorkspaceError: it has none yet and cannot be written.
-        """
-        path = self.root / SETTINGS
-        with _settings_lock(self.root):  # the writers of several runs may ask at once
-            record = read_json(path) or _fresh_record(self.root, self.blobs.url)
-            if not record.get("id"):
-                record = {**record, "id": uuid.uuid4().hex}
-                write_json(path, record)
-        return str(record["id"])
-
-    def refuse_missing_executor(self) -> None:
-        """Before anything is submitted.
-
-        Raises:
-            InputError: the package of its executor is not installed any more, or broken.
-        """
-        if isinstance(self.wiring.executor, InstalledExecutor):
-            self.wiring.executor.load()
-
-    def place(self) -> str:
-        """What tells its jobs from those of other workspaces: a digest of its identity and of where it is.
-
-        A copy has another, so it never ends the jobs of what it was copied from; so has one that was moved.
-
-        Raises:
-            WorkspaceError: as `identity`.
-        """
-        return digest_json([self.identity(), socket.gethostname(), str(self.root)]).partition(":")[2][:_PLACE_DIGITS]
-
-    def seal(self) -> None:
-        """Chain the events committed so far; whoever may only read leaves that to the next who writes."""
-        if not self.read_only:
-            seal(self.ledger)
-
-    def close(self) -> None:
-        """Close the database."""
-        self.ledger.close()
 
 
 def find_workspace(start: Path | None = None) -> Path:
@@ -252,24 +174,6 @@ def upgrade_workspace() -> Upgraded:
     return upgrade_ledger(ledger_place(root, read_json(root / SETTINGS)), process_alive)
 
 
-def process_name() -> str:
-    """`host:pid:start` of this process: it tells a reused pid from the same process."""
-    return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.2f}"
-
-
-def process_alive(owner: str) -> bool:
-    """Whether the process `owner` names may still live. A process of another host may."""
-    host, pid, started = [*owner.rsplit(":", 2), "", ""][:3]
-    if host != socket.gethostname() or not pid.isdigit():
-        return True
-    try:
-        process = psutil.Process(int(pid))
-        gone = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # not reaped yet, by whoever started it
-        return not gone and abs(process.create_time() - float(started)) < 0.05
-    except (psutil.NoSuchProcess, ValueError):
-        return False
-
-
 def _store(root: Path) -> str:
     """Where the artifacts of a workspace are: recorded when it is made, so that no later command can look elsewhere.
 
@@ -277,13 +181,13 @@ def _store(root: Path) -> str:
         WorkspaceError: POSTTRAIN_STORE names another store.
         InputError: its URL holds credentials.
     """
-    own = blobs_url(root / _OWN_STORE)
+    own = blobs_url(root / OWN_STORE)
     wanted = blobs_url(os.environ[STORE_VARIABLE]) if os.environ.get(STORE_VARIABLE) else None
     record = read_json(root / SETTINGS)
     if record is None:
         return wanted or own
     try:
-        found = own if record["store"] == _OWN_STORE else str(record["store"])
+        found = own if record["store"] == OWN_STORE else str(record["store"])
     except (KeyError, TypeError) as error:
         raise WorkspaceError(f"{root / SETTINGS}: must name the artifact store as `store`, got {record!r}") from error
     if wanted not in (None, found):
@@ -291,22 +195,6 @@ def _store(root: Path) -> str:
             f"{root}: its artifacts are in {found}, {STORE_VARIABLE} names {wanted}; unset it or make another workspace"
         )
     return found
-
-
-def _record_places(
-    root: Path, url: str, place: Path | str, rewards: str | None, trackers: Mapping[str, Any] | None
-) -> None:
-    with _settings_lock(root):
-        known = read_json(root / SETTINGS)
-        record = known or _fresh_record(root, url) | ({} if isinstance(place, Path) else {KEY: place})
-        if rewards is not None:
-            record = {key: value for key, value in record.items() if key != "rewards"}
-            record |= {"rewards": TRUSTED} if rewards == TRUSTED else {}
-        if trackers is not None:
-            record = {key: value for key, value in record.items() if key != "trackers"}
-            record |= {"trackers": dict(trackers)} if trackers else {}
-        if record != known:
-            write_json(root / SETTINGS, record)
 
 
 def _executor(root: Path, settings: Mapping[str, Any]) -> Executor:
@@ -329,24 +217,9 @@ def _record_executor(workspace: Workspace, name: str) -> None:
             f"executor must stay {workspace.wiring.executor.name} while runs go on ({', '.join(unfinished)}), "
             f"got {name}; stop them, or wait for their end"
         )
-    with _settings_lock(workspace.root):
+    with settings_lock(workspace.root):
         record = {key: value for key, value in read_json(workspace.root / SETTINGS).items() if key != EXECUTOR}
         write_json(workspace.root / SETTINGS, record | ({} if name == LOCAL else {EXECUTOR: name}))
-
-
-def _fresh_record(root: Path, url: str) -> dict[str, Any]:
-    return {"format": _FORMAT, "store": _OWN_STORE if url == blobs_url(root / _OWN_STORE) else url}
-
-
-@contextmanager
-def _settings_lock(root: Path) -> Iterator[None]:
-    """One process at a time reads and writes workspace.json; the folder itself is locked, for nothing to be left."""
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _make(root: Path) -> None:

@@ -39,8 +39,8 @@ def compare(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Compare what runs scored, item by item: won, lost and tied against the first, with intervals."""
-    from posttrain.app.comparing import compare_runs, write_comparison
     from posttrain.app.workspace import open_workspace
+    from posttrain.views.comparing import compare_runs, write_comparison
 
     workspace = open_workspace()
     try:

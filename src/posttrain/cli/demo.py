@@ -120,7 +120,7 @@ class _Stage:
         self._posttrain("plan", f"{self._example}/{self._plan.runs[0].file}", "--seed", str(self.seed))
 
     def _init(self) -> None:
-        from posttrain.app.confinement import confinement
+        from posttrain.preflight.confinement import confinement
 
         found = confinement()
         if not found.whole:
@@ -211,9 +211,9 @@ def _is_ours(folder: Path) -> bool:
 
 def _overlay(folder: Path, ids: dict[str, str], title: str) -> Path:
     """Every run of the story on one picture."""
-    from posttrain.app.reporting import overlay
-    from posttrain.app.workspace import FOLDER as WORKSPACE
     from posttrain.app.workspace import Workspace
+    from posttrain.views.reporting import overlay
+    from posttrain.workspace.settings import FOLDER as WORKSPACE
 
     workspace = Workspace(folder / WORKSPACE)
     try:

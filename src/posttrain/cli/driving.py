@@ -18,9 +18,9 @@ from posttrain.domain.overrides import single
 
 if TYPE_CHECKING:
     from posttrain.app.runs import Run
-    from posttrain.app.status import RunStatus
     from posttrain.app.workspace import Workspace
     from posttrain.domain.records import RunRecord
+    from posttrain.views.status import RunStatus
 
 RunArgument = Annotated[
     str,
@@ -128,10 +128,10 @@ def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: st
         typer.Exit: Ctrl-C detached.
     """
     from posttrain.app.runs import REPORTING, load_ahead
-    from posttrain.app.status import read_status
     from posttrain.cli.live import open_display
     from posttrain.cli.screens import run_footer
     from posttrain.control.explain import outcome_error
+    from posttrain.views.status import read_status
 
     with heard() as signals:
         try:
@@ -201,11 +201,11 @@ def greet(handle: Run, again: str = "") -> None:
 
 
 def _summary(workspace: Workspace, handle: Run, status: RunStatus) -> None:
-    from posttrain.app.following import settled
-    from posttrain.app.reporting import write_report
-    from posttrain.app.status import run_scores
-    from posttrain.app.tracking import WRITING
     from posttrain.cli.screens import score_lines, stage_table, tracker_lines, verdict_lines, warning_lines
+    from posttrain.trackers.following import settled
+    from posttrain.trackers.tracking import WRITING
+    from posttrain.views.reporting import write_report
+    from posttrain.views.status import run_scores
 
     screen = console()
     screen.print(stage_table(status))

@@ -72,7 +72,7 @@ def heard() -> Iterator[Signals]:
 
 def end_by(number: int, workspace: Workspace, handle: Run) -> NoReturn:
     """Die of a signal as whoever sent it expects; first say, where that is possible, what becomes of the run."""
-    from posttrain.app.drivers import DriverKind, run_driver
+    from posttrain.drivers.requests import DriverKind, run_driver
 
     with suppress(OSError, PosttrainError):  # the terminal is gone
         driver = run_driver(workspace.root, handle.record, workspace.ledger.clock.now())
@@ -87,7 +87,7 @@ def end_by(number: int, workspace: Workspace, handle: Run) -> NoReturn:
 
 def leave(workspace: Workspace, handle: Run, reattach: str) -> None:
     """Ctrl-C: on a terminal a background driver takes over, unless somebody drives the run anyway."""
-    from posttrain.app.drivers import DriverKind, run_driver
+    from posttrain.drivers.requests import DriverKind, run_driver
 
     driver = run_driver(workspace.root, handle.record, workspace.ledger.clock.now())
     if driver is None:

@@ -15,11 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.app.status import RunStatus, RunWatcher, StageStatus
 from posttrain.cli.console import console, count, duration, glyph, number, say, style
 from posttrain.domain.facts import Note
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.records import RunRecord
+from posttrain.views.status import RunStatus, RunWatcher, StageStatus
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -67,8 +67,8 @@ def lock(
 ) -> None:
     """Write the immutable manifest. The SHA-256 of the file is the run's identity."""
     from posttrain.app import runs
-    from posttrain.app.locks import lock_path, write_lock
     from posttrain.app.workspace import open_workspace
+    from posttrain.preflight.locks import lock_path, write_lock
 
     workspace = open_workspace()
     planned = runs.plan(file, workspace, seed=seed, setting=single(sets or ()))

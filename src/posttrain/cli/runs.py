@@ -44,8 +44,8 @@ def ls(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List runs, newest first, and what the channels point at."""
-    from posttrain.app.status import read_status, under_way
     from posttrain.app.workspace import open_workspace
+    from posttrain.views.status import read_status, under_way
 
     workspace = open_workspace()
     statuses = [read_status(workspace, run.id, brief=True) for run in workspace.ledger.runs(limit=limit)]
@@ -89,9 +89,9 @@ def get(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show one run (stages, scores, reason, next action), or the release history of a channel."""
-    from posttrain.app.status import read_status, run_scores
-    from posttrain.app.tracking import states
     from posttrain.app.workspace import open_workspace
+    from posttrain.trackers.tracking import states
+    from posttrain.views.status import read_status, run_scores
 
     if watch and output is Output.JSON:
         raise InputError("get: --watch draws for people, got -o json; ask again without --watch")
@@ -106,7 +106,7 @@ def get(
         _watch(workspace, run_id, timeout)
     written = None
     if report:
-        from posttrain.app.reporting import write_report
+        from posttrain.views.reporting import write_report
 
         written = write_report(workspace, run_id)
     status = read_status(workspace, run_id)
@@ -133,8 +133,8 @@ def get(
 
 def _get_channel(workspace: Workspace, name: str, output: Output) -> None:
     from posttrain.app import channels
-    from posttrain.app.registering import channel_states
     from posttrain.cli.screens import channel_lines, history_table, release_lines, tracker_lines
+    from posttrain.trackers.registering import channel_states
 
     channel = channels.channel(name, workspace)
     history, states, record, live = channel.history, channel.states, channel.record, channel.live
@@ -165,9 +165,9 @@ def logs(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print what a run's jobs printed. Of a reused stage, what was printed where it was computed."""
-    from posttrain.app import logs as log
-    from posttrain.app.status import Vigil
     from posttrain.app.workspace import open_workspace
+    from posttrain.views import logs as log
+    from posttrain.views.status import Vigil
 
     if follow and output is Output.JSON:
         raise InputError("logs: -f goes on and on, got -o json; ask again without -f")
@@ -197,9 +197,9 @@ def logs(
 def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     """Say why a run is where it is. Which number missed, by how much, with what confidence; what to do next."""
     from posttrain.app import runs
-    from posttrain.app.status import baseline_run, read_status, run_scores
-    from posttrain.app.tracking import states
     from posttrain.app.workspace import open_workspace
+    from posttrain.trackers.tracking import states
+    from posttrain.views.status import baseline_run, read_status, run_scores
 
     workspace = open_workspace()
     handle = runs.run(run, workspace)
@@ -283,9 +283,9 @@ def _metric_rows(first: dict[str, float], second: dict[str, float]) -> list[dict
 
 
 def _watch(workspace: Workspace, run_id: str, timeout: float | None) -> None:
-    from posttrain.app.status import Vigil
     from posttrain.cli.live import open_display
     from posttrain.domain.lifecycle import is_final
+    from posttrain.views.status import Vigil
 
     vigil = Vigil(workspace, run_id, aside, timeout)
     with open_display(workspace, run_id) as display:

@@ -9,8 +9,6 @@ from rich.text import Text
 from rich.tree import Tree
 
 from posttrain.app.planning import PlanView, StagePlan
-from posttrain.app.status import RunStatus, StageStatus
-from posttrain.app.tracking import TROUBLE, TrackerState
 from posttrain.cli.console import ago, branch, count, digest, duration, excerpt, glyph, moment, style
 from posttrain.cli.tables import Column, Grid
 from posttrain.control.compare import Difference
@@ -23,6 +21,8 @@ from posttrain.domain.reasons import meaning
 from posttrain.domain.records import AttemptRecord, ChannelRecord, Look, Quarantine, ReleaseEntry
 from posttrain.planner.feasibility import gib
 from posttrain.planner.residency import Residency
+from posttrain.trackers.tracking import TROUBLE, TrackerState
+from posttrain.views.status import RunStatus, StageStatus
 
 _NOTE = 400  # characters of a note (a guideline) that are shown
 

@@ -15,8 +15,8 @@ from posttrain.domain.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from posttrain.app.tracing import RecordedSample, WrittenTrace
     from posttrain.telemetry.timeline import StageTimeline
+    from posttrain.views.tracing import RecordedSample, WrittenTrace
 
 _EXCERPT = 60  # characters of a response in a list
 _TOLD = 0.0005  # share of a step from which a hand-off is worth a word
@@ -45,7 +45,7 @@ def trace(
     workspace = open_workspace()
     try:
         run_id = workspace.ledger.find_run(run).id
-        from posttrain.app import tracing
+        from posttrain.views import tracing
 
         if sample is not None:
             _show_sample(tracing.recorded_sample(workspace, run_id, sample, stage), output)

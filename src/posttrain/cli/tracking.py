@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,8 @@ from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
-    from posttrain.app.tracking import TrackerState
     from posttrain.app.workspace import Workspace
+    from posttrain.trackers.tracking import TrackerState
 
 TrackerOption = Annotated[
     list[str] | None,
@@ -40,10 +41,10 @@ def track(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write what is missing in a run's trackers, or in the registries of a channel. `--tracker` writes one more."""
-    from posttrain.app import following
-    from posttrain.app.adding import track_more
-    from posttrain.app.registering import register_channel
     from posttrain.app.workspace import open_workspace
+    from posttrain.trackers import following
+    from posttrain.trackers.adding import track_more
+    from posttrain.trackers.registering import register_channel
 
     if follow and (tracker or output is Output.JSON):
         raise InputError("track: --follow goes with neither --tracker nor -o json; ask again without it")
@@ -56,7 +57,7 @@ def track(
     run_id = workspace.ledger.find_run(run).id
     if follow:
         workspace.close()
-        following.follow(workspace.root, run_id)
+        following.follow(partial(open_workspace, workspace.root), run_id)
         return
     chosen = read_choice(tracker) if tracker else {}
     found = track_more(workspace, run_id, chosen) if chosen else following.track(workspace, run_id)
@@ -80,7 +81,7 @@ def read_choice(words: list[str]) -> dict[str, Any]:
     Raises:
         InputError: an unknown tracker, one named twice, or a target that it cannot have.
     """
-    from posttrain.app.tracking import parse_choice
+    from posttrain.trackers.tracking import parse_choice
 
     return parse_choice(words, Path.cwd())
 
@@ -91,7 +92,7 @@ def refuse_unwritable_choice(chosen: dict[str, Any], folder: Path | None) -> Non
     Raises:
         InputError: a package is missing, or a place cannot be written.
     """
-    from posttrain.app.tracking import check_trackers, parse_trackers, resolved
+    from posttrain.trackers.tracking import check_trackers, parse_trackers, resolved
 
     root = (folder or Path.cwd()).resolve()
     check_trackers(resolved(parse_trackers(chosen, "--tracker"), root, root), "--tracker")

@@ -71,8 +71,8 @@ def init(
     ] = None,
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
-    from posttrain.app.tracking import describe, of_workspace
     from posttrain.app.workspace import init_workspace
+    from posttrain.trackers.tracking import describe, of_workspace
 
     written = _adopt(*adopted, folder or Path()) if adopted else None
     chosen = read_choice(tracker) if tracker else None

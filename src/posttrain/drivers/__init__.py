@@ -1,0 +1,1 @@
+"""Background drivers: who drives a run, and giving one away."""

@@ -1,0 +1,159 @@
+"""Giving a run to a background driver: asking for it, starting one where none lives, waiting until it has the run.
+
+One background driver serves the runs of one workspace that were given to it from one environment: what jobs inherit
+(CUDA_VISIBLE_DEVICES, HF_HOME, …), the interpreter and the sources of Posttrain are what they were where it was typed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import InfrastructureError, InputError, PosttrainError, WorkspaceError
+from posttrain.domain.lifecycle import is_final
+from posttrain.drivers.environment import driver_environment, environment_key
+from posttrain.drivers.log import Veil, last_line
+from posttrain.drivers.requests import (
+    DriverKind,
+    Request,
+    RunDriver,
+    background_of,
+    lock_path,
+    log_path,
+    read_request,
+    remove_request,
+    requests_held,
+    run_driver,
+    runs_folder,
+    write_request,
+)
+from posttrain.store.atomic import make_folder, unwritable
+from posttrain.workspace.opened import OpenWorkspace
+
+LOCK_VARIABLE = (
+    "POSTTRAIN_DRIVER_LOCK"  # names the descriptor that a new driver holds its lock by from the first moment
+)
+TAKEN_SECONDS = 60.0  # a cold start of Python on a busy machine
+_POLL = 0.02
+_MODULE = "posttrain.app.background"
+_started: list[subprocess.Popen[bytes]] = []  # of this process, so that those that ended are reaped
+
+
+def detach(workspace: OpenWorkspace, run_id: str) -> RunDriver:
+    """Have a background driver of this machine take a run to its end; returns as soon as it has the run.
+
+    Where a background driver has it already, nothing changes. Where a command in the foreground drives it, the
+    background driver goes on when that ends.
+
+    Raises:
+        InputError: the run has ended.
+        WorkspaceError: the workspace cannot be written.
+        InfrastructureError: no driver could be started, or it did not answer; none is left behind, nor the request.
+    """
+    run = workspace.ledger.run(run_id)
+    if is_final("run", run.state):
+        raise InputError(
+            f"run {run.id}: has ended ({run.state}), so there is nothing to drive; see posttrain get {run.id}"
+        )
+    if workspace.read_only:
+        raise WorkspaceError(f"{workspace.root}: is read-only, so nothing can drive run {run.id}; make it writable")
+    root, key = workspace.root, environment_key(workspace.root)
+    make_folder(runs_folder(root))
+    with requests_held(root):  # a driver that is done with the run looks once more under it, and finds it goes on
+        known = run_driver(root, workspace.ledger.run(run_id), workspace.ledger.clock.now())
+        if known is not None and known.kind is DriverKind.BACKGROUND:
+            return known
+        request = read_request(root, run_id)
+        if request is None or not request.taken:
+            write_request(root, Request(run_id, key, str(root)))
+    crashpoint("detach.after_request")
+    try:
+        return _await_taken(workspace, run_id, key)
+    except BaseException:
+        _withdraw(root, run_id)
+        raise
+
+
+def _await_taken(workspace: OpenWorkspace, run_id: str, key: str) -> RunDriver:
+    """Start a driver where none lives, and wait until the run is taken."""
+    root, until = workspace.root, time.monotonic() + TAKEN_SECONDS
+    log = log_path(root, key)
+    process: subprocess.Popen[bytes] | None = None
+    length = 0
+    while True:
+        request = read_request(root, run_id)
+        if request is None:  # taken, driven and done with meanwhile
+            return RunDriver(DriverKind.NONE, log=str(log))
+        if request.taken:
+            return background_of(request, root)
+        if process is not None and process.poll() is not None:
+            why = Veil(os.environ).over(last_line(log, length)) or f"it ended with exit code {process.returncode}"
+            raise InfrastructureError(f"run {run_id}: no background driver could start: {why}; {_instead(run_id, log)}")
+        if process is None:
+            length = log.stat().st_size if log.exists() else 0
+            process = _start(root, key)
+            crashpoint("detach.after_start")
+        if time.monotonic() >= until:
+            if process is not None:
+                process.kill()
+                process.wait()
+            raise InfrastructureError(
+                f"run {run_id}: no background driver took it within {TAKEN_SECONDS:g} s; {_instead(run_id, log)}"
+            )
+        time.sleep(_POLL)
+
+
+def _instead(run_id: str, log: Path) -> str:
+    return f"its log is {log}; posttrain attach {run_id} drives it here"
+
+
+def _withdraw(root: Path, run_id: str) -> None:
+    """Take the request back, unless it was granted at the last moment."""
+    try:
+        with requests_held(root):
+            request = read_request(root, run_id)
+            if request is not None and not request.taken:
+                remove_request(root, run_id)
+    except PosttrainError:  # what was in the way is told already
+        return
+
+
+def _start(root: Path, key: str) -> subprocess.Popen[bytes] | None:
+    """A driver that holds the lock from its first moment; None: one lives already, or is on its way.
+
+    Raises:
+        WorkspaceError: lock or log cannot be written.
+        InfrastructureError: no process can be started.
+    """
+    _started[:] = [process for process in _started if process.poll() is None]
+    path = lock_path(root, key)
+    with ExitStack() as held:
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            held.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            log = os.open(log_path(root, key), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            held.callback(os.close, log)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise unwritable(path, error) from error
+        command = [sys.executable, "-s", "-P", "-m", _MODULE, str(root), key]
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True,
+                env={**driver_environment(), LOCK_VARIABLE: str(lock)}, pass_fds=(lock,),
+            )  # fmt: skip
+        except OSError as error:
+            raise InfrastructureError(
+                f"{root}: no background driver could start: {error.strerror or error}; "
+                "posttrain attach drives a run in this terminal"
+            ) from error
+    _started.append(process)
+    return process

@@ -1,0 +1,271 @@
+"""What breaks ranks that must talk to each other, found before a run does: judgements on the facts of one machine.
+
+To be run on every machine of a cluster. Nothing here looks at the world (`cluster_facts` does), so that every bad case
+can be tested.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from posttrain.execution.cluster_facts import REFUSED_TOKEN, ClusterFacts, Gpus, Interface, RayAnswer, is_loopback
+from posttrain.preflight.checks import Check
+
+_GIB, _MIB = 2**30, 2**20
+_EXTRAS = ("", "ray", "torch")  # ours, and the one under which transformers names its torch
+_RAY_PORTS = {6379: "head", 8265: "dashboard", 10001: "client"}
+_RAY_WORKERS = (10002, 19999)
+_RAY_PROCESSES = re.compile(r"gcs_server|raylet|^ray\b|ray::")
+_OBJECT_STORE = 0.3  # of memory: Ray's default
+_TINY_SHARED, _LITTLE_SHARED = 64 * _MIB, 2 * _GIB
+_FULL = 0.1  # of the size is free
+_FEW_FILES = 4096
+_VIRTUAL = ("docker", "lo", "virbr")  # NCCL takes these only where nothing else is
+
+
+def cluster_checks(facts: ClusterFacts) -> list[Check]:
+    """Every judgement on one machine."""
+    found = [check_versions(facts), check_gloo(facts)]
+    if facts.gpus.files or facts.gpus.listed or "NCCL_SOCKET_IFNAME" in facts.environ:
+        found.append(check_nccl(facts))
+    found.append(check_ports(facts))
+    if "MASTER_PORT" in facts.environ:
+        found.append(check_master_port(facts))
+    return [*found, check_shared_memory(facts), check_devices(facts.gpus), check_limits(facts)]
+
+
+def check_versions(facts: ClusterFacts) -> Check:
+    """Whether what we, torch, transformers and Ray declare about each other holds of what is installed."""
+    troubles = list(_misfits(facts))
+    if troubles:
+        return Check("versions", "fail", "; ".join(troubles), "install versions that fit: pip install posttrain")
+    ray = facts.packages.get("ray")
+    note = f"ray {ray.version}" if ray else "ray is not installed (only needed for placement over several processes)"
+    shown = [f"{name} {facts.packages[name].version}" for name in ("numpy", "safetensors") if name in facts.packages]
+    return Check("versions", "ok", f"{', '.join([*shown, note])}; they fit each other and Python {facts.python}")
+
+
+def _misfits(facts: ClusterFacts) -> Iterator[str]:
+    for name, package in facts.packages.items():
+        if not SpecifierSet(package.python).contains(facts.python, prereleases=True):
+            yield f"{name} {package.version} needs Python {package.python}, this is {facts.python}"
+        for text in package.requires:
+            requirement = Requirement(text)
+            other = facts.packages.get(requirement.name.lower())
+            applies = not requirement.marker or any(requirement.marker.evaluate({"extra": e}) for e in _EXTRAS)
+            if other and applies and not requirement.specifier.contains(other.version, prereleases=True):
+                yield f"{name} {package.version} needs {requirement.name}{requirement.specifier}, got {other.version}"
+
+
+def check_gloo(facts: ClusterFacts) -> Check:
+    """The interface gloo binds: the one it is told, else the one that the host name's address belongs to."""
+    told = facts.environ.get("GLOO_SOCKET_IFNAME", "")
+    real = _real_interfaces(facts)
+    remedy = f"GLOO_SOCKET_IFNAME={real[0].name}" if real else "bring up a network interface"
+    if told:
+        return _told("gloo", "GLOO_SOCKET_IFNAME", told.split(","), facts, remedy)
+    if not facts.resolved:
+        finding = (
+            f"host name {facts.host} does not resolve, so gloo falls back to loopback; other machines cannot reach it"
+        )
+        return Check("gloo", "warn", finding, f"name {facts.host} in /etc/hosts, or set {remedy}")
+    owners = {address: i.name for i in facts.interfaces for address in i.addresses}
+    address = next((a for a in facts.resolved if a in owners or is_loopback(a)), "")
+    if not address:
+        finding = (
+            f"host name {facts.host} resolves to {facts.resolved[0]}, which no interface here has: loopback is used"
+        )
+        return Check("gloo", "warn", finding, f"correct the name's address, or set {remedy}")
+    if is_loopback(address) and real:
+        finding = f"host name {facts.host} resolves to loopback ({address}); other machines cannot reach these ranks"
+        return Check("gloo", "warn", finding, f"for several machines: set {remedy}, or correct /etc/hosts")
+    where = owners.get(address, "loopback")
+    return Check("gloo", "ok", f"{where} ({address}), where host name {facts.host} resolves to")
+
+
+def check_nccl(facts: ClusterFacts) -> Check:
+    """The interface NCCL opens its sockets on: as it is told, else the first that is up and not virtual."""
+    told = facts.environ.get("NCCL_SOCKET_IFNAME", "")
+    real = _real_interfaces(facts)
+    if told:
+        remedy = f"NCCL_SOCKET_IFNAME={real[0].name}" if real else "bring up a network interface"
+        return _told("nccl", "NCCL_SOCKET_IFNAME", told.split(","), facts, remedy)
+    if not real:
+        return Check("nccl", "warn", "no interface but loopback is up", "for several machines: bring one up")
+    chosen = min(real, key=lambda i: (not i.name.startswith("ib"), i.name.startswith(_VIRTUAL)))
+    if chosen.name.startswith(_VIRTUAL):
+        finding = f"{chosen.name} ({chosen.addresses[0]}): only virtual interfaces are up"
+        return Check("nccl", "warn", finding, "for several machines: bring a real one up, or set NCCL_SOCKET_IFNAME")
+    return Check("nccl", "ok", f"{chosen.name} ({chosen.addresses[0]})")
+
+
+def _real_interfaces(facts: ClusterFacts) -> list[Interface]:
+    """Up, with an address, and leading somewhere; virtual ones last."""
+    usable = [i for i in facts.interfaces if i.up and i.addresses and not i.loopback]
+    return sorted(usable, key=lambda i: i.name.startswith(_VIRTUAL))
+
+
+def _told(name: str, variable: str, words: Sequence[str], facts: ClusterFacts, remedy: str) -> Check:
+    """Judge interfaces that a variable names. NCCL's may be prefixes, `=name` or, to exclude, `^prefix`."""
+    written = f"{variable}={','.join(words)}"
+    nccl = name == "nccl"
+    excluded = nccl and words[0].startswith("^")
+    exact = not nccl or words[0].lstrip("^").startswith("=")
+    wanted = [word.strip().lstrip("^=") for word in words]
+
+    def named(interface: Interface, word: str) -> bool:
+        return interface.name == word if exact else interface.name.startswith(word)
+
+    missing = [word for word in wanted if not any(named(i, word) for i in facts.interfaces)]
+    if missing and not excluded:
+        there = ", ".join(i.name for i in facts.interfaces)
+        return Check(name, "warn", f"{written}: no interface {missing[0]} (there are {there})", remedy)
+    chosen = [i for i in facts.interfaces if any(named(i, word) for word in wanted) != excluded]
+    usable = [i for i in chosen if i.up and i.addresses]
+    if not usable:
+        return Check(name, "warn", f"{written}: none of these is up with an address", remedy)
+    if all(i.loopback for i in usable) and _real_interfaces(facts):
+        return Check(name, "warn", f"{written} is loopback; other machines cannot reach these ranks", remedy)
+    shown = next((i for i in usable if not i.loopback), usable[0])
+    return Check(name, "ok", f"{shown.name} ({shown.addresses[0]}), from {written}")
+
+
+def check_ports(facts: ClusterFacts) -> Check:
+    """Whether Ray's own ports are free, and its workers' range is out of the way of outgoing connections."""
+    listening = facts.listening or {}
+    taken = {port: by for port, by in listening.items() if port in _RAY_PORTS}
+    strangers = [f"{port} ({_RAY_PORTS[port]}) by {by}" for port, by in taken.items() if not _RAY_PROCESSES.search(by)]
+    if strangers:
+        finding = f"of Ray's ports are taken: {', '.join(sorted(strangers))}"
+        return Check("ports", "warn", finding, "end that process, or give `ray start` another port")
+    low, high = _RAY_WORKERS
+    ephemeral = facts.local_ports
+    if ephemeral and ephemeral[0] <= high and ephemeral[1] >= low:
+        finding = (
+            f"outgoing connections take ports {ephemeral[0]}-{ephemeral[1]}, Ray's workers {low}-{high}: they collide"
+        )
+        remedy = "sysctl -w net.ipv4.ip_local_port_range='32768 60999', or `ray start --min-worker-port`"
+        return Check("ports", "warn", finding, remedy)
+    if facts.listening is None:
+        return Check("ports", "ok", "who listens here may not be asked; Ray needs 6379, 8265, 10001 and 10002-19999")
+    used = sum(low <= port <= high for port in listening)
+    held = "a Ray head runs here" if 6379 in taken else "6379, 8265, 10001 are free"
+    return Check("ports", "ok", f"{held}; {used} of the workers' {low}-{high} in use")
+
+
+def check_master_port(facts: ClusterFacts) -> Check:
+    """MASTER_PORT, where torch's ranks meet when they are started by torchrun or by hand."""
+    written = facts.environ["MASTER_PORT"]
+    port = int(written) if written.isdecimal() else 0
+    remedy = "unset MASTER_PORT, or set a free port below the outgoing connections' range"
+    if not 1 <= port <= 65535:
+        return Check("master port", "warn", f"MASTER_PORT must be in 1..65535, got {written!r}", remedy)
+    if facts.listening and port in facts.listening:
+        return Check("master port", "warn", f"MASTER_PORT={port} is taken by {facts.listening[port]}", remedy)
+    low, high = facts.local_ports or (0, 0)
+    if low <= port <= high:
+        finding = f"MASTER_PORT={port} can be taken by any outgoing connection ({low}-{high})"
+        return Check("master port", "warn", finding, remedy)
+    return Check("master port", "ok", f"MASTER_PORT={port} is free")
+
+
+def check_shared_memory(facts: ClusterFacts) -> Check:
+    """Whether /dev/shm holds what Ray's object store, NCCL and torch's workers put there.
+
+    Without room Ray takes a folder on a disk. NCCL between GPUs ends with an error, so only there too little forbids.
+    """
+    if facts.shared is None:
+        return Check("shm", "ok", "no /dev/shm on this system; Ray keeps its objects in a temporary folder")
+    size, free = facts.shared
+    wanted = int(_OBJECT_STORE * facts.memory)
+    finding = f"/dev/shm: {_size(free)} free of {_size(size)}; Ray's object store wants {_size(wanted)}"
+    larger = f"give the container --shm-size={-(-max(wanted, _LITTLE_SHARED) // _GIB)}g, or enlarge the mount"
+    if size <= _TINY_SHARED and max(facts.gpus.files, facts.gpus.listed or 0) > 1:
+        return Check("shm", "fail", f"{finding}; NCCL between GPUs needs more than that", larger)
+    if free < _FULL * size:
+        return Check("shm", "warn", f"{finding}; it is nearly full", "delete what ended processes left in /dev/shm")
+    if size < max(wanted, _LITTLE_SHARED):
+        return Check("shm", "warn", f"{finding}; without room it goes to a disk, slowly", larger)
+    return Check("shm", "ok", finding)
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
+
+
+def check_devices(gpus: Gpus) -> Check:
+    """Whether driver, device files, CUDA_VISIBLE_DEVICES and torch agree on the devices of a rank."""
+    there = gpus.files if gpus.listed is None else gpus.listed
+    if gpus.torch_trouble:
+        return Check("devices", "fail", gpus.torch_trouble, "reinstall torch")
+    if gpus.listed is not None and gpus.files and gpus.listed != gpus.files:
+        finding = f"nvidia-smi lists {gpus.listed} device(s), /dev has {gpus.files}"
+        return Check("devices", "warn", finding, "restart the driver, or give the container all its devices (--gpus)")
+    hidden = _hidden(gpus.visible, there)
+    if hidden:
+        return Check("devices", "warn", hidden, "correct or unset CUDA_VISIBLE_DEVICES")
+    expected = there if gpus.visible is None else sum(bool(word.strip()) for word in gpus.visible.split(","))
+    seen = "" if gpus.torch is None else f"; torch sees {gpus.torch}" + (f" ({gpus.torch_name})" if gpus.torch else "")
+    if gpus.torch is not None and gpus.torch < expected:
+        finding = f"{expected} NVIDIA device(s) to be used{seen}"
+        return Check("devices", "warn", finding, "install a CUDA build of torch that fits the driver")
+    if not there and not gpus.torch:
+        return Check("devices", "ok", f"no NVIDIA device, ranks compute on the CPU{seen}")
+    chosen = "" if gpus.visible is None else f", of which CUDA_VISIBLE_DEVICES={gpus.visible} are used"
+    return Check("devices", "ok", f"{there} NVIDIA device(s){chosen}{seen}")
+
+
+def _hidden(visible: str | None, there: int) -> str:
+    """What is wrong with CUDA_VISIBLE_DEVICES; CUDA stops reading at the first device it does not know."""
+    if visible is None:
+        return ""
+    words = [word.strip() for word in visible.split(",")]
+    if not visible.strip() or words[0] == "-1":
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides {there} device(s)" if there else ""
+    beyond = next((word for word in words if word.lstrip("-").isdecimal() and not 0 <= int(word) < there), None)
+    if beyond is not None:
+        return (
+            f"CUDA_VISIBLE_DEVICES={visible} names device {beyond}, there are {there}; what stands after it is hidden"
+        )
+    if len(set(words)) < len(words):
+        return f"CUDA_VISIBLE_DEVICES={visible} names a device twice; CUDA then shows none"
+    return ""
+
+
+def check_limits(facts: ClusterFacts) -> Check:
+    """Open files, of which every connection between ranks takes one, and locked memory, which RDMA needs."""
+    limits = facts.limits
+    if limits is None:
+        return Check("limits", "ok", "this system has none that matter")
+    if limits.open_files is not None and limits.open_files < _FEW_FILES:
+        hard = "unlimited" if limits.open_files_hard is None else limits.open_files_hard
+        finding = f"{limits.open_files} open files allowed (hard limit {hard}); many ranks need more"
+        return Check("limits", "warn", finding, "ulimit -n 65536, or nofile in /etc/security/limits.conf")
+    if limits.rdma and limits.locked_bytes is not None:
+        finding = f"{_size(limits.locked_bytes)} of memory can be locked, but RDMA registers whole buffers"
+        return Check("limits", "warn", finding, "ulimit -l unlimited (containers: --ulimit memlock=-1)")
+    locked = "any amount of" if limits.locked_bytes is None else _size(limits.locked_bytes)
+    rdma = "" if limits.rdma else "; no RDMA device"
+    return Check("limits", "ok", f"{limits.open_files or 'any number of'} open files, {locked} locked memory{rdma}")
+
+
+def check_ray(address: str, facts: ClusterFacts, answer: RayAnswer | None) -> Check:
+    """Whether a running cluster takes this process in. `answer` is None where Ray is not installed here."""
+    ray = facts.packages.get("ray")
+    if ray is None or answer is None:
+        return Check("ray", "fail", f"cannot ask {address}: ray is not installed here", "pip install ray")
+    if answer.trouble:
+        remedy = "check the address with `ray status` on the head"
+        if answer.trouble == REFUSED_TOKEN:
+            remedy = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) as on the head"
+        elif "version mismatch" in answer.trouble.lower():
+            remedy = "install the cluster's versions of Python and ray here"
+        here = f"here ray {ray.version}, Python {facts.python}"
+        return Check("ray", "fail", f"{address}: {answer.trouble} ({here})", remedy)
+    resources = {name: answer.resources.get(name, 0.0) for name in ("CPU", "GPU")}
+    shown = ", ".join(f"{count:g} {name}" for name, count in resources.items())
+    return Check("ray", "ok", f"{address}: {answer.nodes} node(s), {shown}; ray {answer.version} and Python as here")

@@ -1,0 +1,276 @@
+"""Before anything runs: do the rows of a run's data sets fit its base model and its stages?
+
+A fit is remembered in the workspace's cache by what it depends on, so that submitting again costs nothing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from posttrain.control.planning import Planned
+from posttrain.data.files import read_file
+from posttrain.data.fitting import (
+    PlanTokenizer,
+    Read,
+    check_answers,
+    check_demonstrations,
+    check_pairs,
+    check_prompts,
+    check_responses_differ,
+    context_length,
+    open_tokenizer,
+)
+from posttrain.data.parts import data_files
+from posttrain.data.refs import local_path, parse_ref
+from posttrain.data.rows import Row, Rows, canonical_row, distinct_items, read_rows, stored_files
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.contracts import RowNeeds
+from posttrain.domain.errors import InputError, IntegrityError, WorkspaceError
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.rewards import scored_slot
+from posttrain.domain.runspec import RunSpec
+from posttrain.preflight.rewarding import bytes_of, read_reward, registered_otherwise
+from posttrain.store.atomic import make_folder, write_atomic
+from posttrain.store.scratch import scratch
+from posttrain.store.trees import materialise, tree_listing
+from posttrain.workspace.opened import OpenWorkspace
+
+_FORM = "posttrain.fit/3"  # another number forgets what was remembered
+_LOOKED_AT = 200_000  # rows of one data set; the job looks at the others
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The model all stages start from, as far as its tokens go."""
+
+    ref: InputRef | None  # None: the run makes it itself
+    tokenizer: PlanTokenizer | None = None
+    context: int | None = None
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """Files of the run's assets, opened once."""
+
+    workspace: OpenWorkspace
+    spec: RunSpec
+    source: Path  # the run file
+    rows: dict[str, Rows] = field(default_factory=dict)
+    bases: dict[str, _Base] = field(default_factory=dict)
+
+    def base(self, ref: InputRef | None) -> _Base:
+        if ref is None:
+            return _Base(None)
+        if str(ref.digest) not in self.bases:
+            with located(f"{self.source}: model"), bytes_of(ref):
+                read = self._reader(ref)
+                self.bases[str(ref.digest)] = _Base(ref, open_tokenizer(read), context_length(read))
+        return self.bases[str(ref.digest)]
+
+    def _reader(self, ref: InputRef) -> Read:
+        return model_files(self.workspace, ref, self.spec.model, self.source.parent).read
+
+    def data(self, ref: InputRef, word: str) -> Rows:
+        if str(ref.digest) not in self.rows:
+            self.rows[str(ref.digest)] = read_dataset(self.workspace, ref, self.spec.data[word], self.source.parent)
+        return self.rows[str(ref.digest)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of a model, wherever they are."""
+
+    sizes: Mapping[str, int]  # path in the model's folder → bytes
+    read: Read
+
+
+def model_files(workspace: OpenWorkspace, ref: InputRef, word: str | None, folder: Path) -> ModelFiles:
+    """The files of a planned base model, which is in the store or, named by its path, on disk only.
+
+    Args:
+        word: how the run file names it; None: in the store.
+        folder: where its relative paths start.
+
+    Raises:
+        NotFoundError, IntegrityError: its listing is missing or corrupt.
+    """
+    parsed = parse_ref(word, "model") if word is not None else None
+    if parsed is not None and parsed.on_disk:
+        root = local_path(parsed, folder)
+        sizes = {path.name: path.stat().st_size for path in root.iterdir() if path.is_file()}
+        return ModelFiles(sizes, lambda name: (root / name).read_bytes() if (root / name).is_file() else None)
+    listing = tree_listing(workspace.blobs, str(ref.digest))
+    sizes = {name: file.size for name, file in listing.items()}
+    return ModelFiles(sizes, lambda name: workspace.blobs.get(listing[name].digest) if name in listing else None)
+
+
+def read_dataset(workspace: OpenWorkspace, ref: InputRef, word: str | None, folder: Path) -> Rows:
+    """The rows of a planned data set, which is in the store or, named by its path, on disk only.
+
+    Args:
+        word: how the run file names it; None: in the store.
+        folder: where its relative paths start.
+
+    Raises:
+        NotFoundError, IntegrityError: its bytes are missing or corrupt; names the data set.
+    """
+    parsed = parse_ref(word, "dataset") if word is not None else None
+    if parsed is not None and parsed.on_disk:
+        return read_rows(data_files(local_path(parsed, folder), str(parsed)), name=ref.name)
+    with scratch(_scratch_place(workspace), "posttrain-plan-") as scratched:
+        return read_rows(_stored(workspace, ref, scratched), name=ref.name)
+
+
+def _stored(workspace: OpenWorkspace, ref: InputRef, scratched: Path) -> Path:
+    """A data set of the store as a file or a folder of files."""
+    with bytes_of(ref):
+        if ref.form == "tree":
+            return materialise(workspace.blobs, str(ref.digest), scratched)
+        workspace.blobs.fetch(str(ref.digest), scratched / "rows")
+        return scratched / "rows"
+
+
+def first_row(workspace: OpenWorkspace, ref: InputRef) -> Row:
+    """The first row of a data set that is in the store; empty when it holds none.
+
+    Raises:
+        NotFoundError, IntegrityError: its bytes are missing or corrupt.
+    """
+    with scratch(_scratch_place(workspace), "posttrain-row-") as scratched:
+        first = next(iter(stored_files(_stored(workspace, ref, scratched)).values()))
+        row = next(read_file(first, ref.name), None)
+        return {} if row is None else canonical_row(row, ref.name, 1)
+
+
+def _scratch_place(workspace: OpenWorkspace) -> Path:
+    """In the workspace, whose disk holds the data anyway; elsewhere when that may only be read."""
+    return Path(tempfile.gettempdir()) if workspace.read_only else workspace.root / "cache" / "scratch"
+
+
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Put before an error where in which file its cause is written; its class stays."""
+    try:
+        yield
+    except (InputError, IntegrityError) as error:
+        raise type(error)(f"{place}: {error}") from error
+
+
+def check_fit(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, source: Path) -> Iterator[str]:
+    """Check every data set against what its stage needs; what could not be checked, in words.
+
+    Args:
+        source: the run file.
+
+    Raises:
+        InputError: naming file, field, data set, row, constraint and value.
+        NotFoundError, IntegrityError: bytes of an asset are missing or corrupt; names file, field and asset.
+    """
+    shelf, said = _Shelf(workspace, spec, source), set()
+    for stage in planned.manifest.stages:
+        contract = planned.contracts.get(stage.name)
+        if contract is None or _starts_from_channel(stage):  # the candidate's evaluation has the same data
+            continue
+        base = base_model(planned.manifest, stage)
+        for slot, needs in contract.rows.items():
+            place = f"{source}: stages.{stage.name}.{slot}"
+            warnings = list(_check(shelf, base, stage.inputs[slot], contract.inputs[slot][1], needs, place))
+            yield from (warning for warning in warnings if warning not in said)
+            said.update(warnings)
+        for warning in _check_rewards(shelf, stage, contract.inputs):
+            if warning not in said:
+                yield warning
+            said.add(warning)
+
+
+def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    """Hold how a stage's rewards are called against the columns of its data."""
+    for slot, (kind, word) in inputs.items():
+        if kind != "reward":
+            continue
+        with located(f"{shelf.source}: rewards.{word}"):
+            written, ref = shelf.spec.rewards[word], stage.inputs[slot]
+            used = read_reward(shelf.workspace, ref, written.ref, shelf.source.parent)
+            otherwise = registered_otherwise(shelf.workspace, ref, written.called)
+            if otherwise:
+                yield f"rewards.{word}: {otherwise}"
+            if used.unknown:
+                yield f"rewards.{word}: {used.unknown}"
+            elif used.needs_columns and (rows := scored_slot(slot)) in stage.inputs:
+                data = stage.inputs[rows]
+                columns = {name for row in shelf.data(data, inputs[rows][1]) for name in row}
+                used.refuse_missing(columns, data.name)
+
+
+def _check(
+    shelf: _Shelf, model: InputRef | None, data: InputRef, word: str, needs: RowNeeds, place: str
+) -> Iterator[str]:
+    key = {"form": _FORM, "model": model and model.digest, "data": data.digest, "needs": asdict(needs)}
+    memory = shelf.workspace.root / "cache" / "fits" / digest_json(key).removeprefix("sha256:")
+    if memory.exists():
+        return
+    with located(place):
+        rows = shelf.data(data, word)
+    used = rows[: needs.first]
+    base, looked_at = shelf.base(model), used[:_LOOKED_AT]
+    with located(place), _in_files(rows, data.name):
+        _check_rows(looked_at, base, data.name, needs)
+    if len(looked_at) < len(used):
+        yield f"{data.name}: rows beyond {_LOOKED_AT} are checked when the job starts"
+    elif base.ref and not base.tokenizer:
+        yield f"{base.ref.name} has no tokenizer.json, so the lengths of {data.name} are checked when the job starts"
+    else:
+        _remember(memory)
+
+
+@contextmanager
+def _in_files(rows: Rows, name: str) -> Iterator[None]:
+    """Say in which of a data set's files a row is that does not fit."""
+    try:
+        yield
+    except InputError as error:
+        raise type(error)(rows.located(str(error), name)) from error
+
+
+def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> None:
+    if needs.answer:
+        check_answers(rows, name)
+    if needs.distinct:
+        distinct_items(rows, name, whole=needs.whole)
+    if needs.pairs:
+        check_responses_differ(rows, name)
+    if base.tokenizer and needs.pairs:
+        check_pairs(rows, base.tokenizer, name=name, context=base.context, longest=needs.max_length)
+    elif base.tokenizer and needs.learn:
+        check_demonstrations(rows, base.tokenizer, name=name, context=base.context, longest=needs.max_length)
+    elif base.tokenizer:
+        check_prompts(rows, base.tokenizer, name=name, context=base.context, reserve=needs.reserve)
+
+
+def _remember(memory: Path) -> None:
+    try:
+        make_folder(memory.parent)
+        write_atomic(memory, b"")
+    except WorkspaceError:  # a plan needs no place to write
+        return
+
+
+def _starts_from_channel(stage: StageManifest) -> bool:
+    return "model" in stage.inputs and stage.inputs["model"].source == "channel"
+
+
+def base_model(manifest: Manifest, stage: StageManifest) -> InputRef | None:
+    """The registered model that the stage's model was trained from; None for one the run makes from nothing."""
+    ref = origin(manifest, stage, "model")
+    return ref if isinstance(ref, InputRef) else None
+
+
+def origin(manifest: Manifest, stage: StageManifest, slot: str) -> InputRef | StageManifest:
+    """Where a stage's model began: a registered one, or the stage that makes one from nothing."""
+    while slot in stage.inputs and stage.inputs[slot].source == "stage":
+        stage, slot = manifest.stage(stage.inputs[slot].name), "model"
+    return stage.inputs.get(slot, stage)

@@ -1,0 +1,134 @@
+"""Locked manifests as files: written by `lock`, checked and run by `run`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from posttrain.control.channels import policy_of
+from posttrain.control.codes import called, present_code
+from posttrain.control.conforming import check_manifest
+from posttrain.control.planning import Planned, manifest_from_json
+from posttrain.domain.canonical import canonical_json
+from posttrain.domain.contracts import StageContract
+from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
+from posttrain.domain.kinds import Driver, kind_of
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.validation import explain
+from posttrain.domain.waits import wait_contract
+from posttrain.preflight.fitting import located
+from posttrain.preflight.outlook import look_ahead, refuse_hopeless
+from posttrain.preflight.placing import refuse_infeasible, refuse_oversized
+from posttrain.workspace.opened import OpenWorkspace
+
+LOCK_SUFFIX = ".lock.json"
+
+
+def lock_path(path: Path) -> Path:
+    """Where the lock of a run file goes by default: `run.yaml` → `run.lock.json`."""
+    return path.with_name(path.stem + LOCK_SUFFIX)
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a file holds a locked manifest: its name says so."""
+    return path.name.endswith(LOCK_SUFFIX)
+
+
+def refuse_lock(path: Path) -> None:
+    """Refuse a locked manifest where a run file is expected.
+
+    Raises:
+        InputError: it is one.
+    """
+    if is_lock(path):
+        raise InputError(f"{path}: is a locked manifest, not a run file; run it with posttrain run {path}")
+
+
+def write_lock(manifest: Manifest, path: Path) -> None:
+    """Write the canonical manifest, so that the file's SHA-256 is the manifest's digest.
+
+    Raises:
+        InputError: the name does not end as those of locks do, so that `posttrain run` would not know it as one.
+        WorkspaceError: the place cannot be written.
+    """
+    if not is_lock(path):
+        raise InputError(f"{path}: a locked manifest must be named *{LOCK_SUFFIX}; name it so with --out")
+    try:
+        path.write_bytes(canonical_json(manifest.to_json()))
+    except OSError as error:
+        raise WorkspaceError(f"{path}: cannot be written: {error.strerror}; choose another place with --out") from error
+
+
+def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> Planned:
+    """A locked manifest, checked against this workspace and this version.
+
+    Args:
+        again: another run of it is wanted, though there may be one.
+
+    Raises:
+        InputError: not a manifest, not what the policy of its channel asks, or, unless its run exists already, locked
+            with other engine sources, with parameters that its trainers refuse, with a placement that cannot be had
+            here, with an executor that is not installed, or with a budget or a gate that no run of it could meet.
+        NotFoundError: an asset's bytes are not in this workspace.
+    """
+    try:
+        manifest = manifest_from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+    except ValidationError as error:
+        raise explain(error, str(path), Manifest) from error
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path}: is not a locked manifest: {error}; write one with posttrain lock") from error
+    there = bool(workspace.ledger.runs(manifest_digest=manifest.digest))
+    if again or not there:
+        _refuse_unmet(manifest, path, workspace)
+    if there:
+        return Planned(manifest, {})
+    workspace.refuse_missing_executor()
+    planned = Planned(manifest, _check_lock(manifest, path, workspace))
+    ahead = look_ahead(planned, None, workspace, path, verified=False)
+    try:
+        refuse_hopeless(manifest, ahead, path)
+    except InputError as error:
+        raise InputError(f"{error} in the run file, and lock it again") from error
+    return replace(planned, warnings=ahead.warnings)
+
+
+def _refuse_unmet(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> None:
+    """Refuse a lock that was made under another policy than its channel has, or edited since."""
+    policy = policy_of(workspace.wiring, manifest.release.channel) if manifest.release else None
+    if policy is not None:
+        with located(f"{path}"):
+            check_manifest(manifest, policy)
+
+
+def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dict[str, StageContract]:
+    """What the trainers say of its stages."""
+    for name, digest in manifest.code.items():
+        with located(f"{path}"):
+            present = present_code(name, workspace.wiring.trainers)
+        if present != digest:
+            raise InputError(
+                f"{path}: locked with other sources, libraries or platform of {called(name)} ({digest[:19]}…); "
+                "lock the run file again, or install what it was locked with"
+            )
+    contracts: dict[str, StageContract] = {}
+    for each in manifest.stages:
+        if each.trainer in manifest.code:
+            with located(f"{path}: stages.{each.name}"):
+                contracts[each.name] = workspace.wiring.trainers[each.trainer].check(each.kind, each.params)
+        elif kind_of(each.kind).driver is Driver.WAIT:
+            contracts[each.name] = wait_contract(each.params, f"{path}: stages.{each.name}")
+    for stage, slot, ref in manifest.assets():
+        if not workspace.blobs.has(str(ref.digest)):
+            raise NotFoundError(
+                f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "
+                "register it with posttrain asset add"
+            )
+    refuse_oversized(manifest, path)
+    loads = {name: contract.load for name, contract in contracts.items() if contract.load}
+    refuse_infeasible(manifest, loads, workspace, path)
+    return contracts

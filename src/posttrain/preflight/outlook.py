@@ -1,0 +1,284 @@
+"""What a run has before it: what is cached, what it will cost, whether its gates can tell, whether its budget reaches.
+
+What can never succeed is refused; what will probably not is a warning that says what to change first. Nothing here
+writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from posttrain.control.cache import cache_key, usable
+from posttrain.control.planning import Planned
+from posttrain.control.selecting import dataset_slots, selected_on
+from posttrain.data.rows import Row, prompt_text
+from posttrain.decision.power import PowerNote
+from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.jobs import InputBlob
+from posttrain.domain.kinds import Driver, kind_of
+from posttrain.domain.lifecycle import RunState, StageState
+from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.records import StageRecord
+from posttrain.domain.runspec import RunSpec
+from posttrain.domain.waits import wait_of
+from posttrain.planner.estimate import Estimate, Experience, Workload, comparable, estimate
+from posttrain.planner.prospects import Concern, certain_shortfall, time_concern, token_concern
+from posttrain.preflight.counting import registered_rows
+from posttrain.preflight.datasets import Dataset, read_datasets, unanswered
+from posttrain.preflight.power import gates_power
+from posttrain.workspace.opened import OpenWorkspace
+
+_RUNS_LOOKED_AT = 20
+_STAGES_LOOKED_AT = 5  # of those that are comparable
+_COMING = (StageState.READY, StageState.RUNNING)  # ready: in back-off, or about to start
+_GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
+_NOW = " makes it now"
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What can be said of a run before it starts."""
+
+    datasets: Mapping[str, Dataset]  # by digest
+    cached: Mapping[str, StageRecord | None]  # stage → the earlier stage whose result will be reused
+    estimates: Mapping[str, Estimate]
+    least: Mapping[str, int]  # stage that will certainly compute → tokens it spends at the least
+    power: tuple[PowerNote, ...]
+    concerns: tuple[Concern, ...]
+    unanswered: tuple[str, ...] = ()  # suites whose rows are not all compared with an answer, in words
+    selected: tuple[str, ...] = ()  # probes that select by rows which a suite measures or the stage trains on, in words
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """One line each."""
+        return (
+            *self.unanswered,
+            *self.selected,
+            *(n.warning for n in self.power if n.warning),
+            *(concern.warning for concern in self.concerns),
+        )
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What to change before the run is started."""
+        return (*(n.change for n in self.power if n.change), *(c.change for c in self.concerns if c.change))
+
+
+def look_ahead(
+    planned: Planned, spec: RunSpec | None, workspace: OpenWorkspace, source: Path, *, verified: bool = True
+) -> Outlook:
+    """Look at data, cache, earlier runs and gates.
+
+    Args:
+        spec: what the run file says; None: it is a locked manifest, whose data is in the store.
+        source: the run file.
+        verified: whether to count on a cached result only after every byte of it was hashed again.
+
+    Raises:
+        InputError, NotFoundError, IntegrityError: a data set cannot be read; names file, field and data set.
+    """
+    manifest = planned.manifest
+    datasets = read_datasets(planned, spec, workspace, source)
+    standings = _standings(manifest, workspace, verified)
+    empty = manifest.release is not None and workspace.ledger.channel(manifest.release.channel) is None
+    history = list(_history(workspace, manifest))
+    estimates = {s.name: _estimate(planned, s, standings[s.name], datasets, history, empty) for s in manifest.stages}
+    least = {s.name: _least(planned, s, datasets) for s in manifest.stages if estimates[s.name].tokens != 0}
+    sure = {name: tokens for name, tokens in least.items() if not standings[name].doubtful}
+    kinds = {stage.name: stage.kind for stage in manifest.stages}
+    budget, doubtful = manifest.budget, len(sure) < len(least)
+    concerns = (
+        token_concern(budget.tokens, estimates, least, kinds, doubtful=doubtful),
+        time_concern(budget.wall_clock, estimates, kinds, doubtful=doubtful),
+    )
+    power = tuple(gates_power(planned, datasets, empty))
+    cached = {name: standing.record for name, standing in standings.items()}
+    known = tuple(c for c in concerns if c is not None)
+    chosen = tuple(selected_on(manifest, {digest: dataset.read for digest, dataset in datasets.items()}))
+    return Outlook(datasets, cached, estimates, sure, power, known, tuple(unanswered(planned, datasets)), chosen)
+
+
+def refuse_hopeless(manifest: Manifest, outlook: Outlook, source: Path) -> None:
+    """Refuse a run that cannot end well, whatever it learns.
+
+    Raises:
+        InputError: its budget is less than it spends at the least, or not even the best evidence that its suites could
+            give would pass a gate.
+    """
+    kinds = {stage.name: stage.kind for stage in manifest.stages}
+    short = certain_shortfall(manifest.budget.tokens, outlook.least, kinds)
+    if short is not None:
+        raise InputError(f"{source}: {short}")
+    for note in outlook.power:
+        if note.refusal is not None:
+            raise InputError(f"{source}: gates.{note.gate}: {note.refusal}")
+
+
+def _least(planned: Planned, stage: StageManifest, datasets: Mapping[str, Dataset]) -> int:
+    contract = planned.contracts.get(stage.name)
+    return int(workload(stage, contract.work, datasets).work.get("least", 0)) if contract else 0
+
+
+# --- what is cached ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """What a stage has of its result before its run starts."""
+
+    key: str | None = None  # equal for stages that come to one result; None: its inputs cannot be told yet
+    record: StageRecord | None = None  # the earlier stage whose result will be reused
+    free: str = ""  # why it costs nothing although its result is not there yet
+    doubtful: bool = False  # it may be reused: an input comes from elsewhere, so what it will be is not known
+
+
+def _standings(manifest: Manifest, workspace: OpenWorkspace, verified: bool) -> dict[str, _Standing]:
+    """By stage, as far as inputs are known now."""
+    found: dict[str, _Standing] = {}
+    first: dict[str, str] = {}  # key → the stage that has it first
+    for stage in manifest.stages:
+        if kind_of(stage.kind).driver is not Driver.JOB:
+            found[stage.name] = _Standing()
+            continue
+        above = [found[ref.name] for ref in stage.inputs.values() if ref.source == "stage"]
+        doubtful = any(one.doubtful or one.free.endswith(_NOW) for one in above)
+        inputs = _bound(stage, found, workspace)
+        if inputs is None:
+            found[stage.name] = _Standing(doubtful=doubtful)
+            continue
+        key = cache_key(manifest, stage, inputs)
+        twin = first.setdefault(key, stage.name)
+        if twin != stage.name and found[twin].record is None:
+            found[stage.name] = replace(found[twin], free=found[twin].free or f"the same as {twin}")
+        else:
+            found[stage.name] = _looked_up(key, doubtful, workspace, verified)
+    return found
+
+
+def _looked_up(key: str, doubtful: bool, workspace: OpenWorkspace, verified: bool) -> _Standing:
+    record = workspace.ledger.cached_stage(key)
+    if record and (not verified or usable(record, workspace.blobs)):
+        return _Standing(key, record)
+    for other in workspace.ledger.stages_by_key(key):
+        if other.state in _COMING and workspace.ledger.run(other.run_id).state in _GOING_ON:
+            return _Standing(key, free=f"{other.run_id}/{other.name}{_NOW}")
+    return _Standing(key, doubtful=doubtful or record is not None)  # a damaged result is made again, and known then
+
+
+def _bound(
+    stage: StageManifest, found: Mapping[str, _Standing], workspace: OpenWorkspace
+) -> dict[str, InputBlob] | None:
+    """The inputs as the stage would get them now; None when one of them is not known yet.
+
+    For an output that is still to be made stands what decides it: no digest of the workspace, but one to compare.
+    """
+    inputs: dict[str, InputBlob] = {}
+    for slot, ref in stage.inputs.items():
+        upstream = found.get(ref.name, _Standing()) if ref.source == "stage" else _Standing()
+        made = upstream.record.outputs if upstream.record else {}
+        live = workspace.ledger.channel(ref.name) if ref.source == "channel" else None
+        if ref.digest is not None:
+            inputs[slot] = InputBlob(ref.digest, ref.form, ref.name, ref.meta)
+        elif ref.output in made:
+            output = made[str(ref.output)]
+            inputs[slot] = InputBlob(output["digest"], output["form"], ref.name)
+        elif upstream.key:
+            inputs[slot] = InputBlob(f"{upstream.key}/{ref.output}", ref.form, ref.name)
+        elif live:
+            inputs[slot] = InputBlob(live.model_digest, "tree", ref.name)
+        else:
+            return None
+    return inputs
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def _estimate(
+    planned: Planned,
+    stage: StageManifest,
+    standing: _Standing,
+    datasets: Mapping[str, Dataset],
+    history: list[tuple[str | None, Experience]],
+    channel_empty: bool,
+) -> Estimate:
+    if kind_of(stage.kind).driver is Driver.WAIT:
+        return Estimate(0, 0.0, wait_of(planned.manifest, stage.name).words)
+    if kind_of(stage.kind).driver is Driver.CONTROL:
+        return Estimate(0, 0.0, "no process")
+    if standing.record or standing.free:
+        return Estimate(0, 0.0, standing.free or "cached")
+    if any(ref.source == "channel" for ref in stage.inputs.values()) and channel_empty:
+        return Estimate(0, 0.0, "skipped: the channel is empty, so there is no baseline")
+    work = workload(stage, planned.contracts[stage.name].work, datasets)
+    base = _base_model(planned.manifest)
+    fitting = [(model, experience) for model, experience in history if comparable(work, experience.workload)]
+    same = [experience for model, experience in fitting if model == base]
+    return estimate(work, (same or [experience for _, experience in fitting])[:_STAGES_LOOKED_AT])
+
+
+def workload(stage: StageManifest, work: Mapping[str, float], datasets: Mapping[str, Dataset]) -> Workload:
+    """What a stage has to do, with the sizes of its rows."""
+    own = {slot: datasets[str(ref.digest)] for slot, ref in dataset_slots(stage)}
+    counts = {slot: d.items if stage.measures else d.rows for slot, d in own.items()}
+    if stage.measures and None not in counts.values():
+        documents = sum((rows or 0) * _answers(stage, slot) for slot, rows in counts.items())
+        work = {"documents": documents, "least": documents, **work}
+    read = [row for dataset in own.values() if dataset.read for row in dataset.read]
+    parts = kind_of(stage.kind).sizes
+    sizes = [len(prompt_text(row)) + sum(_size(row, name) * share for name, share in parts.items()) for row in read]
+    return Workload(stage.kind, work, sum(sizes) / len(sizes) if sizes else None)
+
+
+def _answers(stage: StageManifest, slot: str) -> int:
+    """How often an evaluation asks for an answer to each of a suite's items."""
+    suites = stage.params.get("suites")
+    suite = suites.get(slot.removeprefix("suites.")) if isinstance(suites, Mapping) else None
+    return 1 + int(suite.get("samples", 0)) if isinstance(suite, Mapping) else 1
+
+
+def _size(row: Row, column: str) -> int:
+    text = row.get(column) or ""
+    return len(text) if isinstance(text, str) else sum(len(str(m.get("content"))) for m in text)
+
+
+def _history(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[tuple[str | None, Experience]]:
+    """Earlier stages that really ran, newest first, each with the base model of its run."""
+    wanted = {s.kind for s in manifest.stages if kind_of(s.kind).driver is Driver.JOB}
+    for run in workspace.ledger.runs(limit=_RUNS_LOOKED_AT):
+        earlier, _ = workspace.manifest_or_trouble(run)
+        if earlier is None:
+            continue
+        for row in workspace.ledger.stages(run.id):
+            cost = _cost(workspace, row) if row.kind in wanted else None
+            if cost is None:
+                continue
+            stage = earlier.stage(row.name)
+            try:
+                work = workspace.wiring.trainers[stage.trainer].check(stage.kind, stage.params).work
+            except (InputError, KeyError):  # written by a version with other parameters
+                continue
+            refs = [ref for _, ref in dataset_slots(stage)]
+            datasets = {str(ref.digest): Dataset(registered_rows(workspace, ref), None) for ref in refs}
+            yield _base_model(earlier), Experience(workload(stage, work, datasets), *cost)
+
+
+def _cost(workspace: OpenWorkspace, row: StageRecord) -> tuple[int, float | None] | None:
+    """Tokens and job seconds of a stage that really ran to its end; None: of any other."""
+    attempts = workspace.ledger.attempts(row.run_id, row.name)
+    if row.state != StageState.SUCCEEDED or row.cached_from or not attempts:
+        return None
+    last, inherited = attempts[-1], 0
+    if last.resume is not None:
+        try:
+            inherited = workspace.wiring.folder(last).read_order().tokens_inherited
+        except (InputError, IntegrityError):  # cleared away, or damaged
+            return None
+    seconds = sum(attempt.seconds for attempt in attempts) if attempts[0].resume is None else None
+    return inherited + last.tokens, seconds
+
+
+def _base_model(manifest: Manifest) -> str | None:
+    return next((ref.digest for _, slot, ref in manifest.assets() if slot == "model"), None)

@@ -1,0 +1,207 @@
+"""Before anything runs: can the placement of every stage be had, and what will be resident where?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.control.planning import Planned
+from posttrain.domain.contracts import Load
+from posttrain.domain.errors import InputError
+from posttrain.domain.kinds import kind_of
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.runspec import RunSpec
+from posttrain.execution.machine import Machine, this_machine
+from posttrain.planner.fallbacks import expected
+from posttrain.planner.feasibility import gib, infeasible, too_large, unfit
+from posttrain.planner.residency import Residency, Shape, resident
+from posttrain.preflight.datasets import Dataset
+from posttrain.preflight.fitting import model_files, origin
+from posttrain.preflight.outlook import workload
+from posttrain.preflight.rewarding import bytes_of
+from posttrain.workspace.opened import OpenWorkspace
+
+_WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
+_LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"
+_SPECIAL_TOKENS = 7  # of a model that `init_model` makes, beside its characters
+
+
+def refuse_infeasible(
+    manifest: Manifest, loads: Mapping[str, Load], workspace: OpenWorkspace, source: Path, model: str | None = None
+) -> None:
+    """Refuse a run whose stages could not be started, or could not hold their models.
+
+    A stage that names a cluster is asked only what no cluster can change: the cluster itself is asked by the job,
+    before it starts anything.
+
+    Args:
+        loads: by stage.
+        source: the run file or lock, for errors.
+        model: how the run file names its base model; None: it is in the store.
+
+    Raises:
+        InputError: naming file, stage, role, what is asked, what is there, and the next action.
+        NotFoundError, IntegrityError: the base model's listing is missing or corrupt.
+    """
+    machine = this_machine() if loads else Machine(1)
+    for name, load in loads.items():
+        shapes = role_shapes(manifest, manifest.stage(name), load, workspace, source, model)
+        found = unfit(load, shapes.get("policy") or shapes.get("reward_model"))
+        if load.ray_address is None:
+            found = infeasible(load.placement, machine.resources(), roles=load.roles) + found
+            peaks = stage_residency(load, shapes, machine).peaks
+            found += too_large(peaks, device=machine.gpu_memory, machine=machine.memory)
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise InputError(f"{source}: stages.{name}: {found[0]}{more}")
+
+
+def refuse_oversized(manifest: Manifest, source: Path) -> None:
+    """Refuse to make a model from nothing that this machine could not hold.
+
+    Raises:
+        InputError: naming its parameters, its bytes and this machine's memory.
+    """
+    for stage in manifest.stages:
+        shape = _made_from_nothing(stage.params) if kind_of(stage.kind).from_nothing else None
+        memory = this_machine().memory if shape else None
+        if shape and memory is not None and 4 * shape.parameters > memory:
+            raise InputError(
+                f"{source}: stages.{stage.name}: a model of hidden_size {shape.hidden}, layers {shape.layers} and "
+                f"intermediate_size {shape.intermediate} has {shape.parameters:.3g} parameters, "
+                f"{gib(4 * shape.parameters)} in float32, this machine has {gib(memory)}; make it smaller"
+            )
+
+
+def stage_residency(
+    load: Load, shapes: Mapping[str, Shape], machine: Machine, prompt_tokens: float | None = None
+) -> Residency:
+    """What the stage keeps resident, on this machine where it names no cluster."""
+    return resident(load, shapes, prompt_tokens=round(prompt_tokens or 0), gpu_there=bool(machine.gpus))
+
+
+def memory_warnings(load: Load, residency: Residency, machine: Machine) -> list[str]:
+    """Where estimates say that memory will not do; the certain part was refused already."""
+    if load.ray_address is not None:
+        return []
+    room, memory = machine.gpu_memory, machine.memory
+    found = [
+        f"{peak.pool} will need about {gib(peak.bytes)} on a GPU that has {gib(room)} (phase {peak.phase}); {_LOWER}"
+        for peak in residency.peaks
+        if room is not None and peak.device == "cuda" and peak.bytes > room
+    ]
+    total = sum(peak.bytes * peak.ranks for peak in residency.peaks if peak.device == "cpu")
+    if memory is not None and total > memory:
+        found.append(f"ranks on CPUs will need about {gib(total)}, this machine has {gib(memory)}; {_LOWER}")
+    return found
+
+
+def residencies(
+    planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path, datasets: Mapping[str, Dataset]
+) -> Iterator[tuple[str, tuple[Residency | None, list[str]]]]:
+    """Training stage → what is resident when, and warnings of estimates that go beyond the memory there is."""
+    loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
+    machine = this_machine() if loads else None
+    for name, load in loads.items():
+        stage = planned.manifest.stage(name)
+        shapes = role_shapes(planned.manifest, stage, load, workspace, path, spec.model)
+        if shapes and machine:
+            prompt = workload(stage, planned.contracts[name].work, datasets).characters
+            residency = stage_residency(load, shapes, machine, prompt)
+            yield name, (residency, memory_warnings(load, residency, machine))
+
+
+def slower(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path) -> Iterator[str]:
+    """One warning for every fall-back of a stage's model."""
+    for stage in planned.manifest.stages:
+        contract = planned.contracts.get(stage.name)
+        if contract is not None:
+            roles = contract.load.roles if contract.load else ("rollout",)
+            for warning in fallback_warnings(planned.manifest, stage, roles, workspace, path, spec.model):
+                yield f"{stage.name}: {warning}"
+
+
+def role_shapes(
+    manifest: Manifest, stage: StageManifest, load: Load, workspace: OpenWorkspace, source: Path, model: str | None
+) -> dict[str, Shape]:
+    """The shape of the model behind each role; roles without a model, or with one of unknown shape, are left out."""
+    found: dict[str, Shape] = {}
+    for role in load.roles:
+        slot = "reward_model" if role == "reward_model" and "reward_model" in stage.inputs else "model"
+        shape = _shape(manifest, stage, slot, workspace, source, model) if role != "reward" else None
+        if shape is not None:
+            found[role] = shape
+    return found
+
+
+def _shape(
+    manifest: Manifest, stage: StageManifest, slot: str, workspace: OpenWorkspace, source: Path, model: str | None
+) -> Shape | None:
+    found = origin(manifest, stage, slot)
+    if isinstance(found, StageManifest):
+        return _made_from_nothing(found.params) if kind_of(found.kind).from_nothing else None
+    config, stored = _stored_config(found, workspace, source, model)
+    width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")))
+    return Shape.of_config(config, stored // width if width else None)
+
+
+def _stored_config(
+    ref: InputRef, workspace: OpenWorkspace, source: Path, model: str | None
+) -> tuple[dict[str, Any], int]:
+    """A registered model's `config.json` and the bytes of its weights; empty where its bytes are elsewhere."""
+    if ref.digest is None or (model is None and not workspace.blobs.has(ref.digest)):
+        return {}, 0
+    with bytes_of(ref):
+        files = model_files(workspace, ref, model, source.parent)
+        config = _map(files.read("config.json"))
+    return config, sum(size for name, size in files.sizes.items() if name.endswith(".safetensors"))
+
+
+def fallback_warnings(
+    manifest: Manifest,
+    stage: StageManifest,
+    roles: Collection[str],
+    workspace: OpenWorkspace,
+    source: Path,
+    model: str | None,
+) -> list[str]:
+    """Slower ways that the engine will take with the stage's models, as far as its configuration tells.
+
+    Args:
+        roles: of the stage; `rollout` is among them where it answers prompts.
+        source, model: as in `refuse_infeasible`.
+    """
+    scalar = {"reward_model"} if "reward_model" in stage.inputs else set()
+    found = []
+    for slot, readers in (("model", set(roles) - scalar), ("reward_model", scalar)):
+        began = origin(manifest, stage, slot)
+        if slot not in stage.inputs or isinstance(began, StageManifest):  # what `init_model` makes goes the fast ways
+            continue
+        config, _ = _stored_config(began, workspace, source, model)
+        whose = "" if slot == "model" else f"{slot}: "
+        known = {**config, **_text(config)}
+        found += [f"{whose}falls back to {name}: {why}" for name, why in expected(known, readers).items()]
+    return found
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text part of a configuration of several modalities."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else {}
+
+
+def _made_from_nothing(params: Mapping[str, Any]) -> Shape | None:
+    names = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+    config = {names.get(name, name): value for name, value in params.items()}
+    words = len(str(params.get("characters", ""))) + _SPECIAL_TOKENS
+    return Shape.of_config({**config, "vocab_size": words, "tie_word_embeddings": True})
+
+
+def _map(data: bytes | None) -> dict[str, Any]:
+    try:
+        value = json.loads(data or b"{}")
+    except ValueError:  # the job, which loads the model, says what is wrong with it
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,357 @@
+"""Whoever writes a run's trackers: one process for each run, started by the run's driver or by `posttrain track`.
+
+::
+
+    driver ──starts──▶ posttrain track RUN --follow   holds trackers.lock as long as it lives
+      │ looks now and then whether it      │ a thread for each tracker: one that hangs or fails holds up no other
+      ▼ lives; never waits for it          ▼ reads ledger and event segments ──▶ target; tracking.json: how it stands
+
+It ends when every ending is written, when trouble outlasts the run, or when nobody drives the run any more. It may be
+killed anywhere: the next one reads from the targets what is there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import InputError, PosttrainError, TrackerError
+from posttrain.domain.lifecycle import is_final
+from posttrain.domain.trackers import Trackers
+from posttrain.drivers.requests import driven
+from posttrain.store.atomic import make_folder, read_json, write_json
+from posttrain.telemetry.tracking import Row, Tracker, missing
+from posttrain.trackers.reaching import refuse_unreachable
+from posttrain.trackers.registering import REGISTRIES, register_channel
+from posttrain.trackers.tracked import RunSource
+from posttrain.trackers.tracking import (
+    LOCK,
+    LOG,
+    STATES,
+    TROUBLE,
+    WRITING,
+    WRITTEN,
+    TrackerState,
+    check_trackers,
+    describe,
+    line,
+    make_tracker,
+    of_run,
+    states,
+    target,
+)
+from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import VARIABLE
+
+_ROWS = 500  # at a time
+_POLL = 1.0  # seconds between looks at a run that goes on
+_ALONE = 60.0  # seconds without a driver of the run, after which nobody need follow it
+_PATIENCE = 600.0  # seconds that a tracker may take after the end of its run
+_BACKOFF = (1.0, 2.0, 5.0, 15.0, 60.0)  # seconds between tries
+_HANDED = "POSTTRAIN_TRACKERS_LOCK"  # names the descriptor that a new writer holds the lock by from its first moment
+_STARTS = 3  # of one driver: more would be a tracker that always dies
+Reopen = Callable[[], OpenWorkspace]
+
+
+# --- one tracker ------------------------------------------------------------------------------------------------------
+
+
+def write(tracker: Tracker, source: RunSource, wrote: Callable[[str], None], wait: Callable[[], bool]) -> float | None:
+    """Write a run to one tracker until the run ends.
+
+    Args:
+        wrote: told after each write what a person should know, mostly nothing.
+        wait: waits for more to come; False: leave instead.
+
+    Returns:
+        When the run ended; None: it has not, and `wait` said to leave.
+
+    Raises:
+        Exception: whatever is wrong with the target.
+    """
+    cursor = dict(tracker.begin(source.about()))
+    crashpoint("track.after_begin")
+    while True:
+        rows, ending = source.read()
+        fresh = missing((_named(row, tracker) for row in rows), cursor)
+        while batch := list(islice(fresh, _ROWS)):
+            tracker.log(batch)
+            crashpoint("track.after_log")
+            wrote(source.remarks())
+        if ending is not None:
+            crashpoint("track.before_end")
+            tracker.end(ending)
+            crashpoint("track.after_end")
+            wrote(source.remarks())
+            return ending.finished_at or 0.0
+        tracker.flush()
+        wrote(source.remarks())
+        if not wait():
+            return None
+
+
+def _named(row: Row, tracker: Tracker) -> Row:
+    return replace(row, values={tracker.name(metric): value for metric, value in row.values.items()})
+
+
+class Standing:
+    """`tracking.json`: how each tracker stands. Several threads tell it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._lock = folder / STATES, threading.Lock()
+        self._said: dict[str, Any] = read_json(self._path) or {}
+
+    def tell(self, kind: str, state: str, where: str, message: str = "", finished_at: float | None = None) -> None:
+        """Written only where it is another word than before."""
+        told = {"state": state, "where": where, "message": message, "finished_at": finished_at}
+        with self._lock:
+            if self._said.get(kind) != told:
+                self._said[kind] = told
+                write_json(self._path, self._said)
+
+
+def _attempt(
+    workspace: OpenWorkspace, run_id: str, kind: str, words: Any, standing: Standing, wait: Callable[[], bool]
+) -> None:
+    """Write one tracker once.
+
+    Raises:
+        PosttrainError: one line; it stands in `tracking.json` too.
+    """
+    tracker: Tracker | None = None
+    try:
+        check_trackers(Trackers.of({kind: words}), f"run {run_id}")
+        refuse_unreachable(words)
+        tracker = made = make_tracker(kind, words)
+        source = RunSource(workspace, run_id)
+        ended = write(made, source, lambda said: standing.tell(kind, WRITING, made.where, said), wait)
+        if ended is not None:
+            if kind in REGISTRIES:
+                _register(workspace, run_id)
+            standing.tell(kind, WRITTEN, made.where, source.remarks(), ended)
+    except Exception as error:
+        said = line(error, target(words))
+        standing.tell(kind, TROUBLE, tracker.where if tracker else "", said)
+        raise TrackerError(f"run {run_id}: tracker {kind}: {said}; posttrain track {run_id} tries again") from error
+    finally:
+        if tracker is not None:
+            with suppress(Exception):
+                tracker.close()
+
+
+def _register(workspace: OpenWorkspace, run_id: str) -> None:
+    """A run that moved a channel at its end has the registries told."""
+    for name in workspace.ledger.channels():
+        live = workspace.ledger.channel(name)
+        if live is not None and live.run_id == run_id:
+            register_channel(workspace, name)
+
+
+# --- a run's trackers -------------------------------------------------------------------------------------------------
+
+
+def track(workspace: OpenWorkspace, run_id: str, only: Collection[str] | None = None) -> list[TrackerState]:
+    """Write what is missing in each of a run's trackers, now.
+
+    Args:
+        only: of these kinds; None: of all.
+
+    Returns:
+        How they stand. While another process writes a run that goes on, only that.
+
+    Raises:
+        InputError: the run has no tracker.
+        TrackerError: one could not be written; the others were.
+    """
+    chosen = _chosen(workspace, run_id)
+    folder = workspace.root / "runs" / run_id
+    make_folder(folder)
+    ended = is_final("run", workspace.ledger.run(run_id).state)
+    with sole_writer(folder, waits=ended) as sole:
+        if sole:
+            standing, troubles = Standing(folder), []
+            for kind, words in chosen.chosen().items():
+                if only is not None and kind not in only:
+                    continue
+                try:
+                    _attempt(workspace, run_id, kind, words, standing, lambda: False)
+                except TrackerError as error:
+                    troubles.append(error)
+            if troubles:
+                raise troubles[0]
+    return states(workspace, workspace.ledger.run(run_id))
+
+
+def follow(reopen: Reopen, run_id: str) -> None:
+    """Write a run's trackers until it ends; at once over when another process does.
+
+    Args:
+        reopen: opens the workspace: once here, once for each tracker's thread.
+    """
+    workspace = reopen()
+    chosen = _chosen(workspace, run_id)
+    folder = workspace.root / "runs" / run_id
+    with sole_writer(folder, waits=False, handed=_handed_lock()) as sole:
+        if not sole:
+            return
+        standing = Standing(folder)
+        for kind, where in describe(chosen):
+            standing.tell(kind, WRITING, where)
+        threads = [
+            threading.Thread(target=_keep_at_it, args=(reopen, run_id, kind, words, standing), daemon=True)
+            for kind, words in chosen.chosen().items()
+        ]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(_POLL / 4)
+            run = workspace.ledger.run(run_id)
+            if run.finished_at and is_final("run", run.state) and time.time() - run.finished_at > _PATIENCE:
+                for (kind, words), thread in zip(chosen.chosen().items(), threads, strict=True):
+                    if thread.is_alive():
+                        where = dict(describe(Trackers.of({kind: words})))[kind]
+                        standing.tell(kind, TROUBLE, where, f"no answer for {_PATIENCE:g} s after the run")
+                os._exit(TrackerError.exit_code)  # a thread that hangs would hold the interpreter
+    workspace.close()
+
+
+def _keep_at_it(reopen: Reopen, run_id: str, kind: str, words: Any, standing: Standing) -> None:
+    """One tracker, tried again after trouble until the run is over."""
+    workspace = reopen()
+    clock, tries = workspace.ledger.clock, 0
+    driven_at = clock.now()
+
+    def goes_on() -> bool:
+        nonlocal driven_at
+        run, now = workspace.ledger.run(run_id), clock.now()
+        if driven(run, now):
+            driven_at = now
+        return is_final("run", run.state) or now - driven_at < _ALONE
+
+    def wait() -> bool:
+        nonlocal tries
+        tries = 0
+        clock.sleep(_POLL)
+        return goes_on()
+
+    while True:
+        try:
+            _attempt(workspace, run_id, kind, words, standing, wait)
+            return
+        except TrackerError:
+            over = is_final("run", workspace.ledger.run(run_id).state)
+            if not goes_on() or (over and tries >= len(_BACKOFF) - 1):
+                return
+            clock.sleep(_BACKOFF[min(tries, len(_BACKOFF) - 1)])
+            tries += 1
+
+
+def _chosen(workspace: OpenWorkspace, run_id: str) -> Trackers:
+    chosen = of_run(workspace, run_id)
+    if not chosen.chosen():
+        raise InputError(
+            f"run {run_id}: has no tracker; name one: posttrain track {run_id} --tracker csv, "
+            "or for all runs to come: posttrain init --tracker csv"
+        )
+    return chosen
+
+
+def _handed_lock() -> int | None:
+    """The descriptor of a lock that whoever started this process holds for it."""
+    given = os.environ.pop(_HANDED, "")
+    if not given.isdecimal():
+        return None
+    os.set_inheritable(int(given), False)  # what a tracker's library starts must not hold it
+    return int(given)
+
+
+@contextmanager
+def sole_writer(folder: Path, *, waits: bool, handed: int | None = None, lock: str = LOCK) -> Iterator[bool]:
+    """Whether this process is the only one that writes the run's trackers.
+
+    Args:
+        lock: another one, for places that are not the run's own.
+        waits: until the other one has ended; else False is the answer while there is one.
+        handed: a descriptor of the lock, held already.
+    """
+    handle = os.open(folder / lock, os.O_RDWR | os.O_CREAT, 0o600) if handed is None else handed
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(handle)
+
+
+# --- beside a driver --------------------------------------------------------------------------------------------------
+
+
+class Scribe:
+    """The process that writes a run's trackers while this one drives the run. Nothing here waits or raises."""
+
+    def __init__(self, workspace: OpenWorkspace, run_id: str) -> None:
+        self._workspace, self._id = workspace, run_id
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+        self._next = 0.0  # moment of the next try
+        self.start()
+
+    def start(self) -> None:
+        """Start it, if there is something to write and it was not started too often."""
+        self._next = time.monotonic() + _POLL
+        if self._workspace.read_only or self._starts >= _STARTS or self.done():
+            self._starts = _STARTS
+            return
+        folder = self._workspace.root / "runs" / self._id
+        command = [sys.executable, "-s", "-P", "-m", "posttrain", "track", self._id, "--follow"]
+        with suppress(OSError), ExitStack() as held:  # in trouble, `get` says that nobody wrote it
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            held.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused: another has it, if only to look
+            self._starts += 1
+            log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            held.callback(os.close, log)
+            environment = {**os.environ, VARIABLE: str(self._workspace.root), _HANDED: str(lock)}
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+                pass_fds=(lock,),
+            )  # fmt: skip
+
+    def keep(self) -> None:
+        """Start it again if it was killed, or was not started yet."""
+        if time.monotonic() < self._next or (self._process is not None and self._process.poll() in (None, 0)):
+            return
+        self._process = None
+        self.start()
+
+    def done(self) -> bool:
+        """Whether nothing is left to write: no tracker, or every one has the run's end."""
+        try:
+            found = states(self._workspace, self._workspace.ledger.run(self._id))
+        except PosttrainError:
+            return True
+        return all(state.state == WRITTEN for state in found)
+
+
+def settled(workspace: OpenWorkspace, run_id: str, seconds: float) -> list[TrackerState]:
+    """How the trackers of a run that has ended stand, once nobody writes them any more, or after so many seconds."""
+    until = time.monotonic() + seconds
+    while True:
+        found = states(workspace, workspace.ledger.run(run_id))
+        if all(one.state != WRITING for one in found) or time.monotonic() >= until:
+            return found
+        time.sleep(0.05)

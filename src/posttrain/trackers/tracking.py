@@ -1,0 +1,331 @@
+"""Which trackers a run is written to, whether they can be, and how far they are.
+
+::
+
+    .posttrain/workspace.json          "trackers": of every run that names none itself
+    .posttrain/runs/ID/trackers.json   of this run, paths absolute; written when it is submitted
+                      tracking.json    how each stands: the word of whoever writes
+                      trackers.lock    held by whoever writes: one process for each run
+                      track.log        what that process printed
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from pydantic import ValidationError
+
+from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
+from posttrain.domain.lifecycle import is_final
+from posttrain.domain.records import RunRecord
+from posttrain.domain.trackers import NONE, MlflowChoice, TensorBoardChoice, Trackers, WandbChoice, from_words
+from posttrain.domain.validation import bare, explain
+from posttrain.store.atomic import make_folder, read_json, write_json
+from posttrain.trackers.reaching import unreachable
+from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import SETTINGS
+
+if TYPE_CHECKING:
+    from posttrain.telemetry.tracking import Tracker
+
+RECORD, STATES, LOCK, LOG = "trackers.json", "tracking.json", "trackers.lock", "track.log"
+PLACE = "tracking"  # in the workspace: where trackers write that are told no place
+KEY = "WANDB_API_KEY"
+WRITING, WRITTEN, TROUBLE, UNWRITTEN = "writing", "written", "trouble", "not written"
+_PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+_LONGEST = 400  # characters of a trouble
+_SCHEMES = ("http", "https", "sqlite", "file", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerState:
+    """How one tracker of a run stands."""
+
+    kind: str
+    state: str  # writing | written | trouble | waiting (for a driver of the run) | not written (nor was it to be)
+    where: str
+    message: str = ""  # of trouble: one line with the next action; else what a person should know, or nothing
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+def resolved(trackers: Trackers, base: Path, root: Path) -> Trackers:
+    """With a place for each.
+
+    Args:
+        base: what relative paths are relative to.
+        root: the workspace folder.
+    """
+
+    def place(given: str | None, default: str) -> str:
+        return str((base / Path(given).expanduser()).resolve() if given else root / PLACE / default)
+
+    made: dict[str, Any] = {}
+    for kind, words in trackers.chosen().items():
+        if isinstance(words, TensorBoardChoice):
+            made[kind] = words.model_copy(update={"logdir": place(words.logdir, kind)})
+        elif isinstance(words, MlflowChoice):
+            uri = _tracking_uri(words.tracking_uri, base, root)
+            model = words.registered_model or re.sub(r"[^A-Za-z0-9 ._-]", "-", words.experiment).strip("-")
+            made[kind] = words.model_copy(update={"tracking_uri": uri, "registered_model": model})
+        elif isinstance(words, WandbChoice):
+            made[kind] = words.model_copy(update={"dir": place(words.dir, "")})
+        else:
+            made[kind] = words.model_copy(update={"dir": place(getattr(words, "dir", None), kind)})
+    return Trackers.of(made)
+
+
+def _tracking_uri(given: str | None, base: Path, root: Path) -> str:
+    """Absolute, whatever folder it is read in later."""
+    if given is None:
+        return f"sqlite:///{root / PLACE / 'mlflow.db'}"
+    if given.startswith("sqlite:///"):
+        return f"sqlite:///{(base / given.removeprefix('sqlite:///')).resolve()}"
+    if given.startswith("file:"):
+        return str(Path(unquote(urlsplit(given).path)))
+    return given if ":" in given else str((base / Path(given).expanduser()).resolve())
+
+
+def parse_trackers(raw: Any, source: str) -> Trackers:
+    """Validated.
+
+    Raises:
+        InputError: an unknown tracker or word of one, named with its field.
+    """
+    try:
+        return Trackers.model_validate(raw)
+    except ValidationError as error:
+        raise explain(error, source, Trackers) from error
+
+
+def parse_choice(words: Sequence[str], base: Path) -> dict[str, Any]:
+    """`["csv=logs", "mlflow"]` as it is recorded: with absolute paths where a place is named.
+
+    Raises:
+        InputError: an unknown tracker, one named twice, or a target that it cannot have.
+    """
+    kinds = [word.partition("=")[0] for word in words]
+    twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+    if twice is not None or (NONE in kinds and len(kinds) > 1):
+        raise InputError(f"--tracker: each must be named once, and none alone, got {' '.join(map(bare, words))}")
+    chosen = parse_trackers(from_words(list(words)), "--tracker")
+    given, full = chosen.to_json(), resolved(chosen, base, base).to_json()
+    for kind, place in (("csv", "dir"), ("parquet", "dir"), ("tensorboard", "logdir"), ("mlflow", "tracking_uri")):
+        if place in given.get(kind, {}):
+            given[kind][place] = full[kind][place]
+    return given
+
+
+def of_workspace(workspace: OpenWorkspace) -> Trackers:
+    """Of every run that names none itself, each with its place.
+
+    Raises:
+        InputError: what workspace.json says of them is not valid.
+    """
+    raw = workspace.settings.get("trackers", {})
+    chosen = parse_trackers(raw, f"{workspace.root / SETTINGS}: trackers")
+    return resolved(chosen, workspace.root, workspace.root)
+
+
+def of_run(workspace: OpenWorkspace, run_id: str) -> Trackers:
+    """As recorded when it was submitted; those of the workspace where nothing was.
+
+    Raises:
+        InputError, IntegrityError: the record cannot be read.
+    """
+    path = workspace.root / "runs" / run_id / RECORD
+    recorded = read_json(path)
+    return of_workspace(workspace) if recorded is None else parse_trackers(recorded, str(path))
+
+
+def record_trackers(
+    workspace: OpenWorkspace, run_id: str, trackers: Trackers | None, *, attached: bool = False
+) -> None:
+    """Write down a run's trackers.
+
+    Args:
+        trackers: resolved; None: the run names none, so the workspace's are taken, or what was recorded before.
+        attached: the run was submitted before.
+    """
+    folder = workspace.root / "runs" / run_id
+    if trackers is None and (attached and (folder / RECORD).exists()):
+        return
+    chosen = of_workspace(workspace) if trackers is None else trackers
+    wanted = chosen.to_json()
+    known = read_json(folder / RECORD)
+    if wanted != known and (wanted or known is not None or trackers is not None):
+        make_folder(folder)
+        write_json(folder / RECORD, wanted)
+
+
+# --- whether they can be written --------------------------------------------------------------------------------------
+
+
+def check_trackers(trackers: Trackers, source: str) -> None:
+    """Refuse a tracker that could not be written.
+
+    Args:
+        trackers: resolved.
+        source: where they are chosen, for errors.
+
+    Raises:
+        InputError: its package is missing, its place cannot be written, or it needs a key that is not there.
+    """
+    for kind, words in trackers.chosen().items():
+        package = _PACKAGES.get(kind)
+        if package and not _installed(package):
+            raise InputError(
+                f"{source}: trackers.{kind}: needs the package {package}, which is not installed; "
+                f"pip install 'posttrain[{kind}]'"
+            )
+        if isinstance(words, WandbChoice) and words.mode == "online" and not os.environ.get(KEY):
+            raise InputError(
+                f"{source}: trackers.wandb: mode online needs a key and {KEY} is not set; set it, "
+                "or write mode: offline"
+            )
+        folder = folder_of(words)
+        if folder is not None:
+            _refuse_unwritable(folder, f"{source}: trackers.{kind}")
+
+
+def _installed(package: str) -> bool:
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None  # a folder of that name, as wandb makes one, is no package
+
+
+def folder_of(words: Any) -> Path | None:
+    """That a tracker writes into; None: it is elsewhere."""
+    if isinstance(words, MlflowChoice):
+        uri = str(words.tracking_uri)
+        if uri.startswith("sqlite:///"):
+            return Path(uri.removeprefix("sqlite:///")).parent
+        scheme = uri.partition(":")[0] if ":" in uri else ""
+        if scheme and scheme.partition("+")[0] not in _SCHEMES:
+            raise InputError(
+                f"trackers.mlflow: tracking_uri must be a folder or begin with {', '.join(_SCHEMES[:4])}, got {uri!r}"
+            )
+        return None if scheme else Path(uri)
+    return Path(str(words.logdir if isinstance(words, TensorBoardChoice) else words.dir))
+
+
+def _refuse_unwritable(folder: Path, what: str) -> None:
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        raise InputError(f"{what}: {folder} cannot be made, since {there} is a file; choose another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"{what}: {folder} cannot be written, since {there} is read-only; choose another folder")
+
+
+def target(words: Any) -> str:
+    """What a tracker's choice names it by: a folder, an address, a project."""
+    return str(getattr(words, type(words).target))
+
+
+def describe(trackers: Trackers) -> Iterator[tuple[str, str]]:
+    """(kind, what will be written where), for a person."""
+    for kind, words in trackers.chosen().items():
+        if isinstance(words, MlflowChoice):
+            yield kind, f"{words.tracking_uri}, experiment {words.experiment}"
+        elif isinstance(words, WandbChoice):
+            project = "/".join(filter(None, (words.entity, words.project)))
+            yield (
+                kind,
+                f"project {project}, " + ("online" if words.mode == "online" else f"offline in {words.dir}/wandb"),
+            )
+        else:
+            yield kind, str(folder_of(words))
+
+
+def make_tracker(kind: str, words: Any) -> Tracker:
+    """The back-end of a resolved choice. Its package is imported when it begins."""
+    if kind == "csv":
+        from posttrain.telemetry.trackers.csv import CsvTracker
+
+        return CsvTracker(Path(words.dir))
+    if kind == "parquet":
+        from posttrain.telemetry.trackers.parquet import ParquetTracker
+
+        return ParquetTracker(Path(words.dir))
+    if kind == "tensorboard":
+        from posttrain.telemetry.trackers.tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(Path(words.logdir))
+    if kind == "mlflow":
+        from posttrain.telemetry.trackers.mlflow import MlflowTracker
+
+        return MlflowTracker(words.tracking_uri, words.experiment, words.registered_model)
+    from posttrain.telemetry.trackers.wandb import WandbTracker
+
+    return WandbTracker(Path(words.dir), words.project, words.entity, words.mode)
+
+
+def line(error: Exception, where: str) -> str:
+    """What is wrong with a target, in one line of bounded length; of one that is away, only why."""
+    away = "" if isinstance(error, PosttrainError) else unreachable(error)
+    if away:
+        return f"cannot reach {where}: {away}"
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if isinstance(error, PosttrainError) else f"{type(error).__name__}: {text}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+# --- how they stand ---------------------------------------------------------------------------------------------------
+
+
+def states(workspace: OpenWorkspace, run: RunRecord) -> list[TrackerState]:
+    """How each tracker of a run stands; what cannot be read is one in trouble."""
+    folder = workspace.root / "runs" / run.id
+    try:
+        chosen, said = of_run(workspace, run.id), read_json(folder / STATES) or {}
+    except (InputError, IntegrityError) as error:
+        return [TrackerState("trackers", TROUBLE, str(folder), str(error))]
+    held, recorded = _held(folder / LOCK), (folder / RECORD).exists()
+    return [_state(kind, where, said.get(kind, {}), run, held, recorded) for kind, where in describe(chosen)]
+
+
+def _state(kind: str, where: str, said: Mapping[str, Any], run: RunRecord, held: bool, recorded: bool) -> TrackerState:
+    where = str(said.get("where") or where)
+    remedy = f"posttrain track {run.id} writes what is missing"
+    ended = is_final("run", run.state)
+    if said.get("state") == WRITTEN and said.get("finished_at") == run.finished_at and ended:
+        return TrackerState(kind, WRITTEN, where, str(said.get("message", "")))
+    if said.get("state") == TROUBLE:
+        if held:
+            remedy = f"posttrain track {run.id} writes it later" if ended else "it is being tried again"
+        return TrackerState(kind, TROUBLE, where, f"{said.get('message')}; {remedy}")
+    if held:
+        return TrackerState(kind, WRITING, where, str(said.get("message", "")))
+    if ended and not recorded and not said:
+        never = f"chosen after the run was submitted; posttrain track {run.id} writes it"
+        return TrackerState(kind, UNWRITTEN, where, never)
+    if ended:
+        return TrackerState(kind, TROUBLE, where, f"it was left before the end of the run; {remedy}")
+    return TrackerState(kind, "waiting", where, str(said.get("message", "")))
+
+
+def _held(lock: Path) -> bool:
+    """Whether a process writes the run's trackers now."""
+    try:
+        handle = os.open(lock, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False

@@ -1,0 +1,133 @@
+"""`posttrain compare`: from words on the command line to the evaluations they name, and the page of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from string import ascii_uppercase
+
+from posttrain.control.comparing import MOST, Comparison, Subject, side_by_side, subject
+from posttrain.control.responses import Answered, Responses, spread
+from posttrain.control.scores import Measured
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
+from posttrain.views.answers import shortened
+from posttrain.views.drawing import stage_curves
+from posttrain.views.status import RunWatcher
+from posttrain.web.comparison import Changed, ComparePage, ItemPair, SubjectFacts, compare_page
+from posttrain.web.quantities import rank
+from posttrain.web.series import CurveSeries
+from posttrain.workspace.opened import OpenWorkspace
+
+_SHOWN = 16  # items of each kind, won and lost
+
+
+def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
+    """Compare runs, or single evaluate stages, with the first of them.
+
+    Args:
+        words: `RUN` or `RUN/STAGE`; a run's id may be shortened.
+
+    Raises:
+        InputError: fewer than two, one twice, or what was not evaluated.
+        NotFoundError: no such run.
+    """
+    if not 2 <= len(words) <= MOST:
+        raise InputError(f"compare: name 2 to {MOST} runs or RUN/STAGE, got {len(words)}; posttrain ls lists the runs")
+    subjects = [_subject(workspace, label, word) for label, word in zip(ascii_uppercase, words, strict=False)]
+    names = [one.name for one in subjects]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise InputError(f"compare: {twice} must be named once, got it more often; name another run or RUN/STAGE")
+    return side_by_side(workspace.wiring, subjects)
+
+
+def _subject(workspace: OpenWorkspace, label: str, word: str) -> Subject:
+    name, _, stage = word.partition("/")
+    return subject(workspace.wiring, label, workspace.ledger.find_run(name), stage or None)
+
+
+def write_comparison(workspace: OpenWorkspace, found: Comparison, path: Path) -> None:
+    """Write the page of a comparison.
+
+    Raises:
+        WorkspaceError: `path` cannot be written.
+    """
+    watchers = {one.run.id: RunWatcher(workspace, one.run.id, cached=True) for one in found.subjects}
+    statuses = {run: watcher.read() for run, watcher in watchers.items()}
+    facts = tuple(
+        SubjectFacts(one.run.state, one.manifest.seed, statuses[one.run.id].seconds, statuses[one.run.id].tokens)
+        for one in found.subjects
+    )
+    troubles: list[str] = []
+    changed = [each for other in found.subjects[1:] for each in _changed(workspace, found.subjects[0], other, troubles)]
+    curves = tuple(_overlaid(workspace, found, watchers).items()) if len(watchers) > 1 else ()  # one run has one set
+    compare_page(path, ComparePage(found, facts, tuple(changed), curves, tuple(dict.fromkeys(troubles))))
+
+
+def _overlaid(
+    workspace: OpenWorkspace, found: Comparison, watchers: dict[str, RunWatcher]
+) -> dict[str, dict[str, list[CurveSeries]]]:
+    """Stage → metric → a line of each run: stages of one name lie over each other."""
+    stages: dict[str, dict[str, list[CurveSeries]]] = {}
+    for run, watcher in watchers.items():
+        subjects = [one for one in found.subjects if one.run.id == run]
+        label = f"{', '.join(one.label for one in subjects)} {subjects[0].run.name}"
+        for stage in subjects[0].manifest.stages:
+            if not stage.measures and watcher.watcher(stage.name).curves:
+                own = stage_curves(workspace, watcher, subjects[0].manifest, stage.name, label)
+                for metric, series in own.items():
+                    stages.setdefault(stage.name, {}).setdefault(metric, []).append(series)
+    return {stage: dict(sorted(metrics.items(), key=lambda it: rank(it[0]))) for stage, metrics in stages.items()}
+
+
+def _changed(workspace: OpenWorkspace, first: Subject, other: Subject, troubles: list[str]) -> Iterator[Changed]:
+    """The items of every suite on which one is right and the other wrong."""
+    for mine in first.evaluations:
+        for theirs in other.evaluations:
+            ours, answers = _responses(workspace, mine, troubles), _responses(workspace, theirs, troubles)
+            if ours is None or answers is None:
+                continue
+            for suite in ours.suites:
+                there = next(
+                    (m for m in theirs.evidence if mine.identity(f"{suite}/") == theirs.identity(_of(m))), None
+                )
+                if there is not None:
+                    yield _suite(ours, answers, suite, there.partition("/")[0], other.label)
+
+
+def _of(metric: str) -> str:
+    return f"{metric.partition('/')[0]}/"
+
+
+def _suite(ours: Responses, theirs: Responses, suite: str, there: str, label: str) -> Changed:
+    known = {one.item_id: one for one in ours.greedy(suite)}
+    pairs = [(known[one.item_id], one) for one in theirs.greedy(there) if one.item_id in known]
+    won = [pair for pair in pairs if _worth(pair[1]) > _worth(pair[0])]
+    lost = [pair for pair in pairs if _worth(pair[0]) > _worth(pair[1])]
+    shown = [_spread(won), _spread(lost)]
+    texts = ours.texts({mine for part in shown for mine, _ in part})
+    answers = theirs.texts({one for part in shown for _, one in part})
+    won_shown, lost_shown = (
+        tuple(ItemPair(shortened(texts[mine.row]), shortened(answers[one.row])) for mine, one in part) for part in shown
+    )
+    return Changed(label, suite, len(won), len(lost), won_shown, lost_shown)
+
+
+def _worth(one: Answered) -> float:
+    """Whether it is right; of an item without an answer what its reward says."""
+    return (one.reward or 0.0) if one.correct is None else float(one.correct)
+
+
+def _spread(pairs: Sequence[tuple[Answered, Answered]]) -> list[tuple[Answered, Answered]]:
+    """Some of them, from the first to the last."""
+    by_row = {mine.row: (mine, other) for mine, other in pairs}
+    return [by_row[mine.row] for mine in spread([mine for mine, _ in pairs], _SHOWN)]
+
+
+def _responses(workspace: OpenWorkspace, one: Measured, troubles: list[str]) -> Responses | None:
+    made = one.record.outputs.get("items")
+    try:
+        return Responses(workspace.blobs.get(made["digest"]), one.stage.name) if made else None
+    except (IntegrityError, NotFoundError) as error:
+        troubles.append(f"{one.record.run_id}/{one.stage.name}: {error}")
+        return None

@@ -1,0 +1,308 @@
+"""How one run stands: its ledger rows joined with what its jobs said so far. What `get`, the live display and the
+report show. Reads only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from posttrain.control.budgets import spending
+from posttrain.control.resuming import trained_elsewhere
+from posttrain.control.scores import Scores
+from posttrain.control.scores import run_scores as measured_scores
+from posttrain.control.selecting import choice_warnings
+from posttrain.domain.contracts import BEST, MODEL
+from posttrain.domain.errors import DeadlineError
+from posttrain.domain.gates import GateReport
+from posttrain.domain.kinds import Driver, kind_of
+from posttrain.domain.lifecycle import RunState, StageState, is_final
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.reasons import Reason
+from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
+from posttrain.domain.waits import span, waiting
+from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
+from posttrain.store.snapshot import Snapshot
+from posttrain.telemetry.progress import StageProgress, StageWatcher
+from posttrain.workspace.opened import OpenWorkspace
+
+_DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
+_ALONE = 5.0  # seconds without a driver before that is told: from one driver to the next takes less
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """One stage as a person sees it."""
+
+    record: StageRecord
+    attempts: tuple[AttemptRecord, ...]
+    progress: StageProgress
+    seconds: float  # its jobs ran, over all attempts
+    reason: str  # one sentence; never empty for a stage that is not running
+    next_action: str
+    changed_at: float | None = None  # when the ledger was last told something of it
+    begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", where it went on from another stage's checkpoint
+
+    @property
+    def output(self) -> str | None:
+        """Digest of what it made: its (last) model, else its first output."""
+        made = self.record.outputs
+        return next((made[name]["digest"] for name in (MODEL, *made) if name in made), None)
+
+    @property
+    def best(self) -> str | None:
+        """Digest of its best model by its probe, where that is another than the last one."""
+        found = self.record.outputs.get(BEST, {}).get("digest")
+        return found if found != self.output else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        row, progress = self.record, self.progress
+        return {
+            "name": row.name,
+            "kind": row.kind,
+            "state": row.state,
+            "reason": row.reason,
+            "message": self.reason,
+            "next_action": self.next_action,
+            "not_before": row.not_before,
+            "cached_from": row.cached_from,
+            "begun": self.begun,
+            "attempts": [_attempt_json(attempt) for attempt in self.attempts],
+            "seconds": round(self.seconds, 3),
+            "tokens": row.tokens,
+            "step": progress.step,
+            "steps": progress.total,
+            "metrics": dict(row.metrics) or dict(progress.latest),
+            "outputs": dict(row.outputs),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """One run as a person sees it."""
+
+    run: RunRecord
+    stages: tuple[StageStatus, ...]
+    seconds: float  # since it started, until it ended or now
+    driver: RunDriver | None  # None: it has ended
+    next_action: str
+    trouble: str = ""  # one line when a part of it cannot be read
+    warnings: tuple[str, ...] = ()  # of what its probes chose, one line each
+    signals: tuple[Signal, ...] = ()  # that were sent to it
+
+    @property
+    def why(self) -> str:
+        """One line: why it is where it is. Of one that only waits, for what."""
+        if is_final("run", self.run.state) or any(s.record.state == StageState.RUNNING for s in self.stages):
+            return self.run.message
+        waits = [f"stage {stage.record.name} {stage.reason}" for stage in self.stages if waiting(stage.record)]
+        return "; ".join(waits) or self.run.message
+
+    @property
+    def tokens(self) -> int:
+        """Spent by this run's own attempts; a cached stage costs nothing."""
+        return sum(stage.record.tokens for stage in self.stages)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        run = self.run
+        return {
+            "id": run.id,
+            "name": run.name,
+            "state": run.state,
+            "reason": run.reason,
+            "message": run.message,
+            "next_action": self.next_action,
+            "trouble": self.trouble,
+            "warnings": list(self.warnings),
+            "driven": self.driver is not None and self.driver.kind is not DriverKind.NONE,
+            "driver": self.driver.to_json() if self.driver else None,
+            "owner": run.owner,
+            "manifest": run.manifest_digest,
+            "created_at": run.created_at,
+            "started_at": run.started_at,
+            "finished_at": run.finished_at,
+            "seconds": round(self.seconds, 3),
+            "tokens": self.tokens,
+            "signals": [asdict(signal) for signal in self.signals],
+            "stages": [stage.to_json() for stage in self.stages],
+        }
+
+
+class RunWatcher:
+    """Reads one run again and again; each event segment is read once.
+
+    Args:
+        run_id: the exact id.
+        cached: also read the facts of stages that were reused, from where they were computed (for curves).
+        brief: of facts only what the jobs sum up: how far they are, and no metric.
+    """
+
+    def __init__(self, workspace: OpenWorkspace, run_id: str, *, cached: bool = False, brief: bool = False) -> None:
+        self._workspace, self._run_id, self._cached, self._brief = workspace, run_id, cached, brief
+        self._watchers: dict[str, StageWatcher] = {}
+        self._manifest: Manifest | None = None
+        self._trouble = ""
+        self._changed: dict[str, tuple[int, float | None]] = {}  # stage → generation of its row, and when it came
+        self._begun: dict[str, str] = {}
+
+    def read(self) -> RunStatus:
+        """The run as it is now.
+
+        Raises:
+            NotFoundError: there is no such run.
+        """
+        now = self._workspace.ledger.clock.now()
+        with self._workspace.ledger.snapshot() as ledger:
+            run = ledger.run(self._run_id)
+            rows = ledger.stages(run.id)
+            waits = any(kind_of(row.kind).driver is Driver.WAIT for row in rows)
+            signals = tuple(ledger.signals(run.id)) if waits else ()
+            attempts = [self._attempts(ledger, row) for row in rows]
+            for row in rows:
+                if self._changed.get(row.name, (-1, None))[0] != row.generation:
+                    self._changed[row.name] = row.generation, ledger.last_said(f"{row.run_id}/{row.name}")
+        if self._manifest is None and not self._trouble:
+            self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
+        waiting_for = _waiting_for(self._manifest, rows) if self._manifest else {}
+        driver = run_driver(self._workspace.root, run, now)
+        stages = tuple(self._stage(run, row, own, waiting_for, now) for row, own in zip(rows, attempts, strict=True))
+        seconds = (run.finished_at or now) - run.started_at if run.started_at else 0.0
+        action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driver, rows)
+        metrics = {row.name: row.metrics for row in rows}
+        warnings = tuple(choice_warnings(self._manifest, metrics)) if self._manifest else ()
+        return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings, signals)
+
+    def watcher(self, stage: str) -> StageWatcher:
+        """The facts of one stage that were read so far."""
+        return self._watchers.setdefault(stage, StageWatcher(self._workspace.root))
+
+    def _progress(self, row: StageRecord, attempts: list[AttemptRecord]) -> StageProgress:
+        if not self._brief:
+            return self.watcher(row.name).read(attempts)
+        said = self._workspace.wiring.folder(attempts[-1]).channel.summary()
+        return StageProgress(said.step, said.total, said.tokens, at=said.at) if said else StageProgress()
+
+    def _attempts(self, ledger: Snapshot, row: StageRecord) -> list[AttemptRecord]:
+        if self._cached and row.cached_from:
+            origin, _, name = row.cached_from.rpartition("/")
+            return ledger.attempts(origin, name)
+        return ledger.attempts(row.run_id, row.name)
+
+    def _stage(
+        self, run: RunRecord, row: StageRecord, attempts: list[AttemptRecord], waiting_for: dict[str, str], now: float
+    ) -> StageStatus:
+        own = tuple(attempt for attempt in attempts if attempt.run_id == row.run_id)
+        progress = self._progress(row, attempts) if attempts else StageProgress()
+        live = [attempt.launched_at for attempt in own if attempt.launched_at and attempt.finished_at is None]
+        running = sum(max(0.0, now - launched) for launched in live)
+        seconds = spending((), own, running=running).seconds  # what the budget is billed, or will be
+        reason, action = _stage_words(run, row, waiting_for.get(row.name, ""), now)
+        if attempts and not self._begun.get(row.name):
+            self._begun[row.name] = trained_elsewhere(self._workspace.wiring, attempts)
+        changed, begun = self._changed[row.name][1], self._begun.get(row.name, "")
+        return StageStatus(row, own, progress, seconds, reason, action, changed, begun)
+
+
+class Vigil:
+    """Waiting for a run that somebody else is to drive: says when nobody does, and ends at a deadline.
+
+    Args:
+        say: told one line each time the run is left alone.
+        timeout: seconds; None: until the run ends, however long that takes.
+    """
+
+    def __init__(
+        self, workspace: OpenWorkspace, run_id: str, say: Callable[[str], None], timeout: float | None
+    ) -> None:
+        self._workspace, self._run_id, self._say, self._timeout = workspace, run_id, say, timeout
+        self._started = self._driven_at = workspace.ledger.clock.now()
+        self._told = False
+
+    def look(self) -> RunRecord:
+        """The run as it is now.
+
+        Raises:
+            DeadlineError: the time is up and the run is not final.
+        """
+        run, now = self._workspace.ledger.run(self._run_id), self._workspace.ledger.clock.now()
+        if is_final("run", run.state):
+            return run
+        driver = run_driver(self._workspace.root, run, now)
+        if driver is not None and driver.kind is not DriverKind.NONE:
+            self._driven_at, self._told = now, False
+        elif not self._told and now - self._driven_at >= _ALONE:
+            self._told = True
+            self._say(f"nobody drives this run ({run.state}): posttrain attach {run.id} drives it on; still waiting")
+        if self._timeout is not None and now - self._started >= self._timeout:
+            raise DeadlineError(
+                f"run {run.id}: still {run.state} after {self._timeout:g} s of watching; see posttrain why {run.id}"
+            )
+        return run
+
+
+def read_status(workspace: OpenWorkspace, run_id: str, *, brief: bool = False) -> RunStatus:
+    """One look at a run; see `RunWatcher`."""
+    return RunWatcher(workspace, run_id, brief=brief).read()
+
+
+def under_way(status: RunStatus) -> str:
+    """`train 12/40, evaluate 3/8`: how far the jobs of a run are that said so; empty where none runs."""
+    running = [stage for stage in status.stages if stage.record.state == StageState.RUNNING and stage.progress.total]
+    return ", ".join(f"{stage.record.name} {stage.progress.step}/{stage.progress.total}" for stage in running)
+
+
+def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:
+    """What the run has measured; nothing where its manifest cannot be read, which `trouble` tells."""
+    manifest, _ = workspace.manifest_or_trouble(status.run)
+    if manifest is None:
+        return Scores()
+    return measured_scores(workspace.wiring, manifest, {stage.record.name: stage.record for stage in status.stages})
+
+
+def baseline_run(workspace: OpenWorkspace, manifest: Manifest, report: GateReport | None) -> str | None:
+    """The run that made the model a gate report compared with: what to hold a rejected run against."""
+    if manifest.release is None or report is None or report.baseline is None:
+        return None
+    history = workspace.ledger.history(manifest.release.channel)
+    return next((e.run_id for e in reversed(history) if e.model_digest == report.baseline and e.run_id), None)
+
+
+def _waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:
+    """Stage → the unfinished stages it waits for, as words."""
+    undone = {row.name for row in rows if row.state not in _DONE}
+    return {stage.name: ", ".join(sorted(stage.upstream() & undone)) for stage in manifest.stages}
+
+
+def _stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tuple[str, str]:
+    """Why the stage is where it is, and what a person would do next."""
+    if row.state in (StageState.SUCCEEDED, StageState.SKIPPED, StageState.RUNNING):
+        return row.message or row.state, row.next_action or "none needed"
+    if row.state in (StageState.PENDING, StageState.READY):
+        if is_final("run", run.state):
+            return f"not started: the run ended first ({run.state})", run.next_action or f"posttrain why {run.id}"
+        told = row.message if row.state == StageState.READY else ""
+        if waiting(row) and row.not_before is not None and row.not_before > now:
+            told += f" (in {span(row.not_before - now)})"
+        return told or (f"waits for {above}" if above else "its turn comes next"), row.next_action or "none needed"
+    return row.message or row.state, row.next_action or f"posttrain why {run.id}"
+
+
+def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[StageRecord]) -> str:
+    if run.state == RunState.SUCCEEDED:
+        return f"posttrain lineage {run.id} shows what it was made from"
+    if driver is None:
+        return run.next_action or f"posttrain why {run.id}"
+    if run.reason == Reason.SET_ASIDE:
+        return run.next_action
+    if driver.kind is not DriverKind.NONE:
+        asked = [stage.next_action for stage in stages if waiting(stage) and stage.next_action.startswith("posttrain")]
+        return asked[0] if asked else f"posttrain get {run.id} --watch"
+    return f"posttrain attach {run.id} drives it on (no process does now)"
+
+
+def _attempt_json(attempt: AttemptRecord) -> dict[str, Any]:
+    shown = asdict(attempt)
+    return {key: shown[key] for key in ("number", "state", "reason", "message", "tokens", "resume", "folder")}

@@ -1,0 +1,113 @@
+"""A workspace that is open: one folder with a ledger, blobs, attempt folders and a cache, and what works on them.
+
+`app.workspace` opens one and chooses its back-ends; whoever is given it does not know which they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.control.owners import process_alive, process_name
+from posttrain.control.reconciler import Reconciler
+from posttrain.control.wiring import Wiring
+from posttrain.data.catalog import Catalog
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import PosttrainError
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.ports import BlobStore
+from posttrain.domain.records import RunRecord
+from posttrain.execution.executors.installed import InstalledExecutor
+from posttrain.store.atomic import read_json, write_json
+from posttrain.store.ledger import Ledger
+from posttrain.store.sealer import seal
+from posttrain.workspace.ledgers import recorded
+from posttrain.workspace.settings import SETTINGS, TRUSTED, fresh_record, settings_lock
+
+_PLACE_DIGITS = 32
+
+
+class OpenWorkspace:
+    """The control plane over one folder."""
+
+    root: Path
+    actor: str  # who acts, as the audit log names it
+    settings: Mapping[str, Any]  # of workspace.json
+    ledger: Ledger
+    blobs: BlobStore
+    wiring: Wiring
+    catalog: Catalog
+
+    @property
+    def trusts_rewards(self) -> bool:
+        """Whether rewards may run where the kernel cannot confine them."""
+        return self.settings.get("rewards") == TRUSTED
+
+    def manifest_or_trouble(self, run: RunRecord) -> tuple[Manifest | None, str]:
+        """A run's manifest, or one line that says why it cannot be read: a look at many runs survives a bad one."""
+        try:
+            return self.wiring.manifest(run), ""
+        except (PosttrainError, ValueError) as error:  # bytes gone or corrupt, or a manifest of another version
+            why = str(error).splitlines()[0]
+            return None, f"manifest unreadable: {why}"
+
+    @functools.cached_property
+    def reconciler(self) -> Reconciler:
+        """This process as a reconciler."""
+        return Reconciler(self.wiring, process_name(), process_alive)
+
+    @property
+    def ledger_address(self) -> str | None:
+        """The address of its ledger in PostgreSQL; None where it is a file of its own."""
+        return recorded(self.root, self.settings)
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it may only be read: another user's, or on a read-only mount."""
+        return self.ledger.database.read_only
+
+    def identity(self) -> str:
+        """What tells this workspace from others, also moved or copied: 32 random hexadecimal digits in workspace.json.
+
+        Raises:
+            WorkspaceError: it has none yet and cannot be written.
+        """
+        path = self.root / SETTINGS
+        with settings_lock(self.root):  # the writers of several runs may ask at once
+            record = read_json(path) or fresh_record(self.root, self.blobs.url)
+            if not record.get("id"):
+                record = {**record, "id": uuid.uuid4().hex}
+                write_json(path, record)
+        return str(record["id"])
+
+    def refuse_missing_executor(self) -> None:
+        """Before anything is submitted.
+
+        Raises:
+            InputError: the package of its executor is not installed any more, or broken.
+        """
+        if isinstance(self.wiring.executor, InstalledExecutor):
+            self.wiring.executor.load()
+
+    def place(self) -> str:
+        """What tells its jobs from those of other workspaces: a digest of its identity and of where it is.
+
+        A copy has another, so it never ends the jobs of what it was copied from; so has one that was moved.
+
+        Raises:
+            WorkspaceError: as `identity`.
+        """
+        return digest_json([self.identity(), socket.gethostname(), str(self.root)]).partition(":")[2][:_PLACE_DIGITS]
+
+    def seal(self) -> None:
+        """Chain the events committed so far; whoever may only read leaves that to the next who writes."""
+        if not self.read_only:
+            seal(self.ledger)
+
+    def close(self) -> None:
+        """Close the database."""
+        self.ledger.close()

@@ -1,0 +1,62 @@
+"""`workspace.json`, what a workspace is told when it is made: written once, or as a person says later.
+
+::
+
+    {"format": …, "store": …, "ledger": …, "id": …, "rewards": …, "trackers": …, "executor": …}
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from posttrain.store.atomic import read_json, write_json
+from posttrain.store.blobs import blobs_url
+from posttrain.workspace.ledgers import KEY
+
+FOLDER = ".posttrain"
+VARIABLE = "POSTTRAIN_WORKSPACE"
+STORE_VARIABLE = "POSTTRAIN_STORE"
+SETTINGS = "workspace.json"
+TRUSTED = "trusted"
+LOCAL = "local"
+EXECUTOR = "executor"  # the key of one that is not local
+_FORMAT = "posttrain.workspace/1"
+OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
+
+
+def record_places(
+    root: Path, url: str, place: Path | str, rewards: str | None, trackers: Mapping[str, Any] | None
+) -> None:
+    """Where the artifacts and the ledger of a new workspace are, and what a person says of rewards and trackers."""
+    with settings_lock(root):
+        known = read_json(root / SETTINGS)
+        record = known or fresh_record(root, url) | ({} if isinstance(place, Path) else {KEY: place})
+        if rewards is not None:
+            record = {key: value for key, value in record.items() if key != "rewards"}
+            record |= {"rewards": TRUSTED} if rewards == TRUSTED else {}
+        if trackers is not None:
+            record = {key: value for key, value in record.items() if key != "trackers"}
+            record |= {"trackers": dict(trackers)} if trackers else {}
+        if record != known:
+            write_json(root / SETTINGS, record)
+
+
+def fresh_record(root: Path, url: str) -> dict[str, Any]:
+    """Of a workspace that says nothing else."""
+    return {"format": _FORMAT, "store": OWN_STORE if url == blobs_url(root / OWN_STORE) else url}
+
+
+@contextmanager
+def settings_lock(root: Path) -> Iterator[None]:
+    """One process at a time reads and writes workspace.json; the folder itself is locked, for nothing to be left."""
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
