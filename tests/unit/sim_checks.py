@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from sim_ports import Rows, SimBlobs
@@ -28,7 +29,10 @@ def check_now(world: World, rows: Rows, stops: dict[str, float], living: set[str
         state = rows.one("SELECT state FROM runs WHERE id = ?", run_id)
         late = world.time - max(asked, world.calm_after)
         world.must(state in _FINAL or late < HEEDED_SECONDS, f"{run_id} is {state}, {late:.0f} s after a stop")
-    held = rows.all("SELECT object, lease_owner FROM work WHERE lease_until < ?", world.now() - HEEDED_SECONDS)
+    stale = (
+        "SELECT object, lease_owner FROM work WHERE kind = 'run' AND lease_until < ?"  # sweeps: while somebody drives
+    )
+    held = rows.all(stale, world.now() - HEEDED_SECONDS)
     for name, owner in held:
         world.must(owner is None or owner in living, f"{name} is held by {owner}, who died long ago")
 
@@ -48,6 +52,20 @@ def check_end(world: World, wiring: Wiring, rows: Rows, blobs: SimBlobs) -> dict
         name: int(rows.one(f"SELECT count(*) FROM {name}"))
         for name in ("runs", "stages", "attempts", "releases", "events")
     }
+
+
+def check_told(world: World, rows: Rows, told: Sequence[tuple[str, ...]], answered: Sequence[str]) -> None:
+    """Nothing is lost: neither what a person was told that there is, nor what a job had to say."""
+    for what in told:
+        if len(what) == 1:
+            there = rows.one("SELECT count(*) FROM runs WHERE id = ?", *what)
+        else:
+            query = "SELECT count(*) FROM releases WHERE channel = ? AND sequence = ? AND model_digest = ?"
+            there = rows.one(query, *what)
+        world.must(there == 1, f"a person was told of {' '.join(what)}, and there is no such thing")
+    for name in answered:
+        state = rows.one("SELECT state FROM attempts WHERE name = ?", name)
+        world.must(state == "succeeded", f"{name} left its result, and the attempt is {state}")
 
 
 def _stages(world: World, wiring: Wiring, rows: Rows) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
-from sim_checks import check_end, check_now
+from sim_checks import check_end, check_now, check_told
 from sim_jobs import Jobs
 from sim_people import Drivers, Faults, People
 from sim_ports import Outside, Rows, SimBlobs, SimDatabase, SimExecutor, SimFolder, Weather, wired
@@ -16,12 +18,13 @@ from sim_world import SimClock, World
 from posttrain.control.wiring import Wiring
 from posttrain.execution.executors.fake import Hostility
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 
 # A day has as many renewals as leases fit into it, and as many looks at silent jobs: here they are longer, and so is
 # what freezes a driver.
-LEASE_SECONDS, UNSEEN_SECONDS = 300.0, 900.0
-WAITS = {"WaitingForIdenticalStage": 60.0, "SubmissionUnknown": 5.0, "JobNotVisible": 5.0}
+LEASE_SECONDS, UNSEEN_SECONDS, SWEEP_SECONDS = 300.0, 900.0, 900.0
+WAITS = {"WaitingForIdenticalStage": 60.0, "SubmissionUnknown": 15.0, "JobNotVisible": 15.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Simulation:
         dice = world.random
         world.lease, world.fatal = LEASE_SECONDS, dice.choice((0.0, 0.002, 0.006))
         self.weather = weather = Weather(world, lost_commits=dice.choice((0.0, 0.01, 0.03)))
+        (root / "ledger.db").write_bytes(_empty_ledger())
         self.root, self.database = root, SimDatabase(root / "ledger.db", world, weather)
         self.rows = Rows(root / "ledger.db")
         self.channels: dict[str, dict[str, bytes]] = {}
@@ -59,6 +63,7 @@ class Simulation:
         }  # fmt: skip
         self.executor.folder, self.executor.ended, self.jobs.executor = self._folder, self.jobs.ended, self.executor
         self.jobs.changed = self._job_moved
+        self.executor.launched_by_rows = lambda name: bool(self._handle(name))
         self.trainers = {"native": NativeTrainer()}
         self.drivers = Drivers(world, lambda: self.rows, self._wired, alike=dice.random() < 0.5)
         self.people = People(world, lambda: self.rows, self._wired, most=dice.randint(3, 6))
@@ -82,6 +87,7 @@ class Simulation:
         try:
             with (
                 patch("posttrain.control.reconciler.LEASE_SECONDS", LEASE_SECONDS),
+                patch("posttrain.control.reconciler.SWEEP_SECONDS", SWEEP_SECONDS),
                 patch("posttrain.control.pulse.UNSEEN_SECONDS", UNSEEN_SECONDS),
                 patch.dict("posttrain.control.pulse._WAITS", WAITS),
                 patch("posttrain.execution.processes.alive", self.jobs.alive),
@@ -90,6 +96,7 @@ class Simulation:
                 world.run()
                 world.close()
                 counts = check_end(world, self._wired("end"), self.rows, self.blobs)
+                check_told(world, self.rows, self.people.told, self.jobs.answered)
         except Exception as error:
             raise DayFailedError(
                 f"seed {world.seed}: {error}\n{world.story()}\nagain: SEED={world.seed} make chaos"
@@ -116,6 +123,10 @@ class Simulation:
             actor=actor,
             slots=2,
         )
+
+    def _handle(self, name: str) -> str | None:
+        handle: str | None = self.rows.one("SELECT handle FROM attempts WHERE name = ?", name)
+        return handle
 
     def _committed(self) -> None:
         """Tell what was committed, and wake whom it concerns."""
@@ -145,6 +156,15 @@ class Simulation:
 
     def _look(self) -> None:
         check_now(self.world, self.rows, self.people.stops, set(self.drivers.living))
+
+
+@functools.cache
+def _empty_ledger() -> bytes:
+    """The file of a ledger that holds nothing yet: made once, for it takes as long as hours of a day."""
+    with TemporaryDirectory() as folder:
+        place = Path(folder, "ledger.db")
+        Database(place).close()
+        return place.read_bytes()
 
 
 def _hostility(world: World) -> Hostility:

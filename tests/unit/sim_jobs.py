@@ -48,6 +48,7 @@ class Jobs:
         self.all: list[SimJob] = []
         self.changed: Callable[[str], None] = lambda run_id: None  # a job of a run moved
         self.rates: dict[str, float] = {}
+        self.answered: list[str] = []  # names of attempts whose job said that it succeeded
         self.long = 3000.0  # seconds that a job computes at most
         self._tables: dict[int, bytes] = {}
 
@@ -111,13 +112,17 @@ class Jobs:
         self._world.must(not twins, f"two jobs of {job.stage} compute: {[one.name for one in twins]}, {job.name}")
         job.computes = True
         began = self._world.time
-        result = self._work(folder, job, folder.read_order())
+        order = folder.read_order()
+        self._world.must(order.epoch == request.epoch, f"{job.name} is of epoch {request.epoch}, told {order.epoch}")
+        result = self._work(folder, job, order)
         if result is None:
             self.executor.finish(job.name, 3, job.number)
             return
         self._world.say(f"{job.name} says {result.status}")
         timed = JobResult(**{**vars_of(result), "seconds": self._world.time - began})
         self._patiently(lambda: folder.write_result(timed))
+        if timed.status == "succeeded":
+            self.answered.append(job.name)
         job.computes = False
         self._world.pause(self._world.random.expovariate(1 / 5))
         self.executor.finish(job.name, 0, job.number)

@@ -16,6 +16,7 @@ from posttrain.control.submission import submit
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.records import ReleaseEntry
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.store.sealer import seal
 
@@ -27,6 +28,7 @@ _DUE = (
     f"WHERE dead_at IS NULL AND due_at <= ? AND state NOT IN {_FINAL}"
 )
 _UNSEEN = 60.0  # seconds between looks that found nothing to do
+_CONTENT = 0.75  # share of moments at which a driver sees that another one has a run, and does not try to take it
 _BACKOFF = 5.0  # seconds of a driver that could not look at a run
 
 
@@ -37,6 +39,7 @@ class Driven(Reconciler):
         super().__init__(wiring, owner, alive)
         self._rows, self._clock = rows, wiring.clock
         self.again: dict[str, float] = {}
+        self.refused: set[str] = set()  # runs that another had at the last look
 
     def tick(self, run_id: str) -> Tick | None:
         """See `Reconciler.tick`."""
@@ -44,8 +47,10 @@ class Driven(Reconciler):
         if found is None:
             query = "SELECT lease_until FROM work WHERE kind = 'run' AND object = ? AND lease_owner IS NOT NULL"
             self.again[run_id] = max(self._clock.now() + 0.5, self._rows.one(query, run_id) or 0.0)
+            self.refused.add(run_id)
         else:
             self.again[run_id] = self._clock.now() + (0.0 if found.changed else found.again_after)
+            self.refused.discard(run_id)
         return found
 
 
@@ -127,13 +132,18 @@ class Drivers:
 
     def _worth(self, reconciler: Driven, rows: Rows, owner: str, run_id: str, now: float) -> bool:
         """Whether a driver that asks ten times a second would do more now than ask: else asking is left out."""
-        if now >= reconciler.again.get(run_id, 0.0):
+        if now >= reconciler.again.get(run_id, 0.0) and not (
+            run_id in reconciler.refused and self._world.random.random() < _CONTENT
+        ):
             return True
         found = rows.all("SELECT due_at, lease_owner, lease_until FROM work WHERE kind = 'run' AND object = ?", run_id)
         if not found:
             return False
         due, holder, until = found[0]
-        return holder == owner or (due <= now and (holder is None or until <= now or not self._alive(owner, holder)))
+        free = holder is None or until <= now or not self._alive(owner, holder)
+        if not free and holder != owner:
+            reconciler.again[run_id] = max(until, now + 0.5)
+        return holder == owner or (due <= now and free)
 
     def _keep(self, reconciler: Reconciler) -> None:
         try:
@@ -150,6 +160,7 @@ class People:
         self._submitted: list[dict[str, Any]] = []
         self._count = 0
         self.stops: dict[str, float] = {}  # run → when a person was told that it will stop
+        self.told: list[tuple[str, ...]] = []  # what a person was told that there is: a run, or a release and its model
 
     def live(self) -> None:
         """Act now and then, for some hours of calm too."""
@@ -185,6 +196,7 @@ class People:
     def _submit(self, wiring: Wiring, changes: dict[str, Any], again: bool) -> object:
         planned = plan_run(parse_run_spec({**RUN, **changes}, "run.yaml"), "run.yaml", resolve, wiring.trainers)
         done = submit(wiring, planned.manifest, again=again)
+        self.told.append((done.run.id,))
         return f"{done.run.id}{' (attached)' if done.attached else ''}"
 
     def _stop(self, wiring: Wiring) -> object:
@@ -202,12 +214,16 @@ class People:
     def _promote(self, wiring: Wiring) -> object:
         run_id = self._one("SELECT id FROM runs ORDER BY id")
         lift = "better than nothing" if self._world.random.random() < 0.3 else ""
-        return actions.promote(wiring, run_id, self._world.random.choice(CHANNELS), lift).sequence
+        return self._moved(actions.promote(wiring, run_id, self._world.random.choice(CHANNELS), lift))
 
     def _rollback(self, wiring: Wiring) -> object:
         if self._world.random.random() < 0.5:
             return "thinks better of it"
-        return actions.rollback(wiring, self._world.random.choice(CHANNELS)).sequence
+        return self._moved(actions.rollback(wiring, self._world.random.choice(CHANNELS)))
+
+    def _moved(self, entry: ReleaseEntry) -> int:
+        self.told.append((entry.channel, str(entry.sequence), entry.model_digest))
+        return entry.sequence
 
     def _one(self, query: str) -> str:
         found = self._rows().all(query)

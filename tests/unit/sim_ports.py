@@ -221,6 +221,8 @@ class SimExecutor(FakeExecutor):
         self.ended: Callable[[str, int | None], None] = lambda name, number: None
         self.folder: Callable[[Path], AttemptFolder] = AttemptFolder
         self.rates: dict[str, float] = {}  # fault → share of submissions or kills
+        self.launched_by_rows: Callable[[str], bool] = lambda name: False
+        self._unproven: dict[str, JobRequest] = {}  # submitted, and nobody has seen yet whether it is there
         super().__init__(self._on_start, outside.world.now, hostility)
 
     def submit(self, request: JobRequest) -> Submission:
@@ -229,7 +231,7 @@ class SimExecutor(FakeExecutor):
 
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """See `Executor.observe`."""
-        return self.outside.act(lambda: super(SimExecutor, self).observe(jobs))
+        return self.outside.act(lambda: self._observe(jobs))
 
     def signal(self, job: JobRef, word: Signal) -> None:
         """See `Executor.signal`."""
@@ -253,7 +255,26 @@ class SimExecutor(FakeExecutor):
         super().lose(name, cause, number)
         self.ended(name, number)
 
+    def _observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
+        found = super().observe(jobs)
+        for job, seen in zip(jobs, found, strict=True):
+            if not seen.hidden:
+                self._unproven.pop(job.name, None)
+        return found
+
+    def _check_order(self, request: JobRequest) -> None:
+        """One name after the other, each of a higher epoch, and none while another may have been submitted."""
+        must, place = self.outside.world.must, _place(request)
+        for other in self.launched:
+            later = other.name == request.name or other.epoch < request.epoch or _place(other) != place
+            must(later, f"{request.name} of epoch {request.epoch} is submitted after {other.name} of {other.epoch}")
+        for other in self._unproven.values():
+            blind = other.name != request.name and _place(other) == place and not self.launched_by_rows(other.name)
+            must(not blind, f"{request.name} is submitted while nobody knows whether {other.name} was")
+        self._unproven[request.name] = request
+
     def _submit(self, request: JobRequest) -> Submission:
+        self._check_order(request)
         away = self.outside.weather.is_away(self.outside.name)
         hostility = self.hostility
         for fault in ("lose_answers", "lose_requests", "late_requests", "twice"):
@@ -295,6 +316,10 @@ def wired(outside: Outside, channels: dict[str, dict[str, bytes]], **ports: Any)
     object.__setattr__(made, "outside", outside)
     object.__setattr__(made, "channels", channels)
     return made
+
+
+def _place(request: JobRequest) -> tuple[str, str]:
+    return request.labels["run"], request.labels["stage"]
 
 
 def void(_: object) -> None:

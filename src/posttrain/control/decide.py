@@ -164,12 +164,13 @@ def _wait(view: View, stage: StageRecord, now: float) -> Order | None:
 # --- attempts ---------------------------------------------------------------------------------------------------------
 
 
-def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight) -> Order:
+def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight) -> Order | None:
     """Somebody may have submitted it and died, or got no answer; while nobody can say, it is waited for."""
     stopping = view.run.state == RunState.STOPPING
     if sight.ordered and sight.job.hidden:
         what = "there is a job to stop" if stopping else "the job was submitted"
-        return Say(stage, Reason.SUBMISSION_UNKNOWN, f"nobody can say yet whether {what}; looking again")
+        said = f"nobody can say yet whether {what}; looking again"
+        return None if stage.message == said else Say(stage, Reason.SUBMISSION_UNKNOWN, said)
     if sight.ordered and sight.job.state is not JobState.UNKNOWN:
         return RecordLaunch(stage, attempt, sight.job.handle)
     if stopping:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from posttrain.control.decide import STOP_GRACE_SECONDS
+from posttrain.control.decide import STOP_GRACE_SECONDS, View
 from posttrain.control.requests import job_of
 from posttrain.control.wiring import Wiring
 from posttrain.domain.lifecycle import AttemptState, StageState
@@ -59,18 +59,17 @@ class Pulse:
         capacity: who has the executor's devices, as of a moment ago: asked where a stage waits for them.
     """
 
-    def __init__(self, wiring: Wiring, run_id: str, capacity: Callable[[], Any]) -> None:
-        self._wiring, self._run_id, self._capacity = wiring, run_id, capacity
+    def __init__(self, wiring: Wiring, capacity: Callable[[], Any]) -> None:
+        self._wiring, self._capacity = wiring, capacity
         self._live: list[AttemptRecord] = []
         self._waits_for_devices = False
         self._seen: dict[str, Any] = {}
 
-    def follow(self) -> None:
-        """Take over which jobs there are: after every look at the run."""
-        ledger = self._wiring.ledger
-        with ledger.snapshot() as now:
-            self._live = [a for a in now.attempts(self._run_id) if a.state == AttemptState.LAUNCHED]
-            self._waits_for_devices = any(s.reason == Reason.WAITING_FOR_DEVICES for s in now.stages(self._run_id))
+    def follow(self, view: View | None) -> None:
+        """Take over which jobs there are, after every look at the run; of a run that others look at (None) no one's."""
+        attempts, stages = (view.attempts, view.stages) if view else ((), ())
+        self._live = [attempt for attempt in attempts if attempt.state == AttemptState.LAUNCHED]
+        self._waits_for_devices = any(stage.reason == Reason.WAITING_FOR_DEVICES for stage in stages)
 
     def moved(self) -> bool:
         """Whether a sign is another than at the last call; one that was never seen is.

@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.control.actuator import act
@@ -56,6 +56,7 @@ class Tick:
     changed: bool
     again_after: float = 0.0  # seconds, unless something is seen before
     set_aside: tuple[str, ...] = ()  # stages that wait for a person, where nothing else is left
+    view: View | None = field(default=None, compare=False, repr=False)  # the rows that the pass decided on last
 
 
 @dataclass(slots=True)
@@ -99,31 +100,32 @@ class Reconciler:
         troubles = Troubles(self._wiring, self.queue, run_id)
         try:
             began = self._wiring.clock.now()
-            run = self._pass(run_id, self._manifest(run), troubles)
-            return self._given_back(run, claim, troubles, began)
+            view = self._pass(run_id, self._manifest(run), troubles)
+            return self._given_back(view, claim, troubles, began)
         except ConflictError:  # a person or another process moved first: read again
             return Tick(self._wiring.ledger.run(run_id), changed=True)
         except Exception as error:
             return self._met(run, claim, error)
 
-    def _given_back(self, run: RunRecord, claim: Work, troubles: Troubles, began: float) -> Tick:
+    def _given_back(self, view: View, claim: Work, troubles: Troubles, began: float) -> Tick:
+        """Whatever was written after `view` was read woke the run: then it is not settled, and looked at again."""
+        run = view.run
         if is_final("run", run.state):
             self.queue.finish(run.id)
             self._held.pop(run.id, None)
             return Tick(run, changed=True)
-        with self._wiring.ledger.snapshot() as now:
-            stages = [stage for stage in now.stages(run.id) if stage.name not in troubles.set_aside]
-            names = {stage.name for stage in stages}
-            attempts = [attempt for attempt in now.attempts(run.id) if attempt.stage in names]
+        stages = [stage for stage in view.stages if stage.name not in troubles.set_aside]
+        names = {stage.name for stage in stages}
+        attempts = [attempt for attempt in view.attempts if attempt.stage in names]
         # of the moment before anything was decided: a time that came meanwhile was not decided on
-        after = look_again_after(self._manifest(run), stages, attempts, min(began, self._wiring.clock.now()))
+        after = look_again_after(view.manifest, stages, attempts, min(began, self._wiring.clock.now()))
         if troubles.again_after is not None:
             after = min(after, troubles.again_after)
         aside = tuple(sorted(troubles.set_aside)) if after >= NEVER else ()
         after = min(after, RACED_SECONDS if troubles.raced else UNWOKEN_SECONDS)
         said = self._say_set_aside(run, aside)
         settled = self.queue.give_back(claim, after, hold=True)
-        return Tick(said, changed=not settled, again_after=after, set_aside=aside if settled else ())
+        return Tick(said, not settled, after, aside if settled else (), view)
 
     def _say_set_aside(self, run: RunRecord, names: Sequence[str]) -> RunRecord:
         """Say that nothing is left of the run but what was set aside; or that this is over."""
@@ -221,7 +223,7 @@ class Reconciler:
             InfrastructureError: what is left of the run was set aside: it failed again and again.
         """
         clock = self._wiring.clock
-        watched = self._watched.setdefault(run_id, _Watched(Pulse(self._wiring, run_id, self._capacity)))
+        watched = self._watched.setdefault(run_id, _Watched(Pulse(self._wiring, self._capacity)))
         self.keep()
         self._sweep()
         if watched.last is not None and not (
@@ -234,7 +236,8 @@ class Reconciler:
         if found.set_aside:
             watched.last = None  # for whoever asks again once its cause is mended
             raise InfrastructureError(f"run {run_id}: {found.run.message}; {found.run.next_action}")
-        watched.pulse.follow()
+        if not found.changed:
+            watched.pulse.follow(found.view)
         return found
 
     def _capacity(self) -> Any:
@@ -305,14 +308,14 @@ class Reconciler:
             over.set()
             keeper.join()
 
-    def _pass(self, run_id: str, manifest: Manifest, troubles: Troubles) -> RunRecord:
-        """Decide and act: for the run, for each stage by itself, for the run again."""
+    def _pass(self, run_id: str, manifest: Manifest, troubles: Troubles) -> View:
+        """Decide and act: for the run, for each stage by itself, for the run again. The rows afterwards."""
         view = self._view(run_id, manifest)
         while orders := decide_run(view):
             for order in orders:
                 act(self._wiring, view, order)
             view = self._view(run_id, manifest)
-        looks = Looks(self._wiring, run_id)
+        looks = Looks(self._wiring)
         for name in [stage.name for stage in view.stages]:
             if troubles.waits(view.stage(name)):
                 continue
@@ -321,9 +324,10 @@ class Reconciler:
                 continue
             view = self._view(run_id, manifest)  # something was raised, after the rows had changed perhaps
         ending = settle(view)
-        if ending is not None:
-            act(self._wiring, view, ending)
-        return self._wiring.ledger.run(run_id)
+        if ending is None:
+            return view
+        act(self._wiring, view, ending)
+        return replace(view, run=self._wiring.ledger.run(run_id))
 
     def _advance(self, view: View, name: str, looks: Looks) -> View:
         """One step of one stage; two where its inputs are bound. The rows afterwards."""

@@ -16,19 +16,19 @@ from posttrain.domain.records import AttemptRecord
 class Looks:
     """What the executor says of a run's live attempts: asked once for all of them, and only if somebody asks."""
 
-    def __init__(self, wiring: Wiring, run_id: str) -> None:
-        self._wiring, self._run_id = wiring, run_id
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
         self._seen: dict[str, Observation] | None = None
 
-    def of(self, attempt: AttemptRecord) -> Observation:
+    def of(self, view: View, attempt: AttemptRecord) -> Observation:
         """One look; of this pass, or a moment old."""
         if self._seen is None:
-            self._seen = self._all()
+            self._seen = self._all(view)
         return self._seen.get(attempt.name) or look(self._wiring, attempt)
 
-    def _all(self) -> dict[str, Observation]:
-        name, tries = self._wiring.executor.name, self._wiring.ledger.attempts(self._run_id)
-        launched = [a for a in tries if a.state == AttemptState.LAUNCHED and a.executor == name]
+    def _all(self, view: View) -> dict[str, Observation]:
+        name = self._wiring.executor.name
+        launched = [a for a in view.attempts if a.state == AttemptState.LAUNCHED and a.executor == name]
         try:
             seen = self._wiring.executor.observe([job_of(self._wiring, attempt) for attempt in launched])
         except Exception:  # then each is asked for by itself: what concerns one stops no other
@@ -46,7 +46,7 @@ def see(wiring: Wiring, view: View, name: str, looks: Looks) -> Sight:
     if attempt.state == AttemptState.PLANNED:
         ordered = folder.has_order()
         return Sight(look(wiring, attempt) if ordered else Observation(JobState.UNKNOWN), ordered)
-    job = looks.of(attempt)  # first: who is gone has said its last word
+    job = looks.of(view, attempt)  # first: who is gone has said its last word
     try:
         word = _word(wiring, view, name, attempt)
         if word is None and job.gone:

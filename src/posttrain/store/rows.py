@@ -18,7 +18,8 @@ def _names(record: Any) -> tuple[str, ...]:
 
 def to_record(kind: type[Record], row: Row[*tuple[Any, ...]]) -> Record:
     """The row as a `kind`: columns and fields have the same names."""
-    values = {name: row._mapping[name] for name in _names(kind)}
+    found = row._mapping
+    values = {name: found[name] for name in _names(kind)}
     if kind is Asset:
         values["parents"] = tuple(values["parents"])
     if kind is ChannelRecord:

@@ -1,12 +1,16 @@
-"""Reading the ledger: everything asked of one `Snapshot` is of one moment."""
+"""Reading the ledger: everything asked of one `Snapshot` is of one moment.
+
+What a driver asks at every look at a run is a statement that is built once: building one costs more than running it.
+"""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Float, Select, cast, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Float, Select, bindparam, cast, func, or_, select
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.lifecycle import RunState, is_final
@@ -57,7 +61,15 @@ LIVE = "live"  # the role of what a channel points at
 _SHOWN = 5  # candidates named in an error
 _ENDED = [state for state in RunState if is_final("run", state)]
 _DRIVEN = (work.c.project == runs.c.project) & (work.c.kind == RUN) & (work.c.object == runs.c.id)
-_RUNS = select(runs, work.c.lease_owner, work.c.lease_until.label("lease_expires")).outerjoin(work, _DRIVEN)
+_RUN_ID: ColumnElement[str] = bindparam("run_id")
+_PROJECT: ColumnElement[str] = bindparam("of_project")
+_STAGES = select(stages).order_by(stages.c.run_id, stages.c.position, stages.c.name)
+_STAGES_OF_ONE = _STAGES.where(stages.c.run_id == _RUN_ID)
+_ATTEMPTS = select(attempts).where(attempts.c.run_id == _RUN_ID).order_by(attempts.c.stage, attempts.c.number)
+_CACHED = select(stages).join(
+    stage_cache, (stages.c.run_id == stage_cache.c.run_id) & (stages.c.name == stage_cache.c.stage)
+)
+_CACHED = _CACHED.where(stage_cache.c.cache_key == bindparam("of_key"), stage_cache.c.project == _PROJECT)
 _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
 _RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
 
@@ -79,7 +91,8 @@ class Snapshot:
         Raises:
             NotFoundError: there is none.
         """
-        row = self._connection.execute(self._runs().where(runs.c.id == run_id)).one_or_none()
+        query, values = _run_on(self._connection.dialect.name), {"run_id": run_id, **self._here()}
+        row = self._connection.execute(query, values).one_or_none()
         if row is None:
             raise NotFoundError(f"there is no run {run_id}; `posttrain ls` shows them")
         return to_record(RunRecord, row)
@@ -88,12 +101,13 @@ class Snapshot:
         self, limit: int | None = None, state: str | None = None, manifest_digest: str | None = None
     ) -> list[RunRecord]:
         """Runs, newest first; of one manifest by repetition, the last first."""
-        query = self._runs().order_by(runs.c.created_at.desc(), runs.c.repeat.desc(), runs.c.id.desc()).limit(limit)
+        query = _runs_on(self._connection.dialect.name).limit(limit)
+        query = query.order_by(runs.c.created_at.desc(), runs.c.repeat.desc(), runs.c.id.desc())
         if state is not None:
             query = query.where(runs.c.state == state)
         if manifest_digest is not None:
             query = query.where(runs.c.manifest_digest == manifest_digest).order_by(None).order_by(runs.c.repeat.desc())
-        return self._all(RunRecord, query)
+        return self._all(RunRecord, query, self._here())
 
     def find_run(self, prefix: str) -> RunRecord:
         """The run a person means: its id, else its name (the newest of that name), else the start of its id.
@@ -102,12 +116,13 @@ class Snapshot:
             NotFoundError: nothing matches.
             InputError: several ids start like this; the message lists them.
         """
-        newest = self._runs().order_by(runs.c.created_at.desc(), runs.c.repeat.desc(), runs.c.id.desc())
-        exact = self._all(RunRecord, newest.where(or_(runs.c.id == prefix, runs.c.name == prefix)))
+        newest = _runs_on(self._connection.dialect.name)
+        newest = newest.order_by(runs.c.created_at.desc(), runs.c.repeat.desc(), runs.c.id.desc())
+        exact = self._all(RunRecord, newest.where(or_(runs.c.id == prefix, runs.c.name == prefix)), self._here())
         if exact:
             return next((run for run in exact if run.id == prefix), exact[0])
         starts = func.substr(runs.c.id, 1, len(prefix)) == prefix  # LIKE would fold case and read % as a wildcard
-        found = self._all(RunRecord, newest.where(starts).limit(_SHOWN + 1)) if prefix else []
+        found = self._all(RunRecord, newest.where(starts).limit(_SHOWN + 1), self._here()) if prefix else []
         if not found:
             raise NotFoundError(f"there is no run {prefix!r}; `posttrain ls` shows them")
         if len(found) > 1:
@@ -118,15 +133,14 @@ class Snapshot:
 
     def stages(self, *run_ids: str) -> list[StageRecord]:
         """The stages of runs of this project, by run, then position."""
-        query = select(stages).order_by(stages.c.run_id, stages.c.position, stages.c.name)
-        return self._each(StageRecord, query, stages.c.run_id, run_ids)
+        if len(run_ids) == 1:
+            return self._all(StageRecord, _STAGES_OF_ONE, {"run_id": run_ids[0]})
+        return self._each(StageRecord, _STAGES, stages.c.run_id, run_ids)
 
     def attempts(self, run_id: str, stage: str | None = None) -> list[AttemptRecord]:
         """The attempts of a run, or of one of its stages, oldest first."""
-        query = select(attempts).where(attempts.c.run_id == run_id)
-        if stage is not None:
-            query = query.where(attempts.c.stage == stage)
-        return self._all(AttemptRecord, query.order_by(attempts.c.stage, attempts.c.number))
+        query = _ATTEMPTS if stage is None else _ATTEMPTS.where(attempts.c.stage == stage)
+        return self._all(AttemptRecord, query, {"run_id": run_id})
 
     def asset(self, kind: str, name: str, version: int | None = None) -> Asset:
         """One version of an asset; the latest without `version`.
@@ -287,10 +301,8 @@ class Snapshot:
 
         Whether its blobs are still there is for the caller to see.
         """
-        where = (stages.c.run_id == stage_cache.c.run_id) & (stages.c.name == stage_cache.c.stage)
-        query = select(stages).join(stage_cache, where).where(stage_cache.c.cache_key == cache_key)
-        query = query.where(stage_cache.c.project == self._project)
-        return next(iter(self._all(StageRecord, query)), None)
+        values = {"of_key": cache_key, "of_project": self._project}
+        return next(iter(self._all(StageRecord, _CACHED, values)), None)
 
     def events(self, after: int = 0, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
         """Sealed events with `sequence > after`, in order: a cursor over them meets no gap and misses nothing.
@@ -319,13 +331,10 @@ class Snapshot:
         """Whether a transaction of this request id was committed."""
         return bool(self._connection.execute(select(events.c.id).where(events.c.request == request).limit(1)).first())
 
-    def _runs(self) -> Select[Any]:
-        if self._connection.dialect.name != "postgresql":
-            return _RUNS.where(runs.c.project == self._project)
-        # leases run by the server's clock; readers compare with their own
-        left = work.c.lease_until - cast(func.extract("epoch", func.clock_timestamp()), Float(53))
-        leased = select(runs, work.c.lease_owner, (left + time.time()).label("lease_expires"))
-        return leased.outerjoin(work, _DRIVEN).where(runs.c.project == self._project)
+    def _here(self) -> dict[str, Any]:
+        """What `_runs_on` takes: leases run by the server's clock, where it has one; readers compare with their own."""
+        mine: dict[str, Any] = {"of_project": self._project}
+        return {**mine, "here": time.time()} if self._connection.dialect.name == "postgresql" else mine
 
     def _assets(self) -> Select[Any]:
         return _ASSETS.where(assets.c.project == self._project)
@@ -351,8 +360,25 @@ class Snapshot:
         parts = (whole[start : start + _NAMES] for start in range(0, len(whole), _NAMES))
         return [one for part in parts for one in self._all(kind, query.where(column.in_(part)))]
 
-    def _all(self, kind: type[Record], query: Select[Any]) -> list[Record]:
-        return [to_record(kind, row) for row in self._connection.execute(query)]
+    def _all(self, kind: type[Record], query: Select[Any], values: Mapping[str, Any] | None = None) -> list[Record]:
+        return [to_record(kind, row) for row in self._connection.execute(query, values)]
+
+
+@functools.cache
+def _runs_on(dialect: str) -> Select[Any]:
+    """Runs with their leases."""
+    until: ColumnElement[Any] = work.c.lease_until
+    if dialect == "postgresql":
+        until = (
+            until - cast(func.extract("epoch", func.clock_timestamp()), Float(53)) + bindparam("here", type_=Float(53))
+        )
+    leased = select(runs, work.c.lease_owner, until.label("lease_expires")).outerjoin(work, _DRIVEN)
+    return leased.where(runs.c.project == _PROJECT)
+
+
+@functools.cache
+def _run_on(dialect: str) -> Select[Any]:
+    return _runs_on(dialect).where(runs.c.id == _RUN_ID)
 
 
 def _below(prefix: str | None) -> list[ColumnElement[bool]]:

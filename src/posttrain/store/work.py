@@ -10,12 +10,28 @@ Times are the database's own on PostgreSQL, whose hosts need not agree on one, a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Float, cast, collate, delete, func, literal, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Float,
+    Select,
+    Update,
+    bindparam,
+    cast,
+    collate,
+    delete,
+    func,
+    literal,
+    or_,
+    select,
+    update,
+)
 
 from posttrain.domain.errors import InfrastructureError, NotFoundError, StaleWriteError
 from posttrain.domain.lifecycle import is_final
@@ -102,8 +118,9 @@ class WorkQueue:
     def look(self, kind: str, name: str) -> Work | None:
         """An object's row as it is; None: it has none."""
         with self._ledger.database.read() as connection:
-            query = select(*_told(self._now(connection))).where(self._named(kind, [name]))
-            row = connection.execute(query).one_or_none()
+            moment = self._moment(connection)
+            values = {"of_project": self._ledger.project, "of_kind": kind, "of_object": name, **moment}
+            row = connection.execute(_looking(not moment), values).one_or_none()
             return None if row is None else _work(row)
 
     def renew(self) -> None:
@@ -122,12 +139,10 @@ class WorkQueue:
         Returns:
             Whether that is so; False: it was woken meanwhile, or is not this owner's any more.
         """
-        free: Mapping[str, Any] = {} if hold else _FREE
         with self._write() as connection:
-            due = self._now(connection) + after
-            settled = {"due_at": due, "failures": 0, "failed_since": None, "error": "", "traceback": "", **free}
-            seen = (*_held(one), work.c.wanted_version == one.wanted_version)
-            done = connection.execute(update(work).where(*seen).values(settled)).rowcount
+            moment = self._moment(connection)
+            seen = {"of_id": one.id, "of_token": one.lease_token, "seen": one.wanted_version, "after": after}
+            done = connection.execute(_giving(not moment, hold), {**seen, **moment}).rowcount
             if not done and not hold:
                 connection.execute(update(work).where(*_held(one)).values(_FREE))
         return bool(done)
@@ -230,17 +245,15 @@ class WorkQueue:
             within: a run: its stages only.
             dead: only what was set aside.
         """
-        where = [self._project]
+        values: dict[str, Any] = {"of_project": self._ledger.project}
         if kind is not None:
-            where.append(work.c.kind == kind)
+            values["of_kind"] = kind
         if within is not None:
-            where.append(self._below(within))
-        if dead:
-            where.append(work.c.dead_at.is_not(None))
+            values |= {"within": f"{within}/", "length": len(within) + 1}
         with self._ledger.database.read() as connection:
-            query = select(*_told(self._now(connection)))
-            query = query.where(*where).order_by(work.c.kind, work.c.object)
-            return [_work(row) for row in connection.execute(query)]
+            moment = self._moment(connection)
+            query = _listing(not moment, kind is not None, within is not None, dead)
+            return [_work(row) for row in connection.execute(query, {**values, **moment})]
 
     def _in_order(self, connection: Connection, *where: ColumnElement[bool]) -> ColumnElement[bool]:
         """These rows, locked in the order in which `wake` takes them, where rows have locks: two never deadlock."""
@@ -281,9 +294,13 @@ class WorkQueue:
         return here & or_(work.c.lease_owner.is_(None), work.c.lease_owner == self.owner, work.c.lease_until <= now)
 
     def _now(self, connection: Connection) -> ColumnElement[float]:
-        if connection.dialect.name == "postgresql" and isinstance(self._ledger.clock, SystemClock):
-            return cast(func.extract("epoch", func.clock_timestamp()), Float(53))
-        return literal(self._ledger.clock.now())
+        moment = self._moment(connection)
+        return literal(moment["moment"]) if moment else _SERVERS
+
+    def _moment(self, connection: Connection) -> dict[str, float]:
+        """The time that a prepared statement takes; empty: it asks the server."""
+        server = connection.dialect.name == "postgresql" and isinstance(self._ledger.clock, SystemClock)
+        return {} if server else {"moment": self._ledger.clock.now()}
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
@@ -294,6 +311,7 @@ class WorkQueue:
             raise InfrastructureError(f"{error}; looking again") from error
 
 
+_SERVERS = cast(func.extract("epoch", func.clock_timestamp()), Float(53))
 _FREE: Mapping[str, Any] = {"lease_owner": None, "lease_token": None, "lease_until": None}
 
 
@@ -309,3 +327,36 @@ def _told(now: ColumnElement[float]) -> tuple[Any, ...]:
 
 def _work(row: Any) -> Work:
     return Work(**{name: row._mapping[name] for name in Work.__dataclass_fields__ if name in row._mapping})
+
+
+# What a driver asks at every look at a run: built once, which costs more than running it.
+
+
+def _now_of(server: bool) -> ColumnElement[float]:
+    return _SERVERS if server else bindparam("moment", type_=Float(53))
+
+
+@functools.cache
+def _looking(server: bool) -> Select[Any]:
+    named = (work.c.kind == bindparam("of_kind")) & (work.c.object == bindparam("of_object"))
+    return select(*_told(_now_of(server))).where(work.c.project == bindparam("of_project"), named)
+
+
+@functools.cache
+def _listing(server: bool, of_kind: bool, within: bool, dead: bool) -> Select[Any]:
+    query = select(*_told(_now_of(server))).where(work.c.project == bindparam("of_project"))
+    if of_kind:
+        query = query.where(work.c.kind == bindparam("of_kind"))
+    if within:
+        query = query.where(func.substr(work.c.object, 1, bindparam("length")) == bindparam("within"))
+    if dead:
+        query = query.where(work.c.dead_at.is_not(None))
+    return query.order_by(work.c.kind, work.c.object)
+
+
+@functools.cache
+def _giving(server: bool, hold: bool) -> Update:
+    held = (work.c.id == bindparam("of_id"), work.c.lease_token == bindparam("of_token"))
+    settled: dict[str, Any] = {"failures": 0, "failed_since": None, "error": "", "traceback": ""}
+    settled |= {"due_at": _now_of(server) + bindparam("after", type_=Float(53)), **({} if hold else _FREE)}
+    return update(work).where(*held, work.c.wanted_version == bindparam("seen")).values(settled)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Table, insert, update
+from sqlalchemy import Connection, Insert, Table, insert, update
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from posttrain.domain.errors import ConflictError
@@ -69,7 +70,7 @@ class Writing:
         """
         try:
             with self._connection.begin_nested():
-                self._connection.execute(insert(table).values(**columns))
+                self._connection.execute(_insertion(table), dict(columns))
         except ConstraintError as error:
             said = " ".join(str(error.orig).split())
             raise ConflictError(f"{what} cannot be added: {said}; read what is there and decide again") from error
@@ -89,3 +90,8 @@ class Writing:
         values = {**values, "generation": was + 1}
         moved = update(table).where(*here, table.c.generation == was).values(**values)
         return Change(CHANGED, table.name, key, values) if self._connection.execute(moved).rowcount else None
+
+
+@functools.cache
+def _insertion(table: Table) -> Insert:
+    return insert(table)
