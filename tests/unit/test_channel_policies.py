@@ -85,6 +85,14 @@ def test_a_policy_is_set_shown_and_remembered(world: World) -> None:
     first = world.json("get", "prod")
     assert (first["live"], first["history"], first["frozen"], first["protected"]) == (None, [], "", False)
     assert "nothing was released to it yet" in world.ok("get", "prod")
+    assert "channel prod: nothing released yet (a policy)" in world.ok("ls")
+    assert "did you mean 'prod'?" in refused(world, "get", "prd", code=2)
+    assert "did you mean 'prod'?" in refused(world, "lineage", "prd", code=2)
+    slip = world("channel", "set-policy", "slip", policy_file(world, gates=[{**ACCURACY, "metric": "heldout/acuracy"}]))
+    assert (
+        "gates.accuracy.metric: no evaluate stage measures 'acuracy' on heldout (did you mean 'accuracy'?)"
+        in slip.stderr
+    )
     for command in ("rollback", "lineage", "verify"):
         assert "channel prod: nothing was released to it yet" in refused(world, command, "prod", code=2)
     shown = world.json("channel", "policy", "prod")
@@ -451,10 +459,15 @@ def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
     world.ok("run", "run.yaml")
     second = better(world, 0.97)
     assert "rollbacks go on" in world.ok("channel", "freeze", "prod", "--reason", "the fair")
+    twice = world("channel", "freeze", "prod", "--reason", "another")
+    assert "was frozen already" in twice.stdout
+    assert twice.stdout.count("the fair; rollbacks go on") == 1
+    assert "warning: the reason is not recorded" in twice.stderr
+    assert ": the fair" in world.ok("get", "prod")
     assert "frozen: nothing is released to it, rollbacks go on" in world.ok("get", "prod")
     assert "(release 2, frozen)" in world.ok("ls")
     assert any("release.channel: prod is frozen" in line for line in world.json("plan", "run.yaml")["warnings"])
-    world.ok("rollback", "prod")
+    assert "it stays frozen" in world.ok("rollback", "prod")
     assert "channel prod: is frozen (rollbacks go on)" in refused(world, "run", "run.yaml", "--again", code=9)
     run = world.newest()
     assert world.json("get", run)["reason"] == "ChannelFrozen"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from cli_world import RUN, World, make_world
 
+import posttrain.__main__
 from posttrain.cli.main import app
 
 
@@ -187,6 +188,7 @@ def test_json_knows_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 HEAVY = ("torch", "transformers", "sqlalchemy", "pyarrow", "scipy", "numpy", "matplotlib", "pydantic", "rich", "yaml")
 PROGRAM = """
 import sys
+import posttrain.__main__
 from posttrain.cli.main import app
 try:
     app({words!r}, prog_name="posttrain")
@@ -241,3 +243,19 @@ def test_an_ascii_pipe_is_no_reason_to_fail(world: World) -> None:
 
 def test_the_app_object_is_what_main_runs() -> None:
     assert app.info.name == "posttrain"
+
+
+class _Interrupts:
+    """Ctrl-C while the commands are loaded."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "posttrain.cli.main":
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_it_loads_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "posttrain.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [_Interrupts(), *sys.meta_path])
+    with pytest.raises(SystemExit) as left:
+        posttrain.__main__.main()
+    assert (left.value.code, capsys.readouterr().err) == (130, "interrupted\n")

@@ -12,6 +12,7 @@ from posttrain.control.lineage import Node, VerifyReport, release_lineage, verif
 from posttrain.decision.releases import release_states
 from posttrain.domain.errors import InputError
 from posttrain.domain.lifecycle import ReleaseState
+from posttrain.domain.measures import QUANTITIES, measurable
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, load_policy
 from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry
 from posttrain.domain.validation import nearest
@@ -55,6 +56,10 @@ class Channel:
     def policies(self) -> list[Event]:
         """Every time its policy was set or removed, oldest first: `payload["set"]["policy"]` is the digest."""
         return self.workspace.ledger.channel_events(self.name, POLICY_SET)
+
+    def told(self, kind: str) -> Event | None:
+        """The last event of one kind about it, such as `channel.frozen`."""
+        return next(reversed(self.workspace.ledger.channel_events(self.name, kind)), None)
 
     def set_policy(self, path: str | Path) -> ChannelRecord:
         """Let it have the policy in a YAML file from now on. Asking twice changes nothing.
@@ -157,6 +162,13 @@ def policy_notes(pinned: PinnedPolicy, known: Iterable[str]) -> Iterator[str]:
             yield (
                 f"suites.{name}: any evaluator may judge, so a run chooses its settings and rewards; "
                 "posttrain plan RUN.yaml shows the digest that pins them"
+            )
+    for gate in pinned.policy.gates:
+        if not measurable(gate.metric):
+            of, _, quantity = gate.metric.rpartition("/")
+            yield (
+                f"gates.{gate.name}.metric: no evaluate stage measures {quantity!r} on {of}"
+                f"{nearest(quantity, QUANTITIES)}; nothing passes until some stage does"
             )
     if pinned.policy.approvers:
         yield "approvers are recorded and not asked: Posttrain cannot take approvals yet"

@@ -109,10 +109,20 @@ def freeze(
     rollbacks: Annotated[bool, typer.Option("--rollbacks", help="No rollback either.")] = False,
 ) -> None:
     """Let nothing be released to a channel; rollbacks go on, unless --rollbacks stops them too."""
+    from posttrain.cli.screens import frozen_by
+
     handle = _handle(channel)
-    handle.freeze(rollbacks=rollbacks, why=reason)
+    before = handle.record
+    after = handle.freeze(rollbacks=rollbacks, why=reason)
+    told = handle.told("channel.frozen")
     handle.workspace.close()
-    say(f"channel {channel} is frozen; {'rollbacks are stopped too' if rollbacks else 'rollbacks go on'}")
+    still = "rollbacks are stopped too" if rollbacks else "rollbacks go on"
+    if after == before and told is not None:
+        say(f"channel {channel} was frozen already, {frozen_by(told)}; {still}")
+        if reason:
+            aside("warning: the reason is not recorded, for nothing changed; posttrain channel unfreeze comes first")
+        return
+    say(f"channel {channel} is frozen; {still}")
 
 
 @app.command("unfreeze")

@@ -13,6 +13,7 @@ from posttrain.cli.driving import RunArgument
 from posttrain.cli.shell import lazily
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
+from posttrain.domain.validation import nearest
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -72,8 +73,11 @@ def rollback(
     handle = channels.channel(channel, workspace)
     before = handle.live
     entry = handle.rollback(to, since=since)
+    frozen = handle.record.frozen
     was = f"; it was {digest(before.model_digest)} of run {before.run_id}" if before else ""
     say(f"{channel} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence}){was}")
+    if frozen:
+        say(f"it stays frozen: nothing is released to it until posttrain channel unfreeze {channel}")
     workspace.close()
 
 
@@ -163,10 +167,8 @@ def _run_id(workspace: Workspace, target: str) -> str:
     except NotFoundError as error:
         if workspace.ledger.channel_record(target).generation:
             raise NotFoundError(f"channel {target}: nothing was released to it yet") from error
-        known = ", ".join(workspace.ledger.channels()) or "none yet"
-        raise NotFoundError(
-            f"there is no channel or run {target!r} (channels: {known}); `posttrain ls` shows runs"
-        ) from error
+        hint = nearest(target, workspace.ledger.channels())
+        raise NotFoundError(f"there is no channel or run {target!r}{hint}; `posttrain ls` shows both") from error
 
 
 def _tree(node: Node) -> Tree:

@@ -29,6 +29,7 @@ from posttrain.domain.reasons import meaning
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
+    from posttrain.domain.records import ChannelRecord, ReleaseEntry
 
 _POLL = 0.25  # seconds between looks while watching
 
@@ -50,7 +51,7 @@ def ls(
     workspace = open_workspace()
     statuses = [read_status(workspace, run.id, brief=True) for run in workspace.ledger.runs(limit=limit)]
     live = [entry for name in workspace.ledger.channels() if (entry := workspace.ledger.channel(name))]
-    frozen = {record.name for record in workspace.ledger.channel_records() if record.frozen}
+    records = {record.name: record for record in workspace.ledger.channel_records()}
     workspace.close()
     if output is Output.JSON:
         runs = [{k: v for k, v in status.to_json().items() if k != "stages"} for status in statuses]
@@ -58,6 +59,7 @@ def ls(
         return
     if not statuses:
         say("no runs yet; next: posttrain run RUN.yaml")
+        _say_channels(live, records)
         return
     from rich.text import Text
 
@@ -75,10 +77,20 @@ def ls(
         driver, took = str(status.driver or ""), duration(status.seconds)
         table.row(mark, run.id, run.state, ago(run.created_at), took, driver, " ".join(reason.split()), action)
     console().print(table)
+    _say_channels(live, records)
+
+
+def _say_channels(live: list[ReleaseEntry], records: dict[str, ChannelRecord]) -> None:
+    """What each channel points at; one with a policy and no release yet too."""
     for entry in live:
-        still = ", frozen" if entry.channel in frozen else ""
+        record = records.pop(entry.channel, None)
+        still = ", frozen" if record and record.frozen else ""
         which = f"{digest(entry.model_digest)} of run {entry.run_id}"
         say(f"channel {entry.channel} → {which} (release {entry.sequence}{still})")
+    for record in records.values():
+        words = [word for word, holds in (("a policy", record.policy), ("frozen", record.frozen)) if holds]
+        held = f" ({', '.join(words)})" if words else ""
+        say(f"channel {record.name}: nothing released yet{held}")
 
 
 def get(
@@ -138,7 +150,7 @@ def _get_channel(workspace: Workspace, name: str, output: Output) -> None:
 
     channel = channels.channel(name, workspace)
     history, states, record, live = channel.history, channel.states, channel.record, channel.live
-    served = workspace.ledger.deployments(name)
+    served, frozen = workspace.ledger.deployments(name), channel.told("channel.frozen") if record.frozen else None
     barred, looks = workspace.ledger.quarantine(name), workspace.ledger.looks(name)
     trackers = channel_states(workspace, name)
     workspace.close()
@@ -150,7 +162,7 @@ def _get_channel(workspace: Workspace, name: str, output: Output) -> None:
         emit_json({**told, "trackers": [one.to_json() for one in trackers]})
         return
     back = f"posttrain rollback {name}, " if len({entry.model_digest for entry in history}) > 1 else ""
-    lines: list[Any] = [*channel_lines(record), *release_lines(barred, looks), *tracker_lines(trackers)]
+    lines: list[Any] = [*channel_lines(record, frozen), *release_lines(barred, looks), *tracker_lines(trackers)]
     if not history:
         console().print(f"channel {name}: nothing was released to it yet", *lines, sep="\n")
         return

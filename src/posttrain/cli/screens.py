@@ -18,7 +18,7 @@ from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.reasons import meaning
-from posttrain.domain.records import AttemptRecord, ChannelRecord, Look, Quarantine, ReleaseEntry
+from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, Look, Quarantine, ReleaseEntry
 from posttrain.planner.feasibility import gib
 from posttrain.planner.residency import Residency
 from posttrain.trackers.tracking import TROUBLE, TrackerState
@@ -153,8 +153,18 @@ def history_table(history: Sequence[ReleaseEntry], states: Mapping[str, str]) ->
     return table
 
 
-def channel_lines(record: ChannelRecord) -> Iterator[Text]:
-    """What holds for a channel, where anything does."""
+def frozen_by(told: Event) -> str:
+    """`since 2026-03-01 12:00:00 by user:ann: the fair`, of the event of a freeze."""
+    why = told.payload.get("said", {}).get("why", "")
+    return f"since {moment(told.at)} by {told.actor}{f': {why}' if why else ''}"
+
+
+def channel_lines(record: ChannelRecord, frozen: Event | None = None) -> Iterator[Text]:
+    """What holds for a channel, where anything does.
+
+    Args:
+        frozen: the event of its last freeze.
+    """
     if record.policy:
         yield Text(f"policy: {digest(record.policy)} (posttrain channel policy {record.name})", style="dim")
     if record.protected:
@@ -163,6 +173,8 @@ def channel_lines(record: ChannelRecord) -> Iterator[Text]:
         still = "and not rolled back" if record.frozen == "all" else "rollbacks go on"
         words = f"frozen: nothing is released to it, {still} (posttrain channel unfreeze {record.name})"
         yield Text(words, style=style("warn"))
+        if frozen is not None:
+            yield Text(f"        {frozen_by(frozen)}", style="dim")
 
 
 def release_lines(barred: Sequence[Quarantine], looks: Sequence[Look]) -> Iterator[Text]:

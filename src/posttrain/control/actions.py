@@ -170,8 +170,8 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
     if not history:
         if wiring.ledger.channel_record(channel).generation:
             raise NotFoundError(f"channel {channel}: nothing was released to it yet, so there is nothing to go back to")
-        known = ", ".join(wiring.ledger.channels()) or "none yet"
-        raise NotFoundError(f"channel {channel!r} is unknown (known: {known}); a promotion creates it")
+        hint = nearest(channel, wiring.ledger.channels())
+        raise NotFoundError(f"channel {channel!r} is unknown{hint}; a promotion creates it")
     live = history[-1]
     if since is not None and live.sequence != since:
         raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; look: posttrain ls")

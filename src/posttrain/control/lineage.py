@@ -20,6 +20,7 @@ from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceErro
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import model_output
 from posttrain.domain.records import Asset, Edge, ReleaseEntry, StageRecord
+from posttrain.domain.validation import nearest
 from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import verify_chain
 from posttrain.store.trees import read_json, verify_tree
@@ -65,8 +66,9 @@ def release_lineage(wiring: Wiring, channel: str) -> Node:
     with wiring.ledger.snapshot() as now:
         live = now.channel(channel)
         if live is None:
-            known = ", ".join(now.channels()) or "none yet"
-            raise NotFoundError(f"channel {channel!r} is unknown (known: {known}); a promotion creates it")
+            raise NotFoundError(
+                f"channel {channel!r} is unknown{nearest(channel, now.channels())}; a promotion creates it"
+            )
         return _release_node(Origins(wiring, now), live)
 
 

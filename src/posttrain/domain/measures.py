@@ -39,12 +39,19 @@ SHARE = ItemRange(0.0, 1.0)  # a share of an item's samples
 
 
 _COMPARED = ("accuracy", "sampled_accuracy")
+QUANTITIES = (*_COMPARED, "response_tokens", "truncated", "reward", "sampled_reward", "pass@1")  # pass@k: any k
 
 
 def compares(metric: str) -> bool:
     """Whether a metric of an evaluation compares responses with the rows' answers."""
     quantity = metric.rpartition("/")[2]
     return quantity in _COMPARED or quantity.startswith("pass@")
+
+
+def measurable(metric: str) -> bool:
+    """Whether an evaluation can make a metric of this name: `heldout/accuracy`, `heldout/pass@8`."""
+    quantity = metric.rpartition("/")[2]
+    return quantity in QUANTITIES or (quantity.startswith("pass@") and quantity[5:].isdecimal())
 
 
 def better(metric: str) -> Literal["higher", "lower"] | None:

@@ -24,10 +24,13 @@ _CREDENTIALS = re.compile(r"://\S*@")
 def nearest(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)`, or the known names when nothing is near; empty when nothing is known."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    if close:
-        return f" (did you mean {close[0]!r}?)"
-    return f" (known: {', '.join(names)})" if names else ""
+    return meant(word, names) or (f" (known: {', '.join(names)})" if names else "")
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`; empty when nothing known is near."""
+    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def explain(error: ValidationError, source: str, model: type[BaseModel]) -> InputError:
