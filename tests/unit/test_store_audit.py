@@ -24,9 +24,10 @@ def fill(ledger: Ledger) -> None:
     stage = StageRecord("run1", "sft", 0, "sft", "pending")
     attempt = AttemptRecord("run1", "sft", 1, "run1-sft-1", "runs/run1/sft/001", "planned", created_at=1.0)
     with ledger.transaction("user:ann") as transaction:
-        transaction.insert_asset(
+        made = transaction.insert_asset(
             Asset("dataset", "train", 0, OTHER, "file", 1.5, "user:ann", {"rows": 3}, ("dataset:raw@1",))
         )
+        transaction.set_asset_status(made, "recalled", "a licence ran out")
         transaction.insert_run(RunRecord("run1", "run", MANIFEST, "pending", "ann", 1.5), [stage])
         for state in ("ready", "running", "failed", "pending", "ready", "running"):
             inputs = {"inputs": {"data": {"digest": OTHER, "meta": {"share": 1.0}}}} if state == "ready" else {}
@@ -59,9 +60,9 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 def test_what_happened_is_what_the_rows_say(ledger: Ledger) -> None:
     before = verify_rows(ledger)
-    # project, principals, run, stage, attempt, signal, asset, releases, channel, deployment, quarantine, look, cache;
-    # artifacts, edges, holds
-    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 3 + 9 + 2
+    # project, principals, run, stage, attempt, signal, asset, its status, releases, channel, deployment, quarantine,
+    # look, cache; artifacts, edges, holds
+    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 3 + 9 + 2
     with ledger.transaction("user:ann") as transaction:
         transaction.append_release("prod", MODEL, "run1", "promote", expected=3, lift="it was not the model")
     assert verify_rows(ledger) == before + 2  # not sealed yet: a release, and what it serves

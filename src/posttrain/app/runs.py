@@ -11,6 +11,7 @@ from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.control import actions, channels, compare, explain
 from posttrain.control.models import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
+from posttrain.control.recalls import refuse_recalled
 from posttrain.control.submission import submit as submit_manifest
 from posttrain.data.refs import Source, parse_ref
 from posttrain.domain.errors import InputError
@@ -201,6 +202,8 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     count, known = counter(workspace, spec, source), workspace.ledger.channels()
     policy = channels.policy_of(workspace.wiring, spec.release.channel) if spec.release else None
     planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, known, count, policy)
+    if not workspace.ledger.runs(manifest_digest=planned.manifest.digest):
+        refuse_recalled(workspace.wiring, planned.manifest, str(source))
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     refuse_oversized(planned.manifest, source)
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
@@ -302,6 +305,8 @@ def submit(
 
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Run:
     """Record a run of an already resolved manifest. A stopped run of it goes on. See `control.submission.submit`."""
+    if again or not workspace.ledger.runs(manifest_digest=planned.manifest.digest):
+        refuse_recalled(workspace.wiring, planned.manifest, f"run {planned.manifest.name}")
     workspace.catalog.publish(planned.manifest)
     submitted = submit_manifest(workspace.wiring, planned.manifest, again=again, exact=exact)
     makes_model = all(kind_of(stage.kind).from_nothing for stage in planned.manifest.stages)  # and reports nothing

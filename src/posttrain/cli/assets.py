@@ -1,4 +1,4 @@
-"""`asset add`, `asset create`, `asset ls`, `asset get`."""
+"""`asset`: register versions, look them up, approve and recall them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from posttrain.data.importing import Curve
-    from posttrain.domain.records import Asset
+    from posttrain.domain.records import Asset, AssetStatus
 
 KINDS = ("dataset", "model", "reward")  # that `add` registers
 _LISTED = (*KINDS, "history")
@@ -25,6 +25,11 @@ _SHOWN = ("rows", "architecture", "parameters", "entry", "source_digest", "metri
 app = typer.Typer(
     help="Register and look up versioned data sets, models and rewards.", no_args_is_help=True, rich_markup_mode=None
 )
+
+RefArgument = Annotated[
+    str, typer.Argument(help="KIND:NAME (the latest) or KIND:NAME@VERSION.", autocompletion=lazily("assets"))
+]
+ReasonOption = Annotated[str, typer.Option(help="Why; kept in the event log.", show_default=False)]
 
 
 @app.command("add")
@@ -94,9 +99,10 @@ def ls(
         raise InputError(f"asset ls: kind must be one of {', '.join(_LISTED)}, got {kind!r}{nearest(kind, _LISTED)}")
     workspace = open_workspace()
     found = workspace.ledger.assets(kind)
+    said = {_key(one): one for one, _ in workspace.ledger.asset_status()}
     workspace.close()
     if output is Output.JSON:
-        emit_json([as_json(asset) for asset in found])
+        emit_json([as_json(asset) | _status(said.get(_key(asset))) for asset in found])
         return
     if not found:
         say("no assets yet; next: posttrain asset add KIND:NAME PATH")
@@ -104,18 +110,19 @@ def ls(
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("ref", "digest", "what", "registered"):
+    columns = ("ref", "digest", "what", "registered", *(["status"] if said else []))
+    for column in columns:
         table.add_column(column, no_wrap=True)
     for asset in found:
-        table.add_row(asset.ref, digest(asset.digest), summary(asset), f"{ago(asset.created_at)} by {asset.created_by}")
+        when, told = f"{ago(asset.created_at)} by {asset.created_by}", said.get(_key(asset))
+        row = (asset.ref, digest(asset.digest), summary(asset), when, told.words if told else "")
+        table.add_row(*row[: len(columns)])
     console().print(table)
 
 
 @app.command("get")
 def get(
-    ref: Annotated[
-        str, typer.Argument(help="KIND:NAME (the latest) or KIND:NAME@VERSION.", autocompletion=lazily("assets"))
-    ],
+    ref: RefArgument,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show one version: digest, origin and everything known of it."""
@@ -125,12 +132,15 @@ def get(
     workspace = open_workspace()
     asset = workspace.catalog.find(ref)
     curves = history_curves(workspace, asset) if asset.kind == "history" else []
+    said = next((one for one, _ in workspace.ledger.asset_status() if _key(one) == _key(asset)), None)
     workspace.close()
     if output is Output.JSON:
-        emit_json(as_json(asset) | ({"curves": [asdict(curve) for curve in curves]} if curves else {}))
+        emit_json(as_json(asset) | _status(said) | ({"curves": [asdict(curve) for curve in curves]} if curves else {}))
         return
     say(asset.ref, f"  digest      {asset.digest} ({asset.form})")
     say(f"  registered  {moment(asset.created_at)} by {asset.created_by}")
+    if said is not None:
+        say(f"  status      {said.words} ({moment(said.at)})")
     for parent in asset.parents:
         say(f"  made from   {parent}")
     for key, value in asset.meta.items():
@@ -141,6 +151,58 @@ def get(
         say(f"  next: posttrain lineage {asset.ref}")
     if curves:
         console().print(_curves_table(curves))
+
+
+@app.command("approve")
+def approve(ref: RefArgument, reason: ReasonOption = "") -> None:
+    """Say that a version is approved: recorded and shown, and it takes back a recall."""
+    _mark(ref, "approved", reason)
+
+
+@app.command("recall")
+def recall(ref: RefArgument, reason: ReasonOption = "") -> None:
+    """Let no run begin with a version, or with what was made from it, and no channel be pointed at it.
+
+    What runs and what is live goes on; it is listed.
+    """
+    _mark(ref, "recalled", reason)
+
+
+@app.command("restore")
+def restore(ref: RefArgument, reason: ReasonOption = "") -> None:
+    """Take back that a version was recalled or approved."""
+    _mark(ref, "", reason)
+
+
+def _mark(ref: str, status: str, reason: str) -> None:
+    from posttrain.app.assets import mark
+    from posttrain.app.workspace import open_workspace
+
+    workspace = open_workspace()
+    asset = workspace.catalog.find(ref)
+    marked = mark(workspace, asset, status, reason)
+    workspace.close()
+    if not status:
+        say(f"{asset.ref} is neither approved nor recalled")
+        return
+    said = marked.said
+    say(f"{asset.ref} is {said.words if said else status}")
+    if status == "recalled":
+        count = len(marked.runs)
+        say(f"  used by {count} run{'s' * (count != 1)}, live on {', '.join(marked.live) or 'no channel'}")
+        for run_id in marked.running:
+            say(f"  run {run_id} goes on with it; posttrain stop {run_id} ends it")
+        for channel in marked.live:
+            say(f"  channel {channel} serves what was made from it; posttrain rollback {channel}")
+
+
+def _key(one: Asset | AssetStatus) -> tuple[str, str, int]:
+    return one.kind, one.name, one.version
+
+
+def _status(said: AssetStatus | None) -> dict[str, Any]:
+    """What `-o json` says of a version's status."""
+    return {"status": {"status": said.status, "by": said.actor, "at": said.at, "reason": said.reason} if said else None}
 
 
 def _curves_table(curves: Sequence[Curve]) -> Table:

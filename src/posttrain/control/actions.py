@@ -8,6 +8,7 @@ from contextlib import suppress
 from posttrain.control import environments
 from posttrain.control.channels import policy_of, refuse_lift
 from posttrain.control.judging import check_weights, read_report, refuse_unmet
+from posttrain.control.recalls import refuse_release
 from posttrain.control.wiring import Wiring
 from posttrain.decision.releases import judged_at, promotion, rollback_target
 from posttrain.domain.contracts import REPORT
@@ -117,6 +118,7 @@ def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = ""
         ConflictError: the channel moved since the gate looked, even if it came back.
         PolicyError: the channel's policy is another than the one it was judged under.
         ChannelClosedError: the channel is frozen, or the quarantine may not be lifted.
+        RecalledError: the model, or something that it was made from, was recalled.
         IntegrityError: the model's bytes are missing or corrupt.
     """
     run = wiring.ledger.run(run_id)
@@ -135,6 +137,7 @@ def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = ""
     if moves:
         refuse_unmet(wiring, run, manifest, report, channel)
         refuse_lift(wiring, channel, report.candidate, policy_of(wiring, channel))
+    refuse_release(wiring, channel, report.candidate)
     check_weights(wiring, report.candidate, f"channel {channel} stays where it is")
     if not moves and live is not None:
         return live  # asking twice is one promotion
@@ -164,6 +167,7 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
         ConflictError: another release is live than `since`, or the channel moved meanwhile.
         ChannelClosedError: the channel is frozen for rollbacks too, or what it would return to is quarantined and may
             not come back.
+        RecalledError: what it would return to was recalled, or made from something that was.
         IntegrityError: bytes of the model to return to are missing or corrupt.
     """
     history = wiring.ledger.history(channel)
@@ -177,6 +181,7 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
         raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; look: posttrain ls")
     named = _release_named(history, to)
     digest = live.model_digest if named == live.model_digest else rollback_target(history, named)
+    refuse_release(wiring, channel, digest)
     check_weights(wiring, digest, f"channel {channel} stays at release {live.sequence}")
     if named == live.model_digest:
         return live

@@ -19,6 +19,7 @@ from posttrain.domain.errors import (
     JobFailedError,
     PolicyError,
     PosttrainError,
+    RecalledError,
     StoppedError,
 )
 from posttrain.domain.gates import GateReport
@@ -32,6 +33,7 @@ _REJECTED: Mapping[str, type[PosttrainError]] = {
     Reason.CHANNEL_MOVED: ConflictError,
     Reason.POLICY_NOT_MET: PolicyError,
     Reason.CHANNEL_FROZEN: ChannelClosedError,
+    Reason.RECALLED: RecalledError,
 }
 
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from posttrain.control.channels import policy_of
 from posttrain.control.conforming import check_manifest
 from posttrain.control.deciding import BASELINE, EVIDENCE, RIVAL
+from posttrain.control.recalls import refuse_release
 from posttrain.control.wiring import Wiring
 from posttrain.decision.gates import Baseline, Evidence, judge_all
 from posttrain.decision.releases import judged_at, promotion
@@ -26,6 +27,7 @@ from posttrain.domain.errors import (
     NotFoundError,
     PolicyError,
     QuarantinedError,
+    RecalledError,
     StaleWriteError,
 )
 from posttrain.domain.gates import CHANNEL, GateReport, Outcome
@@ -150,6 +152,7 @@ def release_stage(
         move = promotion(live, judged, candidate, report)
         if move:
             refuse_unmet(wiring, run, manifest, report, channel)
+            refuse_release(wiring, channel, candidate)
         with wiring.ledger.transaction(wiring.actor) as transaction:
             if transaction.snapshot.run(run.id).desired == "stopped":
                 return  # a person said stop before the pointer moved: the next tick stops the stage
@@ -190,6 +193,8 @@ def _turned_away(error: ConflictError, run_id: str, channel: str) -> tuple[Reaso
     """Why a release did not happen, and what to do next."""
     if isinstance(error, QuarantinedError):
         return Reason.QUARANTINED, f"posttrain promote {run_id} --lift-quarantine REASON"
+    if isinstance(error, RecalledError):
+        return Reason.RECALLED, f"posttrain lineage {run_id}"
     if isinstance(error, PolicyError):
         return Reason.POLICY_NOT_MET, f"posttrain run RUN.yaml plans it under the policy of {channel}"
     if isinstance(error, ChannelClosedError):

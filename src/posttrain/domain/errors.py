@@ -14,6 +14,7 @@
     ├── IntegrityError                  8   bytes do not match their digest, or a chain is broken
     ├── ConflictError                   9   somebody moved first (compare-and-set lost)  (retryable)
     │   ├── ChannelClosedError          9   the channel is frozen or protected
+    │   ├── RecalledError               9   the model comes from something that was recalled
     │   ├── PolicyError                 9   not judged as the channel's policy asks
     │   └── StaleWriteError             9   a ledger row changed since it was read       (retryable)
     ├── WorkspaceError                 10   no workspace, read-only, disk full, newer schema
@@ -105,6 +106,10 @@ class QuarantinedError(ConflictError):
 
 class ChannelClosedError(ConflictError):
     """A channel is frozen or protected: a person must open it first."""
+
+
+class RecalledError(ConflictError):
+    """A model was recalled, or made from something that was."""
 
 
 class PolicyError(ConflictError):

@@ -137,6 +137,12 @@ class Reason(StrEnum):
         "What was judged is not what the channel's policy asks for now.",
         "`run` plans it under the policy",
     )
+    RECALLED = (
+        "Recalled",
+        _ENDED,
+        "The model was made from something that was recalled.",
+        "`lineage`; train again from another version",
+    )
     QUARANTINED = (
         "Quarantined",
         _ENDED,

@@ -91,6 +91,24 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True)
+class AssetStatus:
+    """What people think of an asset version: it may be changed, the version never."""
+
+    kind: str
+    name: str
+    version: int
+    status: str  # approved | recalled; empty: neither any more
+    actor: str  # who said so
+    at: float
+    reason: str = ""
+
+    @property
+    def words(self) -> str:
+        """`recalled by user:ann: a licence ran out`."""
+        return f"{self.status} by {self.actor}{f': {self.reason}' if self.reason else ''}"
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptRecord:
     """One try at a stage; owns a folder."""
 

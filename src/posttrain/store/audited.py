@@ -74,6 +74,7 @@ TABLES: Mapping[str, Audited] = {
         ),
         Audited(schema.signals, "signal {name} of run {run_id}", frozenset({"reason"})),
         Audited(schema.assets, "asset {kind}:{name}@{version}", frozenset({"meta"})),
+        Audited(schema.asset_status, "status of asset {kind}:{name}@{version}", frozenset({"reason"})),
         Audited(schema.releases, "release {sequence} of channel {channel}"),
         Audited(schema.channels, "channel {name}"),
         Audited(schema.deployments, "{role} deployment of channel {channel}"),

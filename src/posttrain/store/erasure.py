@@ -158,7 +158,7 @@ def _looks(connection: Connection, run_id: str) -> set[_Row]:
 
 def _belongs(row: _Row, subject: str) -> bool:
     table, key = row
-    if table == "assets":
+    if table in ("assets", "asset_status"):
         return f"{key[1]}:{key[2]}@{key[3]}" == subject
     if table == "signals":
         return bool(key[1] == subject)

@@ -16,6 +16,7 @@ from posttrain.domain.records import (
     DEFAULT_PROJECT,
     Artifact,
     Asset,
+    AssetStatus,
     AttemptRecord,
     ChannelRecord,
     Deployment,
@@ -170,6 +171,11 @@ class Ledger:
         """See `Snapshot.history`."""
         with self.snapshot() as now:
             return now.history(name)
+
+    def asset_status(self, status: str | None = None) -> list[tuple[AssetStatus, str]]:
+        """See `Snapshot.asset_status`."""
+        with self.snapshot() as now:
+            return now.asset_status(status)
 
     def signals(self, run_id: str) -> list[Signal]:
         """See `Snapshot.signals`."""

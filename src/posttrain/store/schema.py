@@ -153,6 +153,19 @@ assets = Table(
     Index("assets_by_digest", "digest"),
 )
 
+asset_status = Table(  # what people think of a version, which itself never changes
+    "asset_status",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("kind", String(32), primary_key=True),
+    Column("name", String(256), primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("status", String(16), nullable=False),  # approved | recalled | nothing
+    Column("principal", String(32), nullable=False),  # who said so
+    Column("at", Float(53), nullable=False),
+    Column("reason", Text, nullable=False),
+)
+
 releases = Table(
     "releases",
     metadata,

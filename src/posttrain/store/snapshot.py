@@ -10,13 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Float, Select, bindparam, cast, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Float, Select, and_, bindparam, cast, func, or_, select
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.records import (
     Artifact,
     Asset,
+    AssetStatus,
     AttemptRecord,
     ChannelRecord,
     Deployment,
@@ -34,6 +35,7 @@ from posttrain.domain.validation import meant
 from posttrain.store.rows import Record, to_event, to_record
 from posttrain.store.schema import (
     artifacts,
+    asset_status,
     assets,
     attempts,
     channels,
@@ -189,6 +191,20 @@ class Snapshot:
         """Every asset version with these bytes."""
         query = self._assets().order_by(assets.c.kind, assets.c.name, assets.c.version)
         return self._each(Asset, query, assets.c.digest, digests)
+
+    def asset_status(self, status: str | None = None) -> list[tuple[AssetStatus, str]]:
+        """What is thought of versions, each with the digest of its bytes, by kind, name and version.
+
+        Args:
+            status: only those of this one; None: every one that there is.
+        """
+        query = select(asset_status, principals.c.name.label("actor"), assets.c.digest)
+        query = query.join(principals, principals.c.id == asset_status.c.principal)
+        same = [assets.c[name] == asset_status.c[name] for name in ("project", "kind", "name", "version")]
+        query = query.join(assets, and_(*same)).where(asset_status.c.project == self._project)
+        wanted = asset_status.c.status == status if status else asset_status.c.status != ""
+        query = query.where(wanted).order_by(asset_status.c.kind, asset_status.c.name, asset_status.c.version)
+        return [(to_record(AssetStatus, row), row.digest) for row in self._connection.execute(query)]
 
     def artifacts(self, *digests: str) -> list[Artifact]:
         """What is known of these bytes; of unknown ones nothing."""

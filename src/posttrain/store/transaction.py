@@ -18,12 +18,12 @@ from sqlalchemy import Table, Update, bindparam, update
 
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition, is_final
-from posttrain.domain.records import Artifact, Asset, AttemptRecord, RunRecord, Signal, StageRecord
+from posttrain.domain.records import Artifact, Asset, AssetStatus, AttemptRecord, RunRecord, Signal, StageRecord
 from posttrain.store.audited import CHANGED, Change
 from posttrain.store.edges import Sizes, Told
 from posttrain.store.releasing import ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
-from posttrain.store.schema import assets, attempts, runs, signals, stage_cache, stages
+from posttrain.store.schema import asset_status, assets, attempts, runs, signals, stage_cache, stages
 from posttrain.store.waking import revive
 
 _JOINED = frozenset({"lease_owner", "lease_expires"})  # of a run, from its row of the work queue
@@ -152,6 +152,21 @@ class Transaction(ReleaseWriting):
         columns = self._owned(new, "created_by")
         noted = functools.partial(self._edges.asset, new, sizes or {}, self._clock.now())
         self._insert(assets, columns, f"asset {new.ref}", "asset.registered", new.ref, noted)
+        return new
+
+    def set_asset_status(self, asset: Asset, status: str, reason: str = "") -> AssetStatus:
+        """Say what is thought of a version; an empty status takes back what was said.
+
+        Raises:
+            ConflictError: somebody says something of it at this very moment.
+        """
+        new = AssetStatus(
+            asset.kind, asset.name, asset.version, status, self._journal.author.name, self._clock.now(), plain(reason)
+        )
+        columns, kind = self._owned(new, "actor"), f"asset.{status or 'status_removed'}"
+        key = {column.name: columns.pop(column.name) for column in asset_status.primary_key}
+        if not self._change(asset_status, key, columns, kind, asset.ref):
+            self._insert(asset_status, {**key, **columns}, f"status of {asset.ref}", kind, asset.ref)
         return new
 
     def put_cache(self, cache_key: str, run_id: str, stage: str) -> None:

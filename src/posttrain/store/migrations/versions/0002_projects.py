@@ -37,7 +37,22 @@ def upgrade() -> None:
     _create_edges()
     _create_channels()
     _create_signals()
+    _create_asset_status()
     _create_work()
+
+
+def _create_asset_status() -> None:
+    op.create_table(
+        "asset_status",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("kind", sa.String(32), primary_key=True),
+        sa.Column("name", sa.String(256), primary_key=True),
+        sa.Column("version", sa.Integer(), primary_key=True),
+        sa.Column("status", sa.String(16), nullable=False),
+        sa.Column("principal", _PRINCIPAL, nullable=False),
+        sa.Column("at", _TIME, nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+    )
 
 
 def _create_signals() -> None:

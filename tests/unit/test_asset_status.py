@@ -1,0 +1,111 @@
+"""Versions that people approved or recalled: what begins with them, what is pointed at what was made from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_world import GOOD_REWARD, RUN, World, make_world
+
+from posttrain.app.workspace import open_workspace
+from posttrain.store.audit import verify_rows
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = make_world(tmp_path, monkeypatch)
+    made.prepare()
+    return made
+
+
+def refused(world: World, *words: str, code: int) -> str:
+    result = world(*words)
+    assert (result.exit_code, result.stderr.count("\n")) == (code, 1), (words, result.stdout, result.stderr)
+    return str(result.stderr)
+
+
+def shipped(world: World, quality: float) -> str:
+    """A run of another reward that went to the channel; its id."""
+    world.ok("asset", "add", "reward:sort", world.write(f"r{quality}.py", GOOD_REWARD.replace("1.0", str(quality))))
+    world.ok("run", "run.yaml")
+    return world.newest()
+
+
+def test_nothing_begins_with_what_was_recalled(world: World) -> None:
+    assert world.json("asset", "get", "dataset:train")["status"] is None
+    said = world.ok("asset", "recall", "dataset:train", "--reason", "a licence ran out")
+    assert "dataset:train@1 is recalled by user:" in said
+    assert "used by 0 runs, live on no channel" in said
+    for words in (("plan", "run.yaml"), ("run", "run.yaml"), ("run", "run.yaml", "--again")):
+        told = refused(world, *words, code=2)
+        assert "stages.grpo.data: dataset:train@1 was recalled by user:" in told or "stages.sft.data" in told
+        assert "a licence ran out; use another version, or posttrain asset restore dataset:train@1" in told
+    assert world.json("ls")["runs"] == [], "nothing is half-written"
+    (row,) = (one for one in world.json("asset", "ls", "dataset") if one["name"] == "train")
+    assert (row["status"]["status"], row["status"]["reason"]) == ("recalled", "a licence ran out")
+    assert "recalled by user:" in world.ok("asset", "ls")
+    copy = world.write("copy.jsonl", (world.root / "train.jsonl").read_text())
+    world.write("copy.yaml", RUN.replace("train: dataset:train", f"train: ./{copy}"))
+    assert "comes from dataset:train@1, recalled" in refused(world, "plan", "copy.yaml", code=2), "bytes, not names"
+    world.ok("asset", "restore", "dataset:train", "--reason", "renewed")
+    world.ok("run", "run.yaml")
+    workspace = open_workspace()
+    verify_rows(workspace.ledger)
+    workspace.close()
+
+
+def test_what_was_made_from_it_is_told_and_neither_ships_nor_is_trained_on(world: World) -> None:
+    world.ok("run", "run.yaml")
+    first = world.newest()
+    second = shipped(world, 0.97)
+    told = world.ok("asset", "recall", "reward:sort@1", "--reason", "it pays for length")
+    assert "used by 1 run, live on no channel" in told, "the second was made by version 2"
+    assert "comes from reward:sort@1, recalled by user:" in refused(world, "rollback", "prod", code=9)
+    assert world.json("get", "prod")["history"][-1]["run_id"] == second
+    world.write(
+        "on.yaml", RUN.replace("model: model:tiny", f"model: run:{first}/grpo").replace("name: sort", "name: other")
+    )
+    assert "comes from reward:sort@1, recalled" in refused(world, "plan", "on.yaml", code=2)
+    world.ok("asset", "approve", "reward:sort@1")
+    assert "rolled back" not in world.ok("rollback", "prod")
+    assert world.json("asset", "get", "reward:sort@1")["status"]["status"] == "approved"
+
+
+def test_a_recall_while_a_run_is_under_way_turns_its_release_away(world: World) -> None:
+    text = RUN.replace("gates:\n", "  approval: {kind: wait, signal: go, within: 24h, after: gate}\ngates:\n")
+    world.write("run.yaml", text.replace("model: grpo}\n", "model: grpo, after: approval}\n"))
+    assert world("run", "run.yaml", "--timeout", "60").exit_code == 12
+    run = world.newest()
+    said = world.ok("asset", "recall", "model:tiny", "--reason", "its weights were poisoned")
+    assert f"run {run} goes on with it; posttrain stop {run}" in said
+    world.ok("signal", run, "go")
+    assert world("attach", run).exit_code == 9
+    found = world.json("get", run)
+    assert (found["state"], found["reason"]) == ("rejected", "Recalled")
+    assert "comes from model:tiny@1, recalled by user:" in " ".join(world.ok("why", run).split())
+    assert world.json("ls")["channels"] == []
+    world.ok("asset", "restore", "model:tiny")
+    assert "prod points at" in world.ok("promote", run)
+
+
+def test_saying_it_twice_is_saying_it_once(world: World) -> None:
+    for _ in range(2):
+        world.ok("asset", "recall", "dataset:train", "--reason", "one")
+    world.ok("asset", "recall", "dataset:train", "--reason", "another")
+    assert world.json("asset", "get", "dataset:train")["status"]["reason"] == "another"
+    world.ok("asset", "restore", "dataset:heldout")
+    workspace = open_workspace()
+    workspace.seal()
+    told = [event.kind for event in workspace.ledger.events(subject_prefix="dataset:train@1")]
+    workspace.close()
+    assert told.count("asset.recalled") == 2
+    assert "dataset:tran" in refused(world, "asset", "recall", "dataset:tran", code=2)
+
+
+def test_the_reason_of_a_recall_can_be_erased(world: World) -> None:
+    world.ok("asset", "recall", "dataset:train", "--reason", "whisperings")
+    world.ok("erase", "dataset:train@1", "--reason", "asked to")
+    assert "whisperings" not in world.ok("asset", "get", "dataset:train@1")
+    workspace = open_workspace()
+    verify_rows(workspace.ledger)
+    workspace.close()
