@@ -25,6 +25,7 @@ DECIDES_NOTHING = {
     "domain/time_limit.py": "ends what takes too long, and changes no result",
     "domain/trackers.py": "where metrics are copied to",
     "domain/validation.py": "words of errors",
+    "domain/spelling.py": "words of errors",
     "domain/vocabulary.py": "words of errors",
     "execution/environment.py": "which variables a process is given",
     "execution/processes.py": "whose process it is",

@@ -15,7 +15,7 @@ from posttrain.domain.lifecycle import ReleaseState
 from posttrain.domain.measures import QUANTITIES, measurable
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, load_policy
 from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 from posttrain.store.releasing import POLICY_SET
 from posttrain.trackers.registering import announce
 

@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.runspec import read_yaml
-from posttrain.domain.validation import Frozen, explain, nearest
+from posttrain.domain.spelling import nearest
+from posttrain.domain.validation import Frozen, explain
 from posttrain.store.atomic import unwritable
 
 DEFAULT = "01-sort"

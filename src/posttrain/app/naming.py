@@ -10,7 +10,7 @@ from posttrain.control.models import MadeModel, made_model
 from posttrain.data.refs import AssetRef, local_path, parse_ref
 from posttrain.domain.errors import NotFoundError
 from posttrain.domain.manifest import InputRef
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 from posttrain.store.trees import materialise
 
 _HEADS = ("model", "channel", "run", "hf")

@@ -93,7 +93,7 @@ def ls(
 ) -> None:
     """List every version of every asset."""
     from posttrain.app.workspace import open_workspace
-    from posttrain.domain.validation import nearest
+    from posttrain.domain.spelling import nearest
 
     if kind is not None and kind not in _LISTED:
         raise InputError(f"asset ls: kind must be one of {', '.join(_LISTED)}, got {kind!r}{nearest(kind, _LISTED)}")
@@ -219,7 +219,7 @@ def _curves_table(curves: Sequence[Curve]) -> Table:
 
 
 def _split(ref: str) -> tuple[str, str]:
-    from posttrain.domain.validation import nearest
+    from posttrain.domain.spelling import nearest
 
     kind, colon, name = ref.partition(":")
     if kind == "history":

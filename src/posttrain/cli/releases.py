@@ -13,7 +13,7 @@ from posttrain.cli.driving import RunArgument
 from posttrain.cli.shell import lazily
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -167,7 +167,7 @@ def _run_id(workspace: Workspace, target: str) -> str:
     except NotFoundError as error:
         if workspace.ledger.channel_record(target).generation:
             raise NotFoundError(f"channel {target}: nothing was released to it yet") from error
-        hint = nearest(target, workspace.ledger.channels())
+        hint = nearest(target, [record.name for record in workspace.ledger.channel_records()])
         raise NotFoundError(f"there is no channel or run {target!r}{hint}; `posttrain ls` shows both") from error
 
 

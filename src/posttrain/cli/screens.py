@@ -155,7 +155,7 @@ def history_table(history: Sequence[ReleaseEntry], states: Mapping[str, str]) ->
 
 def frozen_by(told: Event) -> str:
     """`since 2026-03-01 12:00:00 by user:ann: the fair`, of the event of a freeze."""
-    why = told.payload.get("said", {}).get("why", "")
+    why = told.payload.get("why", "")
     return f"since {moment(told.at)} by {told.actor}{f': {why}' if why else ''}"
 
 

@@ -17,7 +17,7 @@ from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import ReleaseEntry, RunRecord, Signal
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 from posttrain.domain.waits import signals_of
 
 _DIGITS = 8  # the fewest hex digits that name a model; fewer decimal ones are a release number

@@ -10,7 +10,7 @@ from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import ChannelClosedError, InputError, IntegrityError, NotFoundError
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, parse_policy
 from posttrain.domain.records import ChannelRecord
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 from posttrain.store.releasing import POLICY_SET, refuse_protected
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # as `release.channel` of a run file

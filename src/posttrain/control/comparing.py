@@ -15,7 +15,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.measures import better
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 
 _ALWAYS, _SAMPLED = ("extract", "max_new_tokens"), ("temperature", "samples")  # settings that numbers depend on
 MOST = 26  # things compared at once: they are called A to Z

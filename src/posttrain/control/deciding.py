@@ -18,7 +18,7 @@ from posttrain.domain.kinds import CONTROL, GATE, RELEASE, StageKind, kind_of
 from posttrain.domain.manifest import InputRef, StageManifest
 from posttrain.domain.measures import ItemRange
 from posttrain.domain.runspec import ReleaseSpec, RunSpec
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 
 ADDED = "baseline-"  # how evaluations begin that no run file asks for
 EVIDENCE, BASELINE, RIVAL = "evidence.", "baseline.", "against."  # how the gate's inputs are called

@@ -20,7 +20,7 @@ from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceErro
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import model_output
 from posttrain.domain.records import Asset, Edge, ReleaseEntry, StageRecord
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import verify_chain
 from posttrain.store.trees import read_json, verify_tree

@@ -17,7 +17,7 @@ from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import NAMED, InputRef, Manifest, model_output
 from posttrain.domain.records import RunRecord
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from posttrain.domain.passes import Passes, passes_of
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
 from posttrain.domain.runspec import RunSpec, StageSpec
+from posttrain.domain.spelling import nearest
 from posttrain.domain.trackers import Trackers
-from posttrain.domain.validation import nearest
 from posttrain.domain.waits import wait_contract
 from posttrain.execution.ports import Trainer
 

@@ -13,7 +13,7 @@ from posttrain.decision.ranking import Ranking, rank
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule
 from posttrain.domain.measures import better
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 
 Runs = Mapping[int, str]  # seed → run id
 

@@ -33,7 +33,7 @@ from posttrain.domain.rewards import (
     refuse_nameless,
     source_name,
 )
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 
 Meta = dict[str, Any]
 REWARD_DIALECTS = (AUTO, *DIALECTS)

@@ -25,7 +25,7 @@ from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset
 from posttrain.domain.rewards import AS_FOUND, AUTO, Called, source_name
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 from posttrain.store.ledger import Ledger
 from posttrain.store.trees import (
     file_digest,

@@ -17,7 +17,7 @@ from pathlib import Path
 from posttrain.data.modules import WORD
 from posttrain.data.parts import PACKED, SUFFIXES, is_pattern
 from posttrain.domain.errors import InputError, NotFoundError
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 
 KINDS = ("dataset", "model", "reward", "history")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")

@@ -12,7 +12,8 @@ from posttrain.domain.contracts import BEST, METRICS, MODEL
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule
 from posttrain.domain.runspec import Budget, Ordered, ReleaseSpec
-from posttrain.domain.validation import Frozen, nearest
+from posttrain.domain.spelling import nearest
+from posttrain.domain.validation import Frozen
 
 MANIFEST_SCHEMA: Final = 1
 NAMED: Final = "named"  # in an input's meta: the word it was named by, which may mean another model by now

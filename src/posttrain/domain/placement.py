@@ -20,7 +20,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.validation import Frozen, nearest
+from posttrain.domain.spelling import nearest
+from posttrain.domain.validation import Frozen
 
 ROLES = ("policy", "critic", "reference", "reward_model", "rollout", "reward")
 COLLOCATED = "collocated"

@@ -40,8 +40,9 @@ from posttrain.domain.gates import CHANNEL, GateRule
 from posttrain.domain.kinds import ADDED, kind_names
 from posttrain.domain.overrides import Setting, overridden, setting_words
 from posttrain.domain.rewards import AUTO, DIALECTS, Called
+from posttrain.domain.spelling import nearest
 from posttrain.domain.trackers import Trackers
-from posttrain.domain.validation import Frozen, explain, nearest
+from posttrain.domain.validation import Frozen, explain
 
 _DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
 RESERVED_STAGES = frozenset({"base", *ADDED, CHANNEL})

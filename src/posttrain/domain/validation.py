@@ -4,7 +4,6 @@ name.
 
 from __future__ import annotations
 
-import difflib
 import re
 import types
 import typing
@@ -14,23 +13,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.spelling import nearest
 from posttrain.domain.vocabulary import FIELDS, KINDS, UNITS
 
 _SHOWN = 120  # characters of a value
 _TARGET = re.compile(r"=|://")  # where a key that was meant as a word with its target begins to hold the target
 _CREDENTIALS = re.compile(r"://\S*@")
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or the known names when nothing is near; empty when nothing is known."""
-    names = sorted(known)
-    return meant(word, names) or (f" (known: {', '.join(names)})" if names else "")
-
-
-def meant(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`; empty when nothing known is near."""
-    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def explain(error: ValidationError, source: str, model: type[BaseModel]) -> InputError:

@@ -31,7 +31,7 @@ from posttrain.domain.records import (
     Signal,
     StageRecord,
 )
-from posttrain.domain.validation import meant
+from posttrain.domain.spelling import meant
 from posttrain.store.rows import Record, to_event, to_record
 from posttrain.store.schema import (
     artifacts,

@@ -10,7 +10,7 @@ from posttrain.control.requests import job_of
 from posttrain.domain.errors import NotFoundError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.requests import JobRef
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 from posttrain.execution.ports import Executor
 from posttrain.views.status import Vigil
 from posttrain.workspace.opened import OpenWorkspace

@@ -12,7 +12,7 @@ from posttrain.control.resuming import trained_elsewhere
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
 from posttrain.domain.facts import Sample, Span
 from posttrain.domain.records import AttemptRecord
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import tree_listing

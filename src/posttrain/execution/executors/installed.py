@@ -12,7 +12,7 @@ from posttrain.domain.errors import InfrastructureError, InputError, PosttrainEr
 from posttrain.domain.jobs import Accepted, Capacity, Exists, LogPage, Observation, Signal, Submission, Unknown
 from posttrain.domain.plugins import EXECUTORS, Plugin, find_plugin, plugin_names
 from posttrain.domain.requests import JobRef, JobRequest, Listed
-from posttrain.domain.validation import nearest
+from posttrain.domain.spelling import nearest
 from posttrain.execution.ports import Executor
 
 _VERBS = ("submit", "observe", "signal", "kill", "list", "logs", "capacity")
