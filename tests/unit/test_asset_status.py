@@ -57,6 +57,8 @@ def test_nothing_begins_with_what_was_recalled(world: World) -> None:
 def test_what_was_made_from_it_is_told_and_neither_ships_nor_is_trained_on(world: World) -> None:
     world.ok("run", "run.yaml")
     first = world.newest()
+    assert f"({first!r} is a run, and its stages are shown with it)" in refused(world, "get", f"{first}/grpo", code=2)
+    assert "(did you mean 'sort'?)" in refused(world, "get", "srot", code=2)
     second = shipped(world, 0.97)
     told = world.ok("asset", "recall", "reward:sort@1", "--reason", "it pays for length")
     assert "used by 1 run, live on no channel" in told, "the second was made by version 2"

@@ -137,8 +137,7 @@ class Snapshot:
 
     def _meant(self, word: str) -> str:
         """What a person who named no run may have meant: the run of a stage, a name that is written alike."""
-        newest = self._runs().order_by(runs.c.created_at.desc()).limit(_SEARCHED)
-        known = {name for run in self._all(RunRecord, newest) for name in (run.id, run.name)}
+        known = {name for run in self.runs(limit=_SEARCHED) for name in (run.id, run.name)}
         whole, of_a_stage, _ = word.partition("/")
         if of_a_stage and whole in known:
             return f" ({whole!r} is a run, and its stages are shown with it)"
