@@ -12,7 +12,7 @@ from handbook.tables import stacked
 from handbook.types import anchor, default, described, models
 from posttrain.domain.gates import GateRule
 from posttrain.domain.policies import ChannelPolicy
-from posttrain.domain.runspec import Budget, ReleaseSpec, RewardUse, RunSpec, StageSpec
+from posttrain.domain.runspec import Budget, ReleaseSpec, RewardUse, RunRuntime, RunSpec, StageSpec
 from posttrain.engine.config import STAGE_CONFIGS
 
 _PLACES = {
@@ -21,6 +21,7 @@ _PLACES = {
     StageSpec: "stages.NAME",
     GateRule: "gates[]",
     Budget: "budget",
+    RunRuntime: "runtime",
     ReleaseSpec: "release",
     ChannelPolicy: "a channel's policy",
 }

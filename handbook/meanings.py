@@ -21,6 +21,7 @@ MEANINGS: Mapping[str, str] = {
     "tensorboard": "a folder of event files for each run",
     "mlflow": "a run of an MLflow experiment",
     "wandb": "a run of a Weights & Biases project",
+    "RunSpec.runtime": "how the jobs of all its stages are run, where a stage says nothing else",
     "RunSpec.release": "where the model goes; needs at least one gate, here or in the policy of its channel",
     "StageSpec.kind": "one of the kinds below, whose fields stand beside it",
     "StageSpec.trainer": "what computes it",

@@ -12,6 +12,7 @@ ROOT = Path(native.__file__).parents[2]
 DECIDES_NOTHING = {
     "domain/contracts.py": "the form of what is said of a stage; what it holds is in the cache key",
     "domain/crashpoints.py": "kills on request, in tests",
+    "domain/durations.py": "lengths of time, which decide no result",
     "domain/errors.py": "words of errors",
     "domain/facts.py": "the form of what is reported",
     "domain/gates.py": "judged on the control side, from what jobs measured",

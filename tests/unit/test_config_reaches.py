@@ -142,6 +142,7 @@ UNMOVED: dict[str, str] = {
     "runtime.save_dtype=float32": "auto is what was computed in",
     "runtime.threads": "how fast",
     "runtime.checkpoint_every": "what is lost by a crash",
+    "runtime.stall_after": "when a job is taken for hung",
     "trace.groups": "what a trace tells",
     "reward_errors_max": "when a stage gives up on its reward; nothing fails here",
 }
@@ -150,6 +151,7 @@ UNMOVED_VALUES: dict[str, Any] = {
     "reward_errors_max": 0.5,
     "runtime.threads": 2,
     "runtime.checkpoint_every": 1,
+    "runtime.stall_after": 60.0,
     "trace.groups": "all",
 }
 

@@ -23,12 +23,13 @@ from posttrain.domain.lifecycle import RUN as RUN_TABLE
 from posttrain.domain.lifecycle import STAGE as STAGE_TABLE
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
+from posttrain.domain.reasons import Reason
+from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord, Watch
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.trainers.native import NativeTrainer
 
 _PURE = {
-    "posttrain.control.budgets", "posttrain.control.orders", "posttrain.control.retrying",
+    "posttrain.control.budgets", "posttrain.control.orders", "posttrain.control.retrying", "posttrain.control.stalls",
 }  # fmt: skip
 LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
 
@@ -46,7 +47,7 @@ PAUSES = {
 PAUSED = manifest_of(stages={**RUN["stages"], **PAUSES}, release={**RUN["release"], "after": "approval"})
 
 
-@pytest.mark.parametrize("name", ["decide", "orders", "retrying", "budgets"])
+@pytest.mark.parametrize("name", ["decide", "orders", "retrying", "stalls", "budgets"])
 def test_who_decides_imports_nothing_that_acts(name: str) -> None:
     source = Path(str(decide_module.__file__)).with_name(f"{name}.py").read_text()
     found = [node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
@@ -80,6 +81,7 @@ sights = st.builds(
     unreadable=st.sampled_from(["", "it is cut short"]),
     another_runs=st.booleans(),
     unheeded=st.just(""),
+    progress=st.sampled_from([None, "step 1 of 3", "step 2 of 3"]),
 )
 
 
@@ -107,11 +109,17 @@ def views(draw: Any) -> View:
             attempts.append(
                 AttemptRecord(
                     "r", plan.name, number, f"r-{plan.name}-{number}", "f", attempt_state, launched_at=50.0,
+                    reason=draw(st.sampled_from([Reason.LAUNCHED, Reason.STALLED])),
                     stop_requested_at=asked, failure_signature=signature, seconds=draw(st.sampled_from([0.0, 70.0])),
                 )
             )  # fmt: skip
     signals = draw(st.sampled_from([(), (Signal("r", "go", "ada", 60.0),), (Signal("r", "stop", "ada", 60.0),)]))
-    return View(run, manifest, tuple(stages), tuple(attempts), signals)
+    watches = [
+        Watch(one.name, "r", "step 1 of 3", draw(st.sampled_from([0.0, 7200.0])), draw(st.sampled_from([60.0, 9e6])))
+        for one in attempts
+        if one.state == AttemptState.LAUNCHED and draw(st.booleans())
+    ]
+    return View(run, manifest, tuple(stages), tuple(attempts), signals, tuple(watches))
 
 
 @given(views(), sights, st.sampled_from([100.0, 1e7]))
@@ -148,8 +156,10 @@ def _allowed(view: View, stage: StageRecord, sight: Sight, order: orders.Order, 
         case orders.End(attempt=attempt) if attempt.state == AttemptState.LAUNCHED:
             assert sight.job.gone or sight.unreadable
         case orders.Kill(attempt=attempt):
-            asked = attempt.stop_requested_at
-            assert sight.word is not None or (asked is not None and now >= asked + STOP_GRACE_SECONDS)
+            asked, watch = attempt.stop_requested_at, view.watch(attempt)
+            over = asked is not None and now >= asked + STOP_GRACE_SECONDS
+            asleep = attempt.reason == Reason.STALLED and watch is not None and watch.progress == sight.progress
+            assert sight.word is not None or over or (asleep and watch and watch.quiet >= 7200.0)
         case orders.EndWait(state=state):
             assert kind_of(stage.kind).driver is Driver.WAIT
             assert view.run.state != RunState.STOPPING

@@ -155,15 +155,16 @@ class TestCheckpoints:
 
     def test_one_is_written_for_each_that_is_asked_for(self, tmp_path: Path) -> None:
         attempt = AttemptFolder(tmp_path)
-        attempt.request_checkpoint()  # of an attempt before this process
+        attempt.request_checkpoint()  # while the job was loading
         job: Any = SimpleNamespace(attempt=attempt, stopping=lambda: False)
         orders = train._orders(job)
-        said = [orders()]
+        said = [orders(), orders()]
         attempt.request_checkpoint()
         said += [orders(), orders()]
         attempt.request_stop()
         job.stopping = attempt.stop_requested
-        assert [*said, orders()] == [Order.GO_ON, Order.CHECKPOINT, Order.GO_ON, Order.STOP]
+        assert [*said, orders()] == [Order.CHECKPOINT, Order.GO_ON, Order.CHECKPOINT, Order.GO_ON, Order.STOP]
+        assert all(attempt.channel.acknowledged(control.number) for control in attempt.channel.controls()[:2])
 
 
 def notes(attempt: AttemptFolder) -> list[str]:

@@ -13,11 +13,12 @@ from typing import Any
 from posttrain.app.runs import resolve_spec
 from posttrain.app.workspace import Workspace
 from posttrain.control.conforming import released_evaluators
+from posttrain.control.stalls import stall_after
 from posttrain.decision.policies import origin
 from posttrain.decision.power import PowerNote
 from posttrain.domain.contracts import Load
 from posttrain.domain.evaluators import measured_suites, suite_evaluator
-from posttrain.domain.kinds import installed_kind
+from posttrain.domain.kinds import Driver, installed_kind, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.overrides import Setting
 from posttrain.domain.passes import Passes
@@ -47,6 +48,7 @@ class StagePlan:
     load: Load | None = None  # of a training stage: its placement
     residency: Residency | None = None  # what is resident when; None: trains nothing, or a model of unknown shape
     passes: Passes | None = None  # `epochs` as steps, where the file says them
+    stall_after: float | None = None  # seconds without progress until its job is taken for hung; None: it has none
     packages: tuple[str, ...] = ()  # installed ones that its kind and its trainer come from, with versions
 
 
@@ -89,6 +91,7 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
         "cached_from": stage.cached_from,
         "estimate": asdict(stage.estimate),
         **({"passes": asdict(stage.passes)} if stage.passes else {}),
+        **({"stall_after": stage.stall_after} if stage.stall_after else {}),
         **({"packages": list(stage.packages)} if stage.packages else {}),
     }
     if stage.load is None:
@@ -122,6 +125,7 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
             planned.contracts[stage.name].load if stage.name in planned.contracts else None,
             found.get(stage.name, (None, []))[0],
             planned.passes.get(stage.name),
+            stall_after(planned.manifest, stage.name) if kind_of(stage.kind).driver is Driver.JOB else None,
             tuple(_packages(stage, workspace)),
         )
         for stage in planned.manifest.stages

@@ -17,8 +17,9 @@ from posttrain.control.scores import Scores
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
-from posttrain.domain.reasons import meaning
+from posttrain.domain.reasons import Reason, meaning
 from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, Look, Quarantine, ReleaseEntry
+from posttrain.domain.waits import span
 from posttrain.planner.feasibility import gib
 from posttrain.planner.residency import Residency
 from posttrain.trackers.tracking import TROUBLE, TrackerState
@@ -97,7 +98,9 @@ def _stage_line(stage: StageStatus) -> Text:
     elif row.state == StageState.RUNNING:
         under_way = progress.total and not progress.stale
         line.append(f"  step {progress.step}/{progress.total}" if under_way else "  starting")
-        if progress.eta is not None:
+        if row.reason == Reason.STALLED:
+            line.append(f"  {stage.reason}", style=style("warn"))
+        elif progress.eta is not None:
             line.append(f"  eta {duration(progress.eta)}", style="dim")
     elif row.state == StageState.SUCCEEDED and stage.attempts:
         line.append(f"  {duration(stage.seconds)}, {count(row.tokens)} tokens", style="dim")
@@ -316,6 +319,7 @@ def plan_lines(view: PlanView) -> Iterator[Text]:
         yield Text(
             f"power:    gate {note.gate}: {power} on {note.items} items{needed} ({note.assumption}); {note.test}"
         )
+    yield from _stall_lines(view)
     for name, whose in view.gates:
         yield Text(f"gate:     {name}: {whose}")
     for suite, evaluator in view.evaluators:
@@ -328,6 +332,17 @@ def plan_lines(view: PlanView) -> Iterator[Text]:
         yield Text(
             f"next:     this manifest was submitted: run {view.existing.id} ({view.existing.state})", style="bold"
         )
+
+
+def _stall_lines(view: PlanView) -> Iterator[Text]:
+    """After how long without progress a job is taken for hung: stages that say the same in one line."""
+    limits: dict[float, list[str]] = {}
+    for stage in view.stages:
+        if stage.stall_after is not None and not stage.cached_from:
+            limits.setdefault(stage.stall_after, []).append(stage.name)
+    for limit, names in limits.items():
+        whose = f" of {', '.join(names)}" if len(limits) > 1 else ""
+        yield Text(f"stall:    a job{whose} that reports no progress for {span(limit)} is tried again", style="dim")
 
 
 def _cost(stage: StagePlan) -> str:

@@ -9,12 +9,14 @@ from posttrain.control.decide import View, not_launched
 from posttrain.control.judging import judge_stage, release_stage
 from posttrain.control.launching import launch_attempt, record_launch, say
 from posttrain.control.orders import (
+    AskToCheckpoint,
     AskToStop,
     Bind,
     Collect,
     End,
     EndWait,
     Judge,
+    KeepWatch,
     Kill,
     Launch,
     MoveRun,
@@ -29,6 +31,7 @@ from posttrain.control.orders import (
 from posttrain.control.requests import job_of
 from posttrain.control.stages import bind_pending, start_ready
 from posttrain.control.wiring import Wiring
+from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import Signal
 from posttrain.domain.lifecycle import RunState, StageState, is_final
@@ -68,6 +71,10 @@ def act(wiring: Wiring, view: View, order: Order) -> None:
             say(wiring, stage, reason, message, action)
         case AskToStop():
             _ask_to_stop(wiring, order)
+        case KeepWatch():
+            _keep_watch(wiring, order)
+        case AskToCheckpoint():
+            _ask_to_checkpoint(wiring, order)
         case Kill(_, attempt):
             wiring.executor.kill(job_of(wiring, attempt))
         case Collect():
@@ -94,6 +101,27 @@ def _ask_to_stop(wiring: Wiring, order: AskToStop) -> None:
     wiring.executor.signal(job_of(wiring, order.attempt), Signal.STOP)
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_attempt(order.attempt, reason=Reason.STOP_REQUESTED, stop_requested_at=wiring.clock.now())
+
+
+def _keep_watch(wiring: Wiring, order: KeepWatch) -> None:
+    stage, attempt = order.stage, order.attempt
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.watch(order.watch)
+        if order.goes_on:
+            transaction.update_attempt(attempt, reason=Reason.LAUNCHED, message="")
+            transaction.update_stage(stage, reason=Reason.RUNNING, message=f"attempt {attempt.number}", next_action="")
+
+
+def _ask_to_checkpoint(wiring: Wiring, order: AskToCheckpoint) -> None:
+    """A driver that dies between the two leaves a job that is asked twice: it writes the checkpoint of a step once."""
+    wiring.executor.signal(job_of(wiring, order.attempt), Signal.CHECKPOINT)
+    crashpoint("stall.after_signal")
+    action = f"posttrain logs {order.stage.run_id} {order.stage.name}"
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.watch(order.watch)
+        transaction.update_attempt(order.attempt, reason=Reason.STALLED, message=order.message)
+        transaction.update_stage(order.stage, reason=Reason.STALLED, message=order.message, next_action=action)
+    crashpoint("stall.after_ask")
 
 
 def _move_run(wiring: Wiring, order: MoveRun) -> None:

@@ -30,13 +30,14 @@ from posttrain.control.orders import (
     TryAgain,
 )
 from posttrain.control.retrying import why_not_again
+from posttrain.control.stalls import hung, silence, stall_after
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import ANOTHER_RUNS, Cause, Failure, JobResult, JobState, Observation
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
+from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord, Watch
 from posttrain.domain.waits import span, told, wait_of
 
 STOP_GRACE_SECONDS = 30.0
@@ -59,6 +60,7 @@ class View:
     stages: tuple[StageRecord, ...]
     attempts: tuple[AttemptRecord, ...]
     signals: tuple[Signal, ...] = ()  # that were sent to it
+    watches: tuple[Watch, ...] = ()  # of its jobs
 
     def stage(self, name: str) -> StageRecord:
         """The stage of this name."""
@@ -67,6 +69,10 @@ class View:
     def tries(self, name: str) -> tuple[AttemptRecord, ...]:
         """A stage's attempts, oldest first."""
         return tuple(attempt for attempt in self.attempts if attempt.stage == name)
+
+    def watch(self, attempt: AttemptRecord) -> Watch | None:
+        """What was written down of an attempt's silence."""
+        return next((watch for watch in self.watches if watch.attempt == attempt.name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,7 @@ class Sight:
     unreadable: str = ""  # why what it left cannot be read
     another_runs: bool = False  # the executor's job gave way to another of this attempt, which may live
     unheeded: str = ""  # what is said of a job that was told to stop and did not
+    progress: str | None = None  # what it has reported: equal as long as nothing moved; None: nobody looked
 
 
 def decide_run(view: View) -> list[Order]:
@@ -191,16 +198,18 @@ def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sig
     if not sight.job.gone:  # on its way out it still holds memory, which whatever is next would need
         since = now - (attempt.launched_at or now) - sight.word.seconds
         return None if since < LEAVING_SECONDS else Kill(stage, attempt)
-    result = _why_stopped(view, attempt, sight.word)
+    result = _why_stopped(view, stage, attempt, sight.word)
     if result.status == "failed" and result.failure and result.failure.kind.retried:
         return _again(view, stage, attempt, result.failure, AttemptState.FAILED, result)
     return Collect(stage, attempt, result)
 
 
-def _why_stopped(view: View, attempt: AttemptRecord, result: JobResult) -> JobResult:
+def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result: JobResult) -> JobResult:
     """A job that stopped though no person asked: it was told to end for the budget, or from outside."""
     if result.status != "stopped" or view.run.desired == "stopped":
         return result
+    if attempt.reason == Reason.STALLED:  # it was not so far gone that it did not hear SIGTERM
+        return replace(result, status="failed", failure=_hung(view, stage, attempt))
     asked = attempt.stop_requested_at is not None  # and a run that nobody stopped asks for the budget's sake only
     preempted = Failure(FailureClass.PREEMPTED, "the job was told to end from outside (SIGTERM)", "")
     spent = f"the budget ({budgets.declared(view.manifest)}) is spent; raise it in run.yaml and submit again"
@@ -219,7 +228,10 @@ def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight:
         return AskToStop(stage, attempt)
     ending = ending and asked is not None and now >= asked + STOP_GRACE_SECONDS
     if not seen.gone:
-        return Kill(stage, attempt) if ending else _waits(stage, attempt, seen)
+        if ending:
+            return Kill(stage, attempt)
+        quiet = _silence(view, stage, attempt, sight, now) if asked is None else None
+        return _waits(stage, attempt, seen) or quiet
     if sight.another_runs:
         return None
     if not ending:
@@ -236,6 +248,15 @@ def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Ord
     return Say(stage, Reason.RUNNING, f"attempt {attempt.number}") if stage.reason == Reason.JOB_NOT_VISIBLE else None
 
 
+def _silence(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
+    seen = sight.progress if sight.job.state is JobState.RUNNING else None
+    return silence(stage, attempt, view.watch(attempt), seen, stall_after(view.manifest, stage.name), now)
+
+
+def _hung(view: View, stage: StageRecord, attempt: AttemptRecord) -> Failure:
+    return hung(view.watch(attempt), stall_after(view.manifest, stage.name))
+
+
 def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order:
     """A job that is gone without a result."""
     detail = seen.why
@@ -246,6 +267,8 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
     if seen.cause is Cause.PREEMPTED:
         gone = Failure(FailureClass.PREEMPTED, f"the executor preempted the job ({detail})", "")
         return _again(view, stage, attempt, gone, AttemptState.LOST)
+    if attempt.reason == Reason.STALLED:
+        return _again(view, stage, attempt, _hung(view, stage, attempt), AttemptState.LOST)
     # neither a kill nor a late start says anything about the job; an exit code does: twice the same comes a third time
     mute = seen.exit_code is None or seen.exit_code < 0 or seen.exit_code == ANOTHER_RUNS
     signature = "" if mute else f"exit {seen.exit_code}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from posttrain.domain.jobs import Failure, JobResult
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,26 @@ class AskToStop:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepWatch:
+    """Write down how long a job has been silent."""
+
+    stage: StageRecord
+    attempt: AttemptRecord
+    watch: Watch
+    goes_on: bool = False  # it was asked to checkpoint, and moves again
+
+
+@dataclass(frozen=True, slots=True)
+class AskToCheckpoint:
+    """Ask a job that seems to hang for a checkpoint, and say that it does."""
+
+    stage: StageRecord
+    attempt: AttemptRecord
+    watch: Watch
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Kill:
     """End a job that did not end by itself; whether it is gone, the next look says."""
 
@@ -157,6 +177,8 @@ Order = (
     | RecordLaunch
     | Say
     | AskToStop
+    | KeepWatch
+    | AskToCheckpoint
     | Kill
     | Collect
     | End

@@ -107,6 +107,7 @@ def plan_run(
         release=spec.release,
         code=code,
         policy=policy.digest if policy else None,
+        runtime=spec.runtime,
     )
     warnings = tuple(_new_channel(spec, channels))
     return Planned(manifest, contracts | decision.contracts, warnings, passes=passes, policy=policy)

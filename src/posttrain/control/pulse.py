@@ -7,11 +7,12 @@ from typing import Any
 
 from posttrain.control.decide import STOP_GRACE_SECONDS, View
 from posttrain.control.requests import job_of
+from posttrain.control.stalls import due_in, stall_after
 from posttrain.control.wiring import Wiring
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.domain.records import AttemptRecord, StageRecord, Watch
 from posttrain.domain.waits import times as due_times
 from posttrain.domain.waits import wait_of, waiting
 from posttrain.store.work import NEVER
@@ -23,11 +24,16 @@ _WAITS: Mapping[str, float] = {  # for what gives no sign: nobody writes a row o
     Reason.SUBMISSION_UNKNOWN: 2.0,
     Reason.JOB_NOT_VISIBLE: 2.0,
 }
+_WATCHED = (Reason.LAUNCHED, Reason.STALLED)  # attempts whose silence counts
 _LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
 
 
 def look_again_after(
-    manifest: Manifest, stages: Sequence[StageRecord], attempts: Sequence[AttemptRecord], now: float
+    manifest: Manifest,
+    stages: Sequence[StageRecord],
+    attempts: Sequence[AttemptRecord],
+    watches: Sequence[Watch],
+    now: float,
 ) -> float:
     """Seconds until these rows of a run alone make it worth a look."""
     times = [NEVER]
@@ -46,6 +52,9 @@ def look_again_after(
             times.append(UNSEEN_SECONDS)
             if attempt.stop_requested_at is not None:
                 times.append(max(_SOON, attempt.stop_requested_at + STOP_GRACE_SECONDS - now))
+    watched = {attempt.name: attempt.stage for attempt in attempts if attempt.reason in _WATCHED}
+    silent = [watch for watch in watches if watch.attempt in watched]
+    times += [due_in(watch, stall_after(manifest, watched[watch.attempt]), now) for watch in silent]
     if manifest.budget.wall_clock is not None and any(attempt.state in _LIVE for attempt in attempts):
         spent = sum(_seconds(attempt, now) for attempt in attempts)
         times.append(max(_SOON, manifest.budget.wall_clock - spent))

@@ -33,7 +33,7 @@ from posttrain.control.sights import Looks, see
 from posttrain.control.trouble import Troubles, one_line, record_trouble
 from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, PosttrainError
-from posttrain.domain.lifecycle import StageState, is_final
+from posttrain.domain.lifecycle import AttemptState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord
@@ -118,7 +118,8 @@ class Reconciler:
         names = {stage.name for stage in stages}
         attempts = [attempt for attempt in view.attempts if attempt.stage in names]
         # of the moment before anything was decided: a time that came meanwhile was not decided on
-        after = look_again_after(view.manifest, stages, attempts, min(began, self._wiring.clock.now()))
+        known = min(began, self._wiring.clock.now())
+        after = look_again_after(view.manifest, stages, attempts, view.watches, known)
         if troubles.again_after is not None:
             after = min(after, troubles.again_after)
         aside = tuple(sorted(troubles.set_aside)) if after >= NEVER else ()
@@ -344,8 +345,16 @@ class Reconciler:
 
     def _view(self, run_id: str, manifest: Manifest) -> View:
         with self._wiring.ledger.snapshot() as now:
-            rows = now.run(run_id), manifest, tuple(now.stages(run_id)), tuple(now.attempts(run_id))
-            return View(*rows, tuple(now.signals(run_id)) if signals_of(manifest) else ())
+            tries = tuple(now.attempts(run_id))
+            launched = any(attempt.state == AttemptState.LAUNCHED for attempt in tries)
+            return View(
+                now.run(run_id),
+                manifest,
+                tuple(now.stages(run_id)),
+                tries,
+                tuple(now.signals(run_id)) if signals_of(manifest) else (),
+                tuple(now.watches(run_id)) if launched else (),
+            )
 
     def _manifest(self, run: RunRecord) -> Manifest:
         if run.manifest_digest not in self._manifests:

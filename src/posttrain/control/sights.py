@@ -11,6 +11,8 @@ from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import JobResult, JobState, Observation
 from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.records import AttemptRecord
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.channel import EVENTS
 
 
 class Looks:
@@ -54,9 +56,20 @@ def see(wiring: Wiring, view: View, name: str, looks: Looks) -> Sight:
             if job.gone and another_runs(wiring, attempt, job):
                 return Sight(job, another_runs=True)
             word = _word(wiring, view, name, attempt)  # it may have ended between the two looks
-        return Sight(job, word=word, unheeded=unheeded(wiring, attempt) if word is None and job.gone else "")
+        reported = _reported(folder, job) if word is None and job.state is JobState.RUNNING else None
+        lost = unheeded(wiring, attempt) if word is None and job.gone else ""
+        return Sight(job, word=word, unheeded=lost, progress=reported)
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
         return Sight(job, unreadable=str(error))
+
+
+def _reported(folder: AttemptFolder, job: Observation) -> str:
+    """How far the job says it is; the first part is for people."""
+    said = folder.channel.summary()
+    if said is None:  # it loads, or is a job of before, which writes none
+        return f"its start | {folder.channel.last(EVENTS)} | {job.incarnation}"
+    place = f"step {said.step} of {said.total}"
+    return f"{place} | {said.tokens} | {said.phase} | {said.phases} | {job.incarnation}"
 
 
 def _word(wiring: Wiring, view: View, name: str, attempt: AttemptRecord) -> JobResult | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.durations import LEAST_STALL
 from posttrain.domain.errors import InputError
 from posttrain.domain.measures import ItemRange
 from posttrain.domain.placement import Placement
@@ -96,6 +97,11 @@ def refuse_malformed(contract: StageContract, told: str) -> None:
     threads = runtime.get("threads", 1) if isinstance(runtime, Mapping) else None
     if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
         raise InputError(f"{told}: runtime must be a map whose threads are at least 1, got {runtime!r:.80}")
+    limit = runtime.get("stall_after")
+    if limit is not None and (not isinstance(limit, int | float) or isinstance(limit, bool) or limit < LEAST_STALL):
+        raise InputError(
+            f"{told}: runtime.stall_after must be at least {LEAST_STALL:g} seconds, as a number, got {limit!r:.80}"
+        )
     if "placement" in contract.params and contract.load is None:
         raise InputError(f"{told}: placement decides no result and needs a load; call the parameter otherwise")
     for slot, (kind, _) in contract.inputs.items():

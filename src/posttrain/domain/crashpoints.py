@@ -18,6 +18,7 @@ CRASHPOINTS = frozenset(
         # control side
         "submit.before_commit", "submit.after_commit",
         "attempt.after_intent", "attempt.after_launch", "attempt.after_handle",
+        "stall.after_signal", "stall.after_ask",
         "collect.before_publish", "collect.after_publish", "collect.after_commit",
         "gate.before_commit", "gate.after_commit",
         "promote.before_commit", "promote.after_commit",

@@ -11,7 +11,7 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.contracts import BEST, METRICS, MODEL
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule
-from posttrain.domain.runspec import Budget, Ordered, ReleaseSpec
+from posttrain.domain.runspec import Budget, Ordered, ReleaseSpec, RunRuntime
 from posttrain.domain.spelling import nearest
 from posttrain.domain.validation import Frozen
 
@@ -85,10 +85,12 @@ class Manifest(Frozen):
     release: ReleaseSpec | None
     code: dict[str, str]  # trainer → digest of the sources and engine versions that decide results
     policy: str | None = None  # digest of the channel's policy, whose gates are among `gates`; None: it had none
+    runtime: RunRuntime | None = None  # None: the file says nothing for all stages
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON; `Manifest.model_validate` is its inverse. A run without a policy says nothing of one."""
-        return self.model_dump(mode="json", exclude={"policy"} if self.policy is None else None)
+        """Plain JSON; `Manifest.model_validate` is its inverse. What came later is told only where it is used."""
+        unsaid = {name for name in ("policy", "runtime") if getattr(self, name) is None}
+        return self.model_dump(mode="json", exclude=unsaid)
 
     @property
     def digest(self) -> str:

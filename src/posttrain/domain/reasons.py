@@ -79,6 +79,12 @@ class Reason(StrEnum):
         "The executor does not see the job, which does not prove that it ended.",
         "see that the executor can be reached",
     )
+    STALLED = (
+        "Stalled",
+        (_STAGE, _ATTEMPT),
+        "Its job reported no progress for `runtime.stall_after`: it is asked to checkpoint, then killed.",
+        "nothing: another attempt resumes; `logs` says where it hung",
+    )
     ANOTHER_RUNS = (
         "AnotherRuns",
         (_ATTEMPT,),

@@ -134,6 +134,17 @@ class AttemptRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """How long a job has been seen to report no progress."""
+
+    attempt: str  # its name
+    run_id: str
+    progress: str  # what it had reported: equal as long as nothing moved
+    quiet: float  # seconds of silence that somebody watched
+    at: float  # the last look
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseEntry:
     """One line of a channel's append-only history; the last one is what is live."""
 

@@ -35,6 +35,7 @@ from pydantic import (
     model_validator,
 )
 
+from posttrain.domain.durations import LONGEST, StallAfter, parse_duration
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateRule
 from posttrain.domain.kinds import ADDED, kind_names
@@ -47,23 +48,7 @@ from posttrain.domain.validation import Frozen, explain
 _DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
 RESERVED_STAGES = frozenset({"base", *ADDED, CHANNEL})
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
-_DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h|d)?$")
 MOST_TOKENS = 2**53 - 1  # that a run may declare
-LONGEST = 3650 * 86400.0  # seconds that may be declared; more is a slip
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def parse_duration(value: Any) -> Any:
-    """`90`, `90s`, `10m`, `2h`, `1d` → seconds."""
-    if isinstance(value, str):
-        match = _DURATION.match(value.strip())
-        if not match:
-            raise ValueError(f"must be a duration such as 90s, 10m or 2h, got {value!r}")
-        seconds = float(match[1]) * _UNITS[match[2] or "s"]
-        if seconds > LONGEST:
-            raise ValueError(f"must be at most {LONGEST / _UNITS['d']:.0f}d, got {value:.40}")
-        return seconds
-    return value
 
 
 def parse_count(value: Any) -> Any:
@@ -84,6 +69,12 @@ class Budget(Frozen):
     )
     wall_clock: Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=LONGEST)] | None = None  # seconds
     attempts: Annotated[int, Field(ge=1, le=20)] = 5  # per stage, for infrastructure failures
+
+
+class RunRuntime(Frozen):
+    """How every job of a run is run, where its stage says nothing else."""
+
+    stall_after: StallAfter  # seconds without progress, after which a job is taken for hung
 
 
 def _word_or_list(value: Any) -> Any:
@@ -193,6 +184,7 @@ class RunSpec(Frozen):
     stages: dict[Name, StageSpec] = Field(min_length=1)
     gates: tuple[GateRule, ...] = ()
     budget: Budget = Budget()
+    runtime: RunRuntime | None = None
     release: ReleaseSpec | None = None
     trackers: Trackers | None = None  # None: the workspace's
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
+from posttrain.domain.durations import StallAfter
 from posttrain.domain.validation import Frozen
 
 # Of anything that is counted or measured there is a most: more is a slip that would be found late, in a job's memory
@@ -68,6 +69,14 @@ class InferenceRuntimeConfig(Frozen):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bf16 on CUDA, fp32 on CPU
     threads: Few = 1  # one thread is fastest for models under ~10 M parameters (measured)
+    stall_after: StallAfter | None = None  # seconds without progress until the job is taken for hung; None: the run's
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        said: dict[str, Any] = handler(self)
+        if self.stall_after is None:
+            said.pop("stall_after", None)
+        return said
 
 
 class RuntimeConfig(InferenceRuntimeConfig):

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
-from posttrain.domain.facts import Fact, Note, Progress, Sample, fact_from_json, fact_to_json
+from posttrain.domain.facts import Fact, Note, Progress, Sample, Span, fact_from_json, fact_to_json
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
@@ -33,6 +33,7 @@ from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.trees import file_digest
 
 METER = "meter"
+PHASE_SECONDS = 30.0  # after which the end of a phase is told by itself: a step of a large model takes hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +279,10 @@ class SpendingMeter:
 class EventWriter:
     """The job's fact sink: buffers facts and writes them as segments, samples into a folder of their own.
 
-    A segment is due after `most` facts, or when a `Progress` or `Note` comes `seconds` after the last segment; what is
-    left is written by `close`. Spans, metrics and samples do not make one due: they come just before the progress of
-    their step, which would then stay in the buffer for as long as the next step takes. Use it as a context manager.
-    Numbering goes on from the segments that are there.
+    A segment is due after `most` facts, or when a `Progress` or `Note` comes `seconds` after the last one that was
+    told; what is left is written by `close`. Metrics and samples do not make one due: they come just before the
+    progress of their step. A span does `PHASE_SECONDS` after the last segment, whatever is told of progress then. Use
+    it as a context manager. Numbering goes on from the segments that are there.
 
     Raises:
         WorkspaceError: the disk is full or read-only; the facts stay buffered, so a later call tries again.
@@ -292,22 +293,34 @@ class EventWriter:
         make_folder(attempt.events)
         self._channel = attempt.channel
         self._facts, self._samples = _Segments(self._channel, EVENTS, packed=True), _Segments(self._channel, SAMPLES)
-        self._flushed = float("-inf")
+        self._told, self._flushed = float("-inf"), time.monotonic()  # of progress or a note; of anything
+        self._progress: Progress | None = None
+        self._phases = 0
 
     def __call__(self, fact: Fact) -> None:
         """Say a fact."""
         (self._samples if isinstance(fact, Sample) else self._facts).waiting.append(fact)
-        late = isinstance(fact, Progress | Note) and time.monotonic() - self._flushed >= self._seconds
+        now = time.monotonic()
+        late = isinstance(fact, Progress | Note) and now - self._told >= self._seconds
+        if isinstance(fact, Progress):
+            self._progress = fact
+        elif isinstance(fact, Span):
+            self._phases += 1
+            late = now - self._flushed >= PHASE_SECONDS
         if late or len(self._facts.waiting) + len(self._samples.waiting) >= self._most:
             self.flush()
+        if late and not isinstance(fact, Span):
+            self._told = now
 
     def flush(self) -> None:
         """Write what is buffered. Samples come first: whoever sees a step's progress finds its samples."""
         self._samples.write()
-        said = next((fact for fact in reversed(self._facts.waiting) if isinstance(fact, Progress)), None)
-        number = self._facts.write()
-        if said is not None:
-            self._channel.summarise(Summary(said.step, said.total, said.phase, said.tokens, number, said.at))
+        something, number = bool(self._facts.waiting), self._facts.write()
+        said = self._progress
+        if said is not None and something:
+            self._channel.summarise(
+                Summary(said.step, said.total, said.phase, said.tokens, number, said.at, self._phases)
+            )
         self._flushed = time.monotonic()
 
     def close(self) -> None:

@@ -119,6 +119,7 @@ class Summary:
     tokens: int
     segment: int  # the newest of its facts
     at: float
+    phases: int = 0  # spans that have ended: within a long step, what shows that it goes on
 
 
 class AttemptChannel:

@@ -400,6 +400,17 @@ work = Table(
     Index("work_by_time", "project", "due_at"),
 )
 
+watches = Table(  # of jobs: how long they have been silent
+    "watches",
+    metadata,
+    Column("attempt", Text, primary_key=True),  # its name
+    Column("run_id", String(64), nullable=False),
+    Column("progress", Text, nullable=False),
+    Column("quiet", Float(53), nullable=False),
+    Column("at", Float(53), nullable=False),
+    Index("watches_by_run", "run_id"),
+)
+
 # --- of ledgers that were made before: read and verified by the old rule ----------------------------------------------
 
 events_before = Table(

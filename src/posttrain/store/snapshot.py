@@ -30,6 +30,7 @@ from posttrain.domain.records import (
     RunRecord,
     Signal,
     StageRecord,
+    Watch,
 )
 from posttrain.domain.spelling import meant
 from posttrain.store.rows import Record, to_event, to_record
@@ -55,6 +56,7 @@ from posttrain.store.schema import (
     stage_cache,
     stages,
     unsealed,
+    watches,
     work,
 )
 from posttrain.store.waking import RUN
@@ -74,6 +76,7 @@ _CACHED = select(stages).join(
     stage_cache, (stages.c.run_id == stage_cache.c.run_id) & (stages.c.name == stage_cache.c.stage)
 )
 _CACHED = _CACHED.where(stage_cache.c.cache_key == bindparam("of_key"), stage_cache.c.project == _PROJECT)
+_WATCHES = select(watches).where(watches.c.run_id == _RUN_ID).order_by(watches.c.attempt)
 _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
 _RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
 
@@ -288,6 +291,10 @@ class Snapshot:
         query = query.join(principals, principals.c.id == signals.c.principal)
         query = query.where(signals.c.project == self._project, signals.c.run_id == run_id)
         return self._all(Signal, query.order_by(signals.c.at, signals.c.name))
+
+    def watches(self, run_id: str) -> list[Watch]:
+        """How long its jobs have been silent."""
+        return [to_record(Watch, row) for row in self._connection.execute(_WATCHES, {"run_id": run_id})]
 
     def quarantine(self, name: str) -> list[Quarantine]:
         """Models that may not be promoted to a channel again, the newest first."""

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Table, Update, bindparam, update
+from sqlalchemy import Table, Update, bindparam, text, update
 
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition, is_final
-from posttrain.domain.records import Artifact, Asset, AssetStatus, AttemptRecord, RunRecord, Signal, StageRecord
+from posttrain.domain.records import Artifact, Asset, AssetStatus, AttemptRecord, RunRecord, Signal, StageRecord, Watch
 from posttrain.store.audited import CHANGED, Change
 from posttrain.store.edges import Sizes, Told
 from posttrain.store.releasing import ReleaseWriting
@@ -26,6 +26,10 @@ from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import asset_status, assets, attempts, runs, signals, stage_cache, stages
 from posttrain.store.waking import revive
 
+_WATCH = text(
+    "INSERT INTO watches (attempt, run_id, progress, quiet, at) VALUES (:attempt, :run_id, :progress, :quiet, :at) "
+    "ON CONFLICT (attempt) DO UPDATE SET progress = excluded.progress, quiet = excluded.quiet, at = excluded.at"
+)
 _JOINED = frozenset({"lease_owner", "lease_expires"})  # of a run, from its row of the work queue
 _FIXED = _JOINED | {"id", "run_id", "stage", "number", "state", "generation", "created_at", "project", "repeat"}
 _KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "stage", "number")}
@@ -175,6 +179,10 @@ class Transaction(ReleaseWriting):
         subject = f"{run_id}/{stage}"
         if not self._change(stage_cache, key, values, "stage.cached", subject):
             self._insert(stage_cache, {**key, **values}, f"cache entry {cache_key}", "stage.cached", subject)
+
+    def watch(self, watch: Watch) -> None:
+        """Keep what a look at a silent job found. No event tells of it: it is lost with less harm than it is told."""
+        self._connection.execute(_WATCH, to_columns(watch))
 
     def look_again(self, run_id: str) -> None:
         """What was set aside of a run is looked at again: a person asks for it."""

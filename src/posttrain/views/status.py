@@ -94,9 +94,11 @@ class RunStatus:
 
     @property
     def why(self) -> str:
-        """One line: why it is where it is. Of one that only waits, for what."""
-        if is_final("run", self.run.state) or any(s.record.state == StageState.RUNNING for s in self.stages):
-            return self.run.message
+        """One line: why it is where it is. Of one that only waits, for what; of one whose job hangs, that it does."""
+        under_way = [stage for stage in self.stages if stage.record.state == StageState.RUNNING]
+        if is_final("run", self.run.state) or under_way:
+            hung = [f"stage {s.record.name}: {s.reason}" for s in under_way if s.record.reason == Reason.STALLED]
+            return "; ".join(hung) or self.run.message
         waits = [f"stage {stage.record.name} {stage.reason}" for stage in self.stages if waiting(stage.record)]
         return "; ".join(waits) or self.run.message
 

@@ -39,6 +39,7 @@ def upgrade() -> None:
     _create_signals()
     _create_asset_status()
     _create_work()
+    _create_watches()
 
 
 def _create_asset_status() -> None:
@@ -373,3 +374,15 @@ def _create_work() -> None:
     )
     op.drop_column("runs", "lease_owner")
     op.drop_column("runs", "lease_expires")
+
+
+def _create_watches() -> None:
+    op.create_table(
+        "watches",
+        sa.Column("attempt", sa.Text(), primary_key=True),
+        sa.Column("run_id", sa.String(64), nullable=False),
+        sa.Column("progress", sa.Text(), nullable=False),
+        sa.Column("quiet", _TIME, nullable=False),
+        sa.Column("at", _TIME, nullable=False),
+    )
+    op.create_index("watches_by_run", "watches", ["run_id"])

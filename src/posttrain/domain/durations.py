@@ -1,0 +1,30 @@
+"""Lengths of time as a run file writes them: `90s`, `10m`, `2h`, `1d`."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+_DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h|d)?$")
+LONGEST = 3650 * 86400.0  # seconds that may be declared; more is a slip
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+LEAST_STALL = 10.0  # seconds; a job that is well says how far it is every second or so, and each phase of a long step
+
+
+def parse_duration(value: Any) -> Any:
+    """`90`, `90s`, `10m`, `2h`, `1d` → seconds."""
+    if isinstance(value, str):
+        match = _DURATION.match(value.strip())
+        if not match:
+            raise ValueError(f"must be a duration such as 90s, 10m or 2h, got {value!r}")
+        seconds = float(match[1]) * _UNITS[match[2] or "s"]
+        if seconds > LONGEST:
+            raise ValueError(f"must be at most {LONGEST / _UNITS['d']:.0f}d, got {value:.40}")
+        return seconds
+    return value
+
+
+# `runtime.stall_after`: how long a job may report no progress before it is taken for hung
+StallAfter = Annotated[float, BeforeValidator(parse_duration), Field(ge=LEAST_STALL, le=LONGEST)]

@@ -1,0 +1,229 @@
+"""A job that reports no progress is found, asked for a checkpoint, and killed; one that moves never is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from control_bench import RUN, TRAIN_ONLY, Bench, Script, resolve, train
+
+from posttrain.control import actions
+from posttrain.control.planning import plan_run
+from posttrain.control.reconciler import Reconciler
+from posttrain.control.stalls import STALL_AFTER, stall_after
+from posttrain.domain.errors import InputError
+from posttrain.domain.facts import Note, Progress, Span
+from posttrain.domain.identity import deciding
+from posttrain.domain.records import AttemptRecord
+from posttrain.domain.runspec import parse_run_spec
+from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store import attempts as attempts_module
+from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.channel import ControlKind
+
+HOUR, LOOK = 3600.0, 900.0
+
+
+def stage(limit: object) -> dict[str, Any]:
+    """The training stage alone, with a limit of its own."""
+    return {**TRAIN_ONLY, "stages": {"sft": {**RUN["stages"]["sft"], "runtime": {"stall_after": limit}}}}
+
+
+def begins(folder: AttemptFolder) -> None:
+    """A job that comes to its third step, and runs on."""
+    with EventWriter(folder) as sink:
+        sink(Progress(3, 9, "sft", 30, 0.0))
+
+
+class Watched:
+    """A run of one training stage, looked at as a driver does."""
+
+    def __init__(self, bench: Bench, begins: Script | None = begins, **changes: Any) -> None:
+        bench.scripts["sft"] = [begins]
+        self.bench, self.run = bench, bench.submit(**(TRAIN_ONLY | changes))
+        for _ in range(6):
+            bench.reconciler.step(self.run)
+
+    @property
+    def attempt(self) -> AttemptRecord:
+        return self.bench.ledger.attempts(self.run)[-1]
+
+    @property
+    def folder(self) -> AttemptFolder:
+        return self.bench.wiring.folder(self.attempt)
+
+    @property
+    def asked(self) -> int:
+        """Checkpoints that the job was asked for."""
+        return self.folder.checkpoints_requested()
+
+    def says(self, step: int) -> None:
+        with EventWriter(self.folder) as sink:
+            sink(Progress(step, 9, "sft", 10 * step, 0.0))
+
+    def passes(self, seconds: float) -> None:
+        """Time, with a look every quarter of an hour."""
+        for _ in range(round(seconds / LOOK)):
+            self.bench.clock.sleep(LOOK)
+            while self.bench.reconciler.step(self.run).changed:
+                pass
+
+    def killed(self) -> bool:
+        return bool(self.bench.executor.cancelled)
+
+
+@pytest.fixture
+def hung(bench: Bench) -> Watched:
+    return Watched(bench)
+
+
+def test_a_silent_job_is_asked_and_then_killed_and_tried_again(hung: Watched) -> None:
+    hung.passes(STALL_AFTER - LOOK)
+    assert (hung.asked, hung.bench.stage(hung.run, "sft").reason) == (0, "Running")
+    hung.passes(2 * LOOK)
+    found = hung.bench.stage(hung.run, "sft")
+    assert (hung.asked, found.reason, hung.attempt.reason) == (1, "Stalled", "Stalled")
+    assert found.message == (
+        "no progress for 2 h: it stands at step 3 of 9; asked to checkpoint, to be killed in 30 min unless it moves"
+    )
+    assert not hung.killed()
+    hung.bench.scripts["sft"] = [train()]
+    hung.passes(STALL_AFTER / 4 + LOOK)
+    assert hung.bench.executor.cancelled == [f"{hung.run}-sft-1"]
+    first, second = hung.bench.ledger.attempts(hung.run)
+    assert (first.state, first.reason, second.state) == ("lost", "Stalled", "succeeded")
+    assert first.message == (
+        "no progress for 2 h (runtime.stall_after) at step 3 of 9: asked to checkpoint, then killed"
+    )
+    assert first.failure_signature == "no progress at step 3 of 9"
+
+
+def test_a_job_that_hangs_at_the_same_place_again_is_not_tried_a_third_time(hung: Watched) -> None:
+    hung.passes(4 * STALL_AFTER)
+    assert hung.bench.ledger.run(hung.run).state == "failed"
+    assert hung.bench.stage(hung.run, "sft").reason == "CircuitOpen"
+    assert len(hung.bench.ledger.attempts(hung.run)) == 2
+
+
+def test_a_slow_job_that_moves_is_left_alone(bench: Bench) -> None:
+    slow = Watched(bench)
+    for step in range(3):
+        slow.passes(STALL_AFTER * 0.75)
+        slow.says(step)
+    assert (slow.asked, slow.killed(), slow.attempt.number) == (0, False, 1)
+
+
+def test_within_a_long_step_the_end_of_a_phase_is_progress(hung: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts_module, "PHASE_SECONDS", 0.0)
+    with EventWriter(hung.folder) as sink:
+        sink(Progress(1, 9, "grpo", 10, 0.0))
+        for name in ("rollout", "reward", "update"):
+            hung.passes(STALL_AFTER * 0.75)
+            sink(Span(name, 1, 0.0, 1.0))
+    assert (hung.asked, hung.killed()) == (0, False)
+
+
+def test_notes_of_a_job_that_spins_are_no_progress(hung: Watched) -> None:
+    with EventWriter(hung.folder, seconds=0) as sink:
+        for _ in range(12):
+            hung.passes(HOUR / 4)
+            sink(Note("still here", 0.0))
+    assert hung.killed()
+
+
+def test_an_answer_to_the_request_keeps_the_job_and_a_late_one_too(hung: Watched) -> None:
+    hung.passes(STALL_AFTER)
+    assert (hung.asked, hung.attempt.reason) == (1, "Stalled")
+    hung.passes(LOOK)
+    hung.says(4)
+    hung.passes(STALL_AFTER / 2)
+    assert (hung.killed(), hung.attempt.reason) == (False, "Launched")
+    assert hung.bench.stage(hung.run, "sft").reason == "Running"
+    hung.passes(STALL_AFTER)
+    assert [control.kind for control in hung.folder.channel.controls()] == [ControlKind.CHECKPOINT] * 2
+
+
+def test_a_clock_that_jumps_and_hours_without_a_driver_prove_nothing(hung: Watched) -> None:
+    for _ in range(3):
+        hung.bench.clock.sleep(10 * STALL_AFTER)  # nobody looked, or the machine slept
+        hung.passes(LOOK)
+    assert hung.asked == 0
+    hung.bench.clock.sleep(-20 * STALL_AFTER)
+    hung.passes(LOOK)
+    assert hung.asked == 0
+    hung.says(4)
+    hung.passes(STALL_AFTER * 0.75)
+    assert (hung.asked, hung.killed()) == (0, False)
+
+
+def test_the_next_driver_goes_on_where_the_last_one_died(hung: Watched) -> None:
+    hung.passes(STALL_AFTER + LOOK)
+    assert hung.asked == 1
+    hung.bench.reconciler.release(hung.run)
+    hung.bench.reconciler = Reconciler(hung.bench.wiring, "another")
+    hung.bench.scripts["sft"] = [train()]
+    hung.passes(STALL_AFTER / 4 + LOOK)
+    assert (hung.asked, hung.killed(), hung.bench.ledger.run(hung.run).state) == (0, True, "succeeded")
+    first = hung.bench.wiring.folder(hung.bench.ledger.attempts(hung.run)[0])
+    assert first.checkpoints_requested() == 1, "it is not asked anew"
+
+
+def test_a_job_that_cannot_be_killed_yet_is_killed_again(hung: Watched) -> None:
+    hung.bench.executor.hostility.deaf = 3
+    hung.passes(2 * STALL_AFTER)
+    assert hung.killed()
+
+
+def test_time_in_a_queue_is_no_silence(hung: Watched) -> None:
+    [job] = hung.bench.executor._jobs[f"{hung.run}-sft-1"]
+    job.visible = hung.bench.clock.now() + 2 * STALL_AFTER
+    hung.passes(2.5 * STALL_AFTER)
+    assert (hung.asked, hung.killed()) == (0, False)
+
+
+def test_a_person_who_stops_a_hung_run_waits_no_longer_than_otherwise(hung: Watched) -> None:
+    hung.passes(STALL_AFTER + LOOK)
+    actions.stop(hung.bench.wiring, hung.run)
+    hung.passes(4 * LOOK)
+    assert hung.bench.ledger.run(hung.run).state == "stopped"
+
+
+def test_what_is_written_of_a_run_is_gone_with_its_end(hung: Watched) -> None:
+    hung.passes(STALL_AFTER / 2)
+    with hung.bench.ledger.snapshot() as now:
+        assert [watch.attempt for watch in now.watches(hung.run)] == [hung.attempt.name]
+    actions.stop(hung.bench.wiring, hung.run)
+    hung.passes(4 * LOOK)
+    with hung.bench.ledger.snapshot() as now:
+        assert now.watches(hung.run) == []
+
+
+def test_a_stage_says_it_for_itself_and_a_run_for_the_others() -> None:
+    def manifest(**changes: Any) -> Any:
+        raw = {**RUN, **changes}
+        return plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", resolve, {"native": NativeTrainer()}).manifest
+
+    plain, named = manifest(), manifest(runtime={"stall_after": "30m"})
+    own = manifest(runtime={"stall_after": "30m"}, stages={**RUN["stages"], **stage("3h")["stages"]})
+    assert [stall_after(one, "sft") for one in (plain, named, own)] == [STALL_AFTER, 1800.0, 3 * HOUR]
+    assert stall_after(own, "evaluate") == 1800.0
+    assert "runtime" not in plain.to_json()
+    assert "stall_after" not in plain.stage("sft").params["runtime"]
+    assert len({one.digest for one in (plain, named, own)}) == 3
+    assert deciding(own.stage("sft").params) == deciding(plain.stage("sft").params), "it decides no result"
+
+
+@pytest.mark.parametrize("limit", ["9s", 0, "1x", -1, "9999d"])
+def test_a_limit_that_cannot_be_is_refused_in_one_line(bench: Bench, limit: object) -> None:
+    for changes in (stage(limit), {**TRAIN_ONLY, "runtime": {"stall_after": limit}}):
+        with pytest.raises(InputError, match="stall_after") as caught:
+            bench.submit(**changes)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_job_that_never_came_to_a_step_is_found_too(bench: Bench) -> None:
+    loads = Watched(bench, begins=None)
+    loads.passes(STALL_AFTER + 2 * LOOK)
+    assert "it stands at its start; asked" in bench.stage(loads.run, "sft").message
+    loads.passes(STALL_AFTER / 2)
+    assert loads.killed()
