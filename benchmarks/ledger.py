@@ -1,10 +1,12 @@
 """What a large ledger costs those who look at it: CPU seconds per command at so many runs and events.
 
-    python -m benchmarks.ledger [--json FILE] [--runs N] [--rounds N] [--keep DIR] [--tiny]
+    python -m benchmarks.ledger [--json FILE] [--runs N] [--events N] [--rounds N] [--keep DIR] [--tiny]
 
-Makes a workspace with N runs of 20 events each (10,000 runs: 200,000 events), all by the ledger's own transactions, and
-takes the CPU time of `ls`, `get`, `verify` and `doctor` as a person would type them, process start included: the median
-of three. The bound of `verify` is what cannot be left out: reading every event once and hashing its bytes once.
+Makes a workspace with N runs of 20 events each, or as many as `--events` says (10,000 runs of 100: a million events),
+all by the ledger's own transactions, and takes the CPU time of `ls`, `get`, `why`, `verify` and `doctor` as a person
+would type them: the median of three. `beyond` is what that is more than in a workspace of two runs, round by round: the
+cost of the size, without the start of a process. The bound of `verify` is what cannot be left out: reading every event
+once and hashing its bytes once.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from posttrain.domain.runspec import Budget
 
 RUNS, ROUNDS, PER_TRANSACTION = 10_000, 3, 200
 STAGES = ("sft", "grpo", "evaluate", "baseline", "gate")
-EVENTS = 2 + 3 * len(STAGES) + 3  # of one run: itself twice, each stage three times, and three of its attempts
+ROWS = 3 + 3 * len(STAGES)  # events of a run's rows: itself three times, each stage three times
+EVENTS = 20  # of one run, if nobody says otherwise; those that are not of its rows are of attempts
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Row:
     seconds: float
     fastest: float
     slowest: float
+    beyond: float  # more than in a workspace of two runs
     bound: float | None = None
 
 
@@ -49,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--events", type=int, default=EVENTS, metavar="N", help="of one run")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="make the workspace here, or use the one that is here")
     parser.add_argument("--tiny", action="store_true", help="two runs, one round: that it runs, no figures")
@@ -57,20 +62,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.keep or Path(scratch)
         if not (folder / ".posttrain").exists():
-            fill(folder, runs)
-        rows = measure(folder, rounds)
-    print(f"{runs} runs, {runs * EVENTS} events")
-    print(f"{'command':8s} {'seconds':>8s} {'(min-max)':>14s} {'bound':>7s}  reached")
+            fill(folder, runs, arguments.events)
+        fill(Path(scratch) / "small", 2, arguments.events)
+        rows = measure(folder, Path(scratch) / "small", rounds)
+    print(f"{runs} runs, {runs * arguments.events} events")
+    print(f"{'command':8s} {'seconds':>8s} {'(min-max)':>14s} {'beyond':>7s} {'bound':>7s}  reached")
     for row in rows:
         span = f"({row.fastest:.2f}-{row.slowest:.2f})"
         bound = f"{row.bound:7.2f}  {row.bound / row.seconds:6.0%}" if row.bound else ""
-        print(f"{row.command:8s} {row.seconds:8.2f} {span:>14s} {bound}")
+        print(f"{row.command:8s} {row.seconds:8.2f} {span:>14s} {row.beyond:7.2f} {bound}")
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
-def fill(folder: Path, runs: int) -> None:
-    """A workspace in which so many runs have ended."""
+def fill(folder: Path, runs: int, events: int) -> None:
+    """A workspace in which so many runs have ended, each with so many events."""
     folder.mkdir(parents=True, exist_ok=True)
     workspace = init_workspace(folder)
     manifest = Manifest(
@@ -89,25 +95,26 @@ def fill(folder: Path, runs: int) -> None:
                     transaction.update_stage(ready, state="skipped", reason="ChannelEmpty", finished_at=time.time())
                 run = transaction.update_run(run, state="running", reason="Running", message="stages are under way")
                 transaction.update_run(run, state="succeeded", reason="Succeeded", finished_at=time.time())
-                for attempt in range(EVENTS - 3 - 3 * len(STAGES)):
+                for attempt in range(events - ROWS):
                     told = {"name": f"{run.id}-sft-{attempt}", "executor": "local", "resume": None}
                     transaction.append_event("attempt.planned", f"{run.id}/sft/{attempt}", told)
     workspace.seal()
     workspace.close()
 
 
-def measure(folder: Path, rounds: int) -> list[Row]:
-    """Every command in turn, round by round."""
+def measure(folder: Path, small: Path, rounds: int) -> list[Row]:
+    """Every command in turn, in both workspaces, round by round."""
     newest = "bench-00000000"
-    commands = {"ls": ["ls"], "get": ["get", newest], "verify": ["verify", newest], "doctor": ["doctor"]}
+    commands = {"ls": ["ls"], "get": ["get", newest], "why": ["why", newest], "verify": ["verify", newest]}
+    commands["doctor"] = ["doctor"]
     times: dict[str, list[float]] = {name: [] for name in commands}
+    beyond: dict[str, list[float]] = {name: [] for name in commands}
     bounds: list[float] = []
     for _ in range(rounds):
         for name, words in commands.items():
-            started = _children()
-            command = [sys.executable, "-m", "posttrain", *words]
-            subprocess.run(command, cwd=folder, check=name != "doctor", stdout=subprocess.DEVNULL)
-            times[name].append(_children() - started)
+            base, taken = (_seconds(words, place) for place in (small, folder))
+            times[name].append(taken)
+            beyond[name].append(taken - base)
         bounds.append(least(folder))
     return [
         Row(
@@ -115,10 +122,19 @@ def measure(folder: Path, rounds: int) -> list[Row]:
             statistics.median(taken),
             min(taken),
             max(taken),
+            statistics.median(beyond[name]),
             statistics.median(bounds) if name == "verify" else None,
         )
         for name, taken in times.items()
     ]
+
+
+def _seconds(words: list[str], folder: Path) -> float:
+    """CPU seconds of one command."""
+    started = _children()
+    command = [sys.executable, "-m", "posttrain", *words]
+    subprocess.run(command, cwd=folder, check=words != ["doctor"], stdout=subprocess.DEVNULL)
+    return _children() - started
 
 
 def least(folder: Path) -> float:
