@@ -137,11 +137,11 @@ def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = ""
     if moves:
         refuse_unmet(wiring, run, manifest, report, channel)
         refuse_lift(wiring, channel, report.candidate, policy_of(wiring, channel))
-    refuse_release(wiring, channel, report.candidate)
     check_weights(wiring, report.candidate, f"channel {channel} stays where it is")
     if not moves and live is not None:
         return live  # asking twice is one promotion
     with wiring.ledger.transaction(wiring.actor) as transaction:
+        refuse_release(transaction.snapshot, channel, report.candidate)
         return transaction.append_release(
             channel,
             report.candidate,
@@ -181,7 +181,6 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
         raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; look: posttrain ls")
     named = _release_named(history, to)
     digest = live.model_digest if named == live.model_digest else rollback_target(history, named)
-    refuse_release(wiring, channel, digest)
     check_weights(wiring, digest, f"channel {channel} stays at release {live.sequence}")
     if named == live.model_digest:
         return live
@@ -189,6 +188,7 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
     refuse_lift(wiring, channel, digest, policy_of(wiring, channel))
     target = next(entry for entry in reversed(history) if entry.model_digest == digest)
     with wiring.ledger.transaction(wiring.actor) as transaction:
+        refuse_release(transaction.snapshot, channel, digest)
         return transaction.append_release(
             channel,
             digest,

@@ -152,11 +152,11 @@ def release_stage(
         move = promotion(live, judged, candidate, report)
         if move:
             refuse_unmet(wiring, run, manifest, report, channel)
-            refuse_release(wiring, channel, candidate)
         with wiring.ledger.transaction(wiring.actor) as transaction:
             if transaction.snapshot.run(run.id).desired == "stopped":
                 return  # a person said stop before the pointer moved: the next tick stops the stage
             if move:
+                refuse_release(transaction.snapshot, channel, candidate)
                 live = transaction.append_release(
                     channel,
                     candidate,

@@ -35,8 +35,12 @@ def set_status(wiring: Wiring, asset: Asset, status: str, reason: str = "") -> A
 def recalled(wiring: Wiring, digests: Collection[str]) -> dict[str, AssetStatus]:
     """Of these bytes, those that were recalled or made from something recalled, with what was said of that."""
     with wiring.ledger.snapshot() as now:
-        barred = {digest: said for said, digest in reversed(now.asset_status(RECALLED))}
-        return {digest: said for digest, said in _spread(now, barred) if digest in digests} if barred else {}
+        return _recalled(now, digests)
+
+
+def _recalled(now: Snapshot, digests: Collection[str]) -> dict[str, AssetStatus]:
+    barred = {digest: said for said, digest in reversed(now.asset_status(RECALLED))}
+    return {digest: said for digest, said in _spread(now, barred) if digest in digests} if barred else {}
 
 
 def refuse_recalled(wiring: Wiring, manifest: Manifest, source: str) -> None:
@@ -59,13 +63,16 @@ def refuse_recalled(wiring: Wiring, manifest: Manifest, source: str) -> None:
         )
 
 
-def refuse_release(wiring: Wiring, channel: str, model: str) -> None:
+def refuse_release(now: Snapshot, channel: str, model: str) -> None:
     """Refuse to point a channel at a model that was recalled, or made from something recalled.
+
+    Args:
+        now: of the transaction that would point it there.
 
     Raises:
         RecalledError: it was.
     """
-    for said in recalled(wiring, [model]).values():
+    for said in _recalled(now, [model]).values():
         raise RecalledError(
             f"channel {channel}: {model[:19]}… {_how(said, '')}; train it again from another version, or posttrain "
             f"asset restore {_of(said)}"
