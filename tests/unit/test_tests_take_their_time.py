@@ -157,6 +157,7 @@ WAIT = re.compile(
 SHORT_WAITS = {
     "control/reconciler.py:RACED_SECONDS": "until whoever lost a race looks again; nothing ends with it",
     "control/reconciler.py:POLL_SECONDS": "between two questions to the queue; nothing ends with it",
+    "control/pulse.py:FAR_SECONDS": "between two looks at an object store; nothing ends with it",
     "trackers/reaching.py:_SECONDS": "a server that is away longer is told, and tried again later",
     "views/status.py:_ALONE": "told a little early, nothing else: a driver may follow",
     "data/fitting.py:_MEAN_SECONDS": "a mean over rows, looked at after ten seconds; a rendering takes a thousandth",

@@ -21,6 +21,7 @@ from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.blobs import blobs_url, open_blobs
+from posttrain.store.channels.objects import checked_url
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
@@ -28,6 +29,7 @@ from posttrain.store.upgrade import Upgraded, upgrade_ledger
 from posttrain.workspace.ledgers import FILE, bind, holds_runs, ledger_place, recorded
 from posttrain.workspace.opened import OpenWorkspace
 from posttrain.workspace.settings import (
+    CHANNEL,
     EXECUTOR,
     FOLDER,
     LOCAL,
@@ -57,6 +59,7 @@ class Workspace(OpenWorkspace):
         rewards: str | None = None,
         trackers: Mapping[str, Any] | None = None,
         ledger: str | None = None,
+        channel: str | None = None,
     ) -> None:
         self.root = root.resolve()
         if not create and not has_ledger(self.root):
@@ -67,12 +70,13 @@ class Workspace(OpenWorkspace):
         place = ledger_place(self.root, read_json(self.root / SETTINGS), ledger)
         # first: a server or a store that cannot be reached leaves no half workspace
         database = None if isinstance(place, Path) else Database(place, create=create and not holds_runs(self.root))
+        channel = _channel(self.root, channel)
         self.blobs = open_blobs(store)
         if create:
             if database is None:
                 _refuse_lost_ledger(self.root)
             _make(self.root)
-            record_places(self.root, self.blobs.url, place, rewards, trackers)
+            record_places(self.root, self.blobs.url, place, rewards, trackers, channel)
         self.settings = read_json(self.root / SETTINGS) or {}
         self.ledger = Ledger(database or Database(place, create=create), clock)
         if database is not None:
@@ -88,6 +92,7 @@ class Workspace(OpenWorkspace):
             slots=max(1, os.cpu_count() or 1),
             trust_rewards=self.trusts_rewards,
             workspace=self.place,
+            channels=self.channels,
         )
         self.catalog = Catalog(self.ledger, self.blobs, self.actor)
 
@@ -136,6 +141,7 @@ def init_workspace(
     trackers: Mapping[str, Any] | None = None,
     ledger: str | None = None,
     executor: str | None = None,
+    channel: str | None = None,
 ) -> Workspace:
     """Make a workspace below `path` (default: here). Doing it again changes nothing but what is given.
 
@@ -144,16 +150,17 @@ def init_workspace(
         trackers: of every run that names none itself, in place of those that were chosen before.
         ledger: address of the PostgreSQL database that a new workspace keeps its ledger in.
         executor: who runs its jobs: `local`, or one that an installed package adds.
+        channel: URL below which the jobs of a new workspace and its drivers talk to each other; None: in its folder.
 
     Raises:
-        InputError: an unknown executor, or a broken one.
+        InputError: an unknown executor, or a broken one; a URL below which there can be no channels.
         ConflictError: another executor than before, while runs go on.
     """
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
     if executor not in (None, LOCAL):
         InstalledExecutor(executor, [LOCAL], root / "runs").load()  # first: an unknown one leaves no workspace
-    workspace = Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger)
+    workspace = Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger, channel=channel)
     if executor in (None, workspace.settings.get(EXECUTOR, LOCAL)):
         return workspace
     try:
@@ -193,6 +200,25 @@ def _store(root: Path) -> str:
     if wanted not in (None, found):
         raise WorkspaceError(
             f"{root}: its artifacts are in {found}, {STORE_VARIABLE} names {wanted}; unset it or make another workspace"
+        )
+    return found
+
+
+def _channel(root: Path, asked: str | None) -> str:
+    """Where new attempts have their channels: recorded when the workspace is made; empty: in their folders.
+
+    Raises:
+        WorkspaceError: it was made with another place.
+        InputError, InfrastructureError: there can be none below what was asked for.
+    """
+    record = read_json(root / SETTINGS)
+    if record is None:
+        return checked_url(asked) if asked else ""
+    found = str(record.get(CHANNEL, ""))
+    if asked and asked.rstrip("/") != found:
+        raise WorkspaceError(
+            f"{root}: its channels are in {found or 'its folder'}, --channel names another place; "
+            "leave it out or make another workspace"
         )
     return found
 

@@ -69,21 +69,34 @@ def init(
             show_default=False,
         ),
     ] = None,
+    channel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where jobs and drivers of a new workspace talk: s3://BUCKET/PREFIX; credentials by AWS_….",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
     from posttrain.app.workspace import init_workspace
     from posttrain.trackers.tracking import describe, of_workspace
+    from posttrain.workspace.settings import CHANNEL
 
     written = _adopt(*adopted, folder or Path()) if adopted else None
     chosen = read_choice(tracker) if tracker else None
     if chosen:
         refuse_unwritable_choice(chosen, folder)
-    workspace = init_workspace(folder, rewards=rewards, trackers=chosen, ledger=ledger, executor=executor)
+    workspace = init_workspace(
+        folder, rewards=rewards, trackers=chosen, ledger=ledger, executor=executor, channel=channel
+    )
     if workspace.trusts_rewards:
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
     say(f"workspace {workspace.root}")
     if executor is not None:
         say(f"executor {workspace.wiring.executor.name}")
+    if channel is not None:
+        say(f"channel {workspace.settings[CHANNEL]}")
     if workspace.ledger_address:
         say(f"ledger {workspace.ledger_address}")
     say(*(f"tracker {kind}: {where}" for kind, where in describe(of_workspace(workspace))))

@@ -158,6 +158,7 @@ def _order(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: Atte
         environment=environments.ordered(wiring, stage.run_id),
         trust_rewards=wiring.trust_rewards,
         epoch=attempt.number,
+        channel=wiring.channel(attempt),
     )
 
 

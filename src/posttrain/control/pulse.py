@@ -18,6 +18,7 @@ from posttrain.domain.waits import wait_of, waiting
 from posttrain.store.work import NEVER
 
 UNSEEN_SECONDS = 60.0  # between looks at a job that gives no sign
+FAR_SECONDS = 2.0  # between looks at channels in an object store
 _SOON = 1.0  # to an attempt whose launch is not recorded
 _WAITS: Mapping[str, float] = {  # for what gives no sign: nobody writes a row of this run when it is over
     Reason.WAITING_FOR_IDENTICAL_STAGE: 60.0,  # its end wakes the run; its driver's does not
@@ -73,6 +74,7 @@ class Pulse:
         self._live: list[AttemptRecord] = []
         self._waits_for_devices = False
         self._seen: dict[str, Any] = {}
+        self._asked, self._words = -NEVER, list[bool]()
 
     def follow(self, view: View | None) -> None:
         """Take over which jobs there are, after every look at the run; of a run that others look at (None) no one's."""
@@ -93,11 +95,20 @@ class Pulse:
     def _signs(self) -> dict[str, Any]:
         try:
             looks = self._wiring.executor.observe([job_of(self._wiring, attempt) for attempt in self._live])
-            words = [self._wiring.folder(attempt).channel.answered() is not None for attempt in self._live]
+            words = self._answers()
         except Exception as error:  # the look at the run tells of it
             return {"error": type(error).__name__}
         names = [attempt.name for attempt in self._live]
         return dict(zip(names, zip(looks, words, strict=True), strict=True)) if names else {}
+
+    def _answers(self) -> list[bool]:
+        """Which of them have said their last word; another machine is asked for that less often than a folder."""
+        now = self._wiring.clock.now()
+        if self._wiring.channels() and 0 <= now - self._asked < FAR_SECONDS and len(self._words) == len(self._live):
+            return self._words
+        self._asked = now
+        self._words = [self._wiring.folder(attempt).channel.answered() is not None for attempt in self._live]
+        return self._words
 
 
 def _seconds(attempt: AttemptRecord, now: float) -> float:

@@ -30,6 +30,7 @@ class Wiring:
     actor: str  # who acts, as the audit log names it
     slots: int = 1  # jobs of one run at a time
     trust_rewards: bool = False  # rewards may run where the kernel cannot confine them
+    channels: Callable[[], str] = lambda: ""  # URL below which new attempts have their channels; empty: their folders
     workspace: Callable[[], str] = lambda: ""  # what tells it from others and from its copies, on its jobs
 
     def manifest(self, run: RunRecord) -> Manifest:
@@ -54,4 +55,9 @@ class Wiring:
 
     def folder(self, attempt: AttemptRecord) -> AttemptFolder:
         """The attempt's folder."""
-        return AttemptFolder(self.root / attempt.folder)
+        return AttemptFolder(self.root / attempt.folder, self.channel(attempt))
+
+    def channel(self, attempt: AttemptRecord) -> str:
+        """URL of the channel that an attempt gets with its order; empty: its folder."""
+        base = self.channels()
+        return f"{base}/{attempt.run_id}/{attempt.stage}/{attempt.number:03d}" if base else ""

@@ -49,6 +49,7 @@ class JobOrder:
     environment: str = ""  # digest of what the run's first job could import; empty: nobody compares
     trust_rewards: bool = False  # the workspace says that its rewards may run where the kernel cannot confine them
     epoch: int = 0  # of the attempt: later ones of its stage have larger numbers
+    channel: str = ""  # URL of the attempt's channel, without credentials; empty: its folder
     schema: int = ORDER_SCHEMA
 
     def to_json(self) -> dict[str, Any]:

@@ -12,15 +12,17 @@
         meter               tokens spent and tokens that the step under way may spend, rewritten in place
         spec.json supervisor.json exit.json log.txt      the local executor's
 
-Imports no database and no object store: reading an attempt needs neither.
+Imports no database; an object store only where the workspace keeps its channels in one.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
 from posttrain.store.channels.folder import FolderObjects
+from posttrain.store.channels.objects import object_store
 from posttrain.store.trees import file_digest
 
 METER = "meter"
@@ -46,16 +49,32 @@ class CommittedCheckpoint:
 
 
 class AttemptFolder:
-    """One attempt's folder at `path`. Making the object touches nothing."""
+    """One attempt's folder at `path`. Making the object touches nothing.
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        self.channel = AttemptChannel(FolderObjects(self.path))
+    Args:
+        channel: URL of its channel, where its order does not say yet; empty: the folder itself.
+    """
+
+    def __init__(self, path: Path, channel: str = "") -> None:
+        self.path, self._channel = Path(path), channel
         self.events = self.path / "events"
         self.samples = self.path / "samples"
         self.checkpoints = self.path / "checkpoints"
         self.outputs = self.path / "outputs"
         self.log = self.path / "log.txt"
+
+    @functools.cached_property
+    def channel(self) -> AttemptChannel:
+        """The attempt's channel: where its order says, whoever looks; it is in the folder unless a URL is named.
+
+        Raises:
+            InputError: nothing of that kind can be opened here.
+        """
+        order = None
+        with suppress(IntegrityError):  # whoever reads the order says so
+            order = read_json(self.path / "job.json")
+        url = str(order.get("channel", "")) if isinstance(order, Mapping) else self._channel
+        return AttemptChannel(object_store(url) if url else FolderObjects(self.path))
 
     def write_order(self, order: JobOrder) -> None:
         """Create the folder and its `job.json`.
@@ -128,6 +147,8 @@ class AttemptFolder:
             IntegrityError: it cannot be read.
         """
         raw = self.channel.answered()
+        if raw is None:  # who refuses an environment leaves this file, for it imports nothing that knows channels
+            raw = read_json(self.path / "result.json")
         if raw is None:
             return None
         try:
@@ -172,13 +193,14 @@ class AttemptFolder:
         What a job of a million steps recorded does not fit a memory: this reads what a person would look at. Segments
         that cannot be read are passed over.
         """
-        found = sorted(self.samples.glob("*.jsonl"))
+        found = self.channel.numbers(SAMPLES)
         if len(found) > segments:
             found = [found[place * (len(found) - 1) // max(1, segments - 1)] for place in range(segments)]
         said: list[Sample] = []
-        for path in found:
+        for number in found:
             try:
-                said += [fact for fact in _facts(path.read_bytes(), str(path)) if isinstance(fact, Sample)]
+                data = self.channel.segment(SAMPLES, number)
+                said += [fact for fact in _facts(data, f"{self.samples}/{number}") if isinstance(fact, Sample)]
             except IntegrityError:
                 continue
         return said

@@ -205,6 +205,14 @@ class AttemptChannel:
         single, packed = self._objects.numbers(stream), self._objects.numbers(f"{stream}/packs")
         return max(single[-1] if single else 0, packed[-1] * PACK if packed else 0)
 
+    def numbers(self, stream: str) -> list[int]:
+        """The numbers of the segments that were not packed."""
+        return self._objects.numbers(stream)
+
+    def segment(self, stream: str, number: int) -> bytes:
+        """One segment that was not packed; empty where there is none."""
+        return self._objects.get(_segment(stream, number)) or b""
+
     def segments(
         self, stream: str, after: int = 0, unreadable: Callable[[IntegrityError], None] | None = None
     ) -> Iterator[tuple[int, bytes]]:

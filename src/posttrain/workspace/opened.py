@@ -26,7 +26,7 @@ from posttrain.store.atomic import read_json, write_json
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal
 from posttrain.workspace.ledgers import recorded
-from posttrain.workspace.settings import SETTINGS, TRUSTED, fresh_record, settings_lock
+from posttrain.workspace.settings import CHANNEL, SETTINGS, TRUSTED, fresh_record, settings_lock
 
 _PLACE_DIGITS = 32
 
@@ -64,6 +64,15 @@ class OpenWorkspace:
     def ledger_address(self) -> str | None:
         """The address of its ledger in PostgreSQL; None where it is a file of its own."""
         return recorded(self.root, self.settings)
+
+    @functools.cached_property
+    def _channels(self) -> str:
+        url = str(self.settings.get(CHANNEL, ""))
+        return f"{url}/{self.place()}" if url else ""
+
+    def channels(self) -> str:
+        """The URL below which new attempts have their channels; empty: in their folders. Copies have another."""
+        return self._channels
 
     @property
     def read_only(self) -> bool:

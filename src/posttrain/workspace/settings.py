@@ -2,7 +2,7 @@
 
 ::
 
-    {"format": …, "store": …, "ledger": …, "id": …, "rewards": …, "trackers": …, "executor": …}
+    {"format": …, "store": …, "ledger": …, "id": …, "rewards": …, "trackers": …, "executor": …, "channel": …}
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ SETTINGS = "workspace.json"
 TRUSTED = "trusted"
 LOCAL = "local"
 EXECUTOR = "executor"  # the key of one that is not local
+CHANNEL = "channel"  # the key of a URL below which attempts have their channels; absent: in their folders
 _FORMAT = "posttrain.workspace/1"
 OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
 
 
 def record_places(
-    root: Path, url: str, place: Path | str, rewards: str | None, trackers: Mapping[str, Any] | None
+    root: Path, url: str, place: Path | str, rewards: str | None, trackers: Mapping[str, Any] | None, channel: str = ""
 ) -> None:
-    """Where the artifacts and the ledger of a new workspace are, and what a person says of rewards and trackers."""
+    """Where artifacts, ledger and channels of a new workspace are, and what a person says of rewards and trackers."""
     with settings_lock(root):
         known = read_json(root / SETTINGS)
-        record = known or fresh_record(root, url) | ({} if isinstance(place, Path) else {KEY: place})
+        places = ({} if isinstance(place, Path) else {KEY: place}) | ({CHANNEL: channel} if channel else {})
+        record = known or fresh_record(root, url) | places
         if rewards is not None:
             record = {key: value for key, value in record.items() if key != "rewards"}
             record |= {"rewards": TRUSTED} if rewards == TRUSTED else {}

@@ -6,10 +6,13 @@ lets one of several win. Address and credentials come from the environment (`AWS
 
 from __future__ import annotations
 
+import functools
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from posttrain.domain.errors import InfrastructureError, InputError
 
@@ -18,6 +21,32 @@ if TYPE_CHECKING:
 
 _SECONDS = timedelta(seconds=30)  # that a request may take, with what obstore itself tries again
 _RETRIES: RetryConfig = {"max_retries": 3, "retry_timeout": _SECONDS}
+
+
+@functools.lru_cache(maxsize=256)
+def object_store(url: str) -> ObjectStoreObjects:
+    """The objects below a URL, opened once by a process."""
+    return ObjectStoreObjects(url)
+
+
+def checked_url(url: str) -> str:
+    """A URL that channels may be kept below, as it is recorded: no credentials in it.
+
+    Raises:
+        InputError: it is none, holds credentials, or its store does not answer as S3 promises.
+        InfrastructureError: it does not answer at all.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "s3" or not parts.netloc:
+        raise InputError(f"channel must be s3://BUCKET/PREFIX, got {url.partition('@')[2] or url!r}")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise InputError("channel must hold no credentials; export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    place, key = ObjectStoreObjects(url), f"try-{secrets.token_hex(8)}"
+    first, second = place.create(key, b"1"), place.create(key, b"2")
+    place.remove(key)
+    if not first or second:
+        raise InputError(f"channel {url}: its store must refuse a PUT with If-None-Match: * over an object; name one")
+    return place.place
 
 
 class ObjectStoreObjects:

@@ -1,0 +1,129 @@
+"""A workspace whose jobs and drivers talk through an object store: chosen once, refused in one line, and a run."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import obstore
+import pytest
+from control_bench import Bench, evaluate, train
+
+from posttrain.app.workspace import init_workspace
+from posttrain.control.reconciler import Reconciler
+from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
+from posttrain.domain.facts import Progress
+from posttrain.domain.jobs import JobOrder
+from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.channels import objects
+from posttrain.store.channels.objects import ObjectStoreObjects
+from posttrain.workspace.settings import SETTINGS
+
+SECRET = "sixteen-letters-and-more"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """An S3 server of this process, on loopback, with a bucket."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    address = "http://{}:{}".format(*server.get_host_and_port())
+    urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
+    yield address
+    server.stop()
+
+
+@pytest.fixture
+def store(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    for name, value in (("ALLOW_HTTP", "true"), ("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", SECRET), ("REGION", "r")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    return "s3://bucket/talk"
+
+
+def test_it_is_chosen_when_the_workspace_is_made(store: str, tmp_path: Path) -> None:
+    workspace = init_workspace(tmp_path, channel=f"{store}/")
+    workspace.close()
+    written = (workspace.root / SETTINGS).read_text()
+    assert json.loads(written)["channel"] == store
+    assert SECRET not in written
+    again = init_workspace(tmp_path)
+    again.close()
+    assert again.wiring.channels() == f"{store}/{again.place()}"
+    with pytest.raises(WorkspaceError, match="its channels are in s3://bucket/talk") as caught:
+        init_workspace(tmp_path, channel="s3://bucket/another")
+    assert "\n" not in str(caught.value)
+    assert not obstore.list(ObjectStoreObjects(store)._store).collect(), "what was tried is gone"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("file:///tmp/talk", "must be s3://BUCKET/PREFIX"),
+        ("talk", "must be s3://BUCKET/PREFIX"),
+        (f"s3://me:{SECRET}@bucket/talk", "must hold no credentials"),
+        (f"s3://bucket/talk?secret={SECRET}", "must hold no credentials"),
+    ],
+)
+def test_what_is_no_place_is_refused_and_leaves_nothing(url: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        init_workspace(tmp_path / "here", channel=url)
+    assert SECRET not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "here").exists()
+
+
+def test_a_store_that_overwrites_is_refused(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ObjectStoreObjects, "create", lambda self, key, data: self.overwrite(key, data) or True)
+    with pytest.raises(InputError, match="If-None-Match") as caught:
+        init_workspace(tmp_path / "here", channel=store)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "here").exists()
+
+
+def test_a_bucket_that_is_not_there_is_one_line(store: str, tmp_path: Path) -> None:
+    with pytest.raises(InfrastructureError) as caught:
+        init_workspace(tmp_path / "here", channel="s3://nobody-made-this/talk")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_whole_run_talks_through_it(bench: Bench, store: str) -> None:
+    bench.wiring = replace(bench.wiring, channels=lambda: store)
+    bench.reconciler = Reconciler(bench.wiring, "here")
+
+    def counts(folder: AttemptFolder) -> int:
+        assert folder.channel.start(1, "1") is None
+        with EventWriter(folder) as sink:
+            sink(Progress(3, 3, "sft", 70, 0.0))
+        return train()(folder) or 0
+
+    bench.scripts = {"sft": [lambda folder: -9, counts], "evaluate": [evaluate(190)]}
+    run_id = bench.submit()
+    assert bench.drive(run_id).state == "succeeded"
+    lost, ended = bench.ledger.attempts(run_id, "sft")
+    assert (lost.state, ended.state) == ("lost", "succeeded")
+    held = bench.wiring.folder(lost).channel.started()
+    assert held is not None
+    assert held.cancelled, "a job that comes late computes nothing"
+    said = bench.wiring.folder(ended).channel.summary()
+    assert said is not None
+    assert (said.step, said.tokens) == (3, 70)
+    assert ObjectStoreObjects(f"{store}/{run_id}/sft/002").get("result.json") is not None
+    here = {path.name for path in bench.wiring.folder(ended).path.iterdir()}
+    assert not here & {"start.json", "summary.json", "result.json", "controls"}, "nothing is in the folder"
+    assert SECRET not in (bench.wiring.folder(ended).path / "job.json").read_text()
+
+
+def test_an_attempt_keeps_the_place_that_its_order_names(store: str, tmp_path: Path) -> None:
+    order = JobOrder("a", "sft", 1, {}, {}, "", "")
+    there, here = AttemptFolder(tmp_path / "there"), AttemptFolder(tmp_path / "here", f"{store}/here")
+    there.write_order(replace(order, channel=f"{store}/there"))
+    here.write_order(order)
+    assert AttemptFolder(there.path).channel._objects.place == f"{store}/there"
+    assert here.channel._objects.place == str(here.path)
+    assert objects.object_store(f"{store}/there") is objects.object_store(f"{store}/there"), "it is opened once"
