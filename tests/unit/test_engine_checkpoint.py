@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import latest_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from power_cut import Disk
@@ -191,7 +192,7 @@ def test_a_committed_one_is_never_rewritten(tmp_path: Path) -> None:
 
 def test_the_attempt_folder_understands_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "checkpoints", checkpoint())
-    latest = AttemptFolder(tmp_path).latest_checkpoint()
+    latest = latest_checkpoint(AttemptFolder(tmp_path))
     assert latest is not None
     assert (latest.step, latest.tokens) == (3, STATE.tokens)
 
@@ -250,7 +251,7 @@ def test_killed_while_writing(tmp_path: Path, crashpoint: str, whole: bool, monk
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     monkeypatch.delenv("POSTTRAIN_CRASHPOINT")
     folder = AttemptFolder(tmp_path)
-    latest = folder.latest_checkpoint()
+    latest = latest_checkpoint(folder)
     assert latest is not None
     assert latest.step == (6 if whole else 3)
     if crashpoint == "checkpoint.inside_shard":

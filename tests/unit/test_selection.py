@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import latest_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train_job import REWARD, Shop, run
@@ -290,7 +291,7 @@ def test_a_death_changes_neither_model_nor_what_is_said(
     command = [sys.executable, "-m", "posttrain.jobs.train", str(lost.path)]
     killed = subprocess.run(command, env=environment, capture_output=True, timeout=900, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    latest = lost.latest_checkpoint()
+    latest = latest_checkpoint(lost)
     resume = {"resume": put_tree(shop.blobs, latest.path), "tokens_inherited": latest.tokens} if latest else {}
     again = sft(shop, f"{name}-again", **resume)  # an attempt begins once
     result = run(again)
@@ -322,7 +323,7 @@ def test_a_stop_and_a_checkpoint_at_a_probe_lose_no_probe(shop: Shop, whole: tup
         assert result is not None
         if result.status == "succeeded":
             break
-        latest = attempt.latest_checkpoint()
+        latest = latest_checkpoint(attempt)
         assert latest is not None
         resume = {"resume": put_tree(shop.blobs, latest.path), "tokens_inherited": latest.tokens}
     assert result is not None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkpoints import latest_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -262,7 +263,7 @@ def test_a_segment_that_cannot_be_read_is_named(attempt: AttemptFolder) -> None:
 
 def test_only_whole_checkpoints_count(attempt: AttemptFolder) -> None:
     assert attempt.checkpoint_steps() == []
-    assert attempt.latest_checkpoint() is None
+    assert latest_checkpoint(attempt) is None
     whole = [checkpoint(attempt, step, tokens=step * 10) for step in (2, 10)]
     uncommitted = checkpoint(attempt, 20)
     (uncommitted / "COMMIT").unlink()
@@ -273,7 +274,7 @@ def test_only_whole_checkpoints_count(attempt: AttemptFolder) -> None:
     (checkpoint(attempt, 70) / "COMMIT").write_bytes(b'{"format":"posttrain.checkpoint/1","shards":{},"step":70}')
     found = [attempt.checkpoint(step) for step in attempt.checkpoint_steps()]
     assert [one.path for one in found if one] == whole
-    latest = attempt.latest_checkpoint()
+    latest = latest_checkpoint(attempt)
     assert latest is not None
     assert (latest.path, latest.step, latest.tokens) == (whole[-1], 10, 100)
 

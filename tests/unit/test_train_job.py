@@ -8,18 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import latest_checkpoint
 from safetensors.torch import load_file
 
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError
 from posttrain.domain.facts import Note, Progress
-from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
+from posttrain.domain.jobs import ANOTHER_RUNS, InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.jobs import entry, init_model, train
@@ -100,7 +100,7 @@ class TestJobs:
         killed = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
         assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
         assert lost.read_result() is None
-        latest = lost.latest_checkpoint()
+        latest = latest_checkpoint(lost)
         assert latest is not None
         assert latest.step == 2
         again = shop.sft("again", resume=put_tree(shop.blobs, latest.path), tokens_inherited=latest.tokens)
@@ -109,29 +109,20 @@ class TestJobs:
         assert model_digest(again) == model_digest(whole)
         assert [f.step for f in again.facts()[0] if isinstance(f, Progress)] == [3, 4]
 
-    def test_the_same_attempt_goes_on_from_its_own_checkpoint(self, shop: Shop) -> None:
-        attempt = shop.sft("own")
+    def test_a_stop_that_was_ordered_is_heard_and_acknowledged(self, shop: Shop) -> None:
+        attempt = shop.sft("told")
         attempt.request_stop()
         assert run(attempt).status == "stopped"
-        for name in ("result.json", "start.json", "controls/000001.json"):
-            (attempt.path / name).unlink()
-        assert run(attempt).status == "succeeded"
+        assert attempt.channel.acknowledged(1)
 
-    def test_the_same_attempt_goes_on_from_its_newest_checkpoint(self, shop: Shop) -> None:
-        attempt = shop.sft("newest", params={"runtime": {"checkpoint_every": 1}})
-        asked = iter([False] * 3)
-
-        def stopped(job: entry.Job) -> JobResult:
-            return train.body(replace(job, stopping=lambda: next(asked, True)))
-
-        assert entry.run(str(attempt.path), stopped) == 0
-        assert sorted(p.name for p in attempt.checkpoints.glob("step-*")) == ["step-00000002", "step-00000003"]
-        for name in ("result.json", "start.json"):
-            (attempt.path / name).unlink()
-        assert run(attempt).status == "succeeded"
-        notes = [fact.message for fact in attempt.facts()[0] if isinstance(fact, Note)]
-        assert "resumed from the checkpoint at step 3" in notes
-        assert [f.step for f in attempt.facts()[0] if isinstance(f, Progress)] == [1, 2, 3, 4]
+    def test_an_attempt_begins_once_whoever_starts_its_job_again(self, shop: Shop) -> None:
+        """As a scheduler does that requeues a job: the next attempt resumes, not this one."""
+        attempt = shop.sft("requeued")
+        attempt.request_stop()
+        assert run(attempt).status == "stopped"
+        (attempt.path / "result.json").unlink()
+        assert entry.run(str(attempt.path), train.body) == ANOTHER_RUNS
+        assert attempt.read_result() is None
 
     @pytest.mark.parametrize(("computed", "saved"), [
         ("float32", "auto"), ("bfloat16", "auto"), ("float32", "bfloat16"), ("bfloat16", "float32"),
@@ -161,7 +152,7 @@ class TestJobs:
         result = attempt.read_result()
         assert result is not None
         assert (result.status, result.failure) == ("stopped", None)
-        assert attempt.latest_checkpoint() is not None
+        assert latest_checkpoint(attempt) is not None
         assert signal.getsignal(signal.SIGTERM) is handler
 
     def test_grpo_leaves_a_model_that_loads(self, shop: Shop) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checkpoints import latest_checkpoint
 from test_train_job import ROWS, TINY, Shop, model_digest, run
 
 from posttrain.domain.errors import FailureClass
@@ -119,31 +120,27 @@ class TestCheckpoints:
         assert run(attempt).status == "succeeded"
         assert heard == [[1, 2], [1, 2, 3, 4]]
 
-    def test_an_attempt_goes_on_from_its_own_before_any_other(self, shop: Shop) -> None:
-        first = shop.sft("first", params={"steps": 2})
-        run(first)
-        older = first.latest_checkpoint()
-        assert older is not None
+    def test_one_is_written_before_a_step_that_may_cost_more_than_it_may(self, shop: Shop) -> None:
         attempt = shop.sft("own", token_allowance=45)
         refused(run(attempt), FailureClass.BUDGET)
-        latest = attempt.latest_checkpoint()
+        latest = latest_checkpoint(attempt)
         assert latest is not None
         assert latest.step > 0
-        for name in ("result.json", "start.json"):
-            (attempt.path / name).unlink()
-        resumed = replace(attempt.read_order(), resume=put_tree(shop.blobs, older.path), token_allowance=None)
-        attempt.write_order(resumed)
+
+    def test_the_one_that_an_order_names_is_gone_on_from(self, shop: Shop) -> None:
+        first = shop.sft("first", params={"steps": 4}, token_allowance=45)
+        refused(run(first), FailureClass.BUDGET)
+        older = latest_checkpoint(first)
+        assert older is not None
+        attempt = shop.sft("next", resume=put_tree(shop.blobs, older.path))
         result = run(attempt)
-        assert (result.status, notes(attempt)) == (
-            "succeeded",
-            [f"resumed from the checkpoint at step {latest.step}"],
-        )
+        assert (result.status, notes(attempt)) == ("succeeded", [f"resumed from the checkpoint at step {older.step}"])
 
     @pytest.mark.parametrize("other", ["batch size", "seed", "data"])
     def test_one_of_another_stage_is_refused(self, shop: Shop, other: str) -> None:
         given = shop.sft(f"given-{other}", params={"steps": 2})
         run(given)
-        latest = given.latest_checkpoint()
+        latest = latest_checkpoint(given)
         assert latest is not None
         resume = put_tree(shop.blobs, latest.path)
         if other == "data":

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import latest_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from test_preflight_fitting import Bench, Change
@@ -316,7 +317,7 @@ def test_killed_and_resumed_with_weights_gives_the_same_file(shop: Shop) -> None
     command = [sys.executable, "-m", "posttrain.jobs.train", str(lost.path)]
     killed = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    latest = lost.latest_checkpoint()
+    latest = latest_checkpoint(lost)
     assert latest is not None
     again = grpo(shop, "again", weights, resume=put_tree(shop.blobs, latest.path), tokens_inherited=latest.tokens)
     assert run(again).status == "succeeded"

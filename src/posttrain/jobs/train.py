@@ -295,7 +295,11 @@ def _prompts(
 
 
 def _controller(job: Job, trained: Trained, config: TrainingConfig, recorder: Recorder) -> Controller:
-    """The loop, already resumed where there is something to resume from: this attempt's own work first."""
+    """The loop, already resumed where its order names a checkpoint.
+
+    Of this very attempt there is none: it begins once (`jobs.entry`), also where an executor starts its job anew, whose
+    next attempt then finds what was done.
+    """
     from posttrain.engine.controller import Controller, Limits
     from posttrain.engine.selection import Selection
     from posttrain.engine.weights.best import BestModel
@@ -320,10 +324,7 @@ def _controller(job: Job, trained: Trained, config: TrainingConfig, recorder: Re
         selection=Selection.of(config),
         best=BestModel(job.folder / "best", trained.write) if config.keep_best else None,
     )
-    latest = job.attempt.latest_checkpoint()
-    if latest is not None:
-        controller.resume(latest.path)
-    elif job.order.resume:
+    if job.order.resume:
         controller.resume(materialise(job.blobs, job.order.resume, Path(job.order.cache_dir)))
     return controller
 

@@ -239,10 +239,6 @@ class AttemptFolder:
         state = read_json(folder / "state.json") if "state.json" in commit.shards else None
         return CommittedCheckpoint(folder, commit.step, int((state or {}).get("tokens", 0)))
 
-    def latest_checkpoint(self) -> CommittedCheckpoint | None:
-        """The newest committed checkpoint that verifies; older ones stand in for a damaged newer one."""
-        return next(filter(None, map(self.checkpoint, reversed(self.checkpoint_steps()))), None)
-
     def _said(
         self, stream: str, after: int, unreadable: Callable[[IntegrityError], None] | None
     ) -> tuple[list[Fact], int]:
