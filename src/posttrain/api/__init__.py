@@ -1,1 +1,1 @@
-"""HTTP floor. Empty until the server issue lands; its place in the import order is held here."""
+"""What can be asked of Posttrain, the `Control` protocol, and the values it answers with. HTTP is to stand here."""

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from posttrain.api.values import Marked
 from posttrain.app.workspace import Workspace
 from posttrain.control.downstream import of_bytes
 from posttrain.control.recalls import recalled, set_status
 from posttrain.domain.lifecycle import is_final
-from posttrain.domain.records import Asset, AssetStatus
-
-
-@dataclass(frozen=True, slots=True)
-class Marked:
-    """What was said of a version, and where it is in use."""
-
-    said: AssetStatus | None
-    runs: tuple[str, ...] = ()  # that began with it, or with what was made from it
-    running: tuple[str, ...] = ()  # those of them that have not ended
-    live: tuple[str, ...] = ()  # channels that serve what was made from it
+from posttrain.domain.records import Asset
 
 
 def mark(workspace: Workspace, asset: Asset, status: str, reason: str = "") -> Marked:

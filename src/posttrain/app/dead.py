@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from posttrain.api.values import Dead
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import NotFoundError
 from posttrain.store.work import Work
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """One object that waits for a person."""
-
-    object: str  # RUN, or RUN/STAGE
-    kind: str
-    tries: int
-    since: float | None  # the first of the failures
-    set_aside_at: float
-    error: str
-    traceback: str
 
 
 def dead(workspace: Workspace, within: str | None = None) -> list[Dead]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from posttrain.api.values import Erasure
 from posttrain.app.workspace import Workspace
 from posttrain.data.refs import KINDS
 from posttrain.domain.errors import InputError
@@ -12,15 +12,6 @@ from posttrain.store.erasure import NOBODY, Erased, erase_principal, erase_subje
 from posttrain.trackers.tracking import describe, of_workspace
 
 _PERSON = ("user:", NOBODY)
-
-
-@dataclass(frozen=True, slots=True)
-class Erasure:
-    """What was erased of what, and where more of it is."""
-
-    target: str
-    done: Erased
-    left: tuple[str, ...]
 
 
 def erase(workspace: Workspace, what: str, reason: str) -> Erasure:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError
 
@@ -15,6 +15,11 @@ from posttrain.domain.runspec import read_yaml
 from posttrain.domain.spelling import nearest
 from posttrain.domain.validation import Frozen, explain
 from posttrain.store.atomic import unwritable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from posttrain.preflight.confinement import Confinement
 
 DEFAULT = "01-sort"
 OWN = Path(__file__).resolve().parents[1] / "examples"
@@ -142,3 +147,26 @@ def load_demo(folder: Path) -> DemoPlan:
     if missing:
         raise InputError(f"{path}: names {missing!r}, which is not in {folder}; add it")
     return plan
+
+
+def confined() -> Confinement:
+    """Whether this machine confines what rewards do."""
+    from posttrain.preflight.confinement import confinement
+
+    return confinement()
+
+
+def overlaid(folder: Path, runs: Sequence[tuple[str, str]], picture: Path, title: str) -> Path:
+    """The curves of several runs of the workspace in a folder on one picture.
+
+    Args:
+        runs: label and run id of each.
+    """
+    from posttrain.app.workspace import open_workspace
+    from posttrain.views.reporting import overlay
+
+    workspace = open_workspace(folder)
+    try:
+        return overlay(workspace, runs, picture, title)
+    finally:
+        workspace.close()

@@ -7,11 +7,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from posttrain._version import __version__
+from posttrain.api.values import Exported
 from posttrain.app.naming import NamedModel
 from posttrain.app.workspace import Workspace
 from posttrain.control.explain import explain_run
@@ -40,21 +41,6 @@ _PARTIAL = ".posttrain-export-"  # what a killed one left, the next one in the s
 _PRIVATE = ("by", "owner", "registered by")
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What was written."""
-
-    folder: Path
-    name: str  # run:sort-b0ed9b49/grpo, channel:prod@3, model:base@1
-    digest: str  # of the model in the workspace
-    dtype: str
-    cast: bool  # whether the weights were converted
-    files: tuple[str, ...]
-    bytes: int
-    card: bool  # false: no run of this workspace made the model, so it has the card that it came with
-    opened_by: str  # the class of transformers that loads it
 
 
 def export_model(

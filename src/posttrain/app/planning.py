@@ -6,99 +6,26 @@ Nothing here writes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.app.runs import resolve_spec
 from posttrain.app.workspace import Workspace
 from posttrain.control.conforming import released_evaluators
 from posttrain.control.stalls import stall_after
 from posttrain.decision.policies import origin
-from posttrain.decision.power import PowerNote
-from posttrain.domain.contracts import Load
 from posttrain.domain.evaluators import measured_suites, suite_evaluator
 from posttrain.domain.kinds import Driver, installed_kind, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.overrides import Setting
-from posttrain.domain.passes import Passes
-from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.records import StageRecord
 from posttrain.domain.runspec import load_run_spec
 from posttrain.execution.trainers.installed import InstalledTrainer
-from posttrain.planner.estimate import Estimate
-from posttrain.planner.residency import Residency
 from posttrain.preflight.datasets import repeated, seen_in_training, wide_steps
 from posttrain.preflight.locks import refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placing import residencies, slower
 from posttrain.trackers.tracking import describe, of_workspace
-
-_INPUT = ("slot", "name", "digest")
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """One stage before it runs."""
-
-    name: str
-    kind: str
-    inputs: tuple[tuple[str, str, str | None], ...]  # slot, name, digest (None: known when the stage starts)
-    cached_from: str | None  # "<run>/<stage>" whose result will be reused
-    estimate: Estimate
-    load: Load | None = None  # of a training stage: its placement
-    residency: Residency | None = None  # what is resident when; None: trains nothing, or a model of unknown shape
-    passes: Passes | None = None  # `epochs` as steps, where the file says them
-    stall_after: float | None = None  # seconds without progress until its job is taken for hung; None: it has none
-    packages: tuple[str, ...] = ()  # installed ones that its kind and its trainer come from, with versions
-
-
-@dataclass(frozen=True, slots=True)
-class PlanView:
-    """Everything `posttrain plan` prints."""
-
-    manifest: Manifest
-    stages: tuple[StagePlan, ...]
-    power: tuple[PowerNote, ...]
-    warnings: tuple[str, ...]
-    changes: tuple[str, ...]  # what to change before the run is started; empty: nothing
-    trackers: tuple[tuple[str, str], ...]  # kind, where
-    existing: RunRecord | None  # a run of this very manifest: submitting attaches to it
-    gates: tuple[tuple[str, str], ...] = ()  # name, where it comes from; empty: all of them from the run file
-    evaluators: tuple[tuple[str, str], ...] = ()  # suite, digest of what measures it of the released model
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return {
-            "name": self.manifest.name,
-            "digest": self.manifest.digest,
-            "existing": self.existing.id if self.existing else None,
-            "stages": [_stage_json(stage) for stage in self.stages],
-            "power": [asdict(note) for note in self.power],
-            "warnings": list(self.warnings),
-            "changes": list(self.changes),
-            "trackers": [{"kind": kind, "where": where} for kind, where in self.trackers],
-            "gates": [{"name": name, "from": whose} for name, whose in self.gates],
-            "evaluators": dict(self.evaluators),
-            "manifest": self.manifest.to_json(),
-        }
-
-
-def _stage_json(stage: StagePlan) -> dict[str, Any]:
-    plain = {
-        "name": stage.name,
-        "kind": stage.kind,
-        "inputs": [dict(zip(_INPUT, row, strict=True)) for row in stage.inputs],
-        "cached_from": stage.cached_from,
-        "estimate": asdict(stage.estimate),
-        **({"passes": asdict(stage.passes)} if stage.passes else {}),
-        **({"stall_after": stage.stall_after} if stage.stall_after else {}),
-        **({"packages": list(stage.packages)} if stage.packages else {}),
-    }
-    if stage.load is None:
-        return plain
-    pools = stage.load.placement.pools(stage.load.roles)
-    placed = [{"pool": name, "ranks": p.ranks, "roles": list(p.roles)} for name, p in pools.items()]
-    return {**plain, "pools": placed, "residency": asdict(stage.residency) if stage.residency else None}
+from posttrain.views.plans import PlanView, StagePlan
 
 
 def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, setting: Setting = ()) -> PlanView:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from posttrain.api.values import Answer
 from posttrain.app.naming import NamedModel
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError, NotFoundError
@@ -43,18 +44,6 @@ class Ask:
             raise InputError(f"temperature must be from 0 (the most likely tokens) to 1000, got {self.temperature:g}")
         if self.samples > 1 and self.temperature == 0:
             raise InputError(f"temperature must be above 0 for {self.samples} different responses, got 0; say 1")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One response."""
-
-    prompt: int  # position among the prompts, from 0
-    sample: int
-    text: str
-    tokens: int
-    truncated: bool  # by max_new_tokens
-    logprob: float  # of the whole response, under the temperature (1 for the most likely tokens)
 
 
 def ask_model(

@@ -7,72 +7,24 @@ the stage cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.api.values import Point, Ranked, Sweep
 from posttrain.app.runs import MAX_SEED, Run, plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
 from posttrain.control.sweeping import metric_direction, rank_runs, swept_metric, swept_model
-from posttrain.decision.ranking import Ranking
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.overrides import Override, Setting, setting_words, settings
-from posttrain.domain.records import RunRecord
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.seeds import derive_seed
 from posttrain.preflight.locks import refuse_lock
 
 MOST_RUNS = 1000
 _KEPT = "a sweep ships nothing: release and gates of the file are left out; ship what you choose with posttrain run"
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One run of a sweep."""
-
-    place: int  # of its setting
-    setting: Setting
-    seed: int
-    planned: Planned
-
-
-@dataclass(slots=True)
-class Sweep:
-    """All points, by setting and then seed, and how they are ranked."""
-
-    source: Path
-    points: tuple[Point, ...]
-    metric: str
-    better: str  # higher | lower
-    model: str  # that is ranked, as the file names it: grpo, grpo/best
-    notes: tuple[str, ...]
-    runs: dict[tuple[int, int], str] = field(default_factory=dict)  # (place, seed) → run id, of those submitted
-
-    @property
-    def settings(self) -> tuple[Setting, ...]:
-        """Each once, in order."""
-        return tuple({point.place: point.setting for point in self.points}.values())
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """Each once, in order."""
-        return tuple(dict.fromkeys(point.seed for point in self.points))
-
-    def submit(self, point: Point, workspace: Workspace) -> Run:
-        """The run of a point: a new one, or the one that exists."""
-        handle = submit_planned(point.planned, workspace)
-        self.runs[point.place, point.seed] = handle.id
-        return handle
-
-    def ranking(self, workspace: Workspace) -> tuple[Ranking, tuple[str, ...]]:
-        """The settings, ranked by what was measured so far; and what could not be read."""
-        runs = [
-            {seed: self.runs[place, seed] for seed in self.seeds if (place, seed) in self.runs}
-            for place in range(len(self.settings))
-        ]
-        return rank_runs(workspace.wiring, runs, self.model, self.metric, self.better)
 
 
 def plan_sweep(
@@ -121,28 +73,22 @@ def plan_sweep(
     return Sweep(source, tuple(points), name, direction, model, notes)
 
 
-def drive_sweep(
-    sweep: Sweep,
-    workspace: Workspace,
-    *,
-    begun: Callable[[int, Point, Run], None],
-    drive: Callable[[Run], RunRecord],
-) -> list[tuple[Point, RunRecord]]:
-    """Drive one run after the other; one that fails stops no other.
+def submit_point(point: Point, workspace: Workspace) -> Run:
+    """The run of a point: a new one, or the one that exists."""
+    return submit_planned(point.planned, workspace)
+
+
+def rank_sweep(sweep: Sweep, runs: Mapping[tuple[int, int], str], workspace: Workspace) -> Ranked:
+    """The settings, ranked by what was measured so far.
 
     Args:
-        begun: told each point's number, from 1, before it is driven.
-        drive: takes a run to its end.
-
-    Returns:
-        How each ended.
+        runs: (place of a setting, seed) → run id, of the points that were submitted.
     """
-    ended = []
-    for number, point in enumerate(sweep.points, start=1):
-        handle = sweep.submit(point, workspace)
-        begun(number, point, handle)
-        ended.append((point, drive(handle)))
-    return ended
+    by_setting = [
+        {seed: runs[place, seed] for seed in sweep.seeds if (place, seed) in runs}
+        for place in range(len(sweep.settings))
+    ]
+    return Ranked(*rank_runs(workspace.wiring, by_setting, sweep.model, sweep.metric, sweep.better))
 
 
 def _seeds(spec: RunSpec, count: int) -> list[int]:

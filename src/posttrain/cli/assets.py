@@ -16,7 +16,7 @@ from posttrain.domain.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from posttrain.data.importing import Curve
+    from posttrain.api.values import Curve
     from posttrain.domain.records import Asset, AssetStatus
 
 KINDS = ("dataset", "model", "reward")  # that `add` registers
@@ -46,7 +46,7 @@ def add(
     guideline: Annotated[Path | None, typer.Option(help="Reward: a text file that says what it rewards.")] = None,
 ) -> None:
     """Register a version; the same content again is the same version."""
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
     kind, name = _split(ref)
     if kind != "reward" and (entry or guideline or dialect != "auto"):
@@ -55,16 +55,15 @@ def add(
         raise InputError(
             f"asset add {ref}: a {kind} must be one file or folder, got {len(path)} paths; give its folder"
         )
-    workspace = open_workspace()
+    control = open_control()
     if kind == "dataset":
-        asset = workspace.catalog.add_dataset(path[0], name, *path[1:])
+        asset = control.add_dataset(path[0], name, *path[1:])
     elif kind == "model":
-        asset = workspace.catalog.add_model(path[0], name)
+        asset = control.add_model(path[0], name)
     else:
-        asset = workspace.catalog.add_reward(path[0], name, entry=entry, dialect=dialect, guideline=guideline)
-    workspace.seal()
+        asset = control.add_reward(path[0], name, entry=entry, dialect=dialect, guideline=guideline)
     say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}")
-    workspace.close()
+    control.close()
 
 
 @app.command("create")
@@ -74,16 +73,15 @@ def create(
     seed: Annotated[int, typer.Option(help="Decides the weights.")] = 0,
 ) -> None:
     """Make a small base model from nothing, by a run of one stage, and register it."""
-    from posttrain.app.models import create_model
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
     kind, name = _split(ref)
     if kind != "model":
         raise InputError(f"asset create makes models, got {ref!r}; write model:NAME")
-    workspace = open_workspace()
-    made = create_model(workspace, name, config, seed=seed)
-    say(f"{made.asset.ref}  {digest(made.asset.digest)}  {summary(made.asset)}  by run {made.run.id}")
-    workspace.close()
+    control = open_control()
+    asset, run_id = control.create_model(name, config, seed)
+    say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}  by run {run_id}")
+    control.close()
 
 
 @app.command("ls")
@@ -92,15 +90,15 @@ def ls(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List every version of every asset."""
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
     from posttrain.domain.spelling import nearest
 
     if kind is not None and kind not in _LISTED:
         raise InputError(f"asset ls: kind must be one of {', '.join(_LISTED)}, got {kind!r}{nearest(kind, _LISTED)}")
-    workspace = open_workspace()
-    found = workspace.ledger.assets(kind)
-    said = {_key(one): one for one, _ in workspace.ledger.asset_status()}
-    workspace.close()
+    control = open_control()
+    found = control.assets(kind)
+    said = {_key(one): one for one in control.asset_status()}
+    control.close()
     if output is Output.JSON:
         emit_json([as_json(asset) | _status(said.get(_key(asset))) for asset in found])
         return
@@ -126,14 +124,13 @@ def get(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show one version: digest, origin and everything known of it."""
-    from posttrain.app.importing import history_curves
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    asset = workspace.catalog.find(ref)
-    curves = history_curves(workspace, asset) if asset.kind == "history" else []
-    said = next((one for one, _ in workspace.ledger.asset_status() if _key(one) == _key(asset)), None)
-    workspace.close()
+    control = open_control()
+    asset = control.asset(ref)
+    curves = control.curves(asset) if asset.kind == "history" else []
+    said = next((one for one in control.asset_status() if _key(one) == _key(asset)), None)
+    control.close()
     if output is Output.JSON:
         emit_json(as_json(asset) | _status(said) | ({"curves": [asdict(curve) for curve in curves]} if curves else {}))
         return
@@ -175,13 +172,11 @@ def restore(ref: RefArgument, reason: ReasonOption = "") -> None:
 
 
 def _mark(ref: str, status: str, reason: str) -> None:
-    from posttrain.app.assets import mark
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    asset = workspace.catalog.find(ref)
-    marked = mark(workspace, asset, status, reason)
-    workspace.close()
+    control = open_control()
+    asset, marked = control.mark(ref, status, reason)
+    control.close()
     if not status:
         say(f"{asset.ref} is neither approved nor recalled")
         return

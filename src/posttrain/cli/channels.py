@@ -11,7 +11,6 @@ from posttrain.cli.console import Output, OutputOption, aside, digest, emit_json
 from posttrain.cli.shell import lazily
 
 if TYPE_CHECKING:
-    from posttrain.app.channels import Channel
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import Event
 
@@ -31,9 +30,11 @@ def policy(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print a channel's policy, as a file that `set-policy` takes."""
-    handle = _handle(channel)
-    pinned, told = handle.policy, handle.policies if history else []
-    handle.workspace.close()
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    pinned, told = control.policy(channel), control.policies(channel) if history else []
+    control.close()
     if output is Output.JSON:
         shown: dict[str, Any] = {"channel": channel, "digest": pinned.digest if pinned else None}
         shown |= {"policy": pinned.policy.to_json() if pinned else None}
@@ -54,51 +55,56 @@ def set_policy(
     file: Annotated[Path, typer.Argument(metavar="POLICY.yaml", help="Gates, suites, approvers.")],
 ) -> None:
     """Let every release of a channel pass a policy from now on. What was judged under another must be judged again."""
-    from posttrain.app.channels import policy_notes
+    from posttrain.app.embedded.control import open_control
 
-    handle = _handle(channel)
-    before, known = handle.record, [record.name for record in handle.workspace.ledger.channel_records()]
-    after = handle.set_policy(file)
-    pinned, live = handle.policy, handle.live
-    handle.workspace.close()
-    assert pinned is not None
-    for note in policy_notes(pinned, known):
+    control = open_control()
+    before = control.channel_record(channel)
+    pinned, notes = control.set_policy(channel, file)
+    now = control.channel(channel)
+    control.close()
+    for note in notes:
         aside(f"warning: {note}")
-    if after == before:
+    if now.record == before:
         say(f"channel {channel} has this policy already ({digest(pinned.digest)})")
         return
     gates, suites = len(pinned.policy.gates), len(pinned.policy.suites)
     counted = f"{gates} gate{'s' if gates > 1 else ''} on {suites} suite{'s' if suites > 1 else ''}"
     say(f"channel {channel}: policy {digest(pinned.digest)}, {counted}")
-    if live is not None:
-        say(f"release {live.sequence} stays live; the policy holds from the next release on")
+    if now.live is not None:
+        say(f"release {now.live.sequence} stays live; the policy holds from the next release on")
 
 
 @app.command("remove-policy")
 def remove_policy(channel: ChannelArgument) -> None:
     """Let releases pass what their run files say, and nothing else."""
-    handle = _handle(channel)
-    had = handle.record.policy
-    handle.remove_policy()
-    handle.workspace.close()
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    had = control.channel_record(channel).policy
+    control.remove_policy(channel)
+    control.close()
     say(f"channel {channel} has no policy{f' any more; it was {digest(had)}' if had else ''}")
 
 
 @app.command("protect")
 def protect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
     """Let policy and quarantine of a channel be changed by approval only. Approvals are to come: until then, not."""
-    handle = _handle(channel)
-    handle.protect(why=reason)
-    handle.workspace.close()
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    control.protect(channel, protected=True, why=reason)
+    control.close()
     say(f"channel {channel} is protected: its policy stays, and what was rolled back stays off it")
 
 
 @app.command("unprotect")
 def unprotect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
     """Let policy and quarantine of a channel be changed again."""
-    handle = _handle(channel)
-    handle.protect(protected=False, why=reason)
-    handle.workspace.close()
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    control.protect(channel, protected=False, why=reason)
+    control.close()
     say(f"channel {channel} is not protected")
 
 
@@ -109,13 +115,14 @@ def freeze(
     rollbacks: Annotated[bool, typer.Option("--rollbacks", help="No rollback either.")] = False,
 ) -> None:
     """Let nothing be released to a channel; rollbacks go on, unless --rollbacks stops them too."""
+    from posttrain.app.embedded.control import open_control
     from posttrain.cli.screens import frozen_by
 
-    handle = _handle(channel)
-    before = handle.record
-    after = handle.freeze(rollbacks=rollbacks, why=reason)
-    told = handle.told("channel.frozen")
-    handle.workspace.close()
+    control = open_control()
+    before = control.channel_record(channel)
+    after = control.freeze(channel, rollbacks=rollbacks, why=reason)
+    told = control.channel(channel).frozen
+    control.close()
     still = "rollbacks are stopped too" if rollbacks else "rollbacks go on"
     if after == before and told is not None:
         say(f"channel {channel} was frozen already, {frozen_by(told)}; {still}")
@@ -128,16 +135,12 @@ def freeze(
 @app.command("unfreeze")
 def unfreeze(channel: ChannelArgument, reason: ReasonOption = "") -> None:
     """Let a channel move again."""
-    handle = _handle(channel)
-    handle.unfreeze(why=reason)
-    handle.workspace.close()
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    control.unfreeze(channel, why=reason)
+    control.close()
     say(f"channel {channel} may move")
-
-
-def _handle(name: str) -> Channel:
-    from posttrain.app.channels import channel
-
-    return channel(name)
 
 
 def _yaml(pinned: PinnedPolicy) -> str:

@@ -14,8 +14,8 @@ from posttrain.cli.shell import lazily
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from posttrain.api.values import Cell, Comparison, MetricRow
     from posttrain.cli.tables import Grid
-    from posttrain.control.comparing import Cell, Comparison, MetricRow
 
 _ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
 _VALUE = 48  # characters of a parameter's value on a terminal
@@ -39,16 +39,13 @@ def compare(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Compare what runs scored, item by item: won, lost and tied against the first, with intervals."""
-    from posttrain.app.workspace import open_workspace
-    from posttrain.views.comparing import compare_runs, write_comparison
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
+    control = open_control()
     try:
-        found = compare_runs(workspace, what)
-        if html is not None:
-            write_comparison(workspace, found, html)
+        found = control.compare(what, html)
     finally:
-        workspace.close()
+        control.close()
     if output is Output.JSON:
         emit_json(found.to_json() | ({"page": str(html)} if html else {}))
         return

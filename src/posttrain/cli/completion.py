@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from posttrain.api.control import Control
 from posttrain.app import examples as shelf
-from posttrain.app.workspace import Workspace, open_workspace
+from posttrain.app.embedded.control import open_control
 from posttrain.domain.errors import PosttrainError
 
 _RUNS = 200  # the newest so many
@@ -20,17 +21,17 @@ def runs(incomplete: str) -> list[str]:
 
 def runs_and_channels(incomplete: str) -> list[str]:
     """Channels, then runs."""
-    return _complete(incomplete, lambda w: [*w.ledger.channels(), *_run_ids(w)])
+    return _complete(incomplete, lambda w: [*_live(w), *_run_ids(w)])
 
 
 def lineages(incomplete: str) -> list[str]:
     """Channels, runs, then assets."""
-    return _complete(incomplete, lambda w: [*w.ledger.channels(), *_run_ids(w), *_assets(w, None)])
+    return _complete(incomplete, lambda w: [*_live(w), *_run_ids(w), *_assets(w, None)])
 
 
 def channels(incomplete: str) -> list[str]:
     """Channels, also those without a release."""
-    return _complete(incomplete, lambda w: [record.name for record in w.ledger.channel_records()])
+    return _complete(incomplete, lambda w: [record.name for record in w.channels()])
 
 
 def models(incomplete: str) -> list[str]:
@@ -38,7 +39,7 @@ def models(incomplete: str) -> list[str]:
     run, slash, _ = incomplete.partition("/")
     if slash:
         return _complete(incomplete, lambda w: _stages(w, run))
-    return _complete(incomplete, lambda w: [*w.ledger.channels(), *_assets(w, "model"), *_run_ids(w)])
+    return _complete(incomplete, lambda w: [*_live(w), *_assets(w, "model"), *_run_ids(w)])
 
 
 def datasets(incomplete: str) -> list[str]:
@@ -56,26 +57,31 @@ def examples(incomplete: str) -> list[str]:
     return [folder.name for folder in shelf.examples() if folder.name.startswith(incomplete)]
 
 
-def _complete(incomplete: str, known: Callable[[Workspace], Iterable[str]]) -> list[str]:
+def _complete(incomplete: str, known: Callable[[Control], Iterable[str]]) -> list[str]:
     try:
-        workspace = open_workspace()
+        control = open_control()
         try:
-            return [word for word in dict.fromkeys(known(workspace)) if word.startswith(incomplete)]
+            return [word for word in dict.fromkeys(known(control)) if word.startswith(incomplete)]
         finally:
-            workspace.close()
+            control.close()
     except (PosttrainError, OSError):
         return []
 
 
-def _run_ids(workspace: Workspace) -> list[str]:
-    return [run.id for run in workspace.ledger.runs(limit=_RUNS)]
+def _live(control: Control) -> list[str]:
+    return [entry.channel for entry in control.live()]
 
 
-def _stages(workspace: Workspace, run: str) -> list[str]:
-    rows = workspace.ledger.stages(workspace.ledger.find_run(run.removeprefix("run:")).id)
+def _run_ids(control: Control) -> list[str]:
+    return control.ids(_RUNS)
+
+
+def _stages(control: Control, run: str) -> list[str]:
+    status = control.status(control.run(run.removeprefix("run:")).id)
+    rows = [stage.record for stage in status.stages]
     models = {"model": "", "best": "/best"}
     return [f"{run}/{row.name}{end}" for row in rows for output, end in models.items() if output in row.outputs]
 
 
-def _assets(workspace: Workspace, kind: str | None) -> list[str]:
-    return [f"{asset.kind}:{asset.name}" for asset in workspace.ledger.assets(kind)]
+def _assets(control: Control, kind: str | None) -> list[str]:
+    return [f"{asset.kind}:{asset.name}" for asset in control.assets(kind)]

@@ -32,14 +32,12 @@ def dead(
     """What a driver set aside after it failed again and again, and why; --retry has it looked at again."""
     from dataclasses import asdict
 
-    from posttrain.app.dead import dead as found_dead
-    from posttrain.app.dead import look_again
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
     if retry and name is None:
         raise InputError("dead: --retry needs the run or stage that is looked at again; posttrain dead lists them")
-    workspace = open_workspace()
-    found = look_again(workspace, name) if retry and name else found_dead(workspace, name)
+    control = open_control()
+    found = control.look_again(name) if retry and name else control.dead(name)
     if output is Output.JSON:
         emit_json([asdict(one) for one in found])
     elif retry:
@@ -54,4 +52,4 @@ def dead(
         if name:
             say(*harmless(one.traceback).splitlines())
         say(f"  → posttrain dead {one.object} --retry")
-    workspace.close()
+    control.close()

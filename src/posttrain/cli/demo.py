@@ -120,9 +120,9 @@ class _Stage:
         self._posttrain("plan", f"{self._example}/{self._plan.runs[0].file}", "--seed", str(self.seed))
 
     def _init(self) -> None:
-        from posttrain.preflight.confinement import confinement
+        from posttrain.app.examples import confined
 
-        found = confinement()
+        found = confined()
         if not found.whole:
             say(f"This machine cannot confine rewards: {'; '.join(found.notes)}.")
             say("The demo's own are harmless, so its workspace says that it trusts them; yours would be refused.")
@@ -211,12 +211,6 @@ def _is_ours(folder: Path) -> bool:
 
 def _overlay(folder: Path, ids: dict[str, str], title: str) -> Path:
     """Every run of the story on one picture."""
-    from posttrain.app.workspace import Workspace
-    from posttrain.views.reporting import overlay
-    from posttrain.workspace.settings import FOLDER as WORKSPACE
+    from posttrain.app.examples import overlaid
 
-    workspace = Workspace(folder / WORKSPACE)
-    try:
-        return overlay(workspace, [(f"run {label}", run) for label, run in ids.items()], folder / "curves.png", title)
-    finally:
-        workspace.close()
+    return overlaid(folder, [(f"run {label}", run) for label, run in ids.items()], folder / "curves.png", title)

@@ -17,10 +17,9 @@ from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.overrides import single
 
 if TYPE_CHECKING:
-    from posttrain.app.runs import Run
-    from posttrain.app.workspace import Workspace
+    from posttrain.api.control import Control
+    from posttrain.api.values import RunStatus, Submitted
     from posttrain.domain.records import RunRecord
-    from posttrain.views.status import RunStatus
 
 RunArgument = Annotated[
     str,
@@ -63,109 +62,104 @@ def run(
     detach: DetachOption = False,
 ) -> None:
     """Submit a run and drive it to its end. One submitted before is attached to; the exit code is the outcome."""
-    from posttrain.app.runs import submit
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
     _refuse_both("run", detach, timeout)
-    workspace = open_workspace()
-    handle = submit(file, again=again, workspace=workspace, seed=seed, setting=single(sets or ()))
-    if detach and give_away(workspace, handle):
+    control = open_control()
+    submitted = control.submit(file, again=again, seed=seed, setting=single(sets or ()))
+    if detach and give_away(control, submitted):
         return
-    greet(handle, again=" (--again starts another)")
-    drive(workspace, handle, timeout, f"posttrain run {file}{changes(seed, sets)}")
+    greet(submitted, again=" (--again starts another)")
+    drive(control, submitted.run.id, timeout, f"posttrain run {file}{changes(seed, sets)}")
 
 
 def attach(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption = False) -> None:
     """Go back to a run: drive it, or watch whoever does, to its end. The exit code is the outcome, as of `run`."""
-    from posttrain.app import runs
-    from posttrain.app.workspace import open_workspace
+    from posttrain.api.values import Submitted
+    from posttrain.app.embedded.control import open_control
 
     _refuse_both("attach", detach, timeout)
-    workspace = open_workspace()
-    handle = runs.run(run, workspace)
-    if detach and give_away(workspace, handle):
+    control = open_control()
+    found = Submitted(control.run(run))
+    if detach and give_away(control, found):
         return
-    greet(handle)
-    drive(workspace, handle, timeout, f"posttrain attach {handle.id}")
+    greet(found)
+    drive(control, found.run.id, timeout, f"posttrain attach {found.run.id}")
 
 
 def retry(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption = False) -> None:
     """Let a stopped or failed run go on from its checkpoints, and drive it."""
-    from posttrain.app import runs
-    from posttrain.app.workspace import open_workspace
+    from posttrain.api.values import Submitted
+    from posttrain.app.embedded.control import open_control
     from posttrain.domain.lifecycle import RunState
 
     _refuse_both("retry", detach, timeout)
-    workspace = open_workspace()
-    handle = runs.run(run, workspace)
-    if handle.state not in (RunState.PENDING, RunState.RUNNING, RunState.STOPPING):
-        handle.retry()
-    if detach and give_away(workspace, handle):
+    control = open_control()
+    record = control.run(run)
+    if record.state not in (RunState.PENDING, RunState.RUNNING, RunState.STOPPING):
+        record = control.retry(record.id)
+    if detach and give_away(control, Submitted(record)):
         return
-    say(f"run {handle.id} goes on")
-    drive(workspace, handle, timeout, f"posttrain retry {handle.id}")
+    say(f"run {record.id} goes on")
+    drive(control, record.id, timeout, f"posttrain retry {record.id}")
 
 
 def stop(run: RunArgument) -> None:
     """Stop a run: its jobs write a checkpoint and end. `retry` resumes it."""
-    from posttrain.app import runs
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    handle = runs.run(run, workspace)
-    handle.stop()
-    say(f"run {handle.id}: asked to stop; its jobs checkpoint and end")
-    record = handle.wait(_STOP_SECONDS)
-    say(f"run {handle.id}: {record.state}; next: {record.next_action or f'posttrain get {handle.id}'}")
-    workspace.close()
+    control = open_control()
+    run_id = control.run(run).id
+    control.stop(run_id)
+    say(f"run {run_id}: asked to stop; its jobs checkpoint and end")
+    record = control.drive(run_id, timeout=_STOP_SECONDS)
+    say(f"run {run_id}: {record.state}; next: {record.next_action or f'posttrain get {run_id}'}")
+    control.close()
 
 
-def drive(workspace: Workspace, handle: Run, timeout: float | None, reattach: str) -> None:
+def drive(control: Control, run_id: str, timeout: float | None, reattach: str) -> None:
     """Drive a run, show it, write its report, print its summary, and raise its outcome if it is not a success.
 
     Raises:
         PosttrainError: the run's outcome, or the deadline.
         typer.Exit: Ctrl-C detached.
     """
-    from posttrain.app.runs import REPORTING, load_ahead
     from posttrain.cli.live import open_display
     from posttrain.cli.screens import run_footer
-    from posttrain.control.explain import outcome_error
-    from posttrain.views.status import read_status
 
     with heard() as signals:
         try:
-            load_ahead(REPORTING)
-            with open_display(workspace, handle.id) as display:
-                record = handle.wait(timeout, watch=display)
+            with open_display(control, run_id) as display:
+                control.drive(run_id, timeout=timeout, watch=display, report=True)
         except BaseException as ended:
             if signals.ending is not None:
-                end_by(signals.ending, workspace, handle)
+                end_by(signals.ending, control, run_id)
             if not isinstance(ended, KeyboardInterrupt):
                 raise
-            leave(workspace, handle, reattach)
+            leave(control, run_id, reattach)
             raise typer.Exit(DETACHED) from None
-    status = read_status(workspace, handle.id)
-    _summary(workspace, handle, status)
-    error = outcome_error(record, tuple(stage.record for stage in status.stages))
-    workspace.close()
+    status = control.status(run_id)
+    _summary(control, status)
+    error = control.outcome(status)
+    control.close()
     if error:  # its line says the reason and the next action
         raise error
     console().print(*run_footer(status), sep="\n")
 
 
-def give_away(workspace: Workspace, handle: Run) -> bool:
+def give_away(control: Control, found: Submitted) -> bool:
     """Give a run to a background driver and say so in one line on stdout; False: it has ended."""
     from posttrain.domain.lifecycle import is_final
 
-    if is_final("run", handle.state):
+    run_id = found.run.id
+    if is_final("run", found.run.state):
         return False
-    driver = handle.detach()
-    for warning in handle.warnings:
+    driver = control.detach(run_id)
+    for warning in found.warnings:
         aside(f"warning: {warning}")
     who = f"driven in the {driver}" if driver.pid else "driven to its end already"
-    say(f"run {handle.id} detached, {who}; posttrain attach {handle.id} returns to it")
-    workspace.close()
+    say(f"run {run_id} detached, {who}; posttrain attach {run_id} returns to it")
+    control.close()
     return True
 
 
@@ -175,53 +169,49 @@ def _refuse_both(verb: str, detach: bool, timeout: float | None) -> None:
 
 
 @contextmanager
-def open_quietly(workspace: Workspace, run_id: str, output: Output) -> Iterator[Callable[[RunRecord], None]]:
+def open_quietly(control: Control, run_id: str, output: Output) -> Iterator[Callable[[RunRecord], None]]:
     """The display of a driven run; none where the output is for programs."""
     from posttrain.cli.live import open_display
 
     if output is Output.JSON:
         yield lambda _: None
         return
-    with open_display(workspace, run_id) as display:
+    with open_display(control, run_id) as display:
         yield display
 
 
-def greet(handle: Run, again: str = "") -> None:
+def greet(found: Submitted, again: str = "") -> None:
     """Say which run this is, and whether it is new; `again`: how to start another one of it."""
     from posttrain.domain.lifecycle import is_final
 
-    record = handle.record
-    if not handle.attached:
-        say(f"run {handle.id}  manifest {digest(record.manifest_digest)}")
+    record = found.run
+    if not found.attached:
+        say(f"run {record.id}  manifest {digest(record.manifest_digest)}")
     elif is_final("run", record.state):
-        say(f"attached to run {handle.id}: {record.state} {ago(record.finished_at)}{again}")
+        say(f"attached to run {record.id}: {record.state} {ago(record.finished_at)}{again}")
     else:
-        say(f"attached to run {handle.id}: {record.state}, submitted {ago(record.created_at)}")
-    say(*(f"warning: {warning}" for warning in handle.warnings))
+        say(f"attached to run {record.id}: {record.state}, submitted {ago(record.created_at)}")
+    say(*(f"warning: {warning}" for warning in found.warnings))
 
 
-def _summary(workspace: Workspace, handle: Run, status: RunStatus) -> None:
+def _summary(control: Control, status: RunStatus) -> None:
     from posttrain.cli.screens import score_lines, stage_table, tracker_lines, verdict_lines, warning_lines
-    from posttrain.trackers.following import settled
-    from posttrain.trackers.tracking import WRITING
-    from posttrain.views.reporting import write_report
-    from posttrain.views.status import run_scores
 
-    screen = console()
+    screen, run_id = console(), status.run.id
     screen.print(stage_table(status))
-    report = handle.why().report
-    for line in (*verdict_lines(report.verdicts if report else ()), *score_lines(run_scores(workspace, status))):
+    found = control.why(run_id)
+    for line in (*verdict_lines(found.report.verdicts if found.report else ()), *score_lines(found.scores)):
         screen.print(line)
     screen.print(*warning_lines(status), sep="\n", end="\n" if status.warnings else "")
-    say(f"run {handle.id}: {status.run.state} after {duration(status.seconds)}")
+    say(f"run {run_id}: {status.run.state} after {duration(status.seconds)}")
     try:
-        written = write_report(workspace, handle.id)
+        written = control.write_report(run_id)
     except PosttrainError as error:  # the outcome stands, whatever becomes of its picture
         say(f"warning: no report: {error}")
     else:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
-    trackers = settled(workspace, handle.id, _TRACKERS_SECONDS)
+    trackers = control.trackers(run_id, _TRACKERS_SECONDS)
     for line in tracker_lines(trackers):
         screen.print(line)
-    if any(one.state == WRITING for one in trackers):
-        say(f"posttrain track {handle.id} waits until its trackers are written")
+    if any(one.under_way for one in trackers):
+        say(f"posttrain track {run_id} waits until its trackers are written")

@@ -11,8 +11,8 @@ from posttrain.cli.assets import as_json, summary
 from posttrain.cli.console import Output, OutputOption, digest, emit_json, say
 
 if TYPE_CHECKING:
-    from posttrain.app.workspace import Workspace
-    from posttrain.data.importing import Imported
+    from posttrain.api.control import Control
+    from posttrain.api.values import Imported
 
 NameOption = Annotated[
     str | None, typer.Option(help="Of the model and its history; by default the run's own.", show_default=False)
@@ -29,12 +29,11 @@ def trl_output(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Register the model at DIR's root, else its best or newest checkpoint, with the metrics of trainer_state.json."""
-    from posttrain.app.importing import import_trl_output
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    imported = import_trl_output(workspace, folder, name)
-    _tell(workspace, imported, output)
+    control = open_control()
+    imported = control.import_trl_output(folder, name)
+    _tell(control, imported, output)
 
 
 @app.command("mlflow")
@@ -49,12 +48,11 @@ def mlflow(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Register a run of an MLflow store: metrics, parameters, data sets, the model among its artifacts."""
-    from posttrain.app.importing import import_mlflow
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    imported = import_mlflow(workspace, where, run, name)
-    _tell(workspace, imported, output)
+    control = open_control()
+    imported = control.import_mlflow(where, run, name)
+    _tell(control, imported, output)
 
 
 @app.command("wandb-export")
@@ -67,19 +65,15 @@ def wandb_export(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Register a W&B run's files: metrics, configuration, the model if it is there."""
-    from posttrain.app.importing import import_wandb_export
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    imported = import_wandb_export(workspace, folder, name)
-    _tell(workspace, imported, output)
+    control = open_control()
+    imported = control.import_wandb_export(folder, name)
+    _tell(control, imported, output)
 
 
-def _tell(workspace: Workspace, imported: Imported, output: Output) -> None:
-    from posttrain.data.importing import begins_at, known_by_name
-
-    workspace.seal()
-    workspace.close()
+def _tell(control: Control, imported: Imported, output: Output) -> None:
+    control.close()
     record = imported.record
     if output is Output.JSON:
         emit_json(
@@ -92,7 +86,7 @@ def _tell(workspace: Workspace, imported: Imported, output: Output) -> None:
                 "withheld": record["withheld"],
                 "left_out": record["left_out"],
                 "notes": record["notes"],
-                "unknown": begins_at(record),
+                "unknown": imported.unknown,
             }
         )
         return
@@ -103,13 +97,13 @@ def _tell(workspace: Workspace, imported: Imported, output: Output) -> None:
     if record.get("history", {}).get("not_finite"):
         say(f"note: {record['history']['not_finite']} of its values are NaN or infinite, kept as they are")
     say(*(f"note: {note}" for note in record["notes"]))
-    if named := known_by_name(record):
+    if named := imported.named_only:
         say(f"known by name only: {', '.join(named)}")
     say(*(f"  {row['name']}: {row['why']}" for row in record["named"] if row.get("why")))
     if record["withheld"]:
         say(f"parameters left out, for they may be secrets: {', '.join(record['withheld'])}")
     if record["left_out"]:
         say(f"left out: {', '.join(f'{name} ({why})' for name, why in record['left_out'].items())}")
-    say(f"before this: unknown ({begins_at(record)})")
+    say(f"before this: unknown ({imported.unknown})")
     last = imported.assets[-1].ref
     say(f'next: posttrain sample {last} "…"' if "model" in record else f"next: posttrain asset get {last}")

@@ -22,8 +22,7 @@ from posttrain.cli.console import aside, say
 from posttrain.domain.errors import PosttrainError
 
 if TYPE_CHECKING:
-    from posttrain.app.runs import Run
-    from posttrain.app.workspace import Workspace
+    from posttrain.api.control import Control
 
 DETACHED = 130
 
@@ -70,45 +69,41 @@ def heard() -> Iterator[Signals]:
             signal.signal(number, before[number])
 
 
-def end_by(number: int, workspace: Workspace, handle: Run) -> NoReturn:
+def end_by(number: int, control: Control, run_id: str) -> NoReturn:
     """Die of a signal as whoever sent it expects; first say, where that is possible, what becomes of the run."""
-    from posttrain.drivers.requests import DriverKind, run_driver
-
     with suppress(OSError, PosttrainError):  # the terminal is gone
-        driver = run_driver(workspace.root, handle.record, workspace.ledger.clock.now())
-        if driver is not None and driver.kind is DriverKind.NONE:
+        driver = control.driver(run_id)
+        if driver is not None and driver.nobody:
             aside(
                 f"ended by {signal.Signals(number).name}; jobs that run go on, the stages after them wait for a "
-                f"driver: posttrain attach {handle.id}"
+                f"driver: posttrain attach {run_id}"
             )
     os.kill(os.getpid(), number)
     raise SystemExit(128 + number)  # whoever started this process has it blocked
 
 
-def leave(workspace: Workspace, handle: Run, reattach: str) -> None:
+def leave(control: Control, run_id: str, reattach: str) -> None:
     """Ctrl-C: on a terminal a background driver takes over, unless somebody drives the run anyway."""
-    from posttrain.drivers.requests import DriverKind, run_driver
-
-    driver = run_driver(workspace.root, handle.record, workspace.ledger.clock.now())
+    driver = control.driver(run_id)
     if driver is None:
-        say(f"run {handle.id} has ended: posttrain get {handle.id}")
+        say(f"run {run_id} has ended: posttrain get {run_id}")
         return
     words = "detached; the job goes on, the stages after it wait for a driver. These act on it:"
     again = "re-attaches and drives the run on"
-    if driver.kind is DriverKind.NONE and _on_a_terminal():
+    if driver.nobody and _on_a_terminal():
         say("detaching: a background driver takes the run over …")
         try:
-            driver = handle.detach()
+            driver = control.detach(run_id)
         except PosttrainError as error:
             aside(f"error: {error}")
-    if driver.kind is not DriverKind.NONE:
+    if not driver.nobody:
         words = f"detached; the run goes on, driven in the {driver}. These act on it:"
         again = "re-attaches"
     say(
         words,
         f"  {reattach}    {again}",
-        f"  posttrain get {handle.id} --watch    only watches",
-        f"  posttrain stop {handle.id}    stops it",
+        f"  posttrain get {run_id} --watch    only watches",
+        f"  posttrain stop {run_id}    stops it",
     )
 
 

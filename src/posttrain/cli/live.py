@@ -19,12 +19,12 @@ from posttrain.cli.console import console, count, duration, glyph, number, say, 
 from posttrain.domain.facts import Note
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.records import RunRecord
-from posttrain.views.status import RunStatus, RunWatcher, StageStatus
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from posttrain.app.workspace import Workspace
+    from posttrain.api.control import Control, Watcher
+    from posttrain.api.values import RunStatus, StageStatus
 
 _REDRAW = 1 / 8  # seconds
 _LINE_EVERY = 2.0  # seconds between plain lines about the same stage
@@ -48,16 +48,16 @@ class Display(Protocol):
     ) -> None: ...
 
 
-def open_display(workspace: Workspace, run_id: str) -> Display:
+def open_display(control: Control, run_id: str) -> Display:
     """The table on a terminal, lines elsewhere."""
-    watcher = RunWatcher(workspace, run_id)
+    watcher = control.watcher(run_id)
     return TableDisplay(watcher) if sys.stdout.isatty() else LineDisplay(watcher)
 
 
 class TableDisplay:
     """A table with one row per stage, redrawn in place; gone when the run has ended."""
 
-    def __init__(self, watcher: RunWatcher) -> None:
+    def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._console = console()
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -85,7 +85,7 @@ class TableDisplay:
 class LineDisplay:
     """One line per change of state, and one every two seconds for each running stage."""
 
-    def __init__(self, watcher: RunWatcher) -> None:
+    def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._told: dict[str, tuple[str, str, str]] = {}  # stage → state, reason and message last told
         self._line_at: dict[str, float] = {}

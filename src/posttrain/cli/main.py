@@ -41,8 +41,7 @@ from posttrain.cli import (
     workspace,
 )
 from posttrain.cli.console import aside, harmless
-from posttrain.domain.errors import ConflictError, InputError, PosttrainError
-from posttrain.store.atomic import unwritable
+from posttrain.domain.errors import ConflictError, InputError, PosttrainError, unwritable
 
 _BUG = 1
 _UNREAD = 128 + signal.SIGPIPE

@@ -19,8 +19,8 @@ from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
-    from posttrain.app.runs import Run
-    from posttrain.app.sampling import Answer
+    from posttrain.api.control import Control
+    from posttrain.api.values import Answer, Submitted
 
 ModelArgument = Annotated[
     str,
@@ -87,35 +87,38 @@ def sample(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Ask a model. Nothing is recorded; the same question gets the same answers on the same device."""
-    from posttrain.app.naming import named_model
-    from posttrain.app.sampling import LONGEST_WAIT, Ask, ask_model, inference_runtime, prompt_row, usual_form
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
     warmth = temperature if temperature is not None else float(samples > 1)
-    runtime = inference_runtime(device=device, dtype=dtype, threads=threads)
-    ask = Ask(samples, max_new_tokens, warmth, seed, runtime, timeout or LONGEST_WAIT)
     if _STDIN in prompts and sys.stdin is None:
         raise InputError("sample: - reads standard input, and it is closed; write the prompt")
     texts = [sys.stdin.read().rstrip("\n") if text == _STDIN else text for text in prompts]
-    workspace = open_workspace()
-    named = named_model(workspace, model)
-    form, why = usual_form(workspace, named)
-    if chat is not None:
-        form, why = ("chat", "--chat") if chat else ("text", "--text")
-    rows = [prompt_row(text, form, system) for text in texts]
-    aside(f"{named.pinned.name} {digest(named.digest)}, asked as {form} ({why})")
+    control = open_control()
+    asked = control.ask(
+        model,
+        texts,
+        samples=samples,
+        max_new_tokens=max_new_tokens,
+        temperature=warmth,
+        seed=seed,
+        runtime={"device": device, "dtype": dtype, "threads": threads},
+        timeout=timeout,
+        chat=chat,
+        system=system,
+    )
+    aside(f"{asked.name} {digest(asked.digest)}, asked as {asked.form} ({asked.why})")
     answers: list[Answer] = []
-    for found in ask_model(workspace, named, rows, ask):
+    for found in asked.answers:
         if isinstance(found, str):
             aside(f"warning: {found}")
             continue
         answers.append(found)
         if output is Output.TEXT:
             _show(texts, found, many=samples > 1 or len(texts) > 1)
-    workspace.close()
+    control.close()
     if output is Output.JSON:
         said = [{**asdict(answer), "prompt": texts[answer.prompt], "prompt_index": answer.prompt} for answer in answers]
-        emit_json({"model": named.pinned.name, "digest": named.digest, "form": form, "answers": said})
+        emit_json({"model": asked.name, "digest": asked.digest, "form": asked.form, "answers": said})
 
 
 def _progress(file: str) -> None:
@@ -166,8 +169,7 @@ def evaluate(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Measure a model on data sets, without a run file. It is a run of one stage: get, why and compare know it."""
-    from posttrain.app.evaluating import submit_evaluation
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "samples": samples, "temperature": temperature}
     settings |= {"pass_at": pass_at} if pass_at else {}
@@ -175,19 +177,17 @@ def evaluate(
     settings |= _given(extract=extract, reward_timeout=reward_timeout)
     judge = _judge(reward, _given(entry=entry, dialect=dialect))
     runtime = {"device": device, "dtype": dtype, "threads": threads}
-    workspace = open_workspace()
-    handle = submit_evaluation(
-        workspace, model, suites, settings=settings, runtime=runtime, reward=judge, seed=seed, again=again
-    )
+    control = open_control()
+    found = control.evaluate(model, suites, settings=settings, runtime=runtime, reward=judge, seed=seed, again=again)
     if output is Output.JSON:
-        _measured_json(handle, timeout)
-        workspace.close()
+        _measured_json(control, found, timeout)
+        control.close()
         return
-    driving.greet(handle, again=" (--again measures anew)")
+    driving.greet(found, again=" (--again measures anew)")
     if max_new_tokens is None:
-        suite = next(iter(handle.manifest.stages[0].params["suites"].values()))
+        suite = next(iter(control.manifest(found.run.id).stages[0].params["suites"].values()))
         say(f"responses of at most {suite['max_new_tokens']} tokens; --max-new-tokens says otherwise")
-    driving.drive(workspace, handle, timeout, f"posttrain attach {handle.id}")
+    driving.drive(control, found.run.id, timeout, f"posttrain attach {found.run.id}")
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -202,13 +202,17 @@ def _judge(reward: str | None, called: dict[str, Any]) -> dict[str, Any] | None:
     return {"ref": reward, **called} if reward is not None else None
 
 
-def _measured_json(handle: Run, timeout: float | None) -> None:
-    for warning in handle.warnings:
+def _measured_json(control: Control, found: Submitted, timeout: float | None) -> None:
+    for warning in found.warnings:
         aside(f"warning: {warning}")
-    record = handle.wait(timeout, check=True)
-    measured = handle.manifest.stages[0].inputs["model"]
-    said = {"run": record.id, "state": record.state, "attached": handle.attached}
-    emit_json({**said, "model": measured.name, "digest": measured.digest, "scores": handle.metrics})
+    record = control.drive(found.run.id, timeout=timeout)
+    status = control.status(record.id)
+    error = control.outcome(status)
+    if error:
+        raise error
+    measured = control.manifest(record.id).stages[0].inputs["model"]
+    said = {"run": record.id, "state": record.state, "attached": found.attached}
+    emit_json({**said, "model": measured.name, "digest": measured.digest, "scores": status.metrics})
 
 
 def export(
@@ -220,16 +224,14 @@ def export(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write a model as a Hugging Face folder: weights, tokenizer, generation config, model card with its lineage."""
-    from posttrain.app.export import export_model
-    from posttrain.app.naming import named_model
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
     if str(folder) in ("", "."):
         raise InputError(f"export: must be a folder of its own, got {str(folder)!r}; name a new one")
-    workspace = open_workspace()
+    control = open_control()
     with _ended_by_sigterm():
-        done = export_model(workspace, named_model(workspace, model), folder, dtype=dtype, progress=_progress)
-    workspace.close()
+        done = control.export(model, folder, dtype=dtype, progress=_progress)
+    control.close()
     if output is Output.JSON:
         emit_json(asdict(done))
         return

@@ -37,12 +37,11 @@ def plan(
     file: FileArgument, seed: SeedOption = None, sets: SetOption = None, output: OutputOption = Output.TEXT
 ) -> None:
     """Validate a run file; show stages, cache, cost, power. Writes nothing."""
-    from posttrain.app.planning import view_plan
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    view = view_plan(file, workspace, seed=seed, setting=single(sets or ()))
-    workspace.close()
+    control = open_control()
+    view = control.plan(file, seed=seed, setting=single(sets or ()))
+    control.close()
     if output is Output.JSON:
         emit_json(view.to_json())
         return
@@ -66,16 +65,14 @@ def lock(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write the immutable manifest. The SHA-256 of the file is the run's identity."""
-    from posttrain.app import runs
-    from posttrain.app.workspace import open_workspace
-    from posttrain.preflight.locks import lock_path, write_lock
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    planned = runs.plan(file, workspace, seed=seed, setting=single(sets or ()))
+    control = open_control()
+    planned = control.lock(file, seed=seed, setting=single(sets or ()))
     manifest = planned.manifest
-    workspace.close()
-    path = out or lock_path(file)
-    write_lock(manifest, path)
+    control.close()
+    path = out or planned.place
+    planned.write(path)
     if output is Output.JSON:
         emit_json({"digest": manifest.digest, "path": str(path)})
     else:

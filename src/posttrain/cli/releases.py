@@ -11,16 +11,12 @@ import typer
 from posttrain.cli.console import Output, OutputOption, branch, console, digest, emit_json, say
 from posttrain.cli.driving import RunArgument
 from posttrain.cli.shell import lazily
-from posttrain.domain.canonical import DIGEST_PREFIX
-from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
-from posttrain.domain.spelling import nearest
+from posttrain.domain.errors import InputError, IntegrityError
 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from posttrain.app.workspace import Workspace
-    from posttrain.control.downstream import Downstream
-    from posttrain.control.lineage import Node
+    from posttrain.api.values import Node
 
 _KIND_STYLES = {"release": "bold green", "run": "bold", "model": "bold cyan", "reward": "magenta", "dataset": "blue"}
 _CUT = 72  # characters of a detail (a guideline, say) on a terminal's tree
@@ -41,19 +37,17 @@ def promote(
     ] = "",
 ) -> None:
     """Point a channel at a run's model. Only if every gate passed and the channel has not moved since."""
-    from posttrain.app import runs
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    handle = runs.run(run, workspace)
-    release = handle.manifest.release
+    control = open_control()
+    run_id = control.run(run).id
+    release = control.manifest(run_id).release
     if channel is None and release is None:
-        raise InputError(f"promote {handle.id}: its run file names no channel; say which with --channel")
+        raise InputError(f"promote {run_id}: its run file names no channel; say which with --channel")
     name = channel or (release.channel if release else "")
-    entry = handle.promote(name, lift_quarantine=lift_quarantine)
-    workspace.seal()
+    entry = control.promote(run_id, name, lift_quarantine)
     say(f"{name} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence})")
-    workspace.close()
+    control.close()
 
 
 def rollback(
@@ -66,19 +60,17 @@ def rollback(
     ] = None,
 ) -> None:
     """Point a channel back at the model it served before. Waits for no gate."""
-    from posttrain.app import channels
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    handle = channels.channel(channel, workspace)
-    before = handle.live
-    entry = handle.rollback(to, since=since)
-    frozen = handle.record.frozen
+    control = open_control()
+    before = control.channel(channel).live
+    entry = control.rollback(channel, to, since)
+    frozen = control.channel_record(channel).frozen
     was = f"; it was {digest(before.model_digest)} of run {before.run_id}" if before else ""
     say(f"{channel} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence}){was}")
     if frozen:
         say(f"it stays frozen: nothing is released to it until posttrain channel unfreeze {channel}")
-    workspace.close()
+    control.close()
 
 
 def lineage(
@@ -89,12 +81,12 @@ def lineage(
     ] = False,
 ) -> None:
     """Print the tree from weights back to their sources: prompts, reward source, base model and manifest."""
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    found = _downstream(workspace, target) if downstream else None
-    node = found.tree if found else _lineage(workspace, target)
-    workspace.close()
+    control = open_control()
+    found = control.downstream(target) if downstream else None
+    node = found.tree if found else control.lineage(target)
+    control.close()
     if output is Output.JSON:
         more = {"runs": found.runs, "releases": found.releases, "live": found.live} if found else {}
         emit_json({**_as_json(node), **{key: list(names) for key, names in more.items()}})
@@ -109,13 +101,11 @@ def verify(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Hash a lineage and the event chain again. Exit code 8 when something does not match."""
-    from posttrain.app.workspace import open_workspace
-    from posttrain.control.lineage import verify as verify_tree
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    workspace.seal()
-    report = verify_tree(workspace.wiring, _lineage(workspace, target))
-    workspace.close()
+    control = open_control()
+    report = control.verify(target)
+    control.close()
     if output is Output.JSON:
         emit_json({**asdict(report), "ok": not report.problems})
     else:
@@ -129,46 +119,6 @@ def verify(
             say("everything matches")
     if report.problems:
         raise IntegrityError(f"{target}: {len(report.problems)} problem(s), the first: {report.problems[0]}")
-
-
-def _lineage(workspace: Workspace, target: str) -> Node:
-    """Of a channel of that name, else of a run; of an asset by its ref."""
-    from posttrain.control.lineage import asset_lineage, release_lineage, run_lineage
-    from posttrain.data.refs import KINDS
-
-    if target.startswith(DIGEST_PREFIX):
-        raise InputError(f"{target[:24]}: a digest alone is followed downstream only; add --downstream")
-    if target.partition(":")[0] in KINDS:
-        return asset_lineage(workspace.wiring, workspace.catalog.find(target))
-    if target in workspace.ledger.channels():
-        return release_lineage(workspace.wiring, target)
-    return run_lineage(workspace.wiring, _run_id(workspace, target))
-
-
-def _downstream(workspace: Workspace, target: str) -> Downstream:
-    """Of an asset's bytes, of bytes, of what a channel serves, else of a run."""
-    from posttrain.control.downstream import of_bytes, of_run
-    from posttrain.data.refs import KINDS
-
-    if target.startswith(DIGEST_PREFIX):
-        return of_bytes(workspace.wiring, workspace.ledger.find_artifact(target).digest)
-    if target.partition(":")[0] in KINDS:
-        asset = workspace.catalog.find(target)
-        return of_bytes(workspace.wiring, asset.digest, asset.ref)
-    live = workspace.ledger.channel(target)
-    if live is not None:
-        return of_bytes(workspace.wiring, live.model_digest, f"channel:{target}@{live.sequence}")
-    return of_run(workspace.wiring, _run_id(workspace, target))
-
-
-def _run_id(workspace: Workspace, target: str) -> str:
-    try:
-        return workspace.ledger.find_run(target).id
-    except NotFoundError as error:
-        if workspace.ledger.channel_record(target).generation:
-            raise NotFoundError(f"channel {target}: nothing was released to it yet") from error
-        hint = nearest(target, [record.name for record in workspace.ledger.channel_records()])
-        raise NotFoundError(f"there is no channel or run {target!r}{hint}; `posttrain ls` shows both") from error
 
 
 def _tree(node: Node) -> Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +29,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.reasons import meaning
 
 if TYPE_CHECKING:
-    from posttrain.app.workspace import Workspace
+    from posttrain.api.control import Control
     from posttrain.domain.records import ChannelRecord, ReleaseEntry
 
 _POLL = 0.25  # seconds between looks while watching
@@ -45,14 +46,12 @@ def ls(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List runs, newest first, and what the channels point at."""
-    from posttrain.app.workspace import open_workspace
-    from posttrain.views.status import read_status, under_way
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    statuses = [read_status(workspace, run.id, brief=True) for run in workspace.ledger.runs(limit=limit)]
-    live = [entry for name in workspace.ledger.channels() if (entry := workspace.ledger.channel(name))]
-    records = {record.name: record for record in workspace.ledger.channel_records()}
-    workspace.close()
+    control = open_control()
+    statuses, live = control.ls(limit), control.live()
+    records = {record.name: record for record in control.channels()}
+    control.close()
     if output is Output.JSON:
         runs = [{k: v for k, v in status.to_json().items() if k != "stages"} for status in statuses]
         emit_json({"runs": runs, "channels": [asdict(entry) for entry in live]})
@@ -72,7 +71,7 @@ def ls(
     for status in statuses:
         run = status.run
         mark = Text(glyph(run.state), style=style(run.state))
-        reason = status.trouble or under_way(status) or (status.why if run.state != "succeeded" else run.reason)
+        reason = status.trouble or status.under_way or (status.why if run.state != "succeeded" else run.reason)
         action = "" if run.state == "succeeded" and not status.trouble else status.next_action
         driver, took = str(status.driver or ""), duration(status.seconds)
         table.row(mark, run.id, run.state, ago(run.created_at), took, driver, " ".join(reason.split()), action)
@@ -101,29 +100,23 @@ def get(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show one run (stages, scores, reason, next action), or the release history of a channel."""
-    from posttrain.app.workspace import open_workspace
-    from posttrain.trackers.tracking import states
-    from posttrain.views.status import read_status, run_scores
+    from posttrain.app.embedded.control import open_control
 
     if watch and output is Output.JSON:
         raise InputError("get: --watch draws for people, got -o json; ask again without --watch")
     if timeout is not None and not watch:
         raise InputError(f"get: --timeout belongs to --watch, got {timeout:g} without it")
-    workspace = open_workspace()
-    if workspace.ledger.channel_record(run).generation:
-        _get_channel(workspace, run, output)
+    control = open_control()
+    if control.channel_record(run).generation:
+        _get_channel(control, run, output)
         return
-    run_id = workspace.ledger.find_run(run).id
+    run_id = control.run(run).id
     if watch:
-        _watch(workspace, run_id, timeout)
-    written = None
-    if report:
-        from posttrain.views.reporting import write_report
-
-        written = write_report(workspace, run_id)
-    status = read_status(workspace, run_id)
-    scores, trackers = run_scores(workspace, status), states(workspace, status.run)
-    workspace.close()
+        _watch(control, run_id, timeout)
+    written = control.write_report(run_id) if report else None
+    status = control.status(run_id)
+    scores, trackers = control.scores(status), control.trackers(run_id)
+    control.close()
     if output is Output.JSON:
         paths = {"report": str(written.report), "curves": str(written.curves)} if written else {}
         emit_json(status.to_json() | {"scores": scores.to_json(), "trackers": [t.to_json() for t in trackers]} | paths)
@@ -143,26 +136,25 @@ def get(
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
 
 
-def _get_channel(workspace: Workspace, name: str, output: Output) -> None:
-    from posttrain.app import channels
+def _get_channel(control: Control, name: str, output: Output) -> None:
     from posttrain.cli.screens import channel_lines, history_table, release_lines, tracker_lines
-    from posttrain.trackers.registering import channel_states
 
-    channel = channels.channel(name, workspace)
+    channel, trackers = control.channel(name), control.channel_trackers(name)
     history, states, record, live = channel.history, channel.states, channel.record, channel.live
-    served, frozen = workspace.ledger.deployments(name), channel.told("channel.frozen") if record.frozen else None
-    barred, looks = workspace.ledger.quarantine(name), workspace.ledger.looks(name)
-    trackers = channel_states(workspace, name)
-    workspace.close()
+    barred, looks = channel.quarantine, channel.looks
+    control.close()
     if output is Output.JSON:
         rows = [{**asdict(entry), "state": states[entry.model_digest]} for entry in history]
         told = {"channel": name, "live": live.model_digest if live else None, "history": rows, "looks": len(looks)}
         told |= {"policy": record.policy, "protected": record.protected, "frozen": record.frozen}
-        told |= {"deployments": [asdict(one) for one in served], "quarantine": [asdict(one) for one in barred]}
+        told |= {
+            "deployments": [asdict(one) for one in channel.deployments],
+            "quarantine": [asdict(one) for one in barred],
+        }
         emit_json({**told, "trackers": [one.to_json() for one in trackers]})
         return
     back = f"posttrain rollback {name}, " if len({entry.model_digest for entry in history}) > 1 else ""
-    lines: list[Any] = [*channel_lines(record, frozen), *release_lines(barred, looks), *tracker_lines(trackers)]
+    lines: list[Any] = [*channel_lines(record, channel.frozen), *release_lines(barred, looks), *tracker_lines(trackers)]
     if not history:
         console().print(f"channel {name}: nothing was released to it yet", *lines, sep="\n")
         return
@@ -177,20 +169,15 @@ def logs(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print what a run's jobs printed. Of a reused stage, what was printed where it was computed."""
-    from posttrain.app.workspace import open_workspace
-    from posttrain.views import logs as log
-    from posttrain.views.status import Vigil
+    from posttrain.app.embedded.control import open_control
 
     if follow and output is Output.JSON:
         raise InputError("logs: -f goes on and on, got -o json; ask again without -f")
     if timeout is not None and not follow:
         raise InputError(f"logs: --timeout belongs to -f, got {timeout:g} without it")
-    workspace = open_workspace()
-    run_id = workspace.ledger.find_run(run).id
-    if follow:
-        pieces = log.follow(workspace, run_id, stage, Vigil(workspace, run_id, aside, timeout))
-    else:
-        pieces = log.read_all(workspace, run_id, stage)
+    control = open_control()
+    run_id = control.run(run).id
+    pieces = control.logs(run_id, stage, control.vigil(run_id, aside, timeout) if follow else None)
     if output is Output.JSON:
         emit_json([{**asdict(file), "path": str(file.path), "text": text} for file, text in pieces])
         return
@@ -203,28 +190,21 @@ def logs(
         sys.stdout.flush()
     if last is None:
         say("no job has printed anything yet")
-    workspace.close()
+    control.close()
 
 
 def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     """Say why a run is where it is. Which number missed, by how much, with what confidence; what to do next."""
-    from posttrain.app import runs
-    from posttrain.app.workspace import open_workspace
-    from posttrain.trackers.tracking import states
-    from posttrain.views.status import baseline_run, read_status, run_scores
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    handle = runs.run(run, workspace)
-    found, status = handle.why(), read_status(workspace, handle.id)
-    scores, other = run_scores(workspace, status), baseline_run(workspace, handle.manifest, found.report)
-    action, trackers = status.next_action, states(workspace, status.run)
-    if action.startswith("posttrain why"):
-        action = f"posttrain diff {other} {handle.id}" if other else f"posttrain get {handle.id} --report"
-    workspace.close()
+    control = open_control()
+    found = control.why(control.run(run).id)
+    status, scores, trackers, action = found.status, found.scores, found.trackers, found.next_action
+    control.close()
     if output is Output.JSON:
         emit_json(
             status.to_json()
-            | {"next_action": action, "compared_with": other}
+            | {"next_action": action, "compared_with": found.compared_with}
             | {"gates": found.report.model_dump(mode="json") if found.report else None}
             | {"scores": scores.to_json()}
             | {"trackers": [tracker.to_json() for tracker in trackers]}
@@ -263,47 +243,44 @@ def diff(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show what differs between two runs: manifests, changed assets, measured numbers."""
-    from posttrain.app import runs
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    one, two = runs.run(first, workspace), runs.run(second, workspace)
-    differences = one.diff(two)
-    metrics = _metric_rows(one.metrics, two.metrics)
-    measured = {stage.name for stage in one.manifest.stages if stage.measures}
-    workspace.close()
+    control = open_control()
+    found = control.diff(first, second)
+    control.close()
+    metrics = _metric_rows(*found.metrics)
     if output is Output.JSON:
-        emit_json({"a": one.id, "b": two.id, "differences": [asdict(d) for d in differences], "metrics": metrics})
+        told = [asdict(difference) for difference in found.differences]
+        emit_json({"a": found.first, "b": found.second, "differences": told, "metrics": metrics})
         return
     from posttrain.cli.screens import difference_lines
 
-    say(f"- {one.id}", f"+ {two.id}")
+    say(f"- {found.first}", f"+ {found.second}")
     screen = console()
-    for line in difference_lines(differences):
+    for line in difference_lines(found.differences):
         screen.print(line)
-    if not differences:
+    if not found.differences:
         say("the manifests decide the same result: nothing differs")
     for row in metrics:  # what an optimiser did last is for programs: -o json
-        if row["metric"].partition("/")[0] in measured or row["metric"].endswith("reward/mean"):
+        if row["metric"].partition("/")[0] in found.measured or row["metric"].endswith("reward/mean"):
             say(f"  {row['metric']:32s} {row['a']:.4g} → {row['b']:.4g}  ({row['b'] - row['a']:+.4g})")
 
 
-def _metric_rows(first: dict[str, float], second: dict[str, float]) -> list[dict[str, Any]]:
+def _metric_rows(first: Mapping[str, float], second: Mapping[str, float]) -> list[dict[str, Any]]:
     """Measured numbers that both runs have and that differ."""
     both = sorted(first.keys() & second.keys())
     return [{"metric": m, "a": first[m], "b": second[m]} for m in both if first[m] != second[m]]
 
 
-def _watch(workspace: Workspace, run_id: str, timeout: float | None) -> None:
+def _watch(control: Control, run_id: str, timeout: float | None) -> None:
     from posttrain.cli.live import open_display
     from posttrain.domain.lifecycle import is_final
-    from posttrain.views.status import Vigil
 
-    vigil = Vigil(workspace, run_id, aside, timeout)
-    with open_display(workspace, run_id) as display:
+    vigil = control.vigil(run_id, aside, timeout)
+    with open_display(control, run_id) as display:
         while True:
             record = vigil.look()
             display(record)
             if is_final("run", record.state):
                 return
-            workspace.ledger.clock.sleep(_POLL)
+            vigil.rest(_POLL)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from posttrain.app.planning import PlanView, StagePlan
 from posttrain.cli.console import ago, branch, count, digest, duration, excerpt, glyph, moment, style
 from posttrain.cli.tables import Column, Grid
-from posttrain.control.compare import Difference
-from posttrain.control.lineage import selection_words
-from posttrain.control.scores import Scores
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
@@ -21,9 +18,10 @@ from posttrain.domain.reasons import Reason, meaning
 from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, Look, Quarantine, ReleaseEntry
 from posttrain.domain.waits import span
 from posttrain.planner.feasibility import gib
-from posttrain.planner.residency import Residency
-from posttrain.trackers.tracking import TROUBLE, TrackerState
-from posttrain.views.status import RunStatus, StageStatus
+
+if TYPE_CHECKING:
+    from posttrain.api.values import Difference, PlanView, RunStatus, Scores, StagePlan, StageStatus, TrackerState
+    from posttrain.planner.residency import Residency
 
 _NOTE = 400  # characters of a note (a guideline) that are shown
 
@@ -39,7 +37,7 @@ def run_tree(status: RunStatus) -> Tree:
     root = Tree(branch(head), guide_style="dim")
     for stage in status.stages:
         below = root.add(branch(_stage_line(stage)))
-        for told in (stage.begun, selection_words(stage.record.metrics)):
+        for told in (stage.begun, stage.selection):
             if told:
                 below.add(branch(Text(told, style="dim")))
         for attempt in stage.attempts:
@@ -76,7 +74,7 @@ def warning_lines(status: RunStatus) -> Iterator[Text]:
 def tracker_lines(trackers: Iterable[TrackerState]) -> Iterator[Text]:
     """Where each tracker is; of one in trouble, what it is and what to do."""
     for one in trackers:
-        if one.state == TROUBLE:
+        if one.in_trouble:
             yield Text(f"warning: tracker {one.kind} ({one.where}): {one.message}", style=style("warn"))
         else:
             said = f" ({one.message})" if one.message else ""

@@ -21,12 +21,10 @@ def signal(
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the log.")] = "",
 ) -> None:
     """Let a run go on where a stage waits for a signal. Sent before the stage is reached it counts; twice is once."""
-    from posttrain.app import runs
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    handle = runs.run(run, workspace)
-    sent, new = handle.signal(name, reason)
-    workspace.close()
+    control = open_control()
+    sent, new = control.signal(control.run(run).id, name, reason)
+    control.close()
     before = "" if new else f" {ago(sent.at)} already, by {sent.actor}"
     say(f"run {sent.run_id}: signal {sent.name} sent{before}", f"next: posttrain get {sent.run_id}")

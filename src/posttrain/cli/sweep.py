@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,12 +15,9 @@ from posttrain.cli.plans import FileArgument
 from posttrain.domain.overrides import parse_overrides, setting_words, value_words, written
 
 if TYPE_CHECKING:
-    from posttrain.app.runs import Run
-    from posttrain.app.sweeping import Point, Sweep
-    from posttrain.app.workspace import Workspace
+    from posttrain.api.control import Control
+    from posttrain.api.values import Ranking, Sweep
     from posttrain.cli.tables import Grid
-    from posttrain.decision.ranking import Ranking
-    from posttrain.domain.records import RunRecord
 
 
 def register(app: typer.Typer) -> None:
@@ -41,14 +38,13 @@ def sweep(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Run a file under several settings and seeds, and rank them as far as intervals allow. Nothing is released."""
-    from posttrain.app.sweeping import drive_sweep, plan_sweep
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
     from posttrain.domain.errors import InputError
 
     if better not in (None, "higher", "lower"):
         raise InputError(f"--better must be higher or lower, got {better!r}")
-    workspace = open_workspace()
-    found = plan_sweep(file, workspace, parse_overrides(sets or ()), seeds=seeds, metric=metric, better=better)
+    control = open_control()
+    found = control.plan_sweep(file, parse_overrides(sets or ()), seeds=seeds, metric=metric, better=better)
     tell = aside if output is Output.JSON else say
     many, each = len(found.settings), len(found.seeds)
     count = f"{many} setting{'s' * (many > 1)} x {each} seed{'s' * (each > 1)} = {len(found.points)} runs"
@@ -57,32 +53,27 @@ def sweep(
         tell(f"note: {note}")
     if dry_run:
         _show_points(found, output)
-        workspace.close()
+        control.close()
         return
 
-    def begun(number: int, point: Point, handle: Run) -> None:
-        words = setting_words(point.setting)
-        tell(f"[{number}/{len(found.points)}] {words}, seed {point.seed}: run {handle.id}")
-
-    def drive(handle: Run) -> RunRecord:
-        with open_quietly(workspace, handle.id, output) as display:
-            return handle.wait(watch=display)
-
+    runs: dict[tuple[int, int], str] = {}  # (place of the setting, seed) → its run
     try:
-        ended = drive_sweep(found, workspace, begun=begun, drive=drive)
+        for number, point in enumerate(found.points, start=1):  # one that fails stops no other
+            run_id = runs[point.place, point.seed] = control.submit_point(point).run.id
+            tell(f"[{number}/{len(found.points)}] {setting_words(point.setting)}, seed {point.seed}: run {run_id}")
+            with open_quietly(control, run_id, output) as display:
+                control.drive(run_id, watch=display)
     except KeyboardInterrupt:
         tell("detached; the job goes on. The same command goes on with the sweep")
         raise typer.Exit(DETACHED) from None
-    _show(found, workspace, output)
-    _raise_first(ended, workspace)
+    _show(found, runs, control, output)
+    _raise_first(runs.values(), control)
 
 
-def _raise_first(ended: Sequence[tuple[Point, RunRecord]], workspace: Workspace) -> None:
+def _raise_first(runs: Iterable[str], control: Control) -> None:
     """Raise the outcome of the first run that did not succeed."""
-    from posttrain.control.explain import outcome_error
-
-    errors = [outcome_error(record, tuple(workspace.ledger.stages(record.id))) for _, record in ended]
-    workspace.close()
+    errors = [control.outcome(control.status(run_id)) for run_id in runs]
+    control.close()
     first = next((error for error in errors if error is not None), None)
     if first is not None:
         raise first
@@ -100,23 +91,22 @@ def _show_points(found: Sweep, output: Output) -> None:
         say(f"{setting_words(point.setting)}, seed {point.seed}")
 
 
-def _show(found: Sweep, workspace: Workspace, output: Output) -> None:
-    from posttrain.control.sweeping import ranking_json
-
-    ranking, troubles = found.ranking(workspace)
-    states = {key: workspace.ledger.run(run).state for key, run in found.runs.items()}
+def _show(found: Sweep, runs: Mapping[tuple[int, int], str], control: Control, output: Output) -> None:
+    ranked = control.rank(found, runs)
+    ranking, troubles = ranked.ranking, ranked.troubles
+    states = {key: control.run(run).state for key, run in runs.items()}
     if output is Output.JSON:
         own: list[dict[str, Any]] = [
             {
                 "set": dict(setting),
                 "runs": [
-                    {"seed": seed, "run": found.runs[place, seed], "state": states[place, seed]} for seed in found.seeds
+                    {"seed": seed, "run": runs[place, seed], "state": states[place, seed]} for seed in found.seeds
                 ],
             }
             for place, setting in enumerate(found.settings)
         ]
         head = {"metric": found.metric, "better": found.better, "seeds": list(found.seeds)}
-        emit_json(head | ranking_json(ranking, own) | {"troubles": list(troubles)})
+        emit_json(head | ranked.to_json(own))
         return
     screen = console()
     screen.print(ranking_table(found, ranking, states))

@@ -15,8 +15,7 @@ from posttrain.domain.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from posttrain.telemetry.timeline import StageTimeline
-    from posttrain.views.tracing import RecordedSample, WrittenTrace
+    from posttrain.api.values import RecordedSample, StageTimeline, WrittenTrace
 
 _EXCERPT = 60  # characters of a response in a list
 _TOLD = 0.0005  # share of a step from which a hand-off is worth a word
@@ -40,21 +39,19 @@ def trace(
 ) -> None:
     """Write where a run's time went as files to look at; or show what became of its samples."""
     _check(sample, samples, step, out)
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
+    control = open_control()
     try:
-        run_id = workspace.ledger.find_run(run).id
-        from posttrain.views import tracing
-
+        run_id = control.run(run).id
         if sample is not None:
-            _show_sample(tracing.recorded_sample(workspace, run_id, sample, stage), output)
+            _show_sample(control.sample(run_id, sample, stage), output)
         elif samples:
-            _show_samples(run_id, tracing.recorded_samples(workspace, run_id, stage, step, _aside), output)
+            _show_samples(run_id, control.samples(run_id, stage, step, _aside), output)
         else:
-            _show_written(tracing.write_trace(workspace, run_id, stage, out or Path()), output)
+            _show_written(control.write_trace(run_id, stage, out or Path()), output)
     finally:
-        workspace.close()
+        control.close()
 
 
 def _check(sample: str | None, samples: bool, step: int | None, out: Path | None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,8 +11,8 @@ from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
-    from posttrain.app.workspace import Workspace
-    from posttrain.trackers.tracking import TrackerState
+    from posttrain.api.control import Control
+    from posttrain.api.values import TrackerState
 
 TrackerOption = Annotated[
     list[str] | None,
@@ -41,31 +39,30 @@ def track(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write what is missing in a run's trackers, or in the registries of a channel. `--tracker` writes one more."""
-    from posttrain.app.workspace import open_workspace
-    from posttrain.trackers import following
-    from posttrain.trackers.adding import track_more
-    from posttrain.trackers.registering import register_channel
+    from posttrain.app.embedded.control import open_control
 
     if follow and (tracker or output is Output.JSON):
         raise InputError("track: --follow goes with neither --tracker nor -o json; ask again without it")
-    workspace = open_workspace()
-    if run in workspace.ledger.channels():
+    control = open_control()
+    if any(entry.channel == run for entry in control.live()):
         if follow or tracker:
             raise InputError(f"track {run}: --follow and --tracker are for runs, got a channel; leave them out")
-        _told(workspace, {"channel": run}, register_channel(workspace, run), output)
+        _told(control, {"channel": run}, control.track_channel(run), output)
         return
-    run_id = workspace.ledger.find_run(run).id
+    run_id = control.run(run).id
     if follow:
-        workspace.close()
-        following.follow(partial(open_workspace, workspace.root), run_id)
+        control.follow(run_id)
         return
-    chosen = read_choice(tracker) if tracker else {}
-    found = track_more(workspace, run_id, chosen) if chosen else following.track(workspace, run_id)
-    _told(workspace, {"run": run_id}, found, output)
+    chosen: dict[str, Any] = {}
+    if tracker:
+        from posttrain.app.choices import read_choice
+
+        chosen = read_choice(tracker)
+    _told(control, {"run": run_id}, control.track(run_id, chosen), output)
 
 
-def _told(workspace: Workspace, what: dict[str, str], found: list[TrackerState], output: Output) -> None:
-    workspace.close()
+def _told(control: Control, what: dict[str, str], found: list[TrackerState], output: Output) -> None:
+    control.close()
     if output is Output.JSON:
         emit_json({**what, "trackers": [one.to_json() for one in found]})
         return
@@ -73,26 +70,3 @@ def _told(workspace: Workspace, what: dict[str, str], found: list[TrackerState],
 
     for line in tracker_lines(found):
         console().print(line)
-
-
-def read_choice(words: list[str]) -> dict[str, Any]:
-    """What `--tracker` says, valid and with paths that do not depend on where a later command is typed.
-
-    Raises:
-        InputError: an unknown tracker, one named twice, or a target that it cannot have.
-    """
-    from posttrain.trackers.tracking import parse_choice
-
-    return parse_choice(words, Path.cwd())
-
-
-def refuse_unwritable_choice(chosen: dict[str, Any], folder: Path | None) -> None:
-    """Refuse what could not be written before it is recorded.
-
-    Raises:
-        InputError: a package is missing, or a place cannot be written.
-    """
-    from posttrain.trackers.tracking import check_trackers, parse_trackers, resolved
-
-    root = (folder or Path.cwd()).resolve()
-    check_trackers(resolved(parse_trackers(chosen, "--tracker"), root, root), "--tracker")

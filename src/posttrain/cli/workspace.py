@@ -10,7 +10,7 @@ import typer
 
 from posttrain.cli.console import Output, OutputOption, console, emit_json, glyph, say, style
 from posttrain.cli.shell import lazily
-from posttrain.cli.tracking import TrackerOption, read_choice, refuse_unwritable_choice
+from posttrain.cli.tracking import TrackerOption
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ def init(
     ] = None,
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
+    from posttrain.app.choices import chosen_places, read_choice, refuse_unwritable_choice
     from posttrain.app.workspace import init_workspace
-    from posttrain.trackers.tracking import describe, of_workspace
-    from posttrain.workspace.settings import CHANNEL
 
     written = _adopt(*adopted, folder or Path()) if adopted else None
     chosen = read_choice(tracker) if tracker else None
@@ -96,10 +95,10 @@ def init(
     if executor is not None:
         say(f"executor {workspace.wiring.executor.name}")
     if channel is not None:
-        say(f"channel {workspace.settings[CHANNEL]}")
+        say(f"channel {workspace.channel_address}")
     if workspace.ledger_address:
         say(f"ledger {workspace.ledger_address}")
-    say(*(f"tracker {kind}: {where}" for kind, where in describe(of_workspace(workspace))))
+    say(*(f"tracker {kind}: {where}" for kind, where in chosen_places(workspace)))
     if written is None:
         say("next: posttrain asset add dataset:NAME FILE, or posttrain demo")
     else:
@@ -158,13 +157,11 @@ def erase(
     """Erase what people wrote about a run or a version, or a person's name. That it happened stays, and is proved."""
     from dataclasses import asdict
 
-    from posttrain.app.erasing import erase as erase_words
-    from posttrain.app.workspace import open_workspace
+    from posttrain.app.embedded.control import open_control
 
-    workspace = open_workspace()
-    found = erase_words(workspace, what, reason)
-    workspace.seal()
-    workspace.close()
+    control = open_control()
+    found = control.erase(what, reason)
+    control.close()
     if output is Output.JSON:
         emit_json({"target": found.target, **asdict(found.done), "left": list(found.left)})
         return

@@ -41,6 +41,16 @@ class Imported:
     record: Mapping[str, Any]
     digest: str  # of the record
 
+    @property
+    def unknown(self) -> str:
+        """In plain words, where knowledge ends."""
+        return begins_at(self.record)
+
+    @property
+    def named_only(self) -> list[str]:
+        """What it names without its bytes."""
+        return known_by_name(self.record)
+
 
 def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun, name: str | None) -> Imported:
     """Register what an outside run left: everything or nothing. The same again is the same versions.

@@ -27,7 +27,9 @@ the constraint, the offending value, the next action. Whether a retry can help i
 
 from __future__ import annotations
 
+import errno
 from enum import StrEnum
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -161,3 +163,16 @@ class FailureClass(StrEnum):
         if self.retried:
             return InfrastructureError
         return {FailureClass.BUDGET: BudgetExceededError, FailureClass.BAD_INPUT: InputError}.get(self, JobFailedError)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def unwritable(path: Path | str, error: OSError) -> WorkspaceError:
+    """The one-line error for an operating system that refused a write."""
+    if error.errno in _FULL:
+        return WorkspaceError(f"cannot write {path}: the disk is full; free some space and run the command again")
+    if error.errno in _READ_ONLY:
+        return WorkspaceError(f"cannot write {path}: it is read-only; make the folder writable")
+    return WorkspaceError(f"cannot write {path}: {error.strerror or error}; check the folder")

@@ -57,8 +57,13 @@ class RunDriver:
     log: str = ""  # of a background driver, also of one that is gone or gave the run up
     trouble: str = ""  # why a background driver gave the run up, one line
 
+    @property
+    def nobody(self) -> bool:
+        """Whether it is left alone."""
+        return self.kind is DriverKind.NONE
+
     def __str__(self) -> str:
-        if self.kind is DriverKind.NONE:
+        if self.nobody:
             return "none"
         elsewhere = "" if self.host == socket.gethostname() else f" on {self.host}"
         return f"{self.kind}, pid {self.pid}{elsewhere}"

@@ -15,10 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from posttrain.domain.errors import IntegrityError, WorkspaceError
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+from posttrain.domain.errors import IntegrityError
+from posttrain.domain.errors import unwritable as unwritable
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -158,12 +156,3 @@ def read_json(path: Path) -> Any:
         return None
     except ValueError as error:
         raise IntegrityError(f"{path} is not JSON: {error}; remove it and run the command again") from error
-
-
-def unwritable(path: Path | str, error: OSError) -> WorkspaceError:
-    """The one-line error for an operating system that refused a write."""
-    if error.errno in _FULL:
-        return WorkspaceError(f"cannot write {path}: the disk is full; free some space and run the command again")
-    if error.errno in _READ_ONLY:
-        return WorkspaceError(f"cannot write {path}: it is read-only; make the folder writable")
-    return WorkspaceError(f"cannot write {path}: {error.strerror or error}; check the folder")

@@ -54,6 +54,16 @@ class TrackerState:
     where: str
     message: str = ""  # of trouble: one line with the next action; else what a person should know, or nothing
 
+    @property
+    def in_trouble(self) -> bool:
+        """Whether a person should look at it."""
+        return self.state == TROUBLE
+
+    @property
+    def under_way(self) -> bool:
+        """Whether somebody writes it now."""
+        return self.state == WRITING
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
         return asdict(self)

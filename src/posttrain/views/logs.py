@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.control.requests import job_of
 from posttrain.domain.errors import NotFoundError
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.records import RunRecord
 from posttrain.domain.requests import JobRef
 from posttrain.domain.spelling import nearest
 from posttrain.execution.ports import Executor
-from posttrain.views.status import Vigil
 from posttrain.workspace.opened import OpenWorkspace
 
 
@@ -66,16 +66,16 @@ def read_all(workspace: OpenWorkspace, run_id: str, stage: str | None) -> Iterat
 
 
 def follow(
-    workspace: OpenWorkspace, run_id: str, stage: str | None, vigil: Vigil, interval: float = 0.3
+    workspace: OpenWorkspace, run_id: str, stage: str | None, look: Callable[[], RunRecord], interval: float = 0.3
 ) -> Iterator[tuple[LogFile, str]]:
     """Pieces of log as they come, until the run has ended and everything was read.
 
-    Raises:
-        DeadlineError: the vigil's time is up.
+    Args:
+        look: at the run, as `Vigil.look`; what it raises ends this.
     """
     read: dict[Path, int] = {}
     while True:
-        over = is_final("run", vigil.look().state)
+        over = is_final("run", look().state)
         quiet = True
         for log in log_files(workspace, run_id, stage):
             text, read[log.path] = log.read(read.get(log.path, 0))

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.control.budgets import spending
+from posttrain.control.lineage import selection_words
 from posttrain.control.resuming import trained_elsewhere
 from posttrain.control.scores import Scores
 from posttrain.control.scores import run_scores as measured_scores
@@ -49,6 +50,11 @@ class StageStatus:
         """Digest of what it made: its (last) model, else its first output."""
         made = self.record.outputs
         return next((made[name]["digest"] for name in (MODEL, *made) if name in made), None)
+
+    @property
+    def selection(self) -> str:
+        """What its probe decided, in words; empty where none did."""
+        return selection_words(self.record.metrics)
 
     @property
     def best(self) -> str | None:
@@ -101,6 +107,17 @@ class RunStatus:
             return "; ".join(hung) or self.run.message
         waits = [f"stage {stage.record.name} {stage.reason}" for stage in self.stages if waiting(stage.record)]
         return "; ".join(waits) or self.run.message
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`stage/metric` → value, of every stage that has ended."""
+        return {f"{one.record.name}/{key}": value for one in self.stages for key, value in one.record.metrics.items()}
+
+    @property
+    def under_way(self) -> str:
+        """`train 12/40, evaluate 3/8`: how far its jobs are that said so; empty where none runs."""
+        running = [one for one in self.stages if one.record.state == StageState.RUNNING and one.progress.total]
+        return ", ".join(f"{one.record.name} {one.progress.step}/{one.progress.total}" for one in running)
 
     @property
     def tokens(self) -> int:
@@ -244,16 +261,14 @@ class Vigil:
             )
         return run
 
+    def rest(self, seconds: float) -> None:
+        """Until the next look."""
+        self._workspace.ledger.clock.sleep(seconds)
+
 
 def read_status(workspace: OpenWorkspace, run_id: str, *, brief: bool = False) -> RunStatus:
     """One look at a run; see `RunWatcher`."""
     return RunWatcher(workspace, run_id, brief=brief).read()
-
-
-def under_way(status: RunStatus) -> str:
-    """`train 12/40, evaluate 3/8`: how far the jobs of a run are that said so; empty where none runs."""
-    running = [stage for stage in status.stages if stage.record.state == StageState.RUNNING and stage.progress.total]
-    return ", ".join(f"{stage.record.name} {stage.progress.step}/{stage.progress.total}" for stage in running)
 
 
 def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:

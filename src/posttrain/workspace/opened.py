@@ -75,6 +75,11 @@ class OpenWorkspace:
         return self._channels
 
     @property
+    def channel_address(self) -> str | None:
+        """Where jobs and drivers talk, where that is not the attempts' folders."""
+        return self.settings.get(CHANNEL)
+
+    @property
     def read_only(self) -> bool:
         """Whether it may only be read: another user's, or on a read-only mount."""
         return self.ledger.database.read_only

@@ -1,0 +1,363 @@
+"""`Control`: everything that the command line asks of Posttrain, in process or, to come, of a server.
+
+What is asked for is words, numbers and files of this machine; what is answered are values (`api.values`, `domain`).
+Nobody on this side of the wall knows whether there is a ledger. `posttrain.app.embedded` answers in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from posttrain.api.values import (
+        Asked,
+        ChannelView,
+        Comparison,
+        Curve,
+        Dead,
+        Downstream,
+        Erasure,
+        Exported,
+        Imported,
+        Locked,
+        LogFile,
+        Marked,
+        Node,
+        PlanView,
+        Point,
+        Ranked,
+        RecordedSample,
+        RunDiff,
+        RunDriver,
+        RunStatus,
+        Scores,
+        Submitted,
+        Sweep,
+        TrackerState,
+        VerifyReport,
+        Why,
+        Written,
+        WrittenTrace,
+    )
+    from posttrain.domain.errors import PosttrainError
+    from posttrain.domain.manifest import Manifest
+    from posttrain.domain.overrides import Override, Setting
+    from posttrain.domain.policies import PinnedPolicy
+    from posttrain.domain.records import Asset, AssetStatus, ChannelRecord, Event, ReleaseEntry, RunRecord, Signal
+
+
+class Watcher(Protocol):
+    """Looks at one run again and again."""
+
+    def read(self) -> RunStatus:
+        """The run as it is now."""
+
+
+class Vigil(Protocol):
+    """Waits for a run that somebody else drives."""
+
+    def look(self) -> RunRecord:
+        """The run as it is now. Raises DeadlineError when the time is up."""
+
+    def rest(self, seconds: float) -> None:
+        """Until the next look."""
+
+
+class Submissions(Protocol):
+    """From a run file to a run, and what is told to a run."""
+
+    def plan(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
+        """What submitting a run file would do. Writes nothing.
+
+        Raises:
+            InputError: naming file, field, constraint and value.
+        """
+
+    def lock(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> Locked:
+        """The manifest of a run file. Raises as `plan`."""
+
+    def submit(self, path: Path, *, again: bool = False, seed: int | None = None, setting: Setting = ()) -> Submitted:
+        """Record a run of a run file or a locked manifest; one that was submitted before attaches to its run."""
+
+    def evaluate(
+        self,
+        model: str,
+        suites: Sequence[str],
+        *,
+        settings: Mapping[str, Any],
+        runtime: Mapping[str, Any],
+        reward: Mapping[str, Any] | None,
+        seed: int,
+        again: bool,
+    ) -> Submitted:
+        """Record a run of one evaluate stage. See `app.evaluating`."""
+
+    def drive(
+        self,
+        run_id: str,
+        *,
+        timeout: float | None = None,
+        watch: Callable[[RunRecord], None] | None = None,
+        report: bool = False,
+    ) -> RunRecord:
+        """Drive a run until it ends, or wait while somebody else does.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+            watch: called about ten times a second.
+            report: `write_report` will be asked for when it has ended.
+
+        Raises:
+            DeadlineError: `timeout` passed; the run is not stopped by that.
+        """
+
+    def detach(self, run_id: str) -> RunDriver:
+        """Have somebody else drive the run to its end; returns as soon as they have it."""
+
+    def signal(self, run_id: str, name: str, reason: str) -> tuple[Signal, bool]:
+        """Let a run go on where it waits for this signal; and whether it was sent for the first time."""
+
+    def stop(self, run_id: str) -> RunRecord:
+        """Ask it to stop; whoever drives it carries that out."""
+
+    def retry(self, run_id: str) -> RunRecord:
+        """Let a stopped or failed run go on."""
+
+
+class Runs(Protocol):
+    """Looking at runs."""
+
+    def ids(self, limit: int) -> list[str]:
+        """Of the newest runs."""
+
+    def run(self, words: str) -> RunRecord:
+        """A run by id, by a prefix of it, or the newest of a name.
+
+        Raises:
+            NotFoundError: no such run. InputError: the prefix names several.
+        """
+
+    def manifest(self, run_id: str) -> Manifest:
+        """Its locked manifest."""
+
+    def ls(self, limit: int) -> list[RunStatus]:
+        """The newest runs, of each what its jobs said last."""
+
+    def status(self, run_id: str) -> RunStatus:
+        """How a run stands."""
+
+    def scores(self, status: RunStatus) -> Scores:
+        """What it has measured."""
+
+    def outcome(self, status: RunStatus) -> PosttrainError | None:
+        """The error that a run ended with; None when it succeeded, or goes on."""
+
+    def driver(self, run_id: str) -> RunDriver | None:
+        """Who drives it; None: it has ended."""
+
+    def why(self, run_id: str) -> Why:
+        """Where it is and why."""
+
+    def diff(self, first: str, second: str) -> RunDiff:
+        """What differs between two runs, as a person names them."""
+
+    def compare(self, words: Sequence[str], page: Path | None = None) -> Comparison:
+        """Runs, or their evaluate stages, side by side; `page`: write one of it too."""
+
+    def watcher(self, run_id: str) -> Watcher:
+        """Whoever looks at it again and again reads only what is new."""
+
+    def vigil(self, run_id: str, say: Callable[[str], None], timeout: float | None) -> Vigil:
+        """Wait for it without driving it; `say` is told when nobody does."""
+
+    def logs(self, run_id: str, stage: str | None, follow: Vigil | None = None) -> Iterator[tuple[LogFile, str]]:
+        """What its jobs printed, piece by piece; with `follow` until it ends."""
+
+    def write_report(self, run_id: str) -> Written:
+        """Its page and its learning curves."""
+
+    def write_trace(self, run_id: str, stage: str | None, folder: Path) -> WrittenTrace:
+        """Where its time went, as files."""
+
+    def samples(
+        self, run_id: str, stage: str | None, step: int | None, say: Callable[[str], None]
+    ) -> Sequence[RecordedSample]:
+        """The samples that it recorded; `say` is told what cannot be read."""
+
+    def sample(self, run_id: str, sample: str, stage: str | None) -> RecordedSample:
+        """One of them, token by token."""
+
+    def trackers(self, run_id: str, wait: float = 0.0) -> list[TrackerState]:
+        """How its trackers stand, once nobody writes them any more, or after so many seconds."""
+
+    def track(self, run_id: str, chosen: Mapping[str, Any]) -> list[TrackerState]:
+        """Write what its trackers miss; `chosen`: write these places too, and only these."""
+
+    def follow(self, run_id: str) -> None:
+        """Write its trackers until it ends; at once over when somebody else does."""
+
+
+class Channels(Protocol):
+    """What is live, what every release must pass, who may move it."""
+
+    def channels(self) -> list[ChannelRecord]:
+        """Every channel, also those without a release."""
+
+    def live(self) -> list[ReleaseEntry]:
+        """What the channels point at."""
+
+    def channel_record(self, name: str) -> ChannelRecord:
+        """Whether it is protected or frozen; of generation 0 where there is none of that name."""
+
+    def channel(self, name: str) -> ChannelView:
+        """All that is known of it; it need not exist yet."""
+
+    def channel_trackers(self, name: str) -> list[TrackerState]:
+        """How the registries stand that follow it."""
+
+    def track_channel(self, name: str) -> list[TrackerState]:
+        """Bring these registries to where it is."""
+
+    def promote(self, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
+        """Point it at a run's model, if its gates pass.
+
+        Args:
+            lift_quarantine: why a model that was rolled back from it may come back.
+        """
+
+    def rollback(self, channel: str, to: str | None, since: int | None) -> ReleaseEntry:
+        """Point it back at the model before, or at `to` (release number, run id, digest prefix).
+
+        Args:
+            since: the release that must be live now.
+        """
+
+    def policy(self, name: str) -> PinnedPolicy | None:
+        """What every release of it must pass; None: what its run says."""
+
+    def policies(self, name: str) -> list[Event]:
+        """Every time its policy was set or removed, oldest first."""
+
+    def set_policy(self, name: str, path: Path) -> tuple[PinnedPolicy, list[str]]:
+        """Let it have the policy in a YAML file from now on; with what that does not do, in words."""
+
+    def remove_policy(self, name: str) -> ChannelRecord:
+        """Let releases pass what their runs say."""
+
+    def protect(self, name: str, *, protected: bool, why: str) -> ChannelRecord:
+        """Let its policy and quarantine be changed by approval only, or take that back."""
+
+    def freeze(self, name: str, *, rollbacks: bool, why: str) -> ChannelRecord:
+        """Let nothing be released to it; with `rollbacks` let it not be rolled back either."""
+
+    def unfreeze(self, name: str, *, why: str) -> ChannelRecord:
+        """Let it move again."""
+
+
+class Records(Protocol):
+    """The proof, and what a person mends."""
+
+    def lineage(self, target: str) -> Node:
+        """Of a channel, a run or an asset: from its weights back to what they were made from."""
+
+    def downstream(self, target: str) -> Downstream:
+        """What was made from an asset, from bytes, from what a channel serves, from a run."""
+
+    def verify(self, target: str) -> VerifyReport:
+        """Hash a lineage and the event log again."""
+
+    def dead(self, within: str | None) -> list[Dead]:
+        """What was set aside, all of it or of one RUN or RUN/STAGE."""
+
+    def look_again(self, within: str) -> list[Dead]:
+        """Let it be looked at again."""
+
+    def erase(self, what: str, reason: str) -> Erasure:
+        """Erase the words of a run, of a version of an asset, or the name of a person."""
+
+
+class Assets(Protocol):
+    """Versioned data sets, models, rewards, and runs of other programs."""
+
+    def add_dataset(self, path: Path, name: str, *more: Path) -> Asset:
+        """Register a data set: a file, a folder, or several files."""
+
+    def add_model(self, folder: Path, name: str) -> Asset:
+        """Register a model's folder."""
+
+    def add_reward(self, path: Path, name: str, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
+        """Register a reward's source file, with the guideline that it implements."""
+
+    def create_model(self, name: str, config: Path, seed: int) -> tuple[Asset, str]:
+        """Make a small base model from nothing, by a run of one stage; with that run's id."""
+
+    def assets(self, kind: str | None) -> list[Asset]:
+        """Every version of every asset, or of those of one kind."""
+
+    def asset(self, ref: str) -> Asset:
+        """`KIND:NAME`, the latest, or `KIND:NAME@VERSION`. Raises NotFoundError with the nearest known one."""
+
+    def asset_status(self) -> list[AssetStatus]:
+        """Of every version that has one."""
+
+    def mark(self, ref: str, status: str, reason: str) -> tuple[Asset, Marked]:
+        """Say what is thought of a version: `approved`, `recalled`, or nothing any more; with where it is in use."""
+
+    def curves(self, history: Asset) -> list[Curve]:
+        """The metrics of an imported run."""
+
+    def import_trl_output(self, folder: Path, name: str | None) -> Imported:
+        """Register what a TRL or transformers trainer left in its `output_dir`."""
+
+    def import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
+        """Register a run of an MLflow store."""
+
+    def import_wandb_export(self, folder: Path, name: str | None) -> Imported:
+        """Register a W&B run's files."""
+
+
+class Models(Protocol):
+    """A model asked, taken out, and runs of one file ranked."""
+
+    def ask(
+        self,
+        model: str,
+        prompts: Sequence[str],
+        *,
+        samples: int,
+        max_new_tokens: int | None,
+        temperature: float,
+        seed: int,
+        runtime: Mapping[str, Any],
+        timeout: float | None,
+        chat: bool | None,
+        system: str | None,
+    ) -> Asked:
+        """Ask a model by the words that a person has for it. Nothing is recorded.
+
+        Args:
+            chat: as a user's message or as plain text; None: as it was trained.
+        """
+
+    def export(self, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
+        """Write a model as a Hugging Face folder. `progress` is told each file."""
+
+    def plan_sweep(
+        self, path: Path, overrides: Sequence[Override], *, seeds: int, metric: str | None, better: str | None
+    ) -> Sweep:
+        """Resolve every point of a sweep. Writes nothing; one point that cannot run refuses the sweep."""
+
+    def submit_point(self, point: Point) -> Submitted:
+        """The run of a point: a new one, or the one that exists."""
+
+    def rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
+        """Rank its settings; `runs`: (place of a setting, seed) → run id."""
+
+
+class Control(Submissions, Runs, Channels, Records, Assets, Models, Protocol):
+    """Everything."""
+
+    def close(self) -> None:
+        """Nothing is asked after it."""

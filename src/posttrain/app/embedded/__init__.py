@@ -1,0 +1,1 @@
+"""`Control` in this process, over the workspace of this machine."""

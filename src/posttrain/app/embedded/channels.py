@@ -1,0 +1,190 @@
+"""Release channels and the records that prove them. What a verb needs is imported when it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.api.values import ChannelView
+from posttrain.domain.canonical import DIGEST_PREFIX
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.spelling import nearest
+
+if TYPE_CHECKING:
+    from posttrain.api.values import Dead, Erasure
+    from posttrain.app.channels import Channel
+    from posttrain.app.workspace import Workspace
+    from posttrain.control.downstream import Downstream
+    from posttrain.control.lineage import Node, VerifyReport
+    from posttrain.domain.policies import PinnedPolicy
+    from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry
+    from posttrain.trackers.tracking import TrackerState
+
+
+class Channels:
+    """See `api.control.Channels`."""
+
+    workspace: Workspace
+
+    def channels(self) -> list[ChannelRecord]:
+        """See `Channels.channels`."""
+        return self.workspace.ledger.channel_records()
+
+    def live(self) -> list[ReleaseEntry]:
+        """See `Channels.live`."""
+        ledger = self.workspace.ledger
+        return [entry for name in ledger.channels() if (entry := ledger.channel(name))]
+
+    def channel_record(self, name: str) -> ChannelRecord:
+        """See `Channels.channel_record`."""
+        return self.workspace.ledger.channel_record(name)
+
+    def channel(self, name: str) -> ChannelView:
+        """See `Channels.channel`."""
+        one, ledger = self._handle(name), self.workspace.ledger
+        return ChannelView(
+            one.record,
+            one.live,
+            tuple(one.history),
+            one.states,
+            tuple(ledger.deployments(name)),
+            tuple(ledger.quarantine(name)),
+            tuple(ledger.looks(name)),
+            one.told("channel.frozen") if one.record.frozen else None,
+        )
+
+    def channel_trackers(self, name: str) -> list[TrackerState]:
+        """See `Channels.channel_trackers`."""
+        from posttrain.trackers.registering import channel_states
+
+        return channel_states(self.workspace, name)
+
+    def track_channel(self, name: str) -> list[TrackerState]:
+        """See `Channels.track_channel`."""
+        from posttrain.trackers.registering import register_channel
+
+        return register_channel(self.workspace, name)
+
+    def promote(self, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
+        """See `Channels.promote`."""
+        from posttrain.app.runs import Run
+
+        entry = Run(self.workspace, run_id).promote(channel, lift_quarantine=lift_quarantine)
+        self.workspace.seal()
+        return entry
+
+    def rollback(self, channel: str, to: str | None, since: int | None) -> ReleaseEntry:
+        """See `Channels.rollback`."""
+        return self._handle(channel).rollback(to, since=since)
+
+    def policy(self, name: str) -> PinnedPolicy | None:
+        """See `Channels.policy`."""
+        return self._handle(name).policy
+
+    def policies(self, name: str) -> list[Event]:
+        """See `Channels.policies`."""
+        return self._handle(name).policies
+
+    def set_policy(self, name: str, path: Path) -> tuple[PinnedPolicy, list[str]]:
+        """See `Channels.set_policy`."""
+        from posttrain.app.channels import policy_notes
+
+        known = [record.name for record in self.channels()]
+        self._handle(name).set_policy(path)
+        pinned = self.policy(name)
+        assert pinned is not None
+        return pinned, list(policy_notes(pinned, known))
+
+    def remove_policy(self, name: str) -> ChannelRecord:
+        """See `Channels.remove_policy`."""
+        return self._handle(name).remove_policy()
+
+    def protect(self, name: str, *, protected: bool, why: str) -> ChannelRecord:
+        """See `Channels.protect`."""
+        return self._handle(name).protect(protected=protected, why=why)
+
+    def freeze(self, name: str, *, rollbacks: bool, why: str) -> ChannelRecord:
+        """See `Channels.freeze`."""
+        return self._handle(name).freeze(rollbacks=rollbacks, why=why)
+
+    def unfreeze(self, name: str, *, why: str) -> ChannelRecord:
+        """See `Channels.unfreeze`."""
+        return self._handle(name).unfreeze(why=why)
+
+    def _handle(self, name: str) -> Channel:
+        from posttrain.app.channels import channel
+
+        return channel(name, self.workspace)
+
+
+class Records:
+    """See `api.control.Records`."""
+
+    workspace: Workspace
+
+    def lineage(self, target: str) -> Node:
+        """See `Records.lineage`."""
+        from posttrain.control.lineage import asset_lineage, release_lineage, run_lineage
+        from posttrain.data.refs import KINDS
+
+        workspace = self.workspace
+        if target.startswith(DIGEST_PREFIX):
+            raise InputError(f"{target[:24]}: a digest alone is followed downstream only; add --downstream")
+        if target.partition(":")[0] in KINDS:
+            return asset_lineage(workspace.wiring, workspace.catalog.find(target))
+        if target in workspace.ledger.channels():
+            return release_lineage(workspace.wiring, target)
+        return run_lineage(workspace.wiring, self._run_id(target))
+
+    def downstream(self, target: str) -> Downstream:
+        """See `Records.downstream`."""
+        from posttrain.control.downstream import of_bytes, of_run
+        from posttrain.data.refs import KINDS
+
+        workspace = self.workspace
+        if target.startswith(DIGEST_PREFIX):
+            return of_bytes(workspace.wiring, workspace.ledger.find_artifact(target).digest)
+        if target.partition(":")[0] in KINDS:
+            asset = workspace.catalog.find(target)
+            return of_bytes(workspace.wiring, asset.digest, asset.ref)
+        live = workspace.ledger.channel(target)
+        if live is not None:
+            return of_bytes(workspace.wiring, live.model_digest, f"channel:{target}@{live.sequence}")
+        return of_run(workspace.wiring, self._run_id(target))
+
+    def verify(self, target: str) -> VerifyReport:
+        """See `Records.verify`."""
+        from posttrain.control.lineage import verify
+
+        self.workspace.seal()
+        return verify(self.workspace.wiring, self.lineage(target))
+
+    def dead(self, within: str | None) -> list[Dead]:
+        """See `Records.dead`."""
+        from posttrain.app.dead import dead
+
+        return dead(self.workspace, within)
+
+    def look_again(self, within: str) -> list[Dead]:
+        """See `Records.look_again`."""
+        from posttrain.app.dead import look_again
+
+        return look_again(self.workspace, within)
+
+    def erase(self, what: str, reason: str) -> Erasure:
+        """See `Records.erase`."""
+        from posttrain.app.erasing import erase
+
+        found = erase(self.workspace, what, reason)
+        self.workspace.seal()
+        return found
+
+    def _run_id(self, target: str) -> str:
+        ledger = self.workspace.ledger
+        try:
+            return ledger.find_run(target).id
+        except NotFoundError as error:
+            if ledger.channel_record(target).generation:
+                raise NotFoundError(f"channel {target}: nothing was released to it yet") from error
+            hint = nearest(target, [record.name for record in ledger.channel_records()])
+            raise NotFoundError(f"there is no channel or run {target!r}{hint}; `posttrain ls` shows both") from error
