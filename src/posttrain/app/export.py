@@ -16,8 +16,9 @@ from posttrain.api.values import Exported
 from posttrain.app.naming import NamedModel
 from posttrain.app.workspace import Workspace
 from posttrain.control.explain import explain_run
-from posttrain.control.lineage import Node, asset_lineage, model_lineage, selected
+from posttrain.control.lineage import Node, asset_lineage, model_lineage
 from posttrain.control.models import MadeModel
+from posttrain.control.selecting import selected
 from posttrain.data.assets import floating_types
 from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states

@@ -11,6 +11,7 @@ from typing import Any
 from posttrain.control.judging import read_report
 from posttrain.control.models import MadeModel
 from posttrain.control.origins import Origins
+from posttrain.control.selecting import selected
 from posttrain.control.wiring import Wiring
 from posttrain.data.importing import begins_at
 from posttrain.decision.releases import release_states
@@ -176,18 +177,6 @@ def _stage_node(origins: Origins, stage: StageRecord, output: str) -> Node:
     version = next((asset.ref for asset in origins.assets(digest) if origins.trained(asset)), None)
     details += [("registered as", version)] if version else []
     return Node("model", name, digest, "tree", tuple(details), children)
-
-
-def selected(metrics: Mapping[str, float]) -> str:
-    """`probe/accuracy 0.91 at step 40`, of a stage whose probe chose; else empty."""
-    found = [name for name in metrics if name.startswith("best/probe/")]
-    return f"{found[0].removeprefix('best/')} {metrics[found[0]]:.4g} at step {metrics['best/step']:g}" if found else ""
-
-
-def selection_words(metrics: Mapping[str, float]) -> str:
-    """`best: probe/accuracy 0.91 at step 40; stopped early at step 60`; empty where no probe decided anything."""
-    early = f"; stopped early at step {metrics['stopped_early/step']:g}" if "stopped_early/step" in metrics else ""
-    return f"best: {selected(metrics)}{early}" if selected(metrics) else ""
 
 
 def _input_node(origins: Origins, stage: StageRecord, edge: Edge) -> Node:

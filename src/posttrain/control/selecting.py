@@ -74,3 +74,15 @@ def _suites(manifest: Manifest) -> dict[str, InputRef]:
     """Digest → data set of every suite."""
     measured = [stage for stage in manifest.stages if stage.measures]
     return {str(ref.digest): ref for stage in measured for _, ref in dataset_slots(stage)}
+
+
+def selected(metrics: Mapping[str, float]) -> str:
+    """`probe/accuracy 0.91 at step 40`, of a stage whose probe chose; else empty."""
+    found = [name for name in metrics if name.startswith("best/probe/")]
+    return f"{found[0].removeprefix('best/')} {metrics[found[0]]:.4g} at step {metrics['best/step']:g}" if found else ""
+
+
+def selection_words(metrics: Mapping[str, float]) -> str:
+    """`best: probe/accuracy 0.91 at step 40; stopped early at step 60`; empty where no probe decided anything."""
+    early = f"; stopped early at step {metrics['stopped_early/step']:g}" if "stopped_early/step" in metrics else ""
+    return f"best: {selected(metrics)}{early}" if selected(metrics) else ""

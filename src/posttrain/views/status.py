@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.control.budgets import spending
-from posttrain.control.lineage import selection_words
 from posttrain.control.resuming import trained_elsewhere
 from posttrain.control.scores import Scores
 from posttrain.control.scores import run_scores as measured_scores
-from posttrain.control.selecting import choice_warnings
+from posttrain.control.selecting import choice_warnings, selection_words
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
