@@ -296,5 +296,5 @@ def test_rollback_returns_to_the_model_before(bench: Bench) -> None:
     assert actions.rollback(bench.wiring, "prod", to=second.id).run_id == second.id
     assert actions.rollback(bench.wiring, "prod", to="1").run_id == first.id
     assert [e.action for e in bench.ledger.history("prod")] == ["promote"] * 2 + ["rollback"] * 3
-    with pytest.raises(NotFoundError, match="known: prod"):
+    with pytest.raises(NotFoundError, match="did you mean 'prod'"):
         actions.rollback(bench.wiring, "prd")

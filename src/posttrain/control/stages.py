@@ -15,7 +15,7 @@ from posttrain.control.resuming import tokens_taken_over
 from posttrain.control.wiring import Wiring
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.kinds import Driver, kind_of
-from posttrain.domain.lifecycle import StageState
+from posttrain.domain.lifecycle import RunState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, StageRecord
@@ -182,16 +182,12 @@ def _reuse(wiring: Wiring, stage: StageRecord, key: str) -> bool:
 def _twin(wiring: Wiring, stage: StageRecord, key: str) -> str | None:
     """Another stage that computes the same right now, in this run or one that somebody is driving."""
     now = wiring.clock.now()
-    for run in wiring.ledger.runs(state="running"):
-        if run.id != stage.run_id and (run.lease_expires or 0.0) < now:
+    for other in wiring.ledger.stages_by_key(key):
+        if other.state != StageState.RUNNING or (other.run_id, other.name) == (stage.run_id, stage.name):
             continue
-        for other in wiring.ledger.stages(run.id):
-            if (
-                (run.id, other.name) != (stage.run_id, stage.name)
-                and other.cache_key == key
-                and other.state == StageState.RUNNING
-            ):
-                return f"{run.id}/{other.name}"
+        run = wiring.ledger.run(other.run_id)
+        if run.state == RunState.RUNNING and (run.id == stage.run_id or (run.lease_expires or 0.0) >= now):
+            return f"{run.id}/{other.name}"
     return None
 
 
