@@ -159,7 +159,7 @@ def _allowed(view: View, stage: StageRecord, sight: Sight, order: orders.Order, 
             asked, watch = attempt.stop_requested_at, view.watch(attempt)
             over = asked is not None and now >= asked + STOP_GRACE_SECONDS
             asleep = attempt.reason == Reason.STALLED and watch is not None and watch.progress == sight.progress
-            assert sight.word is not None or over or (asleep and watch and watch.quiet >= 7200.0)
+            assert sight.word is not None or sight.unreadable or over or (asleep and watch and watch.quiet >= 7200.0)
         case orders.EndWait(state=state):
             assert kind_of(stage.kind).driver is Driver.WAIT
             assert view.run.state != RunState.STOPPING

@@ -9,8 +9,10 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, train, vanish
 
 from posttrain.control import actions
+from posttrain.control.fencing import assume_dead
+from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import ANOTHER_RUNS
-from posttrain.domain.records import AttemptRecord
+from posttrain.domain.records import AttemptRecord, Event
 from posttrain.execution.processes import identity
 from posttrain.store.channel import ControlKind
 
@@ -123,3 +125,62 @@ def test_who_stops_a_run_learns_that_its_job_did_not_heed_it(bench: Bench, heede
     assert bench.stage(run_id, "sft").message == "stopped by a person" + (
         "" if heeded else "; the job did not heed it and was killed, so steps since its last checkpoint are lost"
     )
+
+
+@pytest.fixture
+def elsewhere(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run whose attempt was begun by a process of another host."""
+    with monkeypatch.context() as there:
+        there.setattr("posttrain.store.channel.socket.gethostname", lambda: "a-host-that-died")
+        run_id, _ = begun_elsewhere(bench, GONE)
+    for _ in range(20):
+        bench.reconciler.tick(run_id)
+        bench.clock.sleep(600.0)
+    return run_id
+
+
+def test_a_process_of_another_host_is_waited_for_and_a_person_is_told(bench: Bench, elsewhere: str) -> None:
+    stage = bench.stage(elsewhere, "sft")
+    assert (stage.state, stage.reason, len(bench.ledger.attempts(elsewhere))) == ("running", "AnotherRuns", 1)
+    assert "of a-host-that-died began this attempt" in stage.message
+    assert stage.next_action.endswith(f"posttrain dead {elsewhere}/sft --assume-dead")
+
+
+def test_a_person_may_say_that_it_is_dead(bench: Bench, elsewhere: str) -> None:
+    assert assume_dead(bench.wiring, elsewhere, "sft").reason == "AssumedDead"
+    assert bench.drive(elsewhere).state == "succeeded"
+    first, second = bench.ledger.attempts(elsewhere)
+    assert (first.state, second.state) == ("lost", "succeeded")
+    said = [event.payload.get("changes", {}) for event in bench.ledger.events(subject_prefix=elsewhere)]
+    said += [event.payload.get("changes", {}) for event in _pending(bench, elsewhere)]
+    assert any(changes.get("message") == "test says that its job is dead" for changes in said)
+
+
+def test_a_stop_after_that_word_waits_for_nobody(bench: Bench, elsewhere: str) -> None:
+    assume_dead(bench.wiring, elsewhere, "sft")
+    actions.stop(bench.wiring, elsewhere)
+    assert bench.drive(elsewhere).state == "stopped"
+
+
+def test_what_is_seen_is_not_assumed(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit(**TRAIN_ONLY)
+    for _ in range(4):
+        bench.reconciler.tick(run_id)
+    for stage, error in (("sft", InputError), ("none", NotFoundError)):
+        with pytest.raises(error) as caught:
+            assume_dead(bench.wiring, run_id, stage)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_process_that_is_seen_to_live_is_not_assumed_dead(bench: Bench) -> None:
+    run_id, _ = begun_elsewhere(bench, identity(os.getpid()) or "")
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    with pytest.raises(InputError, match="of this host lives"):
+        assume_dead(bench.wiring, run_id, "sft")
+
+
+def _pending(bench: Bench, run_id: str) -> list[Event]:
+    with bench.ledger.snapshot() as now:
+        return now.pending_events(run_id)

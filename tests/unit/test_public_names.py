@@ -32,7 +32,7 @@ COMMANDS = {
     "attach": ["--detach", "--timeout", "run"],
     "stop": ["run"],
     "retry": ["--detach", "--timeout", "run"],
-    "dead": ["--output", "--retry", "-o", "[RUN[/STAGE]]"],
+    "dead": ["--assume-dead", "--output", "--retry", "-o", "[RUN[/STAGE]]"],
     "sample": [
         *("--chat", "--device", "--dtype", "--max-new-tokens", "--output", "--samples", "--seed", "--system"),
         *("--temperature", "--text", "--threads", "--timeout", "-n", "-o", "MODEL", "PROMPT..."),

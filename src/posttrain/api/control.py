@@ -45,7 +45,16 @@ if TYPE_CHECKING:
     from posttrain.domain.manifest import Manifest
     from posttrain.domain.overrides import Override, Setting
     from posttrain.domain.policies import PinnedPolicy
-    from posttrain.domain.records import Asset, AssetStatus, ChannelRecord, Event, ReleaseEntry, RunRecord, Signal
+    from posttrain.domain.records import (
+        Asset,
+        AssetStatus,
+        AttemptRecord,
+        ChannelRecord,
+        Event,
+        ReleaseEntry,
+        RunRecord,
+        Signal,
+    )
 
 
 class Watcher(Protocol):
@@ -273,6 +282,9 @@ class Records(Protocol):
 
     def look_again(self, within: str) -> list[Dead]:
         """Let it be looked at again."""
+
+    def assume_dead(self, stage: str) -> AttemptRecord:
+        """Take a person's word that the job of RUN/STAGE, of which nothing can be seen, is dead."""
 
     def erase(self, what: str, reason: str) -> Erasure:
         """Erase the words of a run, of a version of an asset, or the name of a person."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from posttrain.api.values import Dead
 from posttrain.app.workspace import Workspace
-from posttrain.domain.errors import NotFoundError
+from posttrain.control import fencing
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.records import AttemptRecord
 from posttrain.store.work import Work
 
 
@@ -37,6 +39,19 @@ def look_again(workspace: Workspace, within: str) -> list[Dead]:
     for one in found:
         workspace.reconciler.queue.revive(one.kind, one.object)
     return found
+
+
+def assume_dead(workspace: Workspace, stage: str) -> AttemptRecord:
+    """Take a person's word that the job of RUN/STAGE is dead; see `control.fencing`.
+
+    Raises:
+        InputError: it names no stage, or one whose job is seen.
+        NotFoundError: there is no such run or stage.
+    """
+    run, _, name = _named(workspace, stage).partition("/")
+    if not name:
+        raise InputError(f"dead: --assume-dead needs RUN/STAGE, got {stage!r}; posttrain why {run} names the stage")
+    return fencing.assume_dead(workspace.wiring, run, name)
 
 
 def _named(workspace: Workspace, text: str) -> str:

@@ -27,6 +27,9 @@ def dead(
         ),
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Look at it again: its cause is mended.")] = False,
+    assume_dead: Annotated[
+        bool, typer.Option("--assume-dead", help="The job of RUN/STAGE, of which nothing is seen, is dead.")
+    ] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """What a driver set aside after it failed again and again, and why; --retry has it looked at again."""
@@ -36,7 +39,17 @@ def dead(
 
     if retry and name is None:
         raise InputError("dead: --retry needs the run or stage that is looked at again; posttrain dead lists them")
+    if assume_dead and (retry or name is None):
+        raise InputError("dead: --assume-dead needs RUN/STAGE and no --retry; posttrain why RUN names the stage")
     control = open_control()
+    if assume_dead and name:
+        attempt = control.assume_dead(name)
+        control.close()
+        if output is Output.JSON:
+            emit_json(asdict(attempt))
+        else:
+            say(f"{attempt.name} is taken for dead", f"next: posttrain attach {attempt.run_id}")
+        return
     found = control.look_again(name) if retry and name else control.dead(name)
     if output is Output.JSON:
         emit_json([asdict(one) for one in found])

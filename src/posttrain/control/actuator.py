@@ -99,8 +99,9 @@ def _launch(wiring: Wiring, view: View, order: Launch) -> None:
 
 def _ask_to_stop(wiring: Wiring, order: AskToStop) -> None:
     wiring.executor.signal(job_of(wiring, order.attempt), Signal.STOP)
+    reason = order.attempt.reason if order.attempt.reason == Reason.ASSUMED_DEAD else Reason.STOP_REQUESTED
     with wiring.ledger.transaction(wiring.actor) as transaction:
-        transaction.update_attempt(order.attempt, reason=Reason.STOP_REQUESTED, stop_requested_at=wiring.clock.now())
+        transaction.update_attempt(order.attempt, reason=reason, stop_requested_at=wiring.clock.now())
 
 
 def _keep_watch(wiring: Wiring, order: KeepWatch) -> None:

@@ -227,13 +227,14 @@ def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight:
     if ending and asked is None:
         return AskToStop(stage, attempt)
     ending = ending and asked is not None and now >= asked + STOP_GRACE_SECONDS
-    if not seen.gone:
+    believed = seen.hidden and attempt.reason == Reason.ASSUMED_DEAD
+    if not seen.gone and not believed:
         if ending:
             return Kill(stage, attempt)
         quiet = _silence(view, stage, attempt, sight, now) if asked is None else None
         return _waits(stage, attempt, seen) or quiet
     if sight.another_runs:
-        return None
+        return _given_way(stage, attempt)
     if not ending:
         return _lost(view, stage, attempt, seen)
     if over:
@@ -246,6 +247,15 @@ def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Ord
         said = "the executor does not see the job, which proves nothing; looking again"
         return Say(stage, Reason.JOB_NOT_VISIBLE, said) if stage.reason != Reason.JOB_NOT_VISIBLE else None
     return Say(stage, Reason.RUNNING, f"attempt {attempt.number}") if stage.reason == Reason.JOB_NOT_VISIBLE else None
+
+
+def _given_way(stage: StageRecord, attempt: AttemptRecord) -> Order | None:
+    """Nobody sees the process that has the attempt: only its result or a person's word ends the wait."""
+    said = f"attempt {attempt.number}: {attempt.message}"
+    if attempt.reason != Reason.ANOTHER_RUNS or (stage.reason, stage.message) == (Reason.ANOTHER_RUNS, said):
+        return None
+    action = f"none needed; if its host is gone: posttrain dead {stage.run_id}/{stage.name} --assume-dead"
+    return Say(stage, Reason.ANOTHER_RUNS, said, action)
 
 
 def _silence(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:

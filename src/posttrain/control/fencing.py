@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 
 from posttrain.control.wiring import Wiring
-from posttrain.domain.errors import IntegrityError
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.jobs import ANOTHER_RUNS, JobState, Observation
+from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution import processes
@@ -37,6 +38,8 @@ def another_runs(wiring: Wiring, attempt: AttemptRecord, seen: Observation) -> b
     """
     if seen.state is not JobState.EXITED or seen.exit_code != ANOTHER_RUNS or seen.incarnation:
         return False
+    if attempt.reason == Reason.ASSUMED_DEAD:
+        return False
     folder = wiring.folder(attempt)
     held = folder.channel.started()
     if held is None or folder.channel.answered() is not None or not _may_live(held):
@@ -46,6 +49,34 @@ def another_runs(wiring: Wiring, attempt: AttemptRecord, seen: Observation) -> b
         with wiring.ledger.transaction(wiring.actor) as transaction:
             transaction.update_attempt(attempt, reason=Reason.ANOTHER_RUNS, message=message)
     return True
+
+
+def assume_dead(wiring: Wiring, run_id: str, stage: str) -> AttemptRecord:
+    """Take a person's word that the job of a stage is dead of which nothing can be seen: its host is gone, say.
+
+    What it may still compute is published by nobody.
+
+    Raises:
+        NotFoundError: the run has no such stage.
+        InputError: it is not waited for such a job, or the job is seen to live.
+        ConflictError: somebody moved first.
+    """
+    row = next((one for one in wiring.ledger.stages(run_id) if one.name == stage), None)
+    if row is None:
+        raise NotFoundError(f"run {run_id} has no stage {stage!r}; posttrain get {run_id} shows them")
+    attempt = next(iter(reversed(wiring.ledger.attempts(run_id, stage))), None)
+    unseen = row.reason in (Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)
+    if attempt is None or attempt.state != AttemptState.LAUNCHED or not unseen:
+        raise InputError(
+            f"{run_id}/{stage}: --assume-dead needs a job of which nothing can be seen, the stage is {row.state} "
+            f"({row.reason}); posttrain why {run_id}"
+        )
+    held = wiring.folder(attempt).channel.started()
+    if held is not None and held.host == socket.gethostname() and _may_live(held):
+        raise InputError(f"{run_id}/{stage}: process {held.pid} of this host lives; posttrain stop {run_id} ends it")
+    message = f"{wiring.actor} says that its job is dead"
+    with wiring.ledger.transaction(wiring.actor) as transaction:
+        return transaction.update_attempt(attempt, reason=Reason.ASSUMED_DEAD, message=message)
 
 
 def unheeded(wiring: Wiring, attempt: AttemptRecord) -> str:

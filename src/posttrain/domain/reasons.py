@@ -77,7 +77,7 @@ class Reason(StrEnum):
         "JobNotVisible",
         (_STAGE,),
         "The executor does not see the job, which does not prove that it ended.",
-        "see that the executor can be reached",
+        "see that the executor can be reached; if its host is gone, `dead` with `--assume-dead`",
     )
     STALLED = (
         "Stalled",
@@ -87,9 +87,15 @@ class Reason(StrEnum):
     )
     ANOTHER_RUNS = (
         "AnotherRuns",
-        (_ATTEMPT,),
+        (_STAGE, _ATTEMPT),
         "Another process began the attempt before the launched job did, and its result counts.",
-        _NOTHING,
+        "nothing; if its host is gone, `dead` with `--assume-dead`",
+    )
+    ASSUMED_DEAD = (
+        "AssumedDead",
+        (_ATTEMPT,),
+        "A person says that its job, of which nothing can be seen, is dead.",
+        "nothing: another attempt resumes",
     )
     STOP_REQUESTED = (
         "StopRequested",
@@ -240,6 +246,7 @@ class Reason(StrEnum):
         return special.get(kind) or _BY_CODE[f"{cls.JOB_FAILED}:{kind.value}"]
 
 
+HELD_UP = (Reason.STALLED, Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)  # of a stage that runs, and yet waits
 _BY_CODE: Mapping[str, Reason] = {reason.value: reason for reason in Reason}
 
 

@@ -19,7 +19,7 @@ from posttrain.domain.gates import GateReport
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.reasons import Reason
+from posttrain.domain.reasons import HELD_UP, Reason
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
 from posttrain.domain.waits import span, waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
@@ -102,7 +102,7 @@ class RunStatus:
         """One line: why it is where it is. Of one that only waits, for what; of one whose job hangs, that it does."""
         under_way = [stage for stage in self.stages if stage.record.state == StageState.RUNNING]
         if is_final("run", self.run.state) or under_way:
-            hung = [f"stage {s.record.name}: {s.reason}" for s in under_way if s.record.reason == Reason.STALLED]
+            hung = [f"stage {s.record.name}: {s.reason}" for s in under_way if s.record.reason in HELD_UP]
             return "; ".join(hung) or self.run.message
         waits = [f"stage {stage.record.name} {stage.reason}" for stage in self.stages if waiting(stage.record)]
         return "; ".join(waits) or self.run.message

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from posttrain.control.downstream import Downstream
     from posttrain.control.lineage import Node, VerifyReport
     from posttrain.domain.policies import PinnedPolicy
-    from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry
+    from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, ReleaseEntry
     from posttrain.trackers.tracking import TrackerState
 
 
@@ -170,6 +170,12 @@ class Records:
         from posttrain.app.dead import look_again
 
         return look_again(self.workspace, within)
+
+    def assume_dead(self, stage: str) -> AttemptRecord:
+        """See `Records.assume_dead`."""
+        from posttrain.app.dead import assume_dead
+
+        return assume_dead(self.workspace, stage)
 
     def erase(self, what: str, reason: str) -> Erasure:
         """See `Records.erase`."""
