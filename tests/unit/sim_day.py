@@ -63,10 +63,12 @@ class Simulation:
         }  # fmt: skip
         self.executor.folder, self.executor.ended, self.jobs.executor = self._folder, self.jobs.ended, self.executor
         self.jobs.changed = self._job_moved
+        self.executor.holds = self._holds
         self.executor.launched_by_rows = lambda name: bool(self._handle(name))
         self.trainers = {"native": NativeTrainer()}
         self.drivers = Drivers(world, lambda: self.rows, self._wired, alike=dice.random() < 0.5)
         self.people = People(world, lambda: self.rows, self._wired, most=dice.randint(3, 6))
+        self.executor.doubted = self.people.lose_patience
         self.faults = Faults(world, weather, self.drivers, self.executor, lambda: self.jobs.strike(dice))
         self._event = 0
         self._leases: dict[str, tuple[str | None, float]] = {}
@@ -123,6 +125,12 @@ class Simulation:
             actor=actor,
             slots=2,
         )
+
+    def _holds(self, run_id: str) -> bool:
+        query = "SELECT lease_owner, lease_until FROM work WHERE kind = 'run' AND object = ?"
+        for owner, until in self.rows.all(query, run_id):
+            return self.drivers.living.get(owner or "") is self.world.current and until > self.world.now()
+        return False
 
     def _handle(self, name: str) -> str | None:
         handle: str | None = self.rows.one("SELECT handle FROM attempts WHERE name = ?", name)

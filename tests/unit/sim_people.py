@@ -29,6 +29,8 @@ _DUE = (
 )
 _UNSEEN = 60.0  # seconds between looks that found nothing to do
 _CONTENT = 0.75  # share of moments at which a driver sees that another one has a run, and does not try to take it
+_BROAD = 0.4  # share of runs with two trainings side by side
+_IMPATIENT = 0.2  # share of unanswered submissions of which somebody has enough
 _BACKOFF = 5.0  # seconds of a driver that could not look at a run
 
 
@@ -171,14 +173,20 @@ class People:
             world.add(f"person {self._count}", lambda action=action: self._act(action))  # type: ignore[misc]
             world.pause(world.random.expovariate(1 / 1500))
 
+    def lose_patience(self, run_id: str) -> None:
+        """Somebody may stop a run of which nobody knows whether its job was submitted."""
+        if not self._world.calm and self._world.random.random() < _IMPATIENT:
+            at = self._world.random.uniform(0.0, 60.0)
+            self._world.add("impatient", lambda: self._act(lambda wiring: self._stop(wiring, run_id), "stop"), at)
+
     def _choices(self) -> Sequence[Callable[[Wiring], object]]:
         if not self._submitted:
             return [self._submit_new]
         new = [self._submit_new] * 2 if len(self._submitted) < self._most else []
         return [*new, self._again, self._stop, self._retry, self._retry, self._promote, self._rollback]
 
-    def _act(self, action: Callable[[Wiring], object]) -> None:
-        name = action.__name__.strip("_")
+    def _act(self, action: Callable[[Wiring], object], name: str = "") -> None:
+        name = name or action.__name__.strip("_")
         try:
             self._world.say(f"{name}: {action(self._wire('person'))}")
         except PosttrainError as error:
@@ -187,6 +195,8 @@ class People:
     def _submit_new(self, wiring: Wiring) -> object:
         dice = self._world.random
         changes = {"seed": len(self._submitted) % 5, "release": {"channel": dice.choice(CHANNELS), "model": "sft"}}
+        if dice.random() < _BROAD:
+            changes["stages"] = {**RUN["stages"], "more": {**RUN["stages"]["sft"], "steps": 4}}
         self._submitted.append(changes)
         return self._submit(wiring, changes, again=False)
 
@@ -199,8 +209,8 @@ class People:
         self.told.append((done.run.id,))
         return f"{done.run.id}{' (attached)' if done.attached else ''}"
 
-    def _stop(self, wiring: Wiring) -> object:
-        run_id = self._one(_UNFINISHED)
+    def _stop(self, wiring: Wiring, run_id: str = "") -> object:
+        run_id = run_id or self._one(_UNFINISHED)
         actions.stop(wiring, run_id)
         self.stops[run_id] = self._world.time
         return run_id

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, event
 from posttrain.control.wiring import Wiring
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import DeadlineError, InfrastructureError, NotFoundError
-from posttrain.domain.jobs import Cause, Observation, Signal, Submission
+from posttrain.domain.jobs import Cause, Observation, Signal, Submission, Unknown
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.requests import JobRef, JobRequest
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
@@ -221,6 +221,8 @@ class SimExecutor(FakeExecutor):
         self.ended: Callable[[str, int | None], None] = lambda name, number: None
         self.folder: Callable[[Path], AttemptFolder] = AttemptFolder
         self.rates: dict[str, float] = {}  # fault → share of submissions or kills
+        self.doubted: Callable[[str], None] = lambda run_id: None  # a run whose job may have been submitted
+        self.holds: Callable[[str], bool] = lambda run_id: True  # whether who acts has the lease of this run
         self.launched_by_rows: Callable[[str], bool] = lambda name: False
         self._unproven: dict[str, JobRequest] = {}  # submitted, and nobody has seen yet whether it is there
         super().__init__(self._on_start, outside.world.now, hostility)
@@ -263,7 +265,12 @@ class SimExecutor(FakeExecutor):
         return found
 
     def _check_order(self, request: JobRequest) -> None:
-        """One name after the other, each of a higher epoch, and none while another may have been submitted."""
+        """One name after the other, each of a higher epoch, and none while another may have been submitted.
+
+        Whoever was frozen over the end of their lease may submit what is over since: that the tombstone stops.
+        """
+        if not self.holds(request.labels["run"]):
+            return
         must, place = self.outside.world.must, _place(request)
         for other in self.launched:
             later = other.name == request.name or other.epoch < request.epoch or _place(other) != place
@@ -286,6 +293,8 @@ class SimExecutor(FakeExecutor):
             self.outside.world.add("network", lambda: void(self.list("?")), hostility.late_after + 0.001)
         answer = super().submit(request)
         self.outside.world.say(f"submits {request.name}: {type(answer).__name__}")
+        if isinstance(answer, Unknown):
+            self.doubted(request.labels["run"])
         return answer
 
     def _dice(self, fault: str) -> bool:
