@@ -309,21 +309,21 @@ class SimExecutor(FakeExecutor):
 class SimWiring(Wiring):
     """A wiring whose attempt channels are in memory."""
 
-    __slots__ = ("channels", "outside")
+    __slots__ = ("held", "outside")
 
     outside: Outside
-    channels: dict[str, dict[str, bytes]]
+    held: dict[str, dict[str, bytes]]
 
     def folder(self, attempt: AttemptRecord) -> AttemptFolder:
         """See `Wiring.folder`."""
-        return SimFolder(self.root / attempt.folder, self.outside, self.channels)
+        return SimFolder(self.root / attempt.folder, self.outside, self.held)
 
 
 def wired(outside: Outside, channels: dict[str, dict[str, bytes]], **ports: Any) -> SimWiring:
     """A wiring of these ports."""
     made = SimWiring(**ports)
     object.__setattr__(made, "outside", outside)
-    object.__setattr__(made, "channels", channels)
+    object.__setattr__(made, "held", channels)
     return made
 
 
