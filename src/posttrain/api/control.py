@@ -314,6 +314,9 @@ class Assets(Protocol):
     def asset_status(self) -> list[AssetStatus]:
         """Of every version that has one."""
 
+    def recalled(self, *digests: str) -> dict[str, AssetStatus]:
+        """Of these bytes, those that were recalled or made from something recalled."""
+
     def mark(self, ref: str, status: str, reason: str) -> tuple[Asset, Marked]:
         """Say what is thought of a version: `approved`, `recalled`, or nothing any more; with where it is in use."""
 

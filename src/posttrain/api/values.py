@@ -145,7 +145,8 @@ class Marked:
     said: AssetStatus | None
     runs: tuple[str, ...] = ()  # that began with it, or with what was made from it
     running: tuple[str, ...] = ()  # those of them that have not ended
-    live: tuple[str, ...] = ()  # channels that serve what was made from it
+    live: tuple[tuple[str, int | None], ...] = ()  # channels that serve what was made from it; a release to go back to
+    still: AssetStatus | None = None  # the recall that bars its bytes all the same
 
 
 @dataclass(frozen=True, slots=True)

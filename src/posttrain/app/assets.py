@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 from posttrain.api.values import Marked
 from posttrain.app.workspace import Workspace
 from posttrain.control.downstream import of_bytes
-from posttrain.control.recalls import recalled, set_status
-from posttrain.domain.lifecycle import is_final
-from posttrain.domain.records import Asset
+from posttrain.control.recalls import RECALLED, recalled, set_status
+from posttrain.domain.lifecycle import RunState, is_final
+from posttrain.domain.records import Asset, ReleaseEntry, RunRecord
 
 
 def mark(workspace: Workspace, asset: Asset, status: str, reason: str = "") -> Marked:
     """Say what is thought of a version: `approved`, `recalled`, or nothing any more."""
     said = set_status(workspace.wiring, asset, status, reason)
     workspace.seal()
-    if said is None or said.status != "recalled":
-        return Marked(said)
-    wiring, made = workspace.wiring, of_bytes(workspace.wiring, asset.digest)
-    found = {record.id: record for record in (wiring.ledger.run(one) for one in made.runs)}
+    if status != RECALLED:
+        return Marked(said, still=recalled(workspace.wiring, [asset.digest]).get(asset.digest))
+    wiring, ledger = workspace.wiring, workspace.ledger
+    found = {run.id: run for run in _that_may_use(workspace, asset)}
     used = {
         one: {str(ref.digest) for stage in wiring.manifest(run).stages for ref in stage.inputs.values()}
         for one, run in found.items()
     }
-    served = {one: live.model_digest for one in wiring.ledger.channels() if (live := wiring.ledger.channel(one))}
-    barred = recalled(wiring, {*served.values(), *(digest for digests in used.values() for digest in digests)}).keys()
+    histories = {one: history for one in ledger.channels() if (history := ledger.history(one))}
+    served = {entry.model_digest for history in histories.values() for entry in history}
+    barred = recalled(wiring, served.union(*used.values())).keys()
     runs = tuple(one for one, digests in used.items() if digests & barred)
-    running = tuple(one for one in runs if not is_final("run", found[one].state))
-    return Marked(said, runs, running, tuple(one for one, digest in served.items() if digest in barred))
+    return Marked(
+        said,
+        runs,
+        tuple(one for one in runs if not is_final("run", found[one].state)),
+        tuple(
+            (one, _before(history, barred)) for one, history in histories.items() if history[-1].model_digest in barred
+        ),
+    )
+
+
+def _that_may_use(workspace: Workspace, asset: Asset) -> Iterator[RunRecord]:
+    """Runs that used the bytes, and every unfinished one: what its stages will use stands in its manifest alone."""
+    made = of_bytes(workspace.wiring, asset.digest).runs
+    yield from (workspace.ledger.run(one) for one in made)
+    for state in RunState:
+        if not is_final("run", state):
+            yield from workspace.ledger.runs(state=state)
+
+
+def _before(history: list[ReleaseEntry], barred: Collection[str]) -> int | None:
+    """The newest release that a channel may go back to."""
+    return next((entry.sequence for entry in reversed(history) if entry.model_digest not in barred), None)

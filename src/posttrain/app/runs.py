@@ -11,7 +11,7 @@ from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.control import actions, channels, compare, explain
 from posttrain.control.models import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
-from posttrain.control.recalls import refuse_recalled
+from posttrain.control.recalls import recall_of, refuse_recalled
 from posttrain.control.submission import submit as submit_manifest
 from posttrain.data.refs import Source, parse_ref
 from posttrain.domain.errors import InputError
@@ -202,14 +202,27 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     count, known = counter(workspace, spec, source), workspace.ledger.channels()
     policy = channels.policy_of(workspace.wiring, spec.release.channel) if spec.release else None
     planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, known, count, policy)
-    if not workspace.ledger.runs(manifest_digest=planned.manifest.digest):
-        refuse_recalled(workspace.wiring, planned.manifest, str(source))
+    barred = tuple(_recalled(workspace, planned.manifest, source))
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     refuse_oversized(planned.manifest, source)
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
     found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
-    found = (*found, *_frozen(spec, workspace))
+    found = (*found, *_frozen(spec, workspace), *barred)
     return replace(planned, warnings=(*planned.warnings, *found), trackers=_trackers(spec, workspace, source))
+
+
+def _recalled(workspace: Workspace, manifest: Manifest, source: Path) -> Iterator[str]:
+    """What was recalled ends the planning of a new run; of one that exists already it is told.
+
+    Raises:
+        InputError: something was, and no run of this manifest exists.
+    """
+    with workspace.ledger.snapshot() as now:
+        if not now.runs(manifest_digest=manifest.digest):
+            refuse_recalled(now, manifest, str(source))
+        told = recall_of(now, manifest)
+    if told:
+        yield f"{told}; its run exists already, and no other begins (--again, retry)"
 
 
 def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
@@ -305,8 +318,6 @@ def submit(
 
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Run:
     """Record a run of an already resolved manifest. A stopped run of it goes on. See `control.submission.submit`."""
-    if again or not workspace.ledger.runs(manifest_digest=planned.manifest.digest):
-        refuse_recalled(workspace.wiring, planned.manifest, f"run {planned.manifest.name}")
     workspace.catalog.publish(planned.manifest)
     submitted = submit_manifest(workspace.wiring, planned.manifest, again=again, exact=exact)
     makes_model = all(kind_of(stage.kind).from_nothing for stage in planned.manifest.stages)  # and reports nothing

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, ago, console, digest, emit_json, moment, say
+from posttrain.cli.console import Output, OutputOption, ago, aside, console, digest, emit_json, moment, say
 from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
@@ -152,7 +152,7 @@ def get(
 
 @app.command("approve")
 def approve(ref: RefArgument, reason: ReasonOption = "") -> None:
-    """Say that a version is approved: recorded and shown, and it takes back a recall."""
+    """Say that a version is approved: recorded and shown. One that is recalled is restored first."""
     _mark(ref, "approved", reason)
 
 
@@ -179,16 +179,21 @@ def _mark(ref: str, status: str, reason: str) -> None:
     control.close()
     if not status:
         say(f"{asset.ref} is neither approved nor recalled")
+    if marked.still is not None:
+        whose = f"{marked.still.kind}:{marked.still.name}@{marked.still.version}"
+        aside(f"warning: nothing begins with its bytes all the same: {whose} is {marked.still.words}")
+    if not status:
         return
     said = marked.said
     say(f"{asset.ref} is {said.words if said else status}")
     if status == "recalled":
-        count = len(marked.runs)
-        say(f"  used by {count} run{'s' * (count != 1)}, live on {', '.join(marked.live) or 'no channel'}")
+        count, live = len(marked.runs), ", ".join(channel for channel, _ in marked.live)
+        say(f"  used by {count} run{'s' * (count != 1)}, live on {live or 'no channel'}")
         for run_id in marked.running:
             say(f"  run {run_id} goes on with it; posttrain stop {run_id} ends it")
-        for channel in marked.live:
-            say(f"  channel {channel} serves what was made from it; posttrain rollback {channel}")
+        for channel, earlier in marked.live:
+            back = f"posttrain rollback {channel} --to {earlier}" if earlier else "no earlier release may come back"
+            say(f"  channel {channel} serves what was made from it; {back}")
 
 
 def _key(one: Asset | AssetStatus) -> tuple[str, str, int]:

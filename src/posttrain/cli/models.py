@@ -231,7 +231,10 @@ def export(
     control = open_control()
     with _ended_by_sigterm():
         done = control.export(model, folder, dtype=dtype, progress=_progress)
+    recall = control.recalled(done.digest).get(done.digest)
     control.close()
+    if recall:
+        aside(f"warning: it comes from {recall.kind}:{recall.name}@{recall.version}, {recall.words}")
     if output is Output.JSON:
         emit_json(asdict(done))
         return

@@ -30,7 +30,7 @@ from posttrain.domain.reasons import meaning
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
-    from posttrain.domain.records import ChannelRecord, ReleaseEntry
+    from posttrain.domain.records import AssetStatus, ChannelRecord, ReleaseEntry
 
 _POLL = 0.25  # seconds between looks while watching
 
@@ -51,6 +51,7 @@ def ls(
     control = open_control()
     statuses, live = control.ls(limit), control.live()
     records = {record.name: record for record in control.channels()}
+    barred = control.recalled(*(entry.model_digest for entry in live))
     control.close()
     if output is Output.JSON:
         runs = [{k: v for k, v in status.to_json().items() if k != "stages"} for status in statuses]
@@ -58,7 +59,7 @@ def ls(
         return
     if not statuses:
         say("no runs yet; next: posttrain run RUN.yaml")
-        _say_channels(live, records)
+        _say_channels(live, records, barred)
         return
     from rich.text import Text
 
@@ -76,14 +77,16 @@ def ls(
         driver, took = str(status.driver or ""), duration(status.seconds)
         table.row(mark, run.id, run.state, ago(run.created_at), took, driver, " ".join(reason.split()), action)
     console().print(table)
-    _say_channels(live, records)
+    _say_channels(live, records, barred)
 
 
-def _say_channels(live: list[ReleaseEntry], records: dict[str, ChannelRecord]) -> None:
+def _say_channels(
+    live: list[ReleaseEntry], records: dict[str, ChannelRecord], barred: Mapping[str, AssetStatus]
+) -> None:
     """What each channel points at; one with a policy and no release yet too."""
     for entry in live:
         record = records.pop(entry.channel, None)
-        still = ", frozen" if record and record.frozen else ""
+        still = (", frozen" if record and record.frozen else "") + (", recalled" * (entry.model_digest in barred))
         which = f"{digest(entry.model_digest)} of run {entry.run_id}"
         say(f"channel {entry.channel} → {which} (release {entry.sequence}{still})")
     for record in records.values():
@@ -142,10 +145,17 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
     channel, trackers = control.channel(name), control.channel_trackers(name)
     history, states, record, live = channel.history, channel.states, channel.record, channel.live
     barred, looks = channel.quarantine, channel.looks
+    recall = control.recalled(live.model_digest).get(live.model_digest) if live else None
     control.close()
     if output is Output.JSON:
         rows = [{**asdict(entry), "state": states[entry.model_digest]} for entry in history]
-        told = {"channel": name, "live": live.model_digest if live else None, "history": rows, "looks": len(looks)}
+        told: dict[str, Any] = {
+            "channel": name,
+            "live": live.model_digest if live else None,
+            "history": rows,
+            "looks": len(looks),
+        }
+        told |= {"recalled": asdict(recall) if recall else None}
         told |= {"policy": record.policy, "protected": record.protected, "frozen": record.frozen}
         told |= {
             "deployments": [asdict(one) for one in channel.deployments],
@@ -154,7 +164,8 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
         emit_json({**told, "trackers": [one.to_json() for one in trackers]})
         return
     back = f"posttrain rollback {name}, " if len({entry.model_digest for entry in history}) > 1 else ""
-    lines: list[Any] = [*channel_lines(record, channel.frozen), *release_lines(barred, looks), *tracker_lines(trackers)]
+    lines: list[Any] = [*channel_lines(record, channel.frozen, recall), *release_lines(barred, looks)]
+    lines += tracker_lines(trackers)
     if not history:
         console().print(f"channel {name}: nothing was released to it yet", *lines, sep="\n")
         return

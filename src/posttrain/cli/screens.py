@@ -15,7 +15,7 @@ from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.reasons import HELD_UP, meaning
-from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, Look, Quarantine, ReleaseEntry
+from posttrain.domain.records import AssetStatus, AttemptRecord, ChannelRecord, Event, Look, Quarantine, ReleaseEntry
 from posttrain.domain.waits import span
 from posttrain.planner.feasibility import gib
 
@@ -160,12 +160,18 @@ def frozen_by(told: Event) -> str:
     return f"since {moment(told.at)} by {told.actor}{f': {why}' if why else ''}"
 
 
-def channel_lines(record: ChannelRecord, frozen: Event | None = None) -> Iterator[Text]:
+def channel_lines(
+    record: ChannelRecord, frozen: Event | None = None, recall: AssetStatus | None = None
+) -> Iterator[Text]:
     """What holds for a channel, where anything does.
 
     Args:
         frozen: the event of its last freeze.
+        recall: of something that it serves, or that this was made from.
     """
+    if recall:
+        words = f"recalled: what it serves comes from {recall.kind}:{recall.name}@{recall.version}, {recall.words}"
+        yield Text(words, style=style("warn"))
     if record.policy:
         yield Text(f"policy: {digest(record.policy)} (posttrain channel policy {record.name})", style="dim")
     if record.protected:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from posttrain.control import environments
 from posttrain.control.channels import policy_of, refuse_lift
 from posttrain.control.judging import check_weights, read_report, refuse_unmet
-from posttrain.control.recalls import refuse_release
+from posttrain.control.recalls import refuse_recalled, refuse_release
 from posttrain.control.wiring import Wiring
 from posttrain.decision.releases import judged_at, promotion, rollback_target
 from posttrain.domain.contracts import REPORT
@@ -73,7 +73,7 @@ def retry(wiring: Wiring, run_id: str) -> RunRecord:
     """Let a stopped or failed run go on: ended stages become pending again and resume from their checkpoints.
 
     Raises:
-        InputError: the run is not stopped or failed.
+        InputError: the run is not stopped or failed, or something that it uses was recalled.
     """
     run = wiring.ledger.run(run_id)
     if run.state not in (RunState.STOPPED, RunState.FAILED):
@@ -81,7 +81,10 @@ def retry(wiring: Wiring, run_id: str) -> RunRecord:
         raise InputError(f"run {run.id}: retry needs a stopped or failed run, got {run.state}; {hint}")
     attempts = wiring.ledger.attempts(run.id)
     environments.accept(wiring, run.id)
+    manifest = wiring.manifest(run)
     with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.meet_recalls()
+        refuse_recalled(transaction.snapshot, manifest, f"run {run.id}")
         transaction.look_again(run.id)
         for stage in wiring.ledger.stages(run.id):
             if stage.state in (StageState.FAILED, StageState.STOPPED):
@@ -141,6 +144,7 @@ def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = ""
     if not moves and live is not None:
         return live  # asking twice is one promotion
     with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.meet_recalls()
         refuse_release(transaction.snapshot, channel, report.candidate)
         return transaction.append_release(
             channel,
@@ -188,6 +192,7 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
     refuse_lift(wiring, channel, digest, policy_of(wiring, channel))
     target = next(entry for entry in reversed(history) if entry.model_digest == digest)
     with wiring.ledger.transaction(wiring.actor) as transaction:
+        transaction.meet_recalls()
         refuse_release(transaction.snapshot, channel, digest)
         return transaction.append_release(
             channel,

@@ -174,8 +174,9 @@ def _stage_node(origins: Origins, stage: StageRecord, output: str) -> Node:
     if output == BEST:
         name, details = f"{name}/{BEST}", [*details, ("best by its probe", chosen)]
     digest = origins.made(stage.run_id, stage.name)[output]
-    version = next((asset.ref for asset in origins.assets(digest) if origins.trained(asset)), None)
-    details += [("registered as", version)] if version else []
+    version = next((asset for asset in origins.assets(digest) if origins.trained(asset)), None)
+    details += [("registered as", version.ref)] if version else []
+    details += [("status", said)] if version and (said := origins.status(version)) else []
     return Node("model", name, digest, "tree", tuple(details), children)
 
 
@@ -210,7 +211,8 @@ def _asset_node(
         elif edge.slot == IMPORT:
             children.append(_import_node(origins, edge.digest, asset.digest))
     used = () if slot in ("model", asset.kind) else (("as", slot),)
-    details = (*used, *called, *_asset_details(asset))
+    status = (("status", said),) if (said := origins.status(asset)) else ()
+    details = (*used, *called, *status, *_asset_details(asset))
     return Node(asset.kind, asset.ref, asset.digest, asset.form, details, tuple(children))
 
 

@@ -24,6 +24,7 @@ class Origins:
         self._made: dict[str, dict[str, str]] = {}
         self._assets: dict[str, list[Asset]] = {}
         self._forms: dict[str, str] = {}
+        self._status: dict[tuple[str, str, int], str] | None = None
 
     def stages(self, run_id: str) -> list[StageRecord]:
         """By position, with what they used and made."""
@@ -57,6 +58,12 @@ class Origins:
         """What these bytes are registered as."""
         self.look_up([digest])
         return self._assets[digest]
+
+    def status(self, asset: Asset) -> str:
+        """`recalled by user:ann: a licence ran out`; empty where nobody said anything of a version."""
+        if self._status is None:
+            self._status = {(one.kind, one.name, one.version): one.words for one, _ in self.now.asset_status()}
+        return self._status.get((asset.kind, asset.name, asset.version), "")
 
     def form(self, digest: str) -> str:
         """`file` or `tree`."""

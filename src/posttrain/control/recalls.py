@@ -1,16 +1,23 @@
-"""What was recalled, and what was made from it: no run begins with that, and no channel is pointed at it."""
+"""What was recalled, and what was made from it: no run begins with that, and no channel is pointed at it.
+
+A recall is of bytes. Below them is every model of a stage that used them, then whatever used those bytes, under any
+name. What only compared, measured or reported is not below them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from posttrain.control.wiring import Wiring
-from posttrain.domain.errors import InputError, RecalledError
+from posttrain.domain.contracts import BEST, MODEL
+from posttrain.domain.edges import release_of
+from posttrain.domain.errors import ConflictError, InputError, RecalledError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import Asset, AssetStatus
 from posttrain.store.snapshot import Snapshot
 
 APPROVED, RECALLED = "approved", "recalled"
+_MADE = ("", MODEL, BEST)  # outputs that go on: of an asset its bytes, of a stage its models
 
 
 def set_status(wiring: Wiring, asset: Asset, status: str, reason: str = "") -> AssetStatus | None:
@@ -23,12 +30,16 @@ def set_status(wiring: Wiring, asset: Asset, status: str, reason: str = "") -> A
         What holds now; None: nothing was ever said of it.
 
     Raises:
-        ConflictError: somebody says something of it at this very moment.
+        ConflictError: it is recalled, and would be approved; somebody says something of it at this very moment.
     """
     with wiring.ledger.transaction(wiring.actor) as transaction:
-        known = [said for said, _ in transaction.snapshot.asset_status() if _of(said) == _of(asset)]
-        if (known[0].status if known else "") == status and not (reason and status and known[0].reason != reason):
-            return known[0] if known else None
+        transaction.meet_recalls(alone=True)
+        known = next((said for said, _ in transaction.snapshot.asset_status() if _of(said) == _of(asset)), None)
+        before = known.status if known else ""
+        if (before, status) == (RECALLED, APPROVED):
+            raise ConflictError(f"{_of(asset)}: is {known and known.words}; posttrain asset restore {_of(asset)} first")
+        if before == status and not (reason and known and known.reason != reason):
+            return known
         return transaction.set_asset_status(asset, status, reason)
 
 
@@ -38,29 +49,35 @@ def recalled(wiring: Wiring, digests: Collection[str]) -> dict[str, AssetStatus]
         return _recalled(now, digests)
 
 
-def _recalled(now: Snapshot, digests: Collection[str]) -> dict[str, AssetStatus]:
-    barred = {digest: said for said, digest in reversed(now.asset_status(RECALLED))}
-    return {digest: said for digest, said in _spread(now, barred) if digest in digests} if barred else {}
-
-
-def refuse_recalled(wiring: Wiring, manifest: Manifest, source: str) -> None:
-    """Refuse to begin a run with what was recalled.
-
-    Raises:
-        InputError: naming stage, slot and what was said.
-    """
+def recall_of(now: Snapshot, manifest: Manifest) -> str:
+    """Which input of a manifest was recalled, or made from something recalled, and what to do; empty: none."""
     used = {
         str(ref.digest): (stage.name, slot, ref.name)
         for stage in manifest.stages
         for slot, ref in stage.inputs.items()
         if ref.digest
     }
-    for digest, said in sorted(recalled(wiring, used).items()):
+    for digest, said in sorted(_recalled(now, used).items()):
         stage, slot, name = used[digest]
-        raise InputError(
-            f"{source}: stages.{stage}.{slot}: {name} {_how(said, name)}; use another version, or posttrain asset "
+        return (
+            f"stages.{stage}.{slot}: {name} {_how(now, said, digest, name)}; use another version, or posttrain asset "
             f"restore {_of(said)}"
         )
+    return ""
+
+
+def refuse_recalled(now: Snapshot, manifest: Manifest, source: str) -> None:
+    """Refuse to begin a run with what was recalled.
+
+    Args:
+        now: of the transaction that would begin it, so that no recall comes between.
+
+    Raises:
+        InputError: naming stage, slot and what was said.
+    """
+    found = recall_of(now, manifest)
+    if found:
+        raise InputError(f"{source}: {found}")
 
 
 def refuse_release(now: Snapshot, channel: str, model: str) -> None:
@@ -72,28 +89,39 @@ def refuse_release(now: Snapshot, channel: str, model: str) -> None:
     Raises:
         RecalledError: it was.
     """
-    for said in _recalled(now, [model]).values():
+    for digest, said in _recalled(now, [model]).items():
         raise RecalledError(
-            f"channel {channel}: {model[:19]}… {_how(said, '')}; train it again from another version, or posttrain "
-            f"asset restore {_of(said)}"
+            f"channel {channel}: {model[:19]}… {_how(now, said, digest, '')}; train it again from another version, or "
+            f"posttrain asset restore {_of(said)}"
         )
 
 
-def _spread(now: Snapshot, barred: dict[str, AssetStatus]) -> Iterator[tuple[str, AssetStatus]]:
-    """The recalled bytes and all that was made from them, all of one distance at a time."""
-    yield from barred.items()
-    by: dict[str, AssetStatus] = {}  # consumer → why
-    found = [(edge.consumer, barred[edge.digest]) for edge in now.uses_of_bytes(*barred)]
-    while found:
-        new = {end: said for end, said in reversed(found) if end not in by}
-        by |= new
-        yield from ((edge.digest, new[edge.producer]) for edge in now.made(*new))
-        found = [(edge.consumer, new[edge.producer]) for edge in now.uses(*new)]
+def _recalled(now: Snapshot, digests: Collection[str]) -> dict[str, AssetStatus]:
+    barred = {digest: said for said, digest in reversed(now.asset_status(RECALLED))}
+    return {digest: said for digest, said in _below(now, barred) if digest in digests} if barred else {}
+
+
+def _below(now: Snapshot, barred: Mapping[str, AssetStatus]) -> Iterator[tuple[str, AssetStatus]]:
+    """The recalled bytes and the models that were made from them, all of one distance at a time."""
+    found, new = dict(barred), dict(barred)
+    while new:
+        yield from new.items()
+        by: dict[str, AssetStatus] = {}  # who used them → why
+        for edge in now.uses_of_bytes(*new):
+            if not release_of(edge.consumer):
+                by.setdefault(edge.consumer, new[edge.digest])
+        new = {}
+        for edge in now.made(*by):
+            if edge.output in _MADE and edge.digest not in found:
+                new[edge.digest] = found[edge.digest] = by[edge.producer]
 
 
 def _of(one: Asset | AssetStatus) -> str:
     return f"{one.kind}:{one.name}@{one.version}"
 
 
-def _how(said: AssetStatus, name: str) -> str:
-    return f"was {said.words}" if _of(said) == name else f"comes from {_of(said)}, {said.words}"
+def _how(now: Snapshot, said: AssetStatus, digest: str, name: str) -> str:
+    if _of(said) == name:
+        return f"was {said.words}"
+    same = now.asset(said.kind, said.name, said.version).digest == digest
+    return f"{'has the bytes of' if same else 'comes from'} {_of(said)}, {said.words}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from dataclasses import dataclass
 
+from posttrain.control.recalls import refuse_recalled
 from posttrain.control.wiring import Wiring
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.crashpoints import crashpoint
@@ -52,6 +53,8 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False, exact: bo
         crashpoint("submit.before_commit")
         try:
             with wiring.ledger.transaction(wiring.actor) as transaction:
+                transaction.meet_recalls()
+                refuse_recalled(transaction.snapshot, manifest, f"run {manifest.name}")
                 transaction.insert_run(run, stages, artifacts)
         except ConflictError:  # another submit of the same digest won the race
             won = wiring.ledger.runs(manifest_digest=digest)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Table, Update, bindparam, text, update
+from sqlalchemy import Table, Update, bindparam, select, text, update
 
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition, is_final
@@ -23,7 +23,7 @@ from posttrain.store.audited import CHANGED, Change
 from posttrain.store.edges import Sizes, Told
 from posttrain.store.releasing import ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
-from posttrain.store.schema import asset_status, assets, attempts, runs, signals, stage_cache, stages
+from posttrain.store.schema import asset_status, assets, attempts, projects, runs, signals, stage_cache, stages
 from posttrain.store.waking import revive
 
 _WATCH = text(
@@ -157,6 +157,16 @@ class Transaction(ReleaseWriting):
         noted = functools.partial(self._edges.asset, new, sizes or {}, self._clock.now())
         self._insert(assets, columns, f"asset {new.ref}", "asset.registered", new.ref, noted)
         return new
+
+    def meet_recalls(self, *, alone: bool = False) -> None:
+        """Let a recall be committed before this transaction looks at recalls, or after it is committed.
+
+        Args:
+            alone: this is the recall: nothing that looks at recalls is under way beside it.
+        """
+        if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
+            held = select(projects.c.id).where(projects.c.id == self._project).with_for_update(read=not alone)
+            self._connection.execute(held)
 
     def set_asset_status(self, asset: Asset, status: str, reason: str = "") -> AssetStatus:
         """Say what is thought of a version; an empty status takes back what was said.

@@ -53,6 +53,12 @@ class Assets:
         """See `Assets.asset_status`."""
         return [said for said, _ in self.workspace.ledger.asset_status()]
 
+    def recalled(self, *digests: str) -> dict[str, AssetStatus]:
+        """See `Assets.recalled`."""
+        from posttrain.control.recalls import recalled
+
+        return recalled(self.workspace.wiring, digests)
+
     def mark(self, ref: str, status: str, reason: str) -> tuple[Asset, Marked]:
         """See `Assets.mark`."""
         from posttrain.app.assets import mark
