@@ -1,7 +1,7 @@
 """What was recalled, and what was made from it: no run begins with that, and no channel is pointed at it.
 
-A recall is of bytes. Below them is every model of a stage that used them, then whatever used those bytes, under any
-name. What only compared, measured or reported is not below them.
+A recall is of bytes. Below them is what a stage made that used them, then whatever used those bytes, under any name.
+What was only compared with them or measured on them is not.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from posttrain.control.wiring import Wiring
-from posttrain.domain.contracts import BEST, MODEL
-from posttrain.domain.edges import release_of
 from posttrain.domain.errors import ConflictError, InputError, RecalledError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import Asset, AssetStatus
 from posttrain.store.snapshot import Snapshot
 
 APPROVED, RECALLED = "approved", "recalled"
-_MADE = ("", MODEL, BEST)  # outputs that go on: of an asset its bytes, of a stage its models
 
 
 def set_status(wiring: Wiring, asset: Asset, status: str, reason: str = "") -> AssetStatus | None:
@@ -102,17 +99,19 @@ def _recalled(now: Snapshot, digests: Collection[str]) -> dict[str, AssetStatus]
 
 
 def _below(now: Snapshot, barred: Mapping[str, AssetStatus]) -> Iterator[tuple[str, AssetStatus]]:
-    """The recalled bytes and the models that were made from them, all of one distance at a time."""
+    """The recalled bytes and what stages made of them, all of one distance at a time.
+
+    Reports and tables of metrics are among it, and end there: no model is made from one.
+    """
     found, new = dict(barred), dict(barred)
     while new:
         yield from new.items()
         by: dict[str, AssetStatus] = {}  # who used them → why
         for edge in now.uses_of_bytes(*new):
-            if not release_of(edge.consumer):
-                by.setdefault(edge.consumer, new[edge.digest])
+            by.setdefault(edge.consumer, new[edge.digest])
         new = {}
         for edge in now.made(*by):
-            if edge.output in _MADE and edge.digest not in found:
+            if edge.digest not in found:
                 new[edge.digest] = found[edge.digest] = by[edge.producer]
 
 
