@@ -106,6 +106,9 @@ def test_a_report_names_what_measured(bench: Bench) -> None:
     first = evaluator(gates=absolute)
     assert evaluator(gates=absolute, seed=2) == first
     assert evaluator(gates=absolute, stages=longer) != first
+    watched = {**RUN["stages"], "evaluate": {**RUN["stages"]["evaluate"], "runtime": {"stall_after": "1h"}}}
+    assert evaluator(gates=absolute, stages=watched) == first, "when a job is taken for hung decides no result"
+    assert [look.items for look in bench.ledger.looks("prod")].count(bench.ledger.looks("prod")[0].items) == 3
 
 
 def shipped_twice(bench: Bench) -> tuple[Any, Any]:

@@ -67,6 +67,8 @@ def test_an_evaluation_that_the_run_has_is_not_made_twice() -> None:
     locked = manifest(gated(BETTER, mine=mine))
     assert added(locked) == ["mine", "gate", "release"]
     assert locked.stage("gate").inputs["against.sft.evaluate"].name == "mine"
+    patient = {**mine, "runtime": {"stall_after": "3h"}}
+    assert added(manifest(gated(BETTER, mine=patient))) == ["mine", "gate", "release"], "it measures the same"
     longer = {**mine, "suites": {"heldout": {"data": "heldout", "samples": 2, "max_new_tokens": 5}}}
     assert "baseline-sft.evaluate" in added(manifest(gated(BETTER, mine=longer))), "another evaluation is no baseline"
 

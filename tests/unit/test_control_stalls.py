@@ -14,10 +14,10 @@ from posttrain.control.stalls import STALL_AFTER, stall_after
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note, Progress, Span
 from posttrain.domain.identity import deciding
+from posttrain.domain.jobs import JobResult
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.store import attempts as attempts_module
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.channel import ControlKind
 
@@ -113,9 +113,8 @@ def test_a_slow_job_that_moves_is_left_alone(bench: Bench) -> None:
     assert (slow.asked, slow.killed(), slow.attempt.number) == (0, False, 1)
 
 
-def test_within_a_long_step_the_end_of_a_phase_is_progress(hung: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts_module, "PHASE_SECONDS", 0.0)
-    with EventWriter(hung.folder) as sink:
+def test_within_a_long_step_the_end_of_a_phase_is_progress(hung: Watched) -> None:
+    with EventWriter(hung.folder, phases=0.0) as sink:
         sink(Progress(1, 9, "grpo", 10, 0.0))
         for name in ("rollout", "reward", "update"):
             hung.passes(STALL_AFTER * 0.75)
@@ -143,8 +142,59 @@ def test_an_answer_to_the_request_keeps_the_job_and_a_late_one_too(hung: Watched
     assert [control.kind for control in hung.folder.channel.controls()] == [ControlKind.CHECKPOINT] * 2
 
 
+def test_a_job_that_moves_after_it_was_asked_is_believed_at_the_next_look(hung: Watched) -> None:
+    hung.passes(STALL_AFTER)
+    hung.says(4)
+    hung.bench.clock.sleep(60.0)
+    hung.bench.reconciler.step(hung.run)
+    found = hung.bench.stage(hung.run, "sft")
+    assert (found.reason, found.message, hung.attempt.reason) == ("Running", "attempt 1", "Launched")
+    hung.passes(STALL_AFTER - LOOK)
+    assert (hung.asked, hung.killed()) == (1, False), "its silence is counted anew"
+
+
+@pytest.mark.parametrize("step", [None, 5])
+@pytest.mark.parametrize(("end", "reason"), [("stopped", "Preempted"), ("mute", "Lost")])
+def test_only_a_job_that_was_killed_for_its_silence_is_booked_as_hung(
+    hung: Watched, step: int | None, end: str, reason: str
+) -> None:
+    hung.passes(STALL_AFTER)
+    first = hung.attempt
+    assert first.reason == "Stalled"
+    if step is not None:
+        hung.says(step)
+    if end == "stopped":  # by SIGTERM from outside
+        hung.folder.write_result(JobResult("stopped", tokens=30))
+    hung.bench.executor.finish(first.name, -9)
+    hung.bench.reconciler.step(hung.run)
+    ended = hung.bench.ledger.attempts(hung.run)[0]
+    assert (ended.reason, ended.failure_signature) == (reason, None)
+    assert "no progress" not in ended.message
+
+
+def test_a_job_that_answers_its_kill_with_a_checkpoint_was_hung_all_the_same(hung: Watched) -> None:
+    kill, first = hung.bench.executor.kill, hung.attempt
+
+    def heard(job: Any) -> None:
+        hung.says(4)
+        hung.bench.wiring.folder(first).write_result(JobResult("stopped", tokens=40))
+        kill(job)
+
+    hung.bench.executor.kill = heard  # type: ignore[method-assign]
+    hung.bench.scripts["sft"] = [train()]
+    hung.passes(1.5 * STALL_AFTER)
+    ended = hung.bench.ledger.attempts(hung.run)[0]
+    assert (ended.reason, ended.failure_signature) == ("Stalled", "no progress at step 3 of 9")
+
+
+def test_a_job_with_little_patience_tells_its_phases_in_time(bench: Bench) -> None:
+    short = Watched(bench, **stage("12s"))
+    assert short.folder.read_order().phase_seconds == 3.0
+    assert Watched(bench, seed=2).folder.read_order().phase_seconds == 30.0
+
+
 def test_a_clock_that_jumps_and_hours_without_a_driver_prove_nothing(hung: Watched) -> None:
-    for _ in range(3):
+    for _ in range(9):
         hung.bench.clock.sleep(10 * STALL_AFTER)  # nobody looked, or the machine slept
         hung.passes(LOOK)
     assert hung.asked == 0

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError
-from posttrain.domain.facts import Note, Progress
+from posttrain.domain.facts import Note, Progress, Span
 from posttrain.domain.jobs import ANOTHER_RUNS, InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.roles.learner import DivergedError
@@ -154,6 +154,21 @@ class TestJobs:
         assert (result.status, result.failure) == ("stopped", None)
         assert latest_checkpoint(attempt) is not None
         assert signal.getsignal(signal.SIGTERM) is handler
+
+    def test_the_end_of_a_phase_is_told_as_soon_as_the_order_wants_it(self, shop: Shop) -> None:
+        attempt = shop.sft("phases", phase_seconds=0.0)
+        told: list[int] = []
+
+        def steps(job: entry.Job) -> JobResult:
+            job.sink(Progress(1, 9, "sft", 10, 0.0))
+            for name in ("forward", "backward"):
+                job.sink(Span(name, 2, 0.0, 1.0))
+                said = attempt.channel.summary()
+                told.append(said.phases if said else 0)
+            return JobResult("succeeded")
+
+        assert entry.run(str(attempt.path), steps) == 0
+        assert told == [1, 2]
 
     def test_grpo_leaves_a_model_that_loads(self, shop: Shop) -> None:
         attempt = shop.grpo("grpo")

@@ -111,6 +111,8 @@ def _keep_watch(wiring: Wiring, order: KeepWatch) -> None:
         if order.goes_on:
             transaction.update_attempt(attempt, reason=Reason.LAUNCHED, message="")
             transaction.update_stage(stage, reason=Reason.RUNNING, message=f"attempt {attempt.number}", next_action="")
+        if order.said:
+            transaction.update_stage(stage, reason=Reason.STALLED, message=order.said, next_action="none needed")
 
 
 def _ask_to_checkpoint(wiring: Wiring, order: AskToCheckpoint) -> None:

@@ -61,7 +61,7 @@ def try_again(wiring: Wiring, order: TryAgain) -> None:
         state, reason, action = StageState.READY, Reason.BACK_OFF, "none needed"
         message = f"{failure.message}; trying again in {order.wait:g} s"
     lost = Reason.LOST if order.ended is AttemptState.LOST else _reason(failure)
-    if attempt.reason == Reason.STALLED and failure.kind is FailureClass.INFRASTRUCTURE:
+    if order.hung:
         lost = Reason.STALLED
     with wiring.ledger.transaction(wiring.actor) as transaction:
         transaction.update_attempt(

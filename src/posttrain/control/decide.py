@@ -30,7 +30,7 @@ from posttrain.control.orders import (
     TryAgain,
 )
 from posttrain.control.retrying import why_not_again
-from posttrain.control.stalls import hung, silence, stall_after
+from posttrain.control.stalls import condemned, hung, silence, stall_after
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import ANOTHER_RUNS, Cause, Failure, JobResult, JobState, Observation
 from posttrain.domain.kinds import Driver, kind_of
@@ -208,7 +208,7 @@ def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result:
     """A job that stopped though no person asked: it was told to end for the budget, or from outside."""
     if result.status != "stopped" or view.run.desired == "stopped":
         return result
-    if attempt.reason == Reason.STALLED:  # it was not so far gone that it did not hear SIGTERM
+    if _condemned(view, stage, attempt):  # it was not so far gone that it did not hear SIGTERM
         return replace(result, status="failed", failure=_hung(view, stage, attempt))
     asked = attempt.stop_requested_at is not None  # and a run that nobody stopped asks for the budget's sake only
     preempted = Failure(FailureClass.PREEMPTED, "the job was told to end from outside (SIGTERM)", "")
@@ -263,6 +263,10 @@ def _silence(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sigh
     return silence(stage, attempt, view.watch(attempt), seen, stall_after(view.manifest, stage.name), now)
 
 
+def _condemned(view: View, stage: StageRecord, attempt: AttemptRecord) -> bool:
+    return condemned(attempt, view.watch(attempt), stall_after(view.manifest, stage.name))
+
+
 def _hung(view: View, stage: StageRecord, attempt: AttemptRecord) -> Failure:
     return hung(view.watch(attempt), stall_after(view.manifest, stage.name))
 
@@ -277,7 +281,7 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
     if seen.cause is Cause.PREEMPTED:
         gone = Failure(FailureClass.PREEMPTED, f"the executor preempted the job ({detail})", "")
         return _again(view, stage, attempt, gone, AttemptState.LOST)
-    if attempt.reason == Reason.STALLED:
+    if _condemned(view, stage, attempt):
         return _again(view, stage, attempt, _hung(view, stage, attempt), AttemptState.LOST)
     # neither a kill nor a late start says anything about the job; an exit code does: twice the same comes a third time
     mute = seen.exit_code is None or seen.exit_code < 0 or seen.exit_code == ANOTHER_RUNS
@@ -303,7 +307,8 @@ def _again(
     tried = [one for one in view.tries(stage.name) if one.number > stage.retried_after]
     wait = BACKOFF_SECONDS[min(len(tried), len(BACKOFF_SECONDS)) - 1]
     over = why_not_again(view.manifest, tried, failure)
-    return TryAgain(stage, attempt, failure, ended, said or JobResult("failed"), wait, over)
+    killed = failure.kind is FailureClass.INFRASTRUCTURE and _condemned(view, stage, attempt)
+    return TryAgain(stage, attempt, failure, ended, said or JobResult("failed"), wait, over, killed)
 
 
 def hold_back(

@@ -14,6 +14,7 @@ from typing import Protocol
 from posttrain.domain.contracts import MODEL, REPORT, StageContract
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateRule
+from posttrain.domain.identity import deciding
 from posttrain.domain.kinds import CONTROL, GATE, RELEASE, StageKind, kind_of
 from posttrain.domain.manifest import InputRef, StageManifest
 from posttrain.domain.measures import ItemRange
@@ -120,9 +121,9 @@ class Decision:
     def _measured(self, evaluator: StageManifest, model: InputRef, rival: str) -> StageManifest:
         """The same evaluation of another model: one that the run has anyway, else one more."""
         inputs = {**evaluator.inputs, "model": model}
-        wanted = (evaluator.kind, evaluator.trainer, evaluator.params, inputs)
+        wanted = (evaluator.kind, evaluator.trainer, deciding(evaluator.params), inputs)
         for stage in self._stages.values():
-            if (stage.kind, stage.trainer, stage.params, stage.inputs) == wanted:
+            if (stage.kind, stage.trainer, deciding(stage.params), stage.inputs) == wanted:
                 return stage
         return self._baseline(evaluator, model, f"{ADDED}{rival.replace('/', '.')}.{evaluator.name}", rival)
 

@@ -31,6 +31,7 @@ from posttrain.domain.errors import (
     StaleWriteError,
 )
 from posttrain.domain.gates import CHANNEL, GateReport, Outcome
+from posttrain.domain.identity import deciding
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest, StageManifest
@@ -122,7 +123,7 @@ def _baseline(wiring: Wiring, inputs: Mapping[str, InputBlob], word: str) -> Bas
 def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:
     """What measured: code, parameters, and the suites' data."""
     suites = {slot: [ref.digest, ref.meta] for slot, ref in stage.inputs.items() if slot != "model"}
-    return {"code": manifest.code[stage.trainer], "params": stage.params, "suites": suites}
+    return {"code": manifest.code[stage.trainer], "params": deciding(stage.params), "suites": suites}
 
 
 def _summary(report: GateReport) -> str:

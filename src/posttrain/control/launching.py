@@ -5,6 +5,7 @@ from __future__ import annotations
 from posttrain.control import budgets, environments
 from posttrain.control.requests import job_of, request_of
 from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens_in, tokens_taken_over
+from posttrain.control.stalls import phase_seconds, stall_after
 from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import CapacityError, FailureClass, InfrastructureError, WorkspaceError
@@ -159,6 +160,7 @@ def _order(wiring: Wiring, manifest: Manifest, stage: StageRecord, attempt: Atte
         trust_rewards=wiring.trust_rewards,
         epoch=attempt.number,
         channel=wiring.channel(attempt),
+        phase_seconds=phase_seconds(stall_after(manifest, stage.name)),
     )
 
 

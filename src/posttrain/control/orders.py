@@ -112,6 +112,7 @@ class KeepWatch:
     attempt: AttemptRecord
     watch: Watch
     goes_on: bool = False  # it was asked to checkpoint, and moves again
+    said: str = ""  # it is going to be killed: why
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,7 @@ class TryAgain:
     said: JobResult
     wait: float
     over: tuple[Reason, str] | None  # reason and words, where no other attempt would help
+    hung: bool = False  # it was killed for its silence
 
 
 Order = (

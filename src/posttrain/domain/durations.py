@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h|d)?$")
 LONGEST = 3650 * 86400.0  # seconds that may be declared; more is a slip
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-LEAST_STALL = 10.0  # seconds; a job that is well says how far it is every second or so, and each phase of a long step
+LEAST_STALL = 10.0  # seconds; in a quarter of it a job that is well says that a step or a phase is over
 
 
 def parse_duration(value: Any) -> Any:

@@ -11,6 +11,7 @@ from posttrain.domain.errors import FailureClass, InputError, IntegrityError
 
 ORDER_SCHEMA = 1
 CHECKPOINT_FORMAT = "posttrain.checkpoint/1"
+PHASE_SECONDS = 30.0  # after which a job tells the end of a phase by itself: a step of a large model takes hours
 ANOTHER_RUNS = 73  # exit code of a job whose attempt another process began, or nobody may (EX_CANTCREAT)
 
 
@@ -50,6 +51,7 @@ class JobOrder:
     trust_rewards: bool = False  # the workspace says that its rewards may run where the kernel cannot confine them
     epoch: int = 0  # of the attempt: later ones of its stage have larger numbers
     channel: str = ""  # URL of the attempt's channel, without credentials; empty: its folder
+    phase_seconds: float = PHASE_SECONDS  # after the last word, when the end of a phase is told by itself
     schema: int = ORDER_SCHEMA
 
     def to_json(self) -> dict[str, Any]:

@@ -130,7 +130,8 @@ def run(attempt_dir: str, body: Body) -> int:
             return ANOTHER_RUNS
         settle_environment(order.params.get("runtime", {}).get("threads", 1))
         crashpoint("job.start")
-        with _sigterm_noted() as stopping, SpendingMeter(attempt) as meter, EventWriter(attempt) as sink:
+        facts = partial(EventWriter, phases=order.phase_seconds)
+        with _sigterm_noted() as stopping, SpendingMeter(attempt) as meter, facts(attempt) as sink:
             allowed = order.seconds_allowance
             job = partial(
                 Job,

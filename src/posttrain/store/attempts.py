@@ -28,7 +28,7 @@ from pathlib import Path
 
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.facts import Fact, Note, Progress, Sample, Span, fact_from_json, fact_to_json
-from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
+from posttrain.domain.jobs import PHASE_SECONDS, CheckpointCommit, JobOrder, JobResult
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
 from posttrain.store.channels.folder import FolderObjects
@@ -36,7 +36,6 @@ from posttrain.store.channels.objects import object_store
 from posttrain.store.trees import file_digest
 
 METER = "meter"
-PHASE_SECONDS = 30.0  # after which the end of a phase is told by itself: a step of a large model takes hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,15 +298,17 @@ class EventWriter:
 
     A segment is due after `most` facts, or when a `Progress` or `Note` comes `seconds` after the last one that was
     told; what is left is written by `close`. Metrics and samples do not make one due: they come just before the
-    progress of their step. A span does `PHASE_SECONDS` after the last segment, whatever is told of progress then. Use
+    progress of their step. A span does `phases` seconds after the last segment, whatever is told of progress then. Use
     it as a context manager. Numbering goes on from the segments that are there.
 
     Raises:
         WorkspaceError: the disk is full or read-only; the facts stay buffered, so a later call tries again.
     """
 
-    def __init__(self, attempt: AttemptFolder, most: int = 256, seconds: float = 0.5) -> None:
-        self._most, self._seconds = most, seconds
+    def __init__(
+        self, attempt: AttemptFolder, most: int = 256, seconds: float = 0.5, phases: float = PHASE_SECONDS
+    ) -> None:
+        self._most, self._seconds, self._phase_seconds = most, seconds, phases
         make_folder(attempt.events)
         self._channel = attempt.channel
         self._facts, self._samples = _Segments(self._channel, EVENTS, packed=True), _Segments(self._channel, SAMPLES)
@@ -324,7 +325,7 @@ class EventWriter:
             self._progress = fact
         elif isinstance(fact, Span):
             self._phases += 1
-            late = now - self._flushed >= PHASE_SECONDS
+            late = now - self._flushed >= self._phase_seconds
         if late or len(self._facts.waiting) + len(self._samples.waiting) >= self._most:
             self.flush()
         if late and not isinstance(fact, Span):
