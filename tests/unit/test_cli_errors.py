@@ -215,6 +215,15 @@ def test_what_a_command_does_not_import(tmp_path: Path, words: list[str], heavy:
     assert done.stderr.strip().splitlines()[-1] == loaded
 
 
+def test_looking_needs_no_numbers(world: World) -> None:
+    """`ls` loads no library of numbers, nor the reconciler."""
+    heavy = ("numpy", "pyarrow", "torch", "posttrain.control.reconciler")
+    program = PROGRAM.format(words=["ls"], heavy=heavy)
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, cwd=world.root, capture_output=True, text=True, check=True)
+    assert done.stderr.strip().splitlines()[-1] == "0"
+
+
 def test_output_into_a_pipe_has_no_escapes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     for words in (("plan", "run.yaml"), ("asset", "ls"), ("ls",), ("doctor",)):

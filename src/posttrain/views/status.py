@@ -6,12 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.control.budgets import spending
 from posttrain.control.resuming import trained_elsewhere
-from posttrain.control.scores import Scores
-from posttrain.control.scores import run_scores as measured_scores
 from posttrain.control.selecting import choice_warnings, selection_words
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import DeadlineError
@@ -26,6 +24,9 @@ from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
 from posttrain.workspace.opened import OpenWorkspace
+
+if TYPE_CHECKING:
+    from posttrain.control.scores import Scores
 
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 _ALONE = 5.0  # seconds without a driver before that is told: from one driver to the next takes less
@@ -272,6 +273,9 @@ def read_status(workspace: OpenWorkspace, run_id: str, *, brief: bool = False) -
 
 def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:
     """What the run has measured; nothing where its manifest cannot be read, which `trouble` tells."""
+    from posttrain.control.scores import Scores  # here: intervals need numpy, which `ls` does without
+    from posttrain.control.scores import run_scores as measured_scores
+
     manifest, _ = workspace.manifest_or_trouble(status.run)
     if manifest is None:
         return Scores()

@@ -10,10 +10,9 @@ import socket
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.control.owners import process_alive, process_name
-from posttrain.control.reconciler import Reconciler
 from posttrain.control.wiring import Wiring
 from posttrain.data.catalog import Catalog
 from posttrain.domain.canonical import digest_json
@@ -27,6 +26,9 @@ from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal
 from posttrain.workspace.ledgers import recorded
 from posttrain.workspace.settings import CHANNEL, SETTINGS, TRUSTED, fresh_record, settings_lock
+
+if TYPE_CHECKING:
+    from posttrain.control.reconciler import Reconciler
 
 _PLACE_DIGITS = 32
 
@@ -58,6 +60,8 @@ class OpenWorkspace:
     @functools.cached_property
     def reconciler(self) -> Reconciler:
         """This process as a reconciler."""
+        from posttrain.control.reconciler import Reconciler  # here: it loads numpy and pyarrow, which `ls` does without
+
         return Reconciler(self.wiring, process_name(), process_alive)
 
     @property
