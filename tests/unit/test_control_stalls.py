@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from posttrain.domain.jobs import JobResult
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store import attempts as attempts_module
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.channel import ControlKind
 
@@ -187,10 +189,19 @@ def test_a_job_that_answers_its_kill_with_a_checkpoint_was_hung_all_the_same(hun
     assert (ended.reason, ended.failure_signature) == ("Stalled", "no progress at step 3 of 9")
 
 
-def test_a_job_with_little_patience_tells_its_phases_in_time(bench: Bench) -> None:
-    short = Watched(bench, **stage("12s"))
-    assert short.folder.read_order().phase_seconds == 3.0
-    assert Watched(bench, seed=2).folder.read_order().phase_seconds == 30.0
+def test_a_job_with_little_patience_tells_its_phases_in_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Watched(bench).folder.read_order().phase_seconds == 30.0
+    short = Watched(bench, **stage("12s"), seed=2)
+    within = short.folder.read_order().phase_seconds
+    assert within == 3.0
+    monkeypatch.setattr(attempts_module, "time", SimpleNamespace(monotonic=bench.clock.now))
+    with EventWriter(short.folder, phases=within) as sink:
+        sink(Progress(3, 9, "grpo", 30, 0.0))
+        for _ in range(30):
+            bench.clock.sleep(2.0)
+            sink(Span("rollout", 3, 0.0, 2.0))
+            bench.reconciler.step(short.run)
+    assert (short.asked, short.killed()) == (0, False)
 
 
 def test_a_clock_that_jumps_and_hours_without_a_driver_prove_nothing(hung: Watched) -> None:
