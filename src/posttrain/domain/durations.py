@@ -27,4 +27,4 @@ def parse_duration(value: Any) -> Any:
 
 
 # `runtime.stall_after`: how long a job may report no progress before it is taken for hung
-StallAfter = Annotated[float, BeforeValidator(parse_duration), Field(ge=LEAST_STALL, le=LONGEST)]
+StallAfter = Annotated[float, Field(ge=LEAST_STALL, le=LONGEST), BeforeValidator(parse_duration)]
