@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from posttrain.domain.runspec import Budget
 RUNS, ROUNDS, PER_TRANSACTION = 10_000, 3, 200
 STAGES = ("sft", "grpo", "evaluate", "baseline", "gate")
 ROWS = 3 + 3 * len(STAGES)  # events of a run's rows: itself three times, each stage three times
+COMMANDS, OF_A_RUN = ("ls", "get", "why", "verify", "doctor"), ("get", "why", "verify")
 EVENTS = 20  # of one run, if nobody says otherwise; those that are not of its rows are of attempts
 
 
@@ -64,7 +66,7 @@ def main() -> None:
         if not (folder / ".posttrain").exists():
             fill(folder, runs, arguments.events)
         fill(Path(scratch) / "small", 2, arguments.events)
-        rows = measure(folder, Path(scratch) / "small", rounds)
+        rows = measure(folder, Path(scratch) / "small", rounds, ("ls", "verify") if arguments.tiny else COMMANDS)
     print(f"{runs} runs, {runs * arguments.events} events")
     print(f"{'command':8s} {'seconds':>8s} {'(min-max)':>14s} {'beyond':>7s} {'bound':>7s}  reached")
     for row in rows:
@@ -102,11 +104,9 @@ def fill(folder: Path, runs: int, events: int) -> None:
     workspace.close()
 
 
-def measure(folder: Path, small: Path, rounds: int) -> list[Row]:
+def measure(folder: Path, small: Path, rounds: int, names: Sequence[str]) -> list[Row]:
     """Every command in turn, in both workspaces, round by round."""
-    newest = "bench-00000000"
-    commands = {"ls": ["ls"], "get": ["get", newest], "why": ["why", newest], "verify": ["verify", newest]}
-    commands["doctor"] = ["doctor"]
+    commands = {name: [name, *(["bench-00000000"] if name in OF_A_RUN else [])] for name in names}
     times: dict[str, list[float]] = {name: [] for name in commands}
     beyond: dict[str, list[float]] = {name: [] for name in commands}
     bounds: list[float] = []

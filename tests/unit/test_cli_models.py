@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,16 @@ def shipped(world: World) -> str:
     """The run whose model prod serves."""
     world.ok("run", "run.yaml")
     return world.newest()
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A workspace whose model prod serves. Nothing here may change it."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = make_world(tmp_path_factory.mktemp("seen"), patch)
+        made.prepare()
+        made.ok("run", "run.yaml")
+        yield made
 
 
 def stage_model(world: World, run: str, stage: str) -> str:
@@ -120,8 +131,8 @@ class TestBase:
             ("run:sort/", "must be run:RUN or run:RUN/STAGE, got 'sort/'"),
         ],
     )
-    def test_what_nobody_made_is_refused(self, world: World, shipped: str, word: str, line: str) -> None:
-        result = world("plan", on(world, word))
+    def test_what_nobody_made_is_refused(self, seen: World, word: str, line: str) -> None:
+        result = seen("plan", on(seen, word))
         assert result.exit_code == 2
         assert line in result.stderr
         assert len(result.stderr.splitlines()) == 1
@@ -238,8 +249,8 @@ class TestEval:
             (("prod", "heldout", "--device", "tpu"), "device"),
         ],
     )
-    def test_refused_in_one_line(self, world: World, shipped: str, words: tuple[str, ...], line: str) -> None:
-        result = world("eval", *words)
+    def test_refused_in_one_line(self, seen: World, words: tuple[str, ...], line: str) -> None:
+        result = seen("eval", *words)
         assert result.exit_code == 2
         assert line in result.stderr
         assert len(result.stderr.splitlines()) == 1
@@ -388,8 +399,8 @@ class TestExport:
             (("prod", "~nobody-of-this-name/out"), "name another folder"),
         ],
     )
-    def test_refused_in_one_line(self, world: World, shipped: str, words: tuple[str, ...], line: str) -> None:
-        result = world("export", *words)
+    def test_refused_in_one_line(self, seen: World, words: tuple[str, ...], line: str) -> None:
+        result = seen("export", *words)
         assert result.exit_code in (2, 10)
         assert line in result.stderr
         assert len(result.stderr.splitlines()) == 1
@@ -418,8 +429,8 @@ class TestSample:
             (("prod", "hi", "--text", "--system", "be brief"), "--system needs a chat"),
         ],
     )
-    def test_refused_in_one_line(self, world: World, shipped: str, words: tuple[str, ...], line: str) -> None:
-        result = world("sample", *words)
+    def test_refused_in_one_line(self, seen: World, words: tuple[str, ...], line: str) -> None:
+        result = seen("sample", *words)
         assert result.exit_code == 2
         assert line in result.stderr
         errors = [text for text in result.stderr.splitlines() if text.startswith("error: ")]
