@@ -178,7 +178,7 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
     if not history:
         if wiring.ledger.channel_record(channel).generation:
             raise NotFoundError(f"channel {channel}: nothing was released to it yet, so there is nothing to go back to")
-        hint = nearest(channel, wiring.ledger.channels())
+        hint = nearest(channel, wiring.ledger.channels()) or " (known: none yet)"
         raise NotFoundError(f"channel {channel!r} is unknown{hint}; a promotion creates it")
     live = history[-1]
     if since is not None and live.sequence != since:
