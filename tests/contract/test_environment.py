@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.jobs import JobOrder, JobState
 from posttrain.domain.requests import JobRequest
 from posttrain.execution.environment import Environment, pin, pinned, read_environment
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.jobs import entry
+from posttrain.store.atomic import make_folder
 from posttrain.store.attempts import AttemptFolder
 
 PATIENCE = 300.0  # seconds for what must happen, on a machine as busy as it likes
@@ -201,3 +203,13 @@ class TestOddPlaces:
         [memory] = (tmp_path / "home" / "posttrain").glob("digests-*.json")
         memory.write_text(json.dumps(dict.fromkeys(json.loads(memory.read_text()), 7)))
         assert read(packages) == before
+
+
+def test_nothing_is_made_where_a_workspace_was(tmp_path: Path) -> None:
+    """Between reading an environment and keeping it there are seconds, in which a workspace may be moved."""
+    gone = tmp_path / "gone"
+    with pytest.raises(WorkspaceError):
+        pin(read_environment(), gone)
+    with pytest.raises(WorkspaceError):
+        make_folder(gone / "runs" / "one", within=gone)
+    assert not gone.exists()

@@ -15,10 +15,11 @@ def differs(wiring: Wiring, run_id: str) -> str:
     """How the present environment differs from the run's, in one line; empty where it does not, or nobody compares."""
     if not wiring.executor.attests:
         return ""
-    present, known = read_environment(), read_json(_record(wiring, run_id))
+    present, known = read_environment(), read_json(_record(wiring, run_id))  # takes seconds: the workspace may be gone
+    make_folder(wiring.root / "cache", within=wiring.root)
     if known is None:
         pin(present, wiring.root / "cache")
-        make_folder(_record(wiring, run_id).parent)
+        make_folder(_record(wiring, run_id).parent, within=wiring.root)
         write_json(_record(wiring, run_id), {"digest": present.digest})
         return ""
     if present.digest == known["digest"]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.domain.errors import InfrastructureError
-from posttrain.store.atomic import write_atomic
+from posttrain.store.atomic import make_folder, write_atomic
 
 PACKAGES = Path(__file__).resolve().parents[2]  # the folder that holds posttrain
 _IMPORTABLE = (".py", ".pyc", ".pth", ".so", ".pyd", ".dylib", ".zip", ".egg", ".cfg")
@@ -101,10 +101,14 @@ def marks_of(roots: Sequence[str]) -> str:
 
 
 def pin(environment: Environment, folder: Path) -> None:
-    """Keep a listing below `folder`, under its digest."""
+    """Keep a listing below `folder`, under its digest.
+
+    Raises:
+        WorkspaceError: there is no such folder, or it cannot be written to.
+    """
     path = _listing(folder, environment.digest)
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent, within=folder)
         write_atomic(path, json.dumps({"roots": environment.roots, "files": dict(environment.files)}).encode())
 
 

@@ -82,8 +82,11 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, within: Path | None = None) -> None:
     """Create `folder` and its parents, durably and for their owner alone, whatever the umask.
+
+    Args:
+        within: of its parents, the one that must be there: a workspace that was removed or moved is not made again.
 
     Raises:
         WorkspaceError: it cannot be created.
@@ -91,7 +94,7 @@ def make_folder(folder: Path) -> None:
     missing = []
     try:
         for place in (folder, *folder.parents):
-            if place.is_dir():
+            if place == within or place.is_dir():
                 break
             missing.append(place)
         for place in reversed(missing):
