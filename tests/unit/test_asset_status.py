@@ -165,8 +165,11 @@ def test_a_run_that_will_use_it_later_is_listed_and_one_that_ended_does_not_go_o
     world.ok("stop", run)
     world("attach", run)
     assert world.json("get", run)["state"] == "stopped"
+    pinned = world.root / ".posttrain" / "runs" / run / "environment.json"
+    pinned.write_text("{}")
     for words in (("retry", run), ("run", "run.yaml")):
         assert "stages.grpo.reward: reward:sort@1 was recalled" in refused(world, *words, code=2)
+    assert pinned.exists(), "what is refused has changed nothing"
     told = world("plan", "run.yaml")
     assert (told.exit_code, "was recalled by user:" in told.stdout + told.stderr) == (0, True)
 

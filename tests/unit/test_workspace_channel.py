@@ -55,7 +55,7 @@ def test_it_is_chosen_when_the_workspace_is_made(store: str, tmp_path: Path) -> 
     again = init_workspace(tmp_path)
     again.close()
     assert again.wiring.channels() == f"{store}/{again.place()}"
-    with pytest.raises(WorkspaceError, match="its channels are in s3://bucket/talk") as caught:
+    with pytest.raises(WorkspaceError, match="its attempt channels are in s3://bucket/talk") as caught:
         init_workspace(tmp_path, channel="s3://bucket/another")
     assert "\n" not in str(caught.value)
     assert not obstore.list(ObjectStoreObjects(store)._store).collect(), "what was tried is gone"
@@ -64,8 +64,8 @@ def test_it_is_chosen_when_the_workspace_is_made(store: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("file:///tmp/talk", "must be s3://BUCKET/PREFIX"),
-        ("talk", "must be s3://BUCKET/PREFIX"),
+        ("file:///tmp/talk", "must be at s3://BUCKET/PREFIX"),
+        ("talk", "must be at s3://BUCKET/PREFIX"),
         (f"s3://me:{SECRET}@bucket/talk", "must hold no credentials"),
         (f"s3://bucket/talk?secret={SECRET}", "must hold no credentials"),
     ],

@@ -217,7 +217,7 @@ def _channel(root: Path, asked: str | None) -> str:
     found = str(record.get(CHANNEL, ""))
     if asked and asked.rstrip("/") != found:
         raise WorkspaceError(
-            f"{root}: its channels are in {found or 'its folder'}, --channel names another place; "
+            f"{root}: its attempt channels are in {found or 'its folder'}, --attempt-channels names another place; "
             "leave it out or make another workspace"
         )
     return found

@@ -35,48 +35,53 @@ def register(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
 
 
+RewardsOption = Annotated[
+    Rewards | None,
+    typer.Option(help="trusted: they may run where the kernel cannot confine them. confined: they may not."),
+]
+AdoptedOption = Annotated[
+    tuple[str, Path] | None,
+    typer.Option(
+        "--from",
+        metavar="trl|verl FILE",
+        help="Also write run.yaml: what a TRL script, configuration or command, or verl's YAML or script asks for.",
+        show_default=False,
+    ),
+]
+LedgerOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="PostgreSQL for a new ledger: postgresql://user@host/database; password by PGPASSWORD or ~/.pgpass.",
+        show_default=False,
+    ),
+]
+ExecutorOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Who runs its jobs: local, or one that an installed package adds.", show_default=False
+    ),
+]
+AttemptChannelsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Where jobs and drivers of a new workspace talk: s3://BUCKET/PREFIX; credentials by AWS_….",
+        show_default=False,
+    ),
+]
+
+
 def init(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Where; here by default.", show_default=False)
     ] = None,
-    rewards: Annotated[
-        Rewards | None,
-        typer.Option(help="trusted: they may run where the kernel cannot confine them. confined: they may not."),
-    ] = None,
-    adopted: Annotated[
-        tuple[str, Path] | None,
-        typer.Option(
-            "--from",
-            metavar="trl|verl FILE",
-            help="Also write run.yaml: what a TRL script, configuration or command, or verl's YAML or script asks for.",
-            show_default=False,
-        ),
-    ] = None,
+    rewards: RewardsOption = None,
+    adopted: AdoptedOption = None,
     tracker: TrackerOption = None,
-    ledger: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="PostgreSQL for a new ledger: postgresql://user@host/database; password by PGPASSWORD or ~/.pgpass.",
-            show_default=False,
-        ),
-    ] = None,
-    executor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Who runs its jobs: local, or one that an installed package adds.",
-            show_default=False,
-        ),
-    ] = None,
-    channel: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Where jobs and drivers of a new workspace talk: s3://BUCKET/PREFIX; credentials by AWS_….",
-            show_default=False,
-        ),
-    ] = None,
+    ledger: LedgerOption = None,
+    executor: ExecutorOption = None,
+    attempt_channels: AttemptChannelsOption = None,
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
     from posttrain.app.choices import chosen_places, read_choice, refuse_unwritable_choice
@@ -87,15 +92,15 @@ def init(
     if chosen:
         refuse_unwritable_choice(chosen, folder)
     workspace = init_workspace(
-        folder, rewards=rewards, trackers=chosen, ledger=ledger, executor=executor, channel=channel
+        folder, rewards=rewards, trackers=chosen, ledger=ledger, executor=executor, channel=attempt_channels
     )
     if workspace.trusts_rewards:
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
     say(f"workspace {workspace.root}")
     if executor is not None:
         say(f"executor {workspace.wiring.executor.name}")
-    if channel is not None:
-        say(f"channel {workspace.channel_address}")
+    if attempt_channels is not None:
+        say(f"attempt channels {workspace.channel_address}")
     if workspace.ledger_address:
         say(f"ledger {workspace.ledger_address}")
     say(*(f"tracker {kind}: {where}" for kind, where in chosen_places(workspace)))

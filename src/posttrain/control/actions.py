@@ -79,12 +79,11 @@ def retry(wiring: Wiring, run_id: str) -> RunRecord:
     if run.state not in (RunState.STOPPED, RunState.FAILED):
         hint = "submit it with --again for another run" if is_final("run", run.state) else "it is still under way"
         raise InputError(f"run {run.id}: retry needs a stopped or failed run, got {run.state}; {hint}")
-    attempts = wiring.ledger.attempts(run.id)
-    environments.accept(wiring, run.id)
-    manifest = wiring.manifest(run)
+    attempts, manifest = wiring.ledger.attempts(run.id), wiring.manifest(run)
     with wiring.ledger.transaction(wiring.actor) as transaction:
-        transaction.meet_recalls()
+        transaction.lock_recalls()
         refuse_recalled(transaction.snapshot, manifest, f"run {run.id}")
+        environments.accept(wiring, run.id)  # before a driver may look at the run
         transaction.look_again(run.id)
         for stage in wiring.ledger.stages(run.id):
             if stage.state in (StageState.FAILED, StageState.STOPPED):
@@ -144,7 +143,7 @@ def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = ""
     if not moves and live is not None:
         return live  # asking twice is one promotion
     with wiring.ledger.transaction(wiring.actor) as transaction:
-        transaction.meet_recalls()
+        transaction.lock_recalls()
         refuse_release(transaction.snapshot, channel, report.candidate)
         return transaction.append_release(
             channel,
@@ -192,7 +191,7 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
     refuse_lift(wiring, channel, digest, policy_of(wiring, channel))
     target = next(entry for entry in reversed(history) if entry.model_digest == digest)
     with wiring.ledger.transaction(wiring.actor) as transaction:
-        transaction.meet_recalls()
+        transaction.lock_recalls()
         refuse_release(transaction.snapshot, channel, digest)
         return transaction.append_release(
             channel,

@@ -157,7 +157,7 @@ def release_stage(
             if transaction.snapshot.run(run.id).desired == "stopped":
                 return  # a person said stop before the pointer moved: the next tick stops the stage
             if move:
-                transaction.meet_recalls()
+                transaction.lock_recalls()
                 refuse_release(transaction.snapshot, channel, candidate)
                 live = transaction.append_release(
                     channel,

@@ -30,7 +30,7 @@ def set_status(wiring: Wiring, asset: Asset, status: str, reason: str = "") -> A
         ConflictError: it is recalled, and would be approved; somebody says something of it at this very moment.
     """
     with wiring.ledger.transaction(wiring.actor) as transaction:
-        transaction.meet_recalls(alone=True)
+        transaction.lock_recalls(exclusive=True)
         known = next((said for said, _ in transaction.snapshot.asset_status() if _of(said) == _of(asset)), None)
         before = known.status if known else ""
         if (before, status) == (RECALLED, APPROVED):

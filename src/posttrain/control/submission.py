@@ -53,7 +53,7 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False, exact: bo
         crashpoint("submit.before_commit")
         try:
             with wiring.ledger.transaction(wiring.actor) as transaction:
-                transaction.meet_recalls()
+                transaction.lock_recalls()
                 refuse_recalled(transaction.snapshot, manifest, f"run {manifest.name}")
                 transaction.insert_run(run, stages, artifacts)
         except ConflictError:  # another submit of the same digest won the race

@@ -158,14 +158,14 @@ class Transaction(ReleaseWriting):
         self._insert(assets, columns, f"asset {new.ref}", "asset.registered", new.ref, noted)
         return new
 
-    def meet_recalls(self, *, alone: bool = False) -> None:
-        """Let a recall be committed before this transaction looks at recalls, or after it is committed.
+    def lock_recalls(self, *, exclusive: bool = False) -> None:
+        """Lock what is recalled until the end of this transaction: no recall is committed while it looks and acts.
 
         Args:
-            alone: this is the recall: nothing that looks at recalls is under way beside it.
+            exclusive: this one recalls, so it waits for all that look.
         """
         if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
-            held = select(projects.c.id).where(projects.c.id == self._project).with_for_update(read=not alone)
+            held = select(projects.c.id).where(projects.c.id == self._project).with_for_update(read=not exclusive)
             self._connection.execute(held)
 
     def set_asset_status(self, asset: Asset, status: str, reason: str = "") -> AssetStatus:

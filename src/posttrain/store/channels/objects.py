@@ -38,14 +38,18 @@ def checked_url(url: str) -> str:
     """
     parts = urlsplit(url)
     if parts.scheme != "s3" or not parts.netloc:
-        raise InputError(f"channel must be s3://BUCKET/PREFIX, got {url.partition('@')[2] or url!r}")
+        raise InputError(f"attempt channels must be at s3://BUCKET/PREFIX, got {url.partition('@')[2] or url!r}")
     if "@" in parts.netloc or parts.query or parts.fragment:
-        raise InputError("channel must hold no credentials; export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        raise InputError(
+            "attempt channels: the URL must hold no credentials; export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
     place, key = ObjectStoreObjects(url), f"try-{secrets.token_hex(8)}"
     first, second = place.create(key, b"1"), place.create(key, b"2")
     place.remove(key)
     if not first or second:
-        raise InputError(f"channel {url}: its store must refuse a PUT with If-None-Match: * over an object; name one")
+        raise InputError(
+            f"attempt channels {url}: the store must refuse a PUT with If-None-Match: * over an object; name one"
+        )
     return place.place
 
 
@@ -64,7 +68,7 @@ class ObjectStoreObjects:
             self._store: Any = from_url(self._url, retry_config=_RETRIES)
         except Exception as error:  # obstore raises its own and built-in errors alike here
             raise InputError(
-                f"channel URL {url!r} cannot be opened: {_line(error)}; name s3://BUCKET/PREFIX"
+                f"attempt channel URL {url!r} cannot be opened: {_line(error)}; name s3://BUCKET/PREFIX"
             ) from error
 
     @property
@@ -124,7 +128,9 @@ class ObjectStoreObjects:
         try:
             yield
         except (BaseError, OSError) as error:
-            raise InfrastructureError(f"channel {self._url} does not answer: {_line(error)}; try again") from error
+            raise InfrastructureError(
+                f"attempt channel {self._url} does not answer: {_line(error)}; try again"
+            ) from error
 
 
 def _line(error: Exception) -> str:
