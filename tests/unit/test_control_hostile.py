@@ -12,6 +12,7 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, train
 
 from posttrain.control import actions
+from posttrain.control.fencing import give_up
 from posttrain.domain.jobs import ANOTHER_RUNS, Cause
 from posttrain.execution.executors.fake import Hostility
 from posttrain.execution.processes import identity
@@ -145,6 +146,42 @@ def test_a_run_is_not_stopped_before_it_is_known_whether_there_is_a_job(bench: B
     assert bench.drive(run_id).state == "stopped"
     assert names(bench) == (["1"] if arrives else [])
     assert len(bench.executor.cancelled) == len(names(bench)), "what came late was ended"
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_what_a_job_left_counts_though_its_submission_was_never_answered_and_it_is_forgotten(
+    bench: Bench, stopped: bool
+) -> None:
+    be(bench, lose_answers=1, purges_after=5.0)
+    run_id = bench.submit(**TRAIN_ONLY)
+    assert ticks(bench, run_id).reason == "SubmissionUnknown"
+    if stopped:
+        actions.stop(bench.wiring, run_id)
+    bench.clock.sleep(61)  # it ran to its end, and the executor has forgotten it
+    bench.drive(run_id)
+    [attempt] = bench.ledger.attempts(run_id)
+    assert (attempt.state, bench.stage(run_id, "sft").state) == ("succeeded", "succeeded")
+    assert names(bench) == ["1"]
+
+
+def test_a_result_that_comes_between_a_look_and_the_end_of_an_attempt_is_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be(bench, lose_requests=1)
+    run_id = bench.submit(**TRAIN_ONLY)
+    ticks(bench, run_id)
+    actions.stop(bench.wiring, run_id)
+    folder = bench.wiring.folder(bench.ledger.attempts(run_id)[0])
+
+    def late(wiring: Any, attempt: Any, why: str) -> bool:
+        if folder.channel.answered() is None:
+            folder.channel.start(1, "a process that is gone")
+            train()(folder)
+        return give_up(wiring, attempt, why)
+
+    monkeypatch.setattr("posttrain.control.attempts.give_up", late)
+    bench.drive(run_id)
+    assert [a.state for a in bench.ledger.attempts(run_id)] == ["succeeded"]
 
 
 def test_a_kill_that_does_nothing_is_done_again_and_nothing_ends_before_the_job_does(bench: Bench) -> None:

@@ -37,8 +37,11 @@ def collect(wiring: Wiring, manifest: Manifest, order: Collect) -> None:
 
 def end(wiring: Wiring, order: End) -> None:
     """End an attempt that leaves nothing."""
-    if order.unless_begun and not give_up(wiring, order.attempt, order.why):
-        return
+    if order.unless_begun:
+        if not give_up(wiring, order.attempt, order.why):
+            return
+        if wiring.folder(order.attempt).channel.answered() is not None:
+            return  # it began, left its result and ended since it was looked for: that is read first
     _end(wiring, order.stage, order.attempt, order.result, {})
 
 

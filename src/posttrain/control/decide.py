@@ -178,7 +178,8 @@ def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sigh
         what = "there is a job to stop" if stopping else "the job was submitted"
         said = f"nobody can say yet whether {what}; looking again"
         return None if stage.message == said else Say(stage, Reason.SUBMISSION_UNKNOWN, said)
-    if sight.ordered and sight.job.state is not JobState.UNKNOWN:
+    left = sight.word is not None or bool(sight.unreadable)  # by a job that its executor has forgotten
+    if sight.ordered and (left or sight.job.state is not JobState.UNKNOWN):
         return RecordLaunch(stage, attempt, sight.job.handle)
     if stopping:
         return End(

@@ -46,8 +46,7 @@ def see(wiring: Wiring, view: View, name: str, looks: Looks) -> Sight:
     """
     attempt, folder = view.tries(name)[-1], wiring.folder(view.tries(name)[-1])
     if attempt.state == AttemptState.PLANNED:
-        ordered = folder.has_order()
-        return Sight(look(wiring, attempt) if ordered else Observation(JobState.UNKNOWN), ordered)
+        return _unanswered(wiring, view, name, attempt)
     job = looks.of(view, attempt)  # first: who is gone has said its last word
     try:
         word = _word(wiring, view, name, attempt)
@@ -60,6 +59,19 @@ def see(wiring: Wiring, view: View, name: str, looks: Looks) -> Sight:
         lost = unheeded(wiring, attempt) if word is None and job.gone else ""
         return Sight(job, word=word, unheeded=lost, progress=reported)
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
+        return Sight(job, unreadable=str(error))
+
+
+def _unanswered(wiring: Wiring, view: View, name: str, attempt: AttemptRecord) -> Sight:
+    """An attempt of which nobody wrote down that it was launched: its job may have ended since, and left its result."""
+    if not wiring.folder(attempt).has_order():
+        return Sight(Observation(JobState.UNKNOWN), ordered=False)
+    job = look(wiring, attempt)
+    if job.state is not JobState.UNKNOWN:
+        return Sight(job)
+    try:
+        return Sight(job, word=_word(wiring, view, name, attempt))
+    except (InputError, IntegrityError) as error:
         return Sight(job, unreadable=str(error))
 
 
