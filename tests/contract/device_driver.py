@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.owners import process_alive, process_name
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
+from posttrain.control.stores import Stores
 from posttrain.control.submission import submit
-from posttrain.control.wiring import Wiring
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.jobs import JobOrder, JobSpec
 from posttrain.domain.manifest import InputRef
@@ -51,18 +52,16 @@ def main(root: Path, name: str, locks: str, devices: int) -> int:
     clock = SystemClock()
     ledger = Ledger(Database(root / "ledger.db", create=True), clock)
     machine = Devices(tuple(str(number) for number in range(devices)), folder=locks)
-    wiring = Wiring(
-        ledger=ledger, blobs=open_blobs(str(root / "blobs")), executor=Executor(None, lambda: machine),
-        trainers={"native": Trainer()}, clock=clock, root=root, actor=name, slots=8,
-    )  # fmt: skip
+    stores = Stores(ledger, open_blobs(str(root / "blobs")), clock, name)
+    jobs = Jobs(Executor(None, lambda: machine), {"native": Trainer()}, AttemptFolders(root), slots=8)
     stages: Mapping[str, Any] = {
         f"s{n}": {"kind": "sft", "data": "train", "steps": n, "batch_size": 1 + sum(map(ord, name))}
         for n in range(1, _STAGES + 1)
     }
     raw = {"name": name, "owner": "ada", "seed": 1, "model": "model:tiny", "data": {"train": "dataset:train"}}
     raw |= {"stages": stages, "budget": {"attempts": 20}}
-    manifest = plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", resolve, wiring.trainers).manifest
-    run = Reconciler(wiring, process_name(), process_alive).drive(submit(wiring, manifest).run.id)
+    manifest = plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", resolve, jobs.trainers).manifest
+    run = Reconciler(stores, jobs, process_name(), process_alive).drive(submit(stores, manifest).run.id)
     print(run.id, run.state, flush=True)
     return 0
 

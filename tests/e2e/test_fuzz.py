@@ -184,7 +184,7 @@ def check_bills(fuzz: Fuzz, run_id: str, reference: Reference) -> None:
     """Each attempt is billed for what it did, once; none was lost that nobody struck."""
     bench, struck = fuzz.bench, Counter(strike.phase for strike in fuzz.struck if strike.ends_job)
     with bench.open() as workspace:
-        stages, budget = workspace.ledger.stages(run_id), workspace.wiring.manifest(workspace.ledger.run(run_id)).budget
+        stages, budget = workspace.ledger.stages(run_id), workspace.stores.manifest(workspace.ledger.run(run_id)).budget
     whole = {stage: tokens for stage, (_, tokens) in spent(reference.bench, reference.run_id).items()}
     for stage in stages:
         attempts = sorted(bench.attempts(run_id, stage.name), key=lambda attempt: attempt.number)

@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from posttrain.control.explain import outcome_error
+from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
+from posttrain.control.stores import Stores
 from posttrain.control.submission import submit
-from posttrain.control.wiring import Wiring
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Progress
@@ -122,17 +123,9 @@ class Bench:
         self.clock = ManualClock()
         self.ledger = Ledger(Database(self.root / "ledger.db"), self.clock)
         self.executor = FakeExecutor(self._on_launch, self.clock.now)
-        self.wiring = Wiring(
-            ledger=self.ledger,
-            blobs=open_blobs(str(self.root / "blobs")),
-            executor=self.executor,
-            trainers={"native": NativeTrainer()},
-            clock=self.clock,
-            root=self.root,
-            actor="test",
-            slots=2,
-        )
-        self.reconciler = Reconciler(self.wiring, "here")
+        self.stores = Stores(self.ledger, open_blobs(str(self.root / "blobs")), self.clock, "test")
+        self.jobs = Jobs(self.executor, {"native": NativeTrainer()}, AttemptFolders(self.root), slots=2)
+        self.reconciler = Reconciler(self.stores, self.jobs, "here")
 
     def _on_launch(self, spec: JobRequest) -> int | None:
         stage = Path(spec.attempt_dir).parent.name
@@ -143,8 +136,8 @@ class Bench:
 
     def submit(self, again: bool = False, **changes: Any) -> str:
         raw = {**RUN, **changes}
-        planned = plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", resolve, self.wiring.trainers)
-        return submit(self.wiring, planned.manifest, again=again).run.id
+        planned = plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", resolve, self.jobs.trainers)
+        return submit(self.stores, planned.manifest, again=again).run.id
 
     def drive(self, run_id: str) -> Any:
         return self.reconciler.drive(run_id, interval=1.0, timeout=3600)

@@ -9,7 +9,9 @@ from typing import Any
 from sim_ports import Rows, SimBlobs
 from sim_world import World
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.jobs import AttemptFolders
+from posttrain.control.stores import Stores
+from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import seal, verify_chain
@@ -37,17 +39,17 @@ def check_now(world: World, rows: Rows, stops: dict[str, float], living: set[str
         world.must(owner is None or owner in living, f"{name} is held by {owner}, who died long ago")
 
 
-def check_end(world: World, wiring: Wiring, rows: Rows, blobs: SimBlobs) -> dict[str, int]:
+def check_end(world: World, stores: Stores, folders: AttemptFolders, rows: Rows, blobs: SimBlobs) -> dict[str, int]:
     """What must hold at the end; how much of what there was."""
     for run_id, state, reason in rows.all("SELECT id, state, reason FROM runs"):
         world.must(state in _FINAL, f"{run_id} is {state} ({reason}) at the end")
     for name, *_ in rows.all("SELECT object FROM work WHERE kind <> 'sweep'"):
         world.must(False, f"the queue holds {name} though its run has ended")
-    seal(wiring.ledger)
-    world.must(verify_chain(wiring.ledger).pending == 0, "events are not sealed")
-    verify_rows(wiring.ledger)
-    _stages(world, wiring, rows)
-    _releases(world, wiring, rows, blobs)
+    seal(stores.ledger)
+    world.must(verify_chain(stores.ledger).pending == 0, "events are not sealed")
+    verify_rows(stores.ledger)
+    _stages(world, stores, folders, rows)
+    _releases(world, rows, blobs)
     return {
         name: int(rows.one(f"SELECT count(*) FROM {name}"))
         for name in ("runs", "stages", "attempts", "releases", "events")
@@ -68,7 +70,7 @@ def check_told(world: World, rows: Rows, told: Sequence[tuple[str, ...]], answer
         world.must(state == "succeeded", f"{name} left its result, and the attempt is {state}")
 
 
-def _stages(world: World, wiring: Wiring, rows: Rows) -> None:
+def _stages(world: World, stores: Stores, folders: AttemptFolders, rows: Rows) -> None:
     """At most one attempt of a stage published; what it left is there, and is what it left."""
     query = "SELECT subject, kind FROM events WHERE kind IN ('attempt.succeeded', 'stage.succeeded')"
     told: dict[tuple[str, str], int] = {}
@@ -78,35 +80,43 @@ def _stages(world: World, wiring: Wiring, rows: Rows) -> None:
     for (place, kind), times in told.items():
         world.must(times == 1, f"{place}: {times} events {kind}")
     for (run_id,) in rows.all("SELECT id FROM runs"):
-        attempts = wiring.ledger.attempts(run_id)
-        for stage in wiring.ledger.stages(run_id):
+        attempts = stores.ledger.attempts(run_id)
+        for stage in stores.ledger.stages(run_id):
             own = [one for one in attempts if one.stage == stage.name]
             winners = [one for one in own if one.state == "succeeded"]
             live = [one for one in own if one.state in ("planned", "launched")]
             world.must(not live, f"{run_id}/{stage.name} is {stage.state} and an attempt is {live and live[0].state}")
             if stage.state == "succeeded":
-                _outputs(world, wiring, stage.outputs, winners, f"{run_id}/{stage.name}", stage.cached_from)
+                _outputs(
+                    world, stores.blobs, folders, stage.outputs, winners, f"{run_id}/{stage.name}", stage.cached_from
+                )
         for attempt in attempts:
             if attempt.resume is not None:
-                verify_tree(wiring.blobs, attempt.resume)
+                verify_tree(stores.blobs, attempt.resume)
 
 
 def _outputs(
-    world: World, wiring: Wiring, outputs: Any, winners: list[AttemptRecord], name: str, cached: str | None
+    world: World,
+    blobs: BlobStore,
+    folders: AttemptFolders,
+    outputs: Any,
+    winners: list[AttemptRecord],
+    name: str,
+    cached: str | None,
 ) -> None:
     for output, blob in outputs.items():
         if blob["form"] == "tree":
-            verify_tree(wiring.blobs, blob["digest"])
+            verify_tree(blobs, blob["digest"])
         else:
-            wiring.blobs.get(blob["digest"])
+            blobs.get(blob["digest"])
         if winners and blob["form"] == "tree":
-            left = tree_digest(wiring.folder(winners[0]).outputs / output)
+            left = tree_digest(folders.of(winners[0]).outputs / output)
             world.must(left == blob["digest"], f"{name}: {output} is not what {winners[0].name} left")
     if name.rpartition("/")[2] not in ("gate", "release"):
         world.must(len(winners) == (0 if cached else 1), f"{name} succeeded by {len(winners)} attempts, from {cached}")
 
 
-def _releases(world: World, wiring: Wiring, rows: Rows, blobs: SimBlobs) -> None:
+def _releases(world: World, rows: Rows, blobs: SimBlobs) -> None:
     """The history of every channel is a line, and moves forward by a PASS on exactly that model only."""
     query = "SELECT channel, sequence, action, model_digest, report_digest FROM releases ORDER BY channel, sequence"
     last: dict[str, tuple[int, str]] = {}
@@ -114,7 +124,7 @@ def _releases(world: World, wiring: Wiring, rows: Rows, blobs: SimBlobs) -> None
         before, digest = last.get(channel, (0, ""))
         world.must(sequence == before + 1, f"{channel}: release {sequence} follows {before}")
         world.must(model != digest, f"{channel}: release {sequence} is published twice")
-        verify_tree(wiring.blobs, model)
+        verify_tree(blobs, model)
         report = json.loads(blobs.held[report_digest])
         world.must(report["candidate"] == model, f"{channel}: release {sequence} by a report of another model")
         judged = report["release"] if report["channel"] == channel else None

@@ -12,10 +12,11 @@ from unittest.mock import patch
 from sim_checks import check_end, check_now, check_told
 from sim_jobs import Jobs
 from sim_people import Drivers, Faults, People
-from sim_ports import Outside, Rows, SimBlobs, SimDatabase, SimExecutor, SimFolder, Weather, wired
+from sim_ports import Outside, Process, Rows, SimBlobs, SimDatabase, SimExecutor, SimFolder, Weather, sim_folders
 from sim_world import SimClock, World
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.jobs import Jobs as ControlJobs
+from posttrain.control.stores import Stores
 from posttrain.execution.executors.fake import Hostility
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.database import Database
@@ -66,8 +67,8 @@ class Simulation:
         self.executor.holds = self._holds
         self.executor.launched_by_rows = lambda name: bool(self._handle(name))
         self.trainers = {"native": NativeTrainer()}
-        self.drivers = Drivers(world, lambda: self.rows, self._wired, alike=dice.random() < 0.5)
-        self.people = People(world, lambda: self.rows, self._wired, most=dice.randint(3, 6))
+        self.drivers = Drivers(world, lambda: self.rows, self._process, alike=dice.random() < 0.5)
+        self.people = People(world, lambda: self.rows, self._process, most=dice.randint(3, 6))
         self.executor.doubted = self.people.lose_patience
         self.faults = Faults(world, weather, self.drivers, self.executor, lambda: self.jobs.strike(dice))
         self._event = 0
@@ -97,7 +98,8 @@ class Simulation:
             ):
                 world.run()
                 world.close()
-                counts = check_end(world, self._wired("end"), self.rows, self.blobs)
+                end = self._process("end")
+                counts = check_end(world, end.stores, end.jobs.folders, self.rows, self.blobs)
                 check_told(world, self.rows, self.people.told, self.jobs.answered)
         except Exception as error:
             raise DayFailedError(
@@ -111,20 +113,12 @@ class Simulation:
     def _folder(self, path: Path) -> SimFolder:
         return SimFolder(path, self.channel, self.channels)
 
-    def _wired(self, actor: str) -> Wiring:
-        """What a process works with: ledger and wiring of its own over what all share."""
-        return wired(
-            self.channel,
-            self.channels,
-            ledger=Ledger(self.database, SimClock(self.world), entropy=self.world.random.randbytes),
-            blobs=self.blobs,
-            executor=self.executor,
-            trainers=self.trainers,
-            clock=SimClock(self.world),
-            root=self.root,
-            actor=actor,
-            slots=2,
-        )
+    def _process(self, actor: str) -> Process:
+        """What a process works with: a ledger of its own over what all share."""
+        ledger = Ledger(self.database, SimClock(self.world), entropy=self.world.random.randbytes)
+        folders = sim_folders(self.root, self.channel, self.channels)
+        stores = Stores(ledger, self.blobs, SimClock(self.world), actor)
+        return Process(stores, ControlJobs(self.executor, self.trainers, folders, slots=2))
 
     def _holds(self, run_id: str) -> bool:
         query = "SELECT lease_owner, lease_until FROM work WHERE kind = 'run' AND object = ?"

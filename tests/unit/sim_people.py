@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from control_bench import RUN, resolve
-from sim_ports import Rows, SimDatabase, SimExecutor, Weather
+from sim_ports import Process, Rows, SimDatabase, SimExecutor, Weather
 from sim_world import FOREVER, Actor, World
 
 from posttrain.control import actions
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler, Tick
 from posttrain.control.submission import submit
-from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import ReleaseEntry
@@ -37,9 +36,9 @@ _BACKOFF = 5.0  # seconds of a driver that could not look at a run
 class Driven(Reconciler):
     """The production reconciler; it says when each run is looked at again, so that nobody need ask before."""
 
-    def __init__(self, wiring: Wiring, owner: str, alive: Callable[[str], bool], rows: Rows) -> None:
-        super().__init__(wiring, owner, alive)
-        self._rows, self._clock = rows, wiring.clock
+    def __init__(self, process: Process, owner: str, alive: Callable[[str], bool], rows: Rows) -> None:
+        super().__init__(process.stores, process.jobs, owner, alive)
+        self._rows, self._clock = rows, process.stores.clock
         self.again: dict[str, float] = {}
         self.refused: set[str] = set()  # runs that another had at the last look
 
@@ -60,11 +59,11 @@ class Drivers:
     """The processes that drive runs: when one dies, another one of another name comes later.
 
     Args:
-        wire: makes the wiring of a process.
+        wire: makes what a process works with.
         alike: whether they are on one host, where a dead one is seen to be dead.
     """
 
-    def __init__(self, world: World, rows: Callable[[], Rows], wire: Callable[[str], Wiring], alike: bool) -> None:
+    def __init__(self, world: World, rows: Callable[[], Rows], wire: Callable[[str], Process], alike: bool) -> None:
         self._world, self._rows, self._wire, self._alike = world, rows, wire, alike
         self.living: dict[str, Actor] = {}  # owner → who
         self._count = 0
@@ -102,8 +101,8 @@ class Drivers:
 
     def _drive(self, owner: str) -> None:
         world, rows = self._world, self._rows()
-        wiring = self._wire(owner)
-        reconciler = Driven(wiring, owner, lambda other: self._alive(owner, other), rows)
+        process = self._wire(owner)
+        reconciler = Driven(process, owner, lambda other: self._alive(owner, other), rows)
         while True:
             changed, later = False, FOREVER
             for (run_id,) in rows.all(_UNFINISHED):
@@ -114,7 +113,7 @@ class Drivers:
                     tick = reconciler.step(run_id)
                     if is_final("run", tick.run.state):
                         reconciler.release(run_id)
-                        seal(wiring.ledger)
+                        seal(process.stores.ledger)
                     changed = changed or tick.changed
                     if not tick.changed and reconciler.again.get(run_id, 0.0) <= world.now():
                         reconciler.again[run_id] = world.now() + _UNSEEN  # it was not due yet
@@ -157,7 +156,7 @@ class Drivers:
 class People:
     """People who submit, stop, retry, promote and roll back; each of their commands is a process of its own."""
 
-    def __init__(self, world: World, rows: Callable[[], Rows], wire: Callable[[str], Wiring], most: int) -> None:
+    def __init__(self, world: World, rows: Callable[[], Rows], wire: Callable[[str], Process], most: int) -> None:
         self._world, self._rows, self._wire, self._most = world, rows, wire, most
         self._submitted: list[dict[str, Any]] = []
         self._count = 0
@@ -177,59 +176,61 @@ class People:
         """Somebody may stop a run of which nobody knows whether its job was submitted."""
         if not self._world.calm and self._world.random.random() < _IMPATIENT:
             at = self._world.random.uniform(0.0, 60.0)
-            self._world.add("impatient", lambda: self._act(lambda wiring: self._stop(wiring, run_id), "stop"), at)
+            self._world.add("impatient", lambda: self._act(lambda process: self._stop(process, run_id), "stop"), at)
 
-    def _choices(self) -> Sequence[Callable[[Wiring], object]]:
+    def _choices(self) -> Sequence[Callable[[Process], object]]:
         if not self._submitted:
             return [self._submit_new]
         new = [self._submit_new] * 2 if len(self._submitted) < self._most else []
         return [*new, self._again, self._stop, self._retry, self._retry, self._promote, self._rollback]
 
-    def _act(self, action: Callable[[Wiring], object], name: str = "") -> None:
+    def _act(self, action: Callable[[Process], object], name: str = "") -> None:
         name = name or action.__name__.strip("_")
         try:
             self._world.say(f"{name}: {action(self._wire('person'))}")
         except PosttrainError as error:
             self._world.say(f"{name}: {type(error).__name__}: {error}")
 
-    def _submit_new(self, wiring: Wiring) -> object:
+    def _submit_new(self, process: Process) -> object:
         dice = self._world.random
         changes = {"seed": len(self._submitted) % 5, "release": {"channel": dice.choice(CHANNELS), "model": "sft"}}
         if dice.random() < _BROAD:
             changes["stages"] = {**RUN["stages"], "more": {**RUN["stages"]["sft"], "steps": 4}}
         self._submitted.append(changes)
-        return self._submit(wiring, changes, again=False)
+        return self._submit(process, changes, again=False)
 
-    def _again(self, wiring: Wiring) -> object:
-        return self._submit(wiring, self._world.random.choice(self._submitted), again=self._world.random.random() < 0.3)
+    def _again(self, process: Process) -> object:
+        return self._submit(
+            process, self._world.random.choice(self._submitted), again=self._world.random.random() < 0.3
+        )
 
-    def _submit(self, wiring: Wiring, changes: dict[str, Any], again: bool) -> object:
-        planned = plan_run(parse_run_spec({**RUN, **changes}, "run.yaml"), "run.yaml", resolve, wiring.trainers)
-        done = submit(wiring, planned.manifest, again=again)
+    def _submit(self, process: Process, changes: dict[str, Any], again: bool) -> object:
+        planned = plan_run(parse_run_spec({**RUN, **changes}, "run.yaml"), "run.yaml", resolve, process.jobs.trainers)
+        done = submit(process.stores, planned.manifest, again=again)
         self.told.append((done.run.id,))
         return f"{done.run.id}{' (attached)' if done.attached else ''}"
 
-    def _stop(self, wiring: Wiring, run_id: str = "") -> object:
+    def _stop(self, process: Process, run_id: str = "") -> object:
         run_id = run_id or self._one(_UNFINISHED)
-        actions.stop(wiring, run_id)
+        actions.stop(process.stores, run_id)
         self.stops[run_id] = self._world.time
         return run_id
 
-    def _retry(self, wiring: Wiring) -> object:
+    def _retry(self, process: Process) -> object:
         run_id = self._one("SELECT id FROM runs WHERE state IN ('failed', 'stopped') ORDER BY id")
-        actions.retry(wiring, run_id)
+        actions.retry(process.stores, process.jobs.folders, run_id)
         self.stops.pop(run_id, None)
         return run_id
 
-    def _promote(self, wiring: Wiring) -> object:
+    def _promote(self, process: Process) -> object:
         run_id = self._one("SELECT id FROM runs ORDER BY id")
         lift = "better than nothing" if self._world.random.random() < 0.3 else ""
-        return self._moved(actions.promote(wiring, run_id, self._world.random.choice(CHANNELS), lift))
+        return self._moved(actions.promote(process.stores, run_id, self._world.random.choice(CHANNELS), lift))
 
-    def _rollback(self, wiring: Wiring) -> object:
+    def _rollback(self, process: Process) -> object:
         if self._world.random.random() < 0.5:
             return "thinks better of it"
-        return self._moved(actions.rollback(wiring, self._world.random.choice(CHANNELS)))
+        return self._moved(actions.rollback(process.stores, self._world.random.choice(CHANNELS)))
 
     def _moved(self, entry: ReleaseEntry) -> int:
         self.told.append((entry.channel, str(entry.sequence), entry.model_digest))

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from sim_world import ViolationError, World
 from sqlalchemy import Connection, event
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.jobs import AttemptFolders, Jobs
+from posttrain.control.stores import Stores
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import DeadlineError, InfrastructureError, NotFoundError
 from posttrain.domain.jobs import Cause, Observation, Signal, Submission, Unknown
@@ -306,25 +307,33 @@ class SimExecutor(FakeExecutor):
         self._begin(request, number)
 
 
-class SimWiring(Wiring):
-    """A wiring whose attempt channels are in memory."""
+class SimFolders(AttemptFolders):
+    """Attempt folders whose channels are in memory."""
 
     __slots__ = ("held", "outside")
 
     outside: Outside
     held: dict[str, dict[str, bytes]]
 
-    def folder(self, attempt: AttemptRecord) -> AttemptFolder:
-        """See `Wiring.folder`."""
+    def of(self, attempt: AttemptRecord) -> AttemptFolder:
+        """See `AttemptFolders.of`."""
         return SimFolder(self.root / attempt.folder, self.outside, self.held)
 
 
-def wired(outside: Outside, channels: dict[str, dict[str, bytes]], **ports: Any) -> SimWiring:
-    """A wiring of these ports."""
-    made = SimWiring(**ports)
+def sim_folders(root: Path, outside: Outside, channels: dict[str, dict[str, bytes]]) -> SimFolders:
+    """The attempt folders below `root`."""
+    made = SimFolders(root)
     object.__setattr__(made, "outside", outside)
     object.__setattr__(made, "held", channels)
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What one process of the day works with."""
+
+    stores: Stores
+    jobs: Jobs
 
 
 def _place(request: JobRequest) -> tuple[str, str]:
@@ -355,4 +364,4 @@ class Rows:
         self._connection.close()
 
 
-__all__ = ["Rows", "SimBlobs", "SimDatabase", "SimExecutor", "SimFolder", "ViolationError", "Weather", "wired"]
+__all__ = ["Rows", "SimBlobs", "SimDatabase", "SimExecutor", "SimFolder", "ViolationError", "Weather", "sim_folders"]

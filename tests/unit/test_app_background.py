@@ -265,12 +265,12 @@ def test_it_takes_every_run_of_its_environment_to_its_end(world: World, workspac
     world.hold.clear()
     for run_id in (first, second):
         world.ok("stop", run_id)
-        workspace.wiring.ledger.run(run_id)
+        workspace.ledger.run(run_id)
     ask(workspace, third, key="ffffffff")
     for run_id in (first, second):
         from posttrain.control import actions
 
-        actions.retry(workspace.wiring, run_id)
+        actions.retry(workspace.stores, workspace.jobs.folders, run_id)
         ask(workspace, run_id)
     driven.to_the_end()
     assert driven.let_go == 1

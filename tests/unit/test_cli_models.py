@@ -206,7 +206,7 @@ def move(world: World, shipped: str) -> str:
 
 def stage_input(world: World, run: str) -> str:
     workspace = open_workspace()
-    manifest = workspace.wiring.manifest(workspace.ledger.run(run))
+    manifest = workspace.stores.manifest(workspace.ledger.run(run))
     workspace.close()
     return str(manifest.stages[0].inputs["model"].digest)
 

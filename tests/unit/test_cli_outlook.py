@@ -178,7 +178,7 @@ def test_a_run_in_back_off_is_coming_too(world: World) -> None:
     world.broken["sft"] = [-9]
     workspace = open_workspace(world.root)
     other = submit(world.root / world.write("other.yaml", RUN), workspace=workspace)
-    driver = Reconciler(workspace.wiring, "another")
+    driver = Reconciler(workspace.stores, workspace.jobs, "another")
     while not workspace.ledger.attempts(other.id) or workspace.ledger.stages(other.id)[0].state != StageState.READY:
         driver.tick(other.id)
     workspace.close()

@@ -115,7 +115,7 @@ def test_trees_are_whole_in_a_pipe_and_end_with_an_ellipsis_on_a_terminal(world:
     workspace = Workspace(world.root / ".posttrain")
     screen = Console(file=io.StringIO(), width=70, force_terminal=False)
     screen.print(run_tree(read_status(workspace, failed)))
-    screen.print(_tree(run_lineage(workspace.wiring, run)))
+    screen.print(_tree(run_lineage(workspace.stores, run)))
     workspace.close()
     lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(len(line) for line in lines) == 70

@@ -56,21 +56,21 @@ def under_way(bench: Bench, **changes: Any) -> tuple[str, AttemptFolder, str]:
         bench.reconciler.tick(run_id)
     attempt = bench.ledger.attempts(run_id)[0]
     assert attempt.state == "launched"
-    return run_id, bench.wiring.folder(attempt), attempt.name
+    return run_id, bench.jobs.folders.of(attempt), attempt.name
 
 
 def test_a_job_is_told_all_that_decides_its_result(bench: Bench) -> None:
     bench.drive(bench.submit(seed=23))
     first = bench.ledger.attempts(bench.ledger.runs()[0].id, "sft")[0]
-    order = bench.wiring.folder(first).read_order()
-    manifest = bench.wiring.manifest(bench.ledger.runs()[0])
+    order = bench.jobs.folders.of(first).read_order()
+    manifest = bench.stores.manifest(bench.ledger.runs()[0])
     assert (order.kind, order.seed, dict(order.params)) == ("sft", 23, dict(manifest.stage("sft").params))
     assert {slot: (blob.digest, blob.form, dict(blob.meta)) for slot, blob in order.inputs.items()} == {
         slot: (ref.digest, ref.form, dict(ref.meta)) for slot, ref in manifest.stage("sft").inputs.items()
     }
     assert (order.resume, order.tokens_inherited) == (None, 0)
     assert (order.token_allowance, order.seconds_allowance) == (None, None)
-    assert (order.store_url, order.cache_dir) == (bench.wiring.blobs.url, str(bench.root / "cache"))
+    assert (order.store_url, order.cache_dir) == (bench.stores.blobs.url, str(bench.root / "cache"))
 
 
 def test_each_attempt_resumes_from_the_newest_checkpoint_there_is(bench: Bench) -> None:
@@ -83,9 +83,9 @@ def test_each_attempt_resumes_from_the_newest_checkpoint_there_is(bench: Bench) 
     run = bench.drive(bench.submit(budget={"tokens": 2000}, **TRAIN_ONLY))
     assert run.state == "succeeded"
     attempts = bench.ledger.attempts(run.id)
-    orders = [bench.wiring.folder(attempt).read_order() for attempt in attempts]
-    second = tree_digest(bench.wiring.folder(attempts[0]).checkpoints / "step-00000002")
-    third = tree_digest(bench.wiring.folder(attempts[1]).checkpoints / "step-00000003")
+    orders = [bench.jobs.folders.of(attempt).read_order() for attempt in attempts]
+    second = tree_digest(bench.jobs.folders.of(attempts[0]).checkpoints / "step-00000002")
+    third = tree_digest(bench.jobs.folders.of(attempts[1]).checkpoints / "step-00000003")
     assert [order.resume for order in orders] == [None, second, third, third]
     assert [order.resume for order in orders] == [attempt.resume for attempt in attempts]
     assert [order.tokens_inherited for order in orders] == [0, 250, 350, 350]
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_is_dropped_while_it_is_published_is_passed_over(
     bench.scripts["sft"] = [dies_after({1: 100, 2: 250}, tokens=300), train()]
     run = bench.drive(bench.submit(**TRAIN_ONLY))
     first, second = bench.ledger.attempts(run.id)
-    assert second.resume == tree_digest(bench.wiring.folder(first).checkpoints / "step-00000001")
+    assert second.resume == tree_digest(bench.jobs.folders.of(first).checkpoints / "step-00000001")
 
 
 def test_tokens_are_billed_once_however_often_they_are_inherited(bench: Bench) -> None:
@@ -114,7 +114,7 @@ def test_tokens_are_billed_once_however_often_they_are_inherited(bench: Bench) -
     attempts = bench.ledger.attempts(run.id)
     assert [attempt.tokens for attempt in attempts] == [300, 150, 350]
     assert bench.stage(run.id, "sft").tokens == 800
-    allowances = [bench.wiring.folder(attempt).read_order().token_allowance for attempt in attempts]
+    allowances = [bench.jobs.folders.of(attempt).read_order().token_allowance for attempt in attempts]
     assert allowances == [2000, 2000 - 300 + 250, 2000 - 450 + 350], "what the lineage may have spent at its end"
 
 
@@ -160,7 +160,7 @@ def test_the_last_word_of_a_job_that_was_cancelled_counts(
     if why == "budget":
         bench.clock.sleep(61)
     else:
-        actions.stop(bench.wiring, run_id)
+        actions.stop(bench.stores, run_id)
     run = bench.drive(run_id)
     assert (run.state, bench.stage(run_id, "sft").tokens) == ("succeeded", 77)
 
@@ -173,7 +173,7 @@ def test_a_job_that_says_no_last_word_is_billed_what_it_had_said(bench: Bench, w
     if why == "budget":
         bench.clock.sleep(61)
     else:
-        actions.stop(bench.wiring, run_id)
+        actions.stop(bench.stores, run_id)
     run = bench.drive(run_id)
     assert (run.state, bench.stage(run_id, "sft").tokens) == (ended, 300)
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_that_its_job_would_refuse_is_passed_over(bench: Bench) -> 
     bench.scripts["sft"] = [dies, train()]
     run_id = bench.submit(**TRAIN_ONLY)
     assert bench.drive(run_id).state == "succeeded"
-    assert bench.wiring.folder(bench.ledger.attempts(run_id)[1]).read_order().resumed_step == 1
+    assert bench.jobs.folders.of(bench.ledger.attempts(run_id)[1]).read_order().resumed_step == 1
 
 
 def test_an_attempt_that_goes_on_from_another_run_counts_what_it_took(bench: Bench) -> None:
@@ -232,14 +232,14 @@ def test_an_attempt_that_goes_on_from_another_run_counts_what_it_took(bench: Ben
     assert bench.drive(first).state == "failed"
     second = bench.submit(budget={"tokens": 1100}, **TRAIN_ONLY)
     assert bench.drive(second).state == "failed"
-    actions.retry(bench.wiring, first)
+    actions.retry(bench.stores, bench.jobs.folders, first)
     bench.drive(first)
     attempts = bench.ledger.attempts(first, "sft")
-    order = bench.wiring.folder(attempts[-1]).read_order()
+    order = bench.jobs.folders.of(attempts[-1]).read_order()
     assert (order.resumed_from, order.tokens_inherited) == (f"{second}/sft", 900)
     assert order.token_allowance is not None
     assert order.token_allowance <= 1000
-    assert trained_elsewhere(bench.wiring, attempts) == f"steps 1-2 were trained in {second}/sft"
+    assert trained_elsewhere(bench.stores, bench.jobs.folders, attempts) == f"steps 1-2 were trained in {second}/sft"
 
 
 def test_the_order_of_a_job_that_runs_is_left_alone(bench: Bench) -> None:
@@ -248,7 +248,7 @@ def test_the_order_of_a_job_that_runs_is_left_alone(bench: Bench) -> None:
     with bench.ledger.database.write() as connection:  # as if who launched it had died before it could say so
         connection.exec_driver_sql("UPDATE attempts SET state = 'planned', launched_at = NULL")
     bench.clock.sleep(100)
-    Reconciler(replace(bench.wiring, trust_rewards=True), "here").tick(run_id)
+    Reconciler(bench.stores, replace(bench.jobs, trust_rewards=True), "here").tick(run_id)
     assert bench.ledger.attempts(run_id)[0].state == "launched"
     assert folder.read_order() == before
 
@@ -262,12 +262,12 @@ def test_an_order_that_no_job_has_read_says_what_holds_now(bench: Bench, monkeyp
     monkeypatch.setattr(bench.executor, "submit", dies)
     run_id = bench.submit(**TRAIN_ONLY)
     with pytest.raises(KeyboardInterrupt):
-        Reconciler(replace(bench.wiring, trust_rewards=True), "here").drive(run_id)
+        Reconciler(bench.stores, replace(bench.jobs, trust_rewards=True), "here").drive(run_id)
     monkeypatch.undo()
     attempt = bench.ledger.attempts(run_id)[0]
-    assert (attempt.state, bench.wiring.folder(attempt).read_order().trust_rewards) == ("planned", True)
+    assert (attempt.state, bench.jobs.folders.of(attempt).read_order().trust_rewards) == ("planned", True)
     assert bench.drive(run_id).state == "succeeded"
-    assert not bench.wiring.folder(attempt).read_order().trust_rewards
+    assert not bench.jobs.folders.of(attempt).read_order().trust_rewards
 
 
 def test_what_a_job_measured_is_kept(bench: Bench) -> None:
@@ -313,7 +313,7 @@ def test_a_retry_forgives_the_attempts_of_its_own_stage_only(bench: Bench) -> No
     bench.scripts |= {"sft": [vanish(), train()], "more": [vanish()]}
     run = bench.drive(bench.submit(stages=stages, gates=[], release=None, budget={"attempts": 2}))
     assert (run.state, bench.launched) == ("failed", ["sft", "sft", "more", "more"])
-    actions.retry(bench.wiring, run.id)
+    actions.retry(bench.stores, bench.jobs.folders, run.id)
     assert bench.stage(run.id, "more").not_before is None, "a person does not wait for a back-off"
     run = bench.drive(run.id)
     assert (run.state, bench.launched[4:]) == ("failed", ["more", "more"]), "as many attempts as before, no more"
@@ -353,7 +353,7 @@ def test_a_person_who_stops_a_run_wins_races(bench: Bench, monkeypatch: pytest.M
     looks = [stale]
     read = bench.ledger.run
     monkeypatch.setattr(bench.ledger, "run", lambda run: looks.pop() if looks else read(run))
-    assert actions.stop(bench.wiring, run_id).desired == "stopped"
+    assert actions.stop(bench.stores, run_id).desired == "stopped"
 
 
 def test_the_first_start_of_a_stage_is_kept(bench: Bench) -> None:
@@ -402,6 +402,6 @@ def test_a_run_that_is_stopped_launches_nothing_that_was_only_planned(bench: Ben
     run_id = bench.submit(**TRAIN_ONLY)
     bench.reconciler.tick(run_id)
     assert [attempt.state for attempt in bench.ledger.attempts(run_id)] == ["planned"]
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
     assert bench.launched == []

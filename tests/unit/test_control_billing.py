@@ -42,7 +42,7 @@ def test_a_lost_attempt_is_billed_the_time_it_ran_though_it_said_nothing(bench: 
     assert bench.drive(run_id).state == "succeeded"
     first, second = bench.ledger.attempts(run_id)
     assert (first.state, first.seconds) == ("lost", 40.0)
-    assert bench.wiring.folder(second).read_order().seconds_allowance == 560.0
+    assert bench.jobs.folders.of(second).read_order().seconds_allowance == 560.0
 
 
 def test_a_failed_and_retried_attempt_is_billed_what_its_result_says(bench: Bench) -> None:
@@ -68,7 +68,7 @@ def test_a_step_that_was_cut_short_is_billed_what_it_may_have_cost(bench: Bench)
     bench.scripts["sft"] = [killed, train(tokens=500)]
     run = bench.drive(bench.submit(budget={"tokens": 1000}, **TRAIN_ONLY))
     assert [a.tokens for a in bench.ledger.attempts(run.id)] == [230, 500]
-    assert [bench.wiring.folder(a).read_order().token_allowance for a in bench.ledger.attempts(run.id)] == [1000, 770]
+    assert [bench.jobs.folders.of(a).read_order().token_allowance for a in bench.ledger.attempts(run.id)] == [1000, 770]
 
 
 def write_checkpoint(folder: AttemptFolder, step: int, tokens: int) -> None:
@@ -128,8 +128,8 @@ class Trainee:
     def resumed(self, digest: str | None) -> tuple[int, int]:
         if digest is None:
             return 0, 0
-        listing = json.loads(self.bench.wiring.blobs.get(digest))["files"]
-        state = json.loads(self.bench.wiring.blobs.get(listing["state.json"]["digest"]))
+        listing = json.loads(self.bench.stores.blobs.get(digest))["files"]
+        state = json.loads(self.bench.stores.blobs.get(listing["state.json"]["digest"]))
         return state["step"], state["tokens"]
 
 
@@ -174,10 +174,10 @@ def test_time_in_a_queue_is_not_billed(bench: Bench, monkeypatch: pytest.MonkeyP
     ticks(bench, run_id)
     attempt = bench.ledger.attempts(run_id)[0]
     assert (attempt.state, attempt.stop_requested_at) == ("launched", None), "hours in a queue end nothing"
-    assert bench.wiring.folder(attempt).read_order().seconds_allowance == 60.0, "its own limit counts from its start"
+    assert bench.jobs.folders.of(attempt).read_order().seconds_allowance == 60.0, "its own limit counts from its start"
     waiting.clear()
     bench.clock.sleep(20)
-    train()(bench.wiring.folder(attempt))
+    train()(bench.jobs.folders.of(attempt))
     bench.executor.finish(attempt.name)
     run = bench.drive(run_id)
     billed = bench.ledger.attempts(run_id)[0].seconds
@@ -223,7 +223,7 @@ def test_inherited_tokens_are_counted_once(bench: Bench) -> None:
     attempts = bench.ledger.attempts(run.id)
     assert job.began == [0, 2, 4]
     assert [a.tokens for a in attempts] == [200, 200, 250]
-    orders = [bench.wiring.folder(a).read_order() for a in attempts]
+    orders = [bench.jobs.folders.of(a).read_order() for a in attempts]
     assert [o.tokens_inherited for o in orders] == [0, 100, 200]
     assert [o.token_allowance for o in orders] == [5000, 4900, 4800]
     assert bench.stage(run.id, "sft").tokens == job.spent == 650
@@ -234,7 +234,7 @@ def test_a_damaged_checkpoint_of_another_run_is_passed_over(bench: Bench, damage
     job = Trainee(bench, [], steps=9, cost=90, worst=100)
     bench.scripts["sft"] = [job]
     first = bench.drive(bench.submit(budget={"tokens": 500}, **TRAIN_ONLY))
-    folder = bench.wiring.folder(bench.ledger.attempts(first.id)[0])
+    folder = bench.jobs.folders.of(bench.ledger.attempts(first.id)[0])
     newest = folder.checkpoints / "step-00000005"
     (newest / ("COMMIT" if damage == "commit" else "w.safetensors")).write_bytes(b"{}")
     bench.drive(bench.submit(budget={"tokens": 5000}, **TRAIN_ONLY))

@@ -98,7 +98,7 @@ def test_a_waiting_run_can_be_stopped(bench: Bench) -> None:
     ticks(bench, run_id, 1)
     bench.executor.room = TAKEN
     assert ticks(bench, run_id).reason == "WaitingForDevices"
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
     assert bench.executor.launched == []
 

@@ -47,9 +47,9 @@ def test_a_run_that_is_stopped_before_a_launch_leaves_a_tombstone(
     with pytest.raises(KeyboardInterrupt):  # its order is written, and it is about to launch
         bench.reconciler.tick(run_id)
     monkeypatch.undo()
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
-    channel = bench.wiring.folder(bench.ledger.attempts(run_id)[0]).channel
+    channel = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0]).channel
     held = channel.start(1, "the job that was launched at last")
     assert held is not None
     assert held.cancelled == "the run was stopped before it was launched"
@@ -58,9 +58,9 @@ def test_a_run_that_is_stopped_before_a_launch_leaves_a_tombstone(
 def test_a_job_that_began_meanwhile_is_not_stopped_unseen(bench: Bench) -> None:
     run_id = bench.submit(**TRAIN_ONLY)
     bench.reconciler.tick(run_id)
-    folder = bench.wiring.folder(bench.ledger.attempts(run_id)[0])
+    folder = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0])
     folder.channel.start(1, identity(os.getpid()) or "")
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     bench.reconciler.tick(run_id)
     assert bench.ledger.attempts(run_id)[0].state == "planned"
     (folder.path / "start.json").unlink()
@@ -73,7 +73,7 @@ def test_nothing_begins_an_attempt_that_was_lost(bench: Bench) -> None:
     run = bench.drive(bench.submit(**TRAIN_ONLY))
     assert run.state == "succeeded"
     for attempt in bench.ledger.attempts(run.id):
-        held = bench.wiring.folder(attempt).channel.start(attempt.number, "late")
+        held = bench.jobs.folders.of(attempt).channel.start(attempt.number, "late")
         assert held is not None
         assert (held.epoch, held.cancelled.startswith("it ended: ")) == (attempt.number, True)
 
@@ -85,7 +85,7 @@ def test_the_result_of_a_job_that_began_before_the_launched_one_counts(bench: Be
     (seen,) = bench.ledger.attempts(run_id)
     assert (seen.state, seen.reason) == ("launched", "AnotherRuns")
     assert f"process {os.getpid()} of " in (seen.message or "")
-    train()(bench.wiring.folder(attempt))
+    train()(bench.jobs.folders.of(attempt))
     assert bench.drive(run_id).state == "succeeded"
     assert bench.launched == ["sft"]
 
@@ -99,8 +99,8 @@ def test_a_start_whose_process_is_gone_is_a_lost_attempt(bench: Bench) -> None:
 def test_a_run_is_not_stopped_while_another_job_of_its_attempt_computes(bench: Bench) -> None:
     run_id, attempt = begun_elsewhere(bench, identity(os.getpid()) or "")
     bench.reconciler.tick(run_id)
-    actions.stop(bench.wiring, run_id)
-    folder = bench.wiring.folder(attempt)
+    actions.stop(bench.stores, run_id)
+    folder = bench.jobs.folders.of(attempt)
     for _ in range(3):
         bench.reconciler.tick(run_id)
         bench.clock.sleep(60)
@@ -117,10 +117,10 @@ def test_who_stops_a_run_learns_that_its_job_did_not_heed_it(bench: Bench, heede
     run_id = bench.submit(**TRAIN_ONLY)
     while not bench.launched:
         bench.reconciler.tick(run_id)
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     bench.reconciler.tick(run_id)
     if heeded:
-        bench.wiring.folder(bench.ledger.attempts(run_id)[0]).acknowledge(ControlKind.STOP)
+        bench.jobs.folders.of(bench.ledger.attempts(run_id)[0]).acknowledge(ControlKind.STOP)
     assert bench.drive(run_id).state == "stopped"
     assert bench.stage(run_id, "sft").message == "stopped by a person" + (
         "" if heeded else "; the job did not heed it and was killed, so steps since its last checkpoint are lost"
@@ -147,7 +147,7 @@ def test_a_process_of_another_host_is_waited_for_and_a_person_is_told(bench: Ben
 
 
 def test_a_person_may_say_that_it_is_dead(bench: Bench, elsewhere: str) -> None:
-    assert assume_dead(bench.wiring, elsewhere, "sft").reason == "AssumedDead"
+    assert assume_dead(bench.stores, bench.jobs.folders, elsewhere, "sft").reason == "AssumedDead"
     assert bench.drive(elsewhere).state == "succeeded"
     first, second = bench.ledger.attempts(elsewhere)
     assert (first.state, second.state) == ("lost", "succeeded")
@@ -157,8 +157,8 @@ def test_a_person_may_say_that_it_is_dead(bench: Bench, elsewhere: str) -> None:
 
 
 def test_a_stop_after_that_word_waits_for_nobody(bench: Bench, elsewhere: str) -> None:
-    assume_dead(bench.wiring, elsewhere, "sft")
-    actions.stop(bench.wiring, elsewhere)
+    assume_dead(bench.stores, bench.jobs.folders, elsewhere, "sft")
+    actions.stop(bench.stores, elsewhere)
     assert bench.drive(elsewhere).state == "stopped"
 
 
@@ -169,7 +169,7 @@ def test_what_is_seen_is_not_assumed(bench: Bench) -> None:
         bench.reconciler.tick(run_id)
     for stage, error in (("sft", InputError), ("none", NotFoundError)):
         with pytest.raises(error) as caught:
-            assume_dead(bench.wiring, run_id, stage)
+            assume_dead(bench.stores, bench.jobs.folders, run_id, stage)
         assert "\n" not in str(caught.value)
 
 
@@ -178,7 +178,7 @@ def test_a_process_that_is_seen_to_live_is_not_assumed_dead(bench: Bench) -> Non
     for _ in range(3):
         bench.reconciler.tick(run_id)
     with pytest.raises(InputError, match="of this host lives"):
-        assume_dead(bench.wiring, run_id, "sft")
+        assume_dead(bench.stores, bench.jobs.folders, run_id, "sft")
 
 
 def _pending(bench: Bench, run_id: str) -> list[Event]:

@@ -25,7 +25,7 @@ def promote_rival(bench: Bench, words: str = "rival") -> str:
     """Another model goes live behind everybody's back."""
     (bench.root / words).mkdir(exist_ok=True)
     (bench.root / words / "model.safetensors").write_text(words)
-    digest = put_tree(bench.wiring.blobs, bench.root / words)
+    digest = put_tree(bench.stores.blobs, bench.root / words)
     live = bench.ledger.channel("prod")
     with bench.ledger.transaction("rival") as transaction:
         transaction.append_release("prod", digest, None, "promote", expected=live.sequence if live else 0)
@@ -43,7 +43,7 @@ def test_the_gate_judges_against_the_model_whose_baseline_was_measured(bench: Be
     run = bench.drive(bench.submit(seed=2))
     assert (run.state, run.reason) == ("rejected", "ChannelMoved"), "the channel moved after its baseline was bound"
     assert isinstance(bench.error(run.id), ConflictError)
-    report = explain_run(bench.wiring, run.id).report
+    report = explain_run(bench.stores, run.id).report
     assert report is not None
     assert report.baseline == bench.stage(run.id, "baseline-evaluate").inputs["model"]["digest"]
 
@@ -61,7 +61,7 @@ def test_time_in_which_nobody_looked_is_not_billed(bench: Bench) -> None:
     for _ in range(3):
         bench.reconciler.tick(run_id)
     attempt = bench.ledger.attempts(run_id)[0]
-    job(bench.wiring.folder(attempt))
+    job(bench.jobs.folders.of(attempt))
     bench.executor.finish(attempt.name)
     bench.clock.sleep(3600)  # detached over lunch
     run = bench.drive(run_id)
@@ -83,14 +83,14 @@ def test_a_deadline_counts_from_the_launch(bench: Bench, monkeypatch: pytest.Mon
     monkeypatch.undo()
     bench.clock.sleep(86400)  # and so did the one that wrote its order
     bench.reconciler.tick(run_id)
-    assert bench.wiring.folder(bench.ledger.attempts(run_id)[0]).read_order().seconds_allowance == 600.0
+    assert bench.jobs.folders.of(bench.ledger.attempts(run_id)[0]).read_order().seconds_allowance == 600.0
 
 
 def test_a_budget_is_not_handed_to_two_stages_at_once(bench: Bench) -> None:
     bench.drive(bench.submit())  # now there is a baseline to measure beside the training
     bench.scripts |= {"sft": [train("other", tokens=600)], "baseline-evaluate": [evaluate(190)]}
     run = bench.drive(bench.submit(seed=2, budget={"tokens": 1000}))
-    allowances = [bench.wiring.folder(a).read_order().token_allowance for a in bench.ledger.attempts(run.id)]
+    allowances = [bench.jobs.folders.of(a).read_order().token_allowance for a in bench.ledger.attempts(run.id)]
     assert sorted(allowances, reverse=True) == [1000, 400, 390]
 
 
@@ -127,7 +127,7 @@ def test_a_cached_file_that_is_gone_or_corrupt_is_computed_again(bench: Bench, d
     path.unlink() if damage == "missing" else path.write_bytes(b"itemz")
     second = bench.drive(bench.submit(again=True, **both))
     assert (second.state, bench.launched) == ("succeeded", ["sft", "evaluate", "evaluate"])
-    assert bench.wiring.blobs.get(digest_bytes(b"items")) == b"items"
+    assert bench.stores.blobs.get(digest_bytes(b"items")) == b"items"
 
 
 @pytest.mark.parametrize("damage", ["missing", "corrupt"])
@@ -138,7 +138,7 @@ def test_a_cached_result_whose_inner_blob_is_gone_or_corrupt_is_computed_again(b
             path.unlink() if damage == "missing" else path.write_bytes(b"weighty")
     second = bench.drive(bench.submit(again=True, **TRAIN_ONLY))
     assert (second.state, bench.launched) == ("succeeded", ["sft", "sft"])
-    assert bench.wiring.blobs.get(digest_bytes(b"weights")) == b"weights"
+    assert bench.stores.blobs.get(digest_bytes(b"weights")) == b"weights"
 
 
 @pytest.mark.parametrize("path", ["outputs/absent", "/etc/hostname", "outputs/../job.json", "outputs/link"])
@@ -195,13 +195,13 @@ def test_a_stop_that_arrives_before_the_pointer_moves_keeps_it(bench: Bench, mon
 
     def stop_late(name: str) -> None:
         if name == "promote.before_commit":
-            actions.stop(bench.wiring, run_id)
+            actions.stop(bench.stores, run_id)
 
     monkeypatch.setattr("posttrain.control.judging.crashpoint", stop_late)
     assert bench.drive(run_id).state == "stopped"
     assert bench.ledger.channel("prod") is None
     monkeypatch.undo()
-    actions.retry(bench.wiring, run_id)
+    actions.retry(bench.stores, bench.jobs.folders, run_id)
     assert bench.drive(run_id).state == "succeeded"
 
 
@@ -213,7 +213,7 @@ def test_a_launch_of_a_dead_process_is_found_when_the_run_is_stopped(bench: Benc
     launched = bench.ledger.attempts(run_id)[0]
     with bench.ledger.database.write() as connection:  # as if it had died before it could say so
         connection.exec_driver_sql("UPDATE attempts SET state = 'planned', launched_at = NULL")
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
     assert bench.executor.cancelled == [launched.name]
 
@@ -222,21 +222,21 @@ def test_rollback_can_be_repeated_safely(bench: Bench) -> None:
     first = bench.drive(bench.submit())
     promote_rival(bench)
     promote_rival(bench, "other")
-    entry = actions.rollback(bench.wiring, "prod", to=first.id)
-    assert actions.rollback(bench.wiring, "prod", to=first.id) == entry
+    entry = actions.rollback(bench.stores, "prod", to=first.id)
+    assert actions.rollback(bench.stores, "prod", to=first.id) == entry
     with pytest.raises(ConflictError, match="release 3 must be live, got 4"):
-        actions.rollback(bench.wiring, "prod", since=3)
+        actions.rollback(bench.stores, "prod", since=3)
 
 
 def test_a_row_that_was_edited_behind_the_ledgers_back_does_not_verify(bench: Bench) -> None:
     bench.drive(bench.submit())
     seal(bench.ledger)
-    tree = release_lineage(bench.wiring, "prod")
-    before = verify(bench.wiring, tree).problems  # the bench's datasets are digests without bytes
+    tree = release_lineage(bench.stores, "prod")
+    before = verify(bench.stores, tree).problems  # the bench's datasets are digests without bytes
     assert not any("release" in problem for problem in before)
     with bench.ledger.database.write() as connection:
         connection.exec_driver_sql("UPDATE releases SET model_digest = report_digest")
-    added = set(verify(bench.wiring, tree).problems) - set(before)
+    added = set(verify(bench.stores, tree).problems) - set(before)
     assert [problem for problem in added if "release" in problem]
 
 
@@ -246,7 +246,7 @@ def test_a_job_that_was_told_to_end_from_outside_is_preempted_however_late_it_is
     for _ in range(3):
         bench.reconciler.tick(run_id)
     attempt = bench.ledger.attempts(run_id)[0]
-    bench.wiring.folder(attempt).write_result(JobResult("stopped", seconds=5.0))
+    bench.jobs.folders.of(attempt).write_result(JobResult("stopped", seconds=5.0))
     bench.executor.finish(attempt.name)
     bench.clock.sleep(3600)
     run = bench.drive(run_id)
@@ -268,9 +268,9 @@ def test_no_attempt_starts_while_the_job_before_it_is_on_its_way_out(bench: Benc
     if asked == "by a person":
         for _ in range(3):
             bench.reconciler.tick(run_id)
-        actions.stop(bench.wiring, run_id)
+        actions.stop(bench.stores, run_id)
         assert bench.drive(run_id).state == "stopped"
-        actions.retry(bench.wiring, run_id)
+        actions.retry(bench.stores, bench.jobs.folders, run_id)
     assert bench.drive(run_id).state == "succeeded"
     assert len(bench.launched) == 2
 
@@ -281,18 +281,18 @@ def test_a_rollback_goes_where_it_is_told_or_nowhere(bench: Bench) -> None:
     assert live is not None
     twos = promote_rival(bench, "twos")
     threes = promote_rival(bench, "threes")
-    assert actions.rollback(bench.wiring, "prod", to="2").model_digest == twos, "release 2"
-    assert actions.rollback(bench.wiring, "prod", to=threes.removeprefix("sha256:")[:12]).model_digest == threes
-    assert actions.rollback(bench.wiring, "prod", to=first.id[:4]).model_digest == live.model_digest
+    assert actions.rollback(bench.stores, "prod", to="2").model_digest == twos, "release 2"
+    assert actions.rollback(bench.stores, "prod", to=threes.removeprefix("sha256:")[:12]).model_digest == threes
+    assert actions.rollback(bench.stores, "prod", to=first.id[:4]).model_digest == live.model_digest
     for nowhere in ("7", "2222", "absent", "4444abcd"):
         with pytest.raises(NotFoundError, match=f"nothing it served is called '{nowhere}'"):
-            actions.rollback(bench.wiring, "prod", to=nowhere)
+            actions.rollback(bench.stores, "prod", to=nowhere)
 
 
 def test_promotion_opens_no_channel_by_a_slip(bench: Bench) -> None:
     run = bench.drive(bench.submit())
     with pytest.raises(NotFoundError, match="channel 'prdo' is unknown"):
-        actions.promote(bench.wiring, run.id, "prdo")
+        actions.promote(bench.stores, run.id, "prdo")
     assert bench.ledger.channels() == ["prod"]
 
 
@@ -304,7 +304,7 @@ def test_lineage_shows_the_stage_that_made_the_release_even_if_it_changed_nothin
     }
     bench.scripts["more"] = [train()]  # the same bytes
     run = bench.drive(bench.submit(stages=two, release={"channel": "prod", "model": "more"}))
-    model = release_lineage(bench.wiring, "prod").children[0]
+    model = release_lineage(bench.stores, "prod").children[0]
     assert model.name == f"{run.id}/more"
     assert [child.name for child in model.children if child.kind == "model"] == [f"{run.id}/sft"]
 
@@ -321,6 +321,6 @@ def test_after_a_retry_no_stage_tells_the_old_story(bench: Bench) -> None:
     bench.scripts["sft"] = [fail(FailureClass.BUG), train()]
     run = bench.drive(bench.submit())
     assert bench.stage(run.id, "evaluate").reason == "NotReached"
-    actions.retry(bench.wiring, run.id)
+    actions.retry(bench.stores, bench.jobs.folders, run.id)
     assert {s.reason for s in bench.ledger.stages(run.id)} == {"Retried", "WaitingForInputs", "ChannelEmpty"}
     assert bench.drive(run.id).state == "succeeded"

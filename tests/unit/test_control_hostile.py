@@ -72,7 +72,7 @@ def test_a_job_that_the_executor_forgot_is_what_its_result_says_and_lost_without
     ticks(bench, run_id)
     attempt = bench.ledger.attempts(run_id)[0]
     if ended:
-        train()(bench.wiring.folder(attempt))
+        train()(bench.jobs.folders.of(attempt))
     bench.executor.finish(attempt.name)
     bench.executor.hostility.purges_after = 5.0
     bench.clock.sleep(6)
@@ -89,7 +89,7 @@ def test_a_requeue_keeps_the_attempt(bench: Bench) -> None:
     bench.executor.requeue(attempt.name)
     assert ticks(bench, run_id).state == "running"
     bench.clock.sleep(5)
-    train()(bench.wiring.folder(attempt))
+    train()(bench.jobs.folders.of(attempt))
     bench.executor.finish(attempt.name)
     assert bench.drive(run_id).state == "succeeded"
     [attempt] = bench.ledger.attempts(run_id)
@@ -105,7 +105,7 @@ def test_a_requeued_job_that_finds_its_own_start_is_tried_again_as_often_as_it_h
             bench.clock.sleep(1)
             ticks(bench, run_id)
         attempt = bench.ledger.attempts(run_id)[-1]
-        bench.wiring.folder(attempt).channel.start(number, identity(os.getpid()) or "")
+        bench.jobs.folders.of(attempt).channel.start(number, identity(os.getpid()) or "")
         bench.executor.requeue(attempt.name)
         bench.executor.finish(attempt.name, ANOTHER_RUNS)
     assert bench.drive(run_id).state == "succeeded"
@@ -140,7 +140,7 @@ def test_a_run_is_not_stopped_before_it_is_known_whether_there_is_a_job(bench: B
     be(bench, **{"late_requests" if arrives else "lose_requests": 1})
     run_id = bench.submit(**TRAIN_ONLY)
     ticks(bench, run_id)
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     stage = ticks(bench, run_id)
     assert (stage.state, stage.reason) == ("running", "SubmissionUnknown")
     assert bench.drive(run_id).state == "stopped"
@@ -156,7 +156,7 @@ def test_what_a_job_left_counts_though_its_submission_was_never_answered_and_it_
     run_id = bench.submit(**TRAIN_ONLY)
     assert ticks(bench, run_id).reason == "SubmissionUnknown"
     if stopped:
-        actions.stop(bench.wiring, run_id)
+        actions.stop(bench.stores, run_id)
     bench.clock.sleep(61)  # it ran to its end, and the executor has forgotten it
     bench.drive(run_id)
     [attempt] = bench.ledger.attempts(run_id)
@@ -170,14 +170,14 @@ def test_a_result_that_comes_between_a_look_and_the_end_of_an_attempt_is_read(
     be(bench, lose_requests=1)
     run_id = bench.submit(**TRAIN_ONLY)
     ticks(bench, run_id)
-    actions.stop(bench.wiring, run_id)
-    folder = bench.wiring.folder(bench.ledger.attempts(run_id)[0])
+    actions.stop(bench.stores, run_id)
+    folder = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0])
 
-    def late(wiring: Any, attempt: Any, why: str) -> bool:
+    def late(folders: Any, attempt: Any, why: str) -> bool:
         if folder.channel.answered() is None:
             folder.channel.start(1, "a process that is gone")
             train()(folder)
-        return give_up(wiring, attempt, why)
+        return give_up(folders, attempt, why)
 
     monkeypatch.setattr("posttrain.control.attempts.give_up", late)
     bench.drive(run_id)
@@ -189,7 +189,7 @@ def test_a_kill_that_does_nothing_is_done_again_and_nothing_ends_before_the_job_
     run_id = bench.submit(**TRAIN_ONLY)
     ticks(bench, run_id)
     bench.executor.hostility.deaf = 2
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     bench.clock.sleep(1)
     ticks(bench, run_id, 1)
     bench.clock.sleep(31)
@@ -206,7 +206,7 @@ def test_silence_says_nothing_of_a_job(bench: Bench) -> None:
     stage = ticks(bench, run_id, 1)
     assert (stage.state, stage.reason) == ("running", "Troubled")
     attempt = bench.ledger.attempts(run_id)[0]
-    train()(bench.wiring.folder(attempt))
+    train()(bench.jobs.folders.of(attempt))
     bench.executor.finish(attempt.name)
     assert bench.drive(run_id).state == "succeeded"
     assert len(bench.ledger.attempts(run_id)) == 1

@@ -89,7 +89,7 @@ def test_a_person_wakes_a_driver_within_its_next_question(bench: Bench) -> None:
     run_id = bench.submit(**TRAIN_ONLY)
     for _ in range(6):
         bench.reconciler.step(run_id)
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     for _ in range(10):
         bench.clock.sleep(0.1)
         bench.reconciler.step(run_id)
@@ -99,12 +99,12 @@ def test_a_person_wakes_a_driver_within_its_next_question(bench: Bench) -> None:
 def test_the_end_of_an_identical_stage_wakes_who_waits_for_it(bench: Bench) -> None:
     bench.scripts["sft"] = [None]
     first, second = bench.submit(**TRAIN_ONLY), bench.submit(again=True, **TRAIN_ONLY)
-    other = Reconciler(bench.wiring, "there")
+    other = Reconciler(bench.stores, bench.jobs, "there")
     for _ in range(6):
         bench.reconciler.step(first)
         other.step(second)
     assert bench.stage(second, "sft").reason == "WaitingForIdenticalStage"
-    train()(bench.wiring.folder(bench.ledger.attempts(first)[0]))
+    train()(bench.jobs.folders.of(bench.ledger.attempts(first)[0]))
     bench.executor.finish(bench.ledger.attempts(first)[0].name)
     for _ in range(12):
         bench.clock.sleep(0.1)
@@ -121,7 +121,7 @@ def test_a_driver_beside_one_that_holds_a_run_only_asks(bench: Bench) -> None:
     bench.scripts["sft"] = [None]
     run_id = bench.submit(**TRAIN_ONLY)
     bench.reconciler.step(run_id)
-    watcher = Reconciler(replace(bench.wiring, actor="watcher"), "there")
+    watcher = Reconciler(replace(bench.stores, actor="watcher"), bench.jobs, "there")
     with statements(bench) as told:
         for _ in range(100):
             bench.reconciler.keep()

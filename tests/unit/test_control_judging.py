@@ -96,7 +96,7 @@ def test_a_report_names_what_measured(bench: Bench) -> None:
     """Two reports may be compared when their evaluators are the same: code, parameters and data, but no seed."""
 
     def evaluator(**changes: Any) -> Any:
-        report = explain_run(bench.wiring, bench.drive(bench.submit(**changes)).id).report
+        report = explain_run(bench.stores, bench.drive(bench.submit(**changes)).id).report
         assert report is not None
         return report.evaluator
 
@@ -120,31 +120,31 @@ def shipped_twice(bench: Bench) -> tuple[Any, Any]:
 def test_a_rollback_keeps_the_report_of_what_it_returns_to(bench: Bench) -> None:
     first, second = shipped_twice(bench)
     reports = [bench.stage(run.id, "gate").outputs["report"]["digest"] for run in (first, second)]
-    assert actions.rollback(bench.wiring, "prod").report_digest == reports[0]
+    assert actions.rollback(bench.stores, "prod").report_digest == reports[0]
     with pytest.raises(ConflictError, match="still be at release 1, against which the gates judged, got release 3"):
-        actions.promote(bench.wiring, second.id, "prod", "the traffic was at fault")
+        actions.promote(bench.stores, second.id, "prod", "the traffic was at fault")
     third = bench.drive(bench.submit(seed=2, again=True))
     assert (third.state, third.reason) == ("rejected", "Quarantined")
-    again = actions.promote(bench.wiring, third.id, "prod", "the traffic was at fault")
+    again = actions.promote(bench.stores, third.id, "prod", "the traffic was at fault")
     report = bench.stage(third.id, "gate").outputs["report"]["digest"]
     assert (again.sequence, again.run_id, again.report_digest) == (4, third.id, report)
-    assert actions.promote(bench.wiring, third.id, "prod") == again
+    assert actions.promote(bench.stores, third.id, "prod") == again
 
 
 def test_a_word_that_names_several_models_rolls_back_to_none(bench: Bench) -> None:
     shipped_twice(bench)
     with pytest.raises(InputError, match="'r-' names 2 models; name one by its release number"):
-        actions.rollback(bench.wiring, "prod", to="r-")
+        actions.rollback(bench.stores, "prod", to="r-")
     assert len(bench.ledger.history("prod")) == 2
 
 
 def test_a_promotion_needs_a_report_and_one_that_passed(bench: Bench) -> None:
     run = judged(bench, leaves([0.0] * 200))
     with pytest.raises(GateRejectedError):
-        actions.promote(bench.wiring, run.id, "prod")
+        actions.promote(bench.stores, run.id, "prod")
     trained = bench.drive(bench.submit(**TRAIN_ONLY))
     with pytest.raises(InputError, match="promote needs a gate report"):
-        actions.promote(bench.wiring, trained.id, "prod")
+        actions.promote(bench.stores, trained.id, "prod")
 
 
 def test_two_who_submit_at_once_share_a_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +167,8 @@ def test_two_who_submit_at_once_share_a_run(bench: Bench, monkeypatch: pytest.Mo
 def test_a_proof_finds_what_was_altered(bench: Bench, what: str) -> None:
     bench.drive(bench.submit())
     seal(bench.ledger)
-    tree = release_lineage(bench.wiring, "prod")
-    sound = verify(bench.wiring, tree)  # the bench's datasets are digests without bytes
+    tree = release_lineage(bench.stores, "prod")
+    sound = verify(bench.stores, tree)  # the bench's datasets are digests without bytes
     assert (sound.events > 10, sound.pending) == (True, 0)
     with bench.ledger.database.write() as connection:
         connection.exec_driver_sql("UPDATE events SET kind = kind || 'x' WHERE id = 2 AND ? = 'chain'", (what,))
@@ -177,7 +177,7 @@ def test_a_proof_finds_what_was_altered(bench: Bench, what: str) -> None:
     for path in (bench.root / "blobs" / "sha256").rglob("*"):
         if path.is_file() and spoilt == "sha256:" + path.parent.name + path.name:
             path.write_bytes(path.read_bytes()[::-1])
-    added = set(verify(bench.wiring, tree).problems) - set(sound.problems)
+    added = set(verify(bench.stores, tree).problems) - set(sound.problems)
     assert len(added) == 1, added
     with bench.ledger.database.write() as connection:
         connection.exec_driver_sql("UPDATE events SET kind = rtrim(kind, 'x') WHERE id = 2")

@@ -87,10 +87,11 @@ class People(RuleBasedStateMachine):
         owner = f"host:{self.processes}:0"
         self.workspace = Workspace(self.root, actor="user:ada")
         self.workspace.ledger.clock = self.clock
-        self.workspace.wiring = replace(
-            self.workspace.wiring, executor=self.executor, clock=self.clock, slots=2, workspace=lambda: "this one"
+        stores = self.workspace.stores = replace(self.workspace.stores, clock=self.clock)
+        jobs = self.workspace.jobs = replace(
+            self.workspace.jobs, executor=self.executor, slots=2, workspace=lambda: "this one"
         )
-        self.workspace.reconciler = Reconciler(self.workspace.wiring, owner, lambda other: other == owner)
+        self.workspace.reconciler = Reconciler(stores, jobs, owner, lambda other: other == owner)
 
     def teardown(self) -> None:
         """What it left holds."""
@@ -115,12 +116,12 @@ class People(RuleBasedStateMachine):
     def submits(self, channel: str, good: bool) -> None:
         """A new run."""
         kept = self.channels[channel].policy
-        number, wiring = len(self.runs), self.workspace.wiring
+        number, stores = len(self.runs), self.workspace.stores
         raw = {**RUN, "seed": number, "gates": RUN["gates"][:1], "release": {"channel": channel, "model": "sft"}}
         spec = parse_run_spec({**raw, "budget": {"attempts": control_model.ATTEMPTS}}, "run.yaml")
-        pinned = channels.policy_of(wiring, channel)
-        manifest = plan_run(spec, "run.yaml", resolve, wiring.trainers, policy=pinned).manifest
-        run_id = self.act(lambda: submit(self.workspace.wiring, manifest).run.id)
+        pinned = channels.policy_of(stores, channel)
+        manifest = plan_run(spec, "run.yaml", resolve, self.workspace.jobs.trainers, policy=pinned).manifest
+        run_id = self.act(lambda: submit(self.workspace.stores, manifest).run.id)
         model = f"model {number}"
         self.runs[run_id] = control_model.Run(model, good, self.channels[channel], kept)
         self.manifests[run_id] = manifest
@@ -132,7 +133,7 @@ class People(RuleBasedStateMachine):
         run_id = self.pick(which)
         run, manifest = self.runs[run_id], self.manifests[run_id]
         again = again and run.done == len(JOBS) and len(self.runs) < 9
-        found = submit(self.workspace.wiring, manifest, again=again)
+        found = submit(self.workspace.stores, manifest, again=again)
         assert found.attached == (not again)
         if again:
             self.runs[found.run.id] = replace_run(run)
@@ -182,7 +183,7 @@ class People(RuleBasedStateMachine):
         policy = parse_policy(POLICY, "policy") if sets else None
         self.same(
             lambda: self.channels[name].change(policy=policy.digest if policy else None),
-            lambda: channels.set_policy(self.workspace.wiring, name, policy),
+            lambda: channels.set_policy(self.workspace.stores, name, policy),
         )
 
     # --- what happens

@@ -22,8 +22,8 @@ from posttrain.domain.requests import Job, JobRef, JobRequest, Listed
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     made = Bench(tmp_path, {"sft": [None, train()]})
-    made.wiring = replace(made.wiring, workspace=lambda: "here")
-    made.reconciler._wiring = made.wiring
+    made.jobs = replace(made.jobs, workspace=lambda: "here")
+    made.reconciler._jobs = made.jobs
     return made
 
 
@@ -49,10 +49,10 @@ def orphan(bench: Bench, asked: JobRequest, name: str, **labels: str) -> JobRequ
 
 
 def test_the_jobs_of_live_attempts_are_nobodys_orphans(bench: Bench) -> None:
-    assert find_orphans(bench.wiring) == Orphans()
+    assert find_orphans(bench.stores.ledger, bench.jobs) == Orphans()
     job = launched(bench)
-    assert find_orphans(bench.wiring) == Orphans()
-    assert end_orphans(bench.wiring) == []
+    assert find_orphans(bench.stores.ledger, bench.jobs) == Orphans()
+    assert end_orphans(bench.stores.ledger, bench.jobs) == []
     assert alive(bench, job)
 
 
@@ -61,37 +61,37 @@ def test_a_job_of_this_workspace_that_no_live_attempt_owns_is_ended(bench: Bench
     mine = launched(bench)
     gone = orphan(bench, mine, "gone-sft-9", **({} if known else {"run": "gone"}))
     found = Listed(gone.name, gone.labels, 1)
-    assert find_orphans(bench.wiring) == Orphans(ours=(found,))
-    assert end_orphans(bench.wiring) == ["job gone-sft-9 was ended: no attempt owns it"]
+    assert find_orphans(bench.stores.ledger, bench.jobs) == Orphans(ours=(found,))
+    assert end_orphans(bench.stores.ledger, bench.jobs) == ["job gone-sft-9 was ended: no attempt owns it"]
     assert not alive(bench, gone)
     assert alive(bench, mine)
-    assert find_orphans(bench.wiring) == Orphans()
+    assert find_orphans(bench.stores.ledger, bench.jobs) == Orphans()
 
 
 def test_a_job_that_outlived_its_attempt_is_ended(bench: Bench) -> None:
     job = launched(bench)
-    folder = bench.wiring.folder(bench.ledger.attempts(job.labels["run"])[0])
+    folder = bench.jobs.folders.of(bench.ledger.attempts(job.labels["run"])[0])
     train()(folder)
     bench.executor.finish(job.name)
     assert bench.drive(job.labels["run"]).state == "succeeded"
     bench.executor.requeue(job.name)  # of its own accord
-    assert end_orphans(bench.wiring) == [f"job {job.name} was ended: no attempt owns it"]
+    assert end_orphans(bench.stores.ledger, bench.jobs) == [f"job {job.name} was ended: no attempt owns it"]
     assert bench.executor.observe([job])[0].state is JobState.EXITED
 
 
 @pytest.mark.parametrize("workspace", ["elsewhere", ""], ids=["another workspace", "a job of before labels"])
 def test_a_job_of_somebody_else_is_told_and_left_alone(bench: Bench, workspace: str) -> None:
     other = orphan(bench, launched(bench), "other-sft-1", workspace=workspace)
-    assert [job.name for job in find_orphans(bench.wiring).strangers] == ["other-sft-1"]
-    assert end_orphans(bench.wiring) == []
+    assert [job.name for job in find_orphans(bench.stores.ledger, bench.jobs).strangers] == ["other-sft-1"]
+    assert end_orphans(bench.stores.ledger, bench.jobs) == []
     assert alive(bench, other)
 
 
 def test_a_workspace_that_does_not_know_itself_ends_nothing(bench: Bench) -> None:
     job = orphan(bench, launched(bench), "gone-sft-9", workspace="")
-    bench.wiring = replace(bench.wiring, workspace=lambda: "")
-    assert find_orphans(bench.wiring).ours == ()
-    end_orphans(bench.wiring)
+    bench.jobs = replace(bench.jobs, workspace=lambda: "")
+    assert find_orphans(bench.stores.ledger, bench.jobs).ours == ()
+    end_orphans(bench.stores.ledger, bench.jobs)
     assert alive(bench, job)
 
 
@@ -108,7 +108,7 @@ def test_one_that_resists_stops_no_other(bench: Bench, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(bench.executor, "kill", resists)
     said = "job a-sft-1, which no attempt owns, could not be ended: still there after SIGKILL"
-    assert end_orphans(bench.wiring) == [said, "job b-sft-1 was ended: no attempt owns it"]
+    assert end_orphans(bench.stores.ledger, bench.jobs) == [said, "job b-sft-1 was ended: no attempt owns it"]
     assert not alive(bench, second)
 
 
@@ -139,7 +139,7 @@ def test_a_copy_of_a_workspace_has_other_jobs(tmp_path: Path) -> None:
 def test_a_driver_sweeps_now_and_then_and_one_of_several_does(bench: Bench) -> None:
     mine = launched(bench)
     gone = orphan(bench, mine, "gone-sft-9")
-    other = Reconciler(bench.wiring, "there")
+    other = Reconciler(bench.stores, bench.jobs, "there")
     bench.reconciler.step(mine.labels["run"])
     assert alive(bench, gone), "not at once: whoever just began may know less than it will"
     bench.clock.sleep(SWEEP_SECONDS + 1)

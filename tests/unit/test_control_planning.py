@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from posttrain.control.cache import cache_key
-from posttrain.control.planning import manifest_from_json, plan_run
+from posttrain.control.planning import plan_run
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import InputBlob
-from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.domain.manifest import InputRef, Manifest, manifest_from_json
 from posttrain.domain.runspec import load_run_spec, parse_run_spec
 from posttrain.execution.trainers.fake import FakeTrainer
 from posttrain.execution.trainers.native import NativeTrainer

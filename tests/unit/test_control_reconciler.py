@@ -57,7 +57,7 @@ def test_a_worse_model_does_not_ship(bench: Bench) -> None:
     assert (run.state, run.reason) == ("rejected", "GateFailed")
     assert isinstance(bench.error(run.id), GateRejectedError)
     assert bench.launched[2:] == ["sft", "baseline-evaluate", "evaluate"]
-    report = explain_run(bench.wiring, run.id).report
+    report = explain_run(bench.stores, run.id).report
     assert report is not None
     assert {v.gate: str(v.outcome) for v in report.verdicts} == {"accuracy": "fail", "steady": "fail"}
     live = bench.ledger.channel("prod")
@@ -65,7 +65,7 @@ def test_a_worse_model_does_not_ship(bench: Bench) -> None:
     assert live.run_id == good.id
     assert bench.stage(run.id, "release").reason == "NotReached"
     with pytest.raises(GateRejectedError):
-        actions.promote(bench.wiring, run.id, "prod")
+        actions.promote(bench.stores, run.id, "prod")
 
 
 def test_a_channel_that_moved_since_the_gate_looked_is_left_alone(
@@ -94,7 +94,7 @@ def test_nothing_new_starts_in_a_run_that_is_going_to_fail(bench: Bench) -> None
         bench.reconciler.tick(run_id)
     assert [bench.stage(run_id, name).state for name in "abc"] == ["failed", "running", "ready"]
     attempt = bench.ledger.attempts(run_id, "b")[0]
-    train()(bench.wiring.folder(attempt))
+    train()(bench.jobs.folders.of(attempt))
     bench.executor.finish(attempt.name)
     assert bench.drive(run_id).state == "failed"
     assert bench.launched == ["a", "b"]
@@ -119,7 +119,7 @@ def test_attempts_are_bounded(bench: Bench) -> None:
     assert isinstance(bench.error(run.id), InfrastructureError)
     assert len(bench.launched) == 3
     bench.scripts["sft"] = [vanish(), train()]
-    actions.retry(bench.wiring, run.id)
+    actions.retry(bench.stores, bench.jobs.folders, run.id)
     assert bench.drive(run.id).state == "succeeded", "a retry counts attempts afresh"
 
 
@@ -163,7 +163,7 @@ def test_the_token_budget_counts_lost_work_and_is_handed_on(bench: Bench) -> Non
     bench.scripts["sft"] = [vanish(tokens=300), train(tokens=500)]
     run = bench.drive(bench.submit(budget={"tokens": 1000}, **TRAIN_ONLY))
     assert run.state == "succeeded"
-    orders = [bench.wiring.folder(a).read_order() for a in bench.ledger.attempts(run.id)]
+    orders = [bench.jobs.folders.of(a).read_order() for a in bench.ledger.attempts(run.id)]
     assert [o.token_allowance for o in orders] == [1000, 700]
     assert bench.stage(run.id, "sft").tokens == 800
 
@@ -194,7 +194,7 @@ def test_a_job_that_ends_itself_for_the_wall_clock_is_over_budget_not_stopped(be
         bench.reconciler.tick(run_id)
     bench.clock.sleep(61)
     bench.reconciler.tick(run_id)
-    folder = bench.wiring.folder(bench.ledger.attempts(run_id)[0])
+    folder = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0])
     assert folder.stop_requested()
     folder.write_result(JobResult("stopped", tokens=7))
     run = bench.drive(run_id)
@@ -218,16 +218,16 @@ def test_stop_and_go_on(bench: Bench) -> None:
     for _ in range(3):
         bench.reconciler.tick(run_id)
     assert bench.stage(run_id, "sft").state == "running"
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     run = bench.drive(run_id)
     assert run.state == "stopped"
     assert isinstance(bench.error(run_id), StoppedError)
     with pytest.raises(InputError, match="already ended"):
-        actions.stop(bench.wiring, run_id)
-    actions.retry(bench.wiring, run_id)
+        actions.stop(bench.stores, run_id)
+    actions.retry(bench.stores, bench.jobs.folders, run_id)
     assert bench.drive(run_id).state == "succeeded"
     with pytest.raises(InputError, match="retry needs a stopped or failed run, got succeeded"):
-        actions.retry(bench.wiring, run_id)
+        actions.retry(bench.stores, bench.jobs.folders, run_id)
 
 
 def test_a_stop_starts_nothing_in_the_places_that_become_free(bench: Bench) -> None:
@@ -236,17 +236,17 @@ def test_a_stop_starts_nothing_in_the_places_that_become_free(bench: Bench) -> N
     run_id = bench.submit(stages=stages, gates=[], release=None)
     for _ in range(3):
         bench.reconciler.tick(run_id)
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
     assert [bench.stage(run_id, name).state for name in "abc"] == ["stopped"] * 3
     assert (bench.launched, bench.ledger.attempts(run_id, "c")) == (["a", "b"], [])
-    actions.retry(bench.wiring, run_id)
+    actions.retry(bench.stores, bench.jobs.folders, run_id)
     assert bench.drive(run_id).state == "succeeded"
 
 
 def test_a_run_that_nobody_drives_is_not_waited_for(bench: Bench) -> None:
     bench.scripts["sft"] = [None, train()]
-    gone = Reconciler(bench.wiring, "gone")
+    gone = Reconciler(bench.stores, bench.jobs, "gone")
     for _ in range(3):
         gone.tick(bench.submit(**TRAIN_ONLY))
     second = bench.submit(again=True, **TRAIN_ONLY)
@@ -263,11 +263,11 @@ def test_only_the_lease_holder_acts_and_a_dead_one_is_succeeded(bench: Bench) ->
     run_id = bench.submit()
     bench.reconciler.tick(run_id)
     dead: set[str] = set()
-    other = Reconciler(bench.wiring, "there", alive=lambda owner: owner not in dead)
+    other = Reconciler(bench.stores, bench.jobs, "there", alive=lambda owner: owner not in dead)
     assert other.tick(run_id) is None
     dead.add("here")
     assert other.tick(run_id) is not None
-    patient = Reconciler(bench.wiring, "elsewhere")
+    patient = Reconciler(bench.stores, bench.jobs, "elsewhere")
     assert patient.tick(run_id) is None
     bench.clock.sleep(LEASE_SECONDS + 1)
     assert patient.tick(run_id) is not None, "an expired lease is free"
@@ -291,10 +291,10 @@ def test_rollback_returns_to_the_model_before(bench: Bench) -> None:
     bench.scripts |= {"sft": [train("better")], "evaluate": [evaluate(199)]}
     second = bench.drive(bench.submit(seed=2))
     assert [e.run_id for e in bench.ledger.history("prod")] == [first.id, second.id]
-    entry = actions.rollback(bench.wiring, "prod")
+    entry = actions.rollback(bench.stores, "prod")
     assert (entry.run_id, entry.action) == (first.id, "rollback")
-    assert actions.rollback(bench.wiring, "prod", to=second.id).run_id == second.id
-    assert actions.rollback(bench.wiring, "prod", to="1").run_id == first.id
+    assert actions.rollback(bench.stores, "prod", to=second.id).run_id == second.id
+    assert actions.rollback(bench.stores, "prod", to="1").run_id == first.id
     assert [e.action for e in bench.ledger.history("prod")] == ["promote"] * 2 + ["rollback"] * 3
     with pytest.raises(NotFoundError, match="did you mean 'prod'"):
-        actions.rollback(bench.wiring, "prd")
+        actions.rollback(bench.stores, "prd")

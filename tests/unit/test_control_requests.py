@@ -94,7 +94,7 @@ def test_a_request_that_cannot_be_read_ends_the_attempt_and_names_the_file(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any], what: str
 ) -> None:
     run_id = dies_before_submitting(bench, monkeypatch)
-    path = bench.wiring.folder(bench.ledger.attempts(run_id)[0]).path / "request.json"
+    path = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0]).path / "request.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **damage}))
     assert bench.drive(run_id).state == "failed"
     assert what in bench.stage(run_id, "sft").message

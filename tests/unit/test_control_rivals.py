@@ -186,7 +186,7 @@ def judged(bench: Bench, ours: int, theirs: int, *rules: dict[str, Any], **chang
 def test_a_gate_judges_against_the_model_of_a_stage(bench: Bench) -> None:
     run = judged(bench, ours=190, theirs=120)
     assert run.state == "succeeded"
-    report = explain_run(bench.wiring, run.id).report
+    report = explain_run(bench.stores, run.id).report
     assert report is not None
     (verdict,) = report.verdicts
     assert (verdict.estimate, verdict.baseline_estimate) == (0.95, 0.6)
@@ -197,11 +197,11 @@ def test_a_gate_judges_against_the_model_of_a_stage(bench: Bench) -> None:
     shipped = bench.ledger.channel("prod")
     assert shipped.model_digest == report.candidate
     again = judged(bench, ours=192, theirs=120, seed=2)
-    report = explain_run(bench.wiring, again.id).report
+    report = explain_run(bench.stores, again.id).report
     assert report is not None
     assert report.baseline == shipped.model_digest, "a promotion holds on to what the channel pointed at"
     assert again.state == "succeeded"
-    details = next(n.details for n in release_lineage(bench.wiring, "prod").walk() if n.kind == "report")
+    details = next(n.details for n in release_lineage(bench.stores, "prod").walk() if n.kind == "report")
     assert details == (("against", f"the model of stage sft {str(report.verdicts[0].baseline)[:19]}…"),)
 
 
@@ -218,7 +218,7 @@ def test_each_verdict_names_its_own_baseline(bench: Bench) -> None:
     absolute = {"name": "enough", "metric": "heldout/accuracy", "at_least": 0.5}
     before = bench.ledger.channel("prod").model_digest
     run = judged(bench, 190, 120, BETTER, channel, absolute, seed=2)
-    report = explain_run(bench.wiring, run.id).report
+    report = explain_run(bench.stores, run.id).report
     assert report is not None
     sft = bench.stage(run.id, "sft").outputs["model"]["digest"]
     found = {v.gate: (v.against, v.baseline, v.against_words) for v in report.verdicts}

@@ -52,7 +52,7 @@ class Watched:
 
     @property
     def folder(self) -> AttemptFolder:
-        return self.bench.wiring.folder(self.attempt)
+        return self.bench.jobs.folders.of(self.attempt)
 
     @property
     def asked(self) -> int:
@@ -179,7 +179,7 @@ def test_a_job_that_answers_its_kill_with_a_checkpoint_was_hung_all_the_same(hun
 
     def heard(job: Any) -> None:
         hung.says(4)
-        hung.bench.wiring.folder(first).write_result(JobResult("stopped", tokens=40))
+        hung.bench.jobs.folders.of(first).write_result(JobResult("stopped", tokens=40))
         kill(job)
 
     hung.bench.executor.kill = heard  # type: ignore[method-assign]
@@ -221,11 +221,11 @@ def test_the_next_driver_goes_on_where_the_last_one_died(hung: Watched) -> None:
     hung.passes(STALL_AFTER + LOOK)
     assert hung.asked == 1
     hung.bench.reconciler.release(hung.run)
-    hung.bench.reconciler = Reconciler(hung.bench.wiring, "another")
+    hung.bench.reconciler = Reconciler(hung.bench.stores, hung.bench.jobs, "another")
     hung.bench.scripts["sft"] = [train()]
     hung.passes(STALL_AFTER / 4 + LOOK)
     assert (hung.asked, hung.killed(), hung.bench.ledger.run(hung.run).state) == (0, True, "succeeded")
-    first = hung.bench.wiring.folder(hung.bench.ledger.attempts(hung.run)[0])
+    first = hung.bench.jobs.folders.of(hung.bench.ledger.attempts(hung.run)[0])
     assert first.checkpoints_requested() == 1, "it is not asked anew"
 
 
@@ -244,7 +244,7 @@ def test_time_in_a_queue_is_no_silence(hung: Watched) -> None:
 
 def test_a_person_who_stops_a_hung_run_waits_no_longer_than_otherwise(hung: Watched) -> None:
     hung.passes(STALL_AFTER + LOOK)
-    actions.stop(hung.bench.wiring, hung.run)
+    actions.stop(hung.bench.stores, hung.run)
     hung.passes(4 * LOOK)
     assert hung.bench.ledger.run(hung.run).state == "stopped"
 
@@ -253,7 +253,7 @@ def test_what_is_written_of_a_run_is_gone_with_its_end(hung: Watched) -> None:
     hung.passes(STALL_AFTER / 2)
     with hung.bench.ledger.snapshot() as now:
         assert [watch.attempt for watch in now.watches(hung.run)] == [hung.attempt.name]
-    actions.stop(hung.bench.wiring, hung.run)
+    actions.stop(hung.bench.stores, hung.run)
     hung.passes(4 * LOOK)
     with hung.bench.ledger.snapshot() as now:
         assert now.watches(hung.run) == []

@@ -51,10 +51,10 @@ def test_a_store_that_answers_503_for_one_stage_ends_neither_the_other_nor_the_d
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.scripts |= {"one": [train("weights of one")], "two": [train("weights of two")]}
-    put_file = bench.wiring.blobs.put_file
+    put_file = bench.stores.blobs.put_file
     of_one = lambda path: Path(path).read_text() == "weights of one"  # noqa: E731
     flaky = faulty(3, away(), put_file, of_one)
-    monkeypatch.setattr(bench.wiring.blobs, "put_file", flaky)
+    monkeypatch.setattr(bench.stores.blobs, "put_file", flaky)
     run_id = bench.submit(**TWO)
     told: list[str] = []
     started = bench.clock.now()
@@ -83,8 +83,8 @@ def test_a_503_while_judging_and_releasing_is_tried_again(
     bench.drive(bench.submit())
     bench.scripts["sft"] = [train("better")]
     run_id = bench.submit(seed=2)
-    flaky = faulty(4, away(), getattr(bench.wiring.blobs, call))
-    monkeypatch.setattr(bench.wiring.blobs, call, flaky)
+    flaky = faulty(4, away(), getattr(bench.stores.blobs, call))
+    monkeypatch.setattr(bench.stores.blobs, call, flaky)
     assert bench.drive(run_id).state == "succeeded"
     assert flaky.raised == 4
     live = bench.ledger.channel("prod")
@@ -107,14 +107,14 @@ def test_a_stage_that_is_well_again_tells_no_trouble(bench: Bench, monkeypatch: 
 
 def test_trouble_without_end_ends_the_driver_and_loses_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     run_id = bench.submit()
-    put_file = bench.wiring.blobs.put_file
-    monkeypatch.setattr(bench.wiring.blobs, "put_file", faulty(10**9, away(), put_file))
+    put_file = bench.stores.blobs.put_file
+    monkeypatch.setattr(bench.stores.blobs, "put_file", faulty(10**9, away(), put_file))
     started = bench.clock.now()
     with pytest.raises(InfrastructureError, match=rf"503.*; mend the cause, then posttrain dead {run_id}/sft --retry"):
         bench.reconciler.drive(run_id, interval=20.0, timeout=10 * PATIENCE_SECONDS)
     assert PATIENCE_SECONDS <= bench.clock.now() - started < 1.1 * PATIENCE_SECONDS
     assert (bench.stage(run_id, "sft").state, bench.stage(run_id, "sft").reason) == ("running", "SetAside")
-    monkeypatch.setattr(bench.wiring.blobs, "put_file", put_file)
+    monkeypatch.setattr(bench.stores.blobs, "put_file", put_file)
     with pytest.raises(InfrastructureError, match="set aside"):
         bench.drive(run_id)
     WorkQueue(bench.ledger, "a person").revive(STAGE, f"{run_id}/sft")
@@ -152,7 +152,7 @@ def test_a_person_who_stops_or_lets_go_on_has_everything_looked_at_again(
     with pytest.raises(InfrastructureError, match="set aside"):
         bench.drive(run_id)
     monkeypatch.setattr(bench.executor, "observe", observe)
-    actions.stop(bench.wiring, run_id)
+    actions.stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
     assert [one for one in WorkQueue(bench.ledger, "a person").rows() if one.kind != "sweep"] == []
 
@@ -160,13 +160,13 @@ def test_a_person_who_stops_or_lets_go_on_has_everything_looked_at_again(
 def test_a_run_whose_manifest_is_gone_is_set_aside_and_goes_on_when_it_is_back(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id, real = bench.submit(), bench.wiring.blobs.get
-    monkeypatch.setattr(bench.wiring.blobs, "get", faulty(10**9, away(), real))
+    run_id, real = bench.submit(), bench.stores.blobs.get
+    monkeypatch.setattr(bench.stores.blobs, "get", faulty(10**9, away(), real))
     with pytest.raises(InfrastructureError, match="503"):
         bench.reconciler.drive(run_id, interval=20.0, timeout=10 * PATIENCE_SECONDS)
     with pytest.raises(InfrastructureError, match=f"set aside after .* tries: .*503.*posttrain dead {run_id} --retry"):
         bench.drive(run_id)
-    monkeypatch.setattr(bench.wiring.blobs, "get", real)
+    monkeypatch.setattr(bench.stores.blobs, "get", real)
     WorkQueue(bench.ledger, "a person").revive("run", run_id)
     assert bench.drive(run_id).state == "succeeded"
 
@@ -175,7 +175,7 @@ def test_a_manifest_that_cannot_be_fetched_at_once_is_asked_for_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = bench.submit()
-    monkeypatch.setattr(bench.wiring.blobs, "get", faulty(3, away(), bench.wiring.blobs.get))
+    monkeypatch.setattr(bench.stores.blobs, "get", faulty(3, away(), bench.stores.blobs.get))
     assert bench.drive(run_id).state == "succeeded"
 
 
@@ -216,18 +216,18 @@ def test_a_driver_that_lost_its_lease_frees_nothing_of_its_successors(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id, other = bench.submit(), WorkQueue(bench.ledger, "there")
-    real = bench.wiring.blobs.get
+    real = bench.stores.blobs.get
 
     def overtaken(*words: Any) -> Any:
         bench.clock.sleep(100.0)  # suspended beyond its lease
         assert other.claim([run_id], early=True)
         raise away()
 
-    monkeypatch.setattr(bench.wiring.blobs, "get", overtaken)
+    monkeypatch.setattr(bench.stores.blobs, "get", overtaken)
     tick = bench.reconciler.tick(run_id)
     assert tick is not None
     assert not tick.changed
-    monkeypatch.setattr(bench.wiring.blobs, "get", real)
+    monkeypatch.setattr(bench.stores.blobs, "get", real)
     row = other.look("run", run_id)
     assert row is not None
     assert (row.lease_owner, row.failures) == ("there", 0)
@@ -239,7 +239,7 @@ def test_a_result_that_cannot_be_read_ends_nothing_before_its_job_is_gone(bench:
     for _ in range(3):
         bench.reconciler.tick(run_id)
     attempt = bench.ledger.attempts(run_id)[0]
-    (bench.wiring.folder(attempt).path / "result.json").write_text("{")
+    (bench.jobs.folders.of(attempt).path / "result.json").write_text("{")
     job = bench.executor.launched[-1]
     while bench.stage(run_id, "sft").state == "running":
         assert bench.ledger.attempts(run_id)[0].state == "launched"
@@ -333,7 +333,7 @@ def test_a_result_that_appears_while_the_job_is_cancelled_is_not_lost(
 
     monkeypatch.setattr(bench.executor, "kill", kill)
     if ask == "stop":
-        actions.stop(bench.wiring, run_id)
+        actions.stop(bench.stores, run_id)
     else:
         bench.clock.sleep(100)
     run = bench.drive(run_id)
@@ -364,7 +364,7 @@ def test_a_rollback_to_broken_weights_is_refused_and_moves_nothing(bench: Bench,
     with pytest.raises(
         IntegrityError, match=r"channel prod stays at release 2: model sha256:.*cannot be served"
     ) as told:
-        actions.rollback(bench.wiring, "prod", to)
+        actions.rollback(bench.stores, "prod", to)
     assert "\n" not in str(told.value)
     assert bench.ledger.history("prod") == before
 
@@ -375,7 +375,7 @@ def test_a_promotion_of_broken_weights_is_refused_and_moves_nothing(bench: Bench
     before = bench.ledger.history("prod")
     spoil(bench, b"weights", how)
     with pytest.raises(IntegrityError, match="channel prod stays where it is"):
-        actions.promote(bench.wiring, run.id, "prod")
+        actions.promote(bench.stores, run.id, "prod")
     assert bench.ledger.history("prod") == before
 
 

@@ -143,7 +143,7 @@ def test_a_workspace_chooses_its_executor(world: World, site: Path) -> None:
     far(site, "far_chosen")
     assert "executor far" in world.ok("init", "--executor", "far")
     with closing(open_workspace(world.root)) as workspace:
-        assert workspace.wiring.executor.name == "far"
+        assert workspace.jobs.executor.name == "far"
     world.ok("plan", "run.yaml")
     assert "executor 'far' of posttrain-far 1.0" in _packages().finding
     world.ok("init", "--executor", "local")
@@ -178,7 +178,7 @@ def test_a_workspace_does_not_change_its_executor_under_a_run(world: World, site
     world.ok("run", "run.yaml")
     with closing(open_workspace(world.root)) as workspace:
         [made] = workspace.ledger.runs()
-        again = submit(workspace.wiring, workspace.wiring.manifest(made), again=True).run.id
+        again = submit(workspace.stores, workspace.stores.manifest(made), again=True).run.id
     refused = world("init", "--executor", "far")
     assert refused.exit_code == 9
     assert f"executor must stay fake while runs go on ({again}), got far; stop them" in refused.stderr
@@ -194,7 +194,7 @@ def test_a_driver_with_another_executor_does_not_take_its_jobs_for_lost(tmp_path
         bench.reconciler.tick(run_id)
     other = FakeExecutor(now=bench.clock.now)
     other.name = "far"  # type: ignore[misc]
-    strange = Reconciler(replace(bench.wiring, executor=other), "there", alive=lambda owner: False)
+    strange = Reconciler(bench.stores, replace(bench.jobs, executor=other), "there", alive=lambda owner: False)
     strange.tick(run_id)
     [attempt] = bench.ledger.attempts(run_id)
     assert attempt.state == "launched"

@@ -169,10 +169,10 @@ def test_diff_tells_which_function_and_how_it_is_called(bench: Bench) -> None:
     (bench.folder / "reward.py").write_text(TWO)
     said = [{"entry": "right"}, {"entry": "brief"}, {"entry": "brief", "dialect": "verl"}]
     manifests = [plan(bench.file(uses(ref="reward.py", **one)), bench.workspace).manifest for one in said]
-    (change,) = compare(bench.workspace.wiring, manifests[0], manifests[1])
+    (change,) = compare(bench.workspace.ledger, manifests[0], manifests[1])
     assert (change.before, change.after) == ("path:reward.py (right)", "path:reward.py (brief)")
     assert change.notes == ("entry: right → brief",)
-    (change,) = compare(bench.workspace.wiring, manifests[1], manifests[2])
+    (change,) = compare(bench.workspace.ledger, manifests[1], manifests[2])
     assert change.notes == ("dialect: auto → verl",)
 
 
@@ -187,7 +187,7 @@ def test_plan_and_lineage_name_the_function(bench: Bench) -> None:
         used = Edge(pinned.name, "", "run:r/grpo", "reward", str(pinned.digest))
         inputs = {"reward": asdict(InputBlob(used.digest, pinned.form, pinned.name, pinned.meta))}
         stage = StageRecord("r", "grpo", 0, "grpo", "running", inputs=inputs)
-        with bench.workspace.wiring.ledger.snapshot() as now:
-            node = _input_node(Origins(bench.workspace.wiring, now), stage, used)
+        with bench.workspace.ledger.snapshot() as now:
+            node = _input_node(Origins(bench.workspace.stores, now), stage, used)
         assert node.name == "reward:two@1"
         assert (told in node.details) if told else not dict(node.details).get("entry")

@@ -86,7 +86,7 @@ def test_what_was_under_way_goes_on_and_what_was_done_is_known(old: World, monke
     cached = workspace.ledger.cached_stage(done.cache_key or "")
     assert cached is not None
     assert (cached.name, cached.outputs) == (done.name, done.outputs)
-    locked = workspace.wiring.manifest(held).code["native"]
+    locked = workspace.stores.manifest(held).code["native"]
     monkeypatch.setattr(NativeTrainer, "code_digest", lambda self: locked)  # sources have changed since
     assert "release rejected; channel prod" in old("attach", HELD).stdout  # it made what was rolled back there
     assert old.json("get", HELD)["reason"] == "Quarantined"

@@ -90,7 +90,7 @@ ALLOWED = {
     ("unit/test_preflight_cluster_checks.py", 'monkeypatch.setattr(cluster_facts, "_RESOLVE_SECONDS", 0.01)'): NEVER,
     (
         "unit/test_control_hazards.py",
-        'bench.wiring.folder(attempt).write_result(JobResult("stopped", seconds=5.0))',
+        'bench.jobs.folders.of(attempt).write_result(JobResult("stopped", seconds=5.0))',
     ): SAID,
     (
         "unit/test_control_reconciler.py",

@@ -45,7 +45,7 @@ def row(bench: Bench, run_id: str, name: str = "pause") -> Any:
 def until_quiet(bench: Bench, run_id: str) -> Any:
     """Passes by drivers that each die after one, until one finds nothing to do."""
     for number in range(60):
-        driver = Reconciler(bench.wiring, f"driver{number}", alive=lambda owner: owner == f"driver{number}")  # noqa: B023
+        driver = Reconciler(bench.stores, bench.jobs, f"driver{number}", alive=lambda owner: owner == f"driver{number}")  # noqa: B023
         tick = driver.tick(run_id)
         assert tick is not None
         if not tick.changed or tick.run.state in ("succeeded", "failed", "rejected", "stopped"):
@@ -88,20 +88,20 @@ def test_a_run_goes_on_when_somebody_sends_its_signal(bench: Bench) -> None:
     assert bench.ledger.channel("prod") is None
     assert row(bench, run_id, "gate").state == "succeeded"
     bench.clock.time += HOUR
-    first, new = send_signal(bench.wiring, run_id, "go", "looked at \0 it")
+    first, new = send_signal(bench.stores, run_id, "go", "looked at \0 it")
     assert new
     assert bench.reconciler.queue.due() == {run_id}, "in the same transaction"
-    assert send_signal(bench.wiring, run_id, "go", "once more") == (first, False)
+    assert send_signal(bench.stores, run_id, "go", "once more") == (first, False)
     assert until_quiet(bench, run_id).run.state == "succeeded"
     assert bench.ledger.channel("prod") is not None
-    assert send_signal(bench.wiring, run_id, "go") == (first, False), "also when it has ended"
+    assert send_signal(bench.stores, run_id, "go") == (first, False), "also when it has ended"
     seal(bench.ledger)
     assert verify_rows(bench.ledger)
 
 
 def test_a_signal_counts_that_came_before_its_stage_did(bench: Bench) -> None:
     run_id = bench.submit(**waiting(GO, before="release"))
-    send_signal(bench.wiring, run_id, "go")
+    send_signal(bench.stores, run_id, "go")
     assert bench.drive(run_id).state == "succeeded"
     assert row(bench, run_id).reason == "WaitOver"
 
@@ -114,10 +114,10 @@ def test_two_conditions_must_both_come(bench: Bench) -> None:
     bench.clock.time += 2 * HOUR
     until_quiet(bench, run_id)
     assert row(bench, run_id).reason == "WaitingForSignal"
-    send_signal(bench.wiring, run_id, "go")
+    send_signal(bench.stores, run_id, "go")
     assert until_quiet(bench, run_id).run.state == "succeeded"
     other = bench.submit(again=True, **waiting(both))
-    send_signal(bench.wiring, other, "go")
+    send_signal(bench.stores, other, "go")
     until_quiet(bench, other)
     assert row(bench, other).reason == "WaitingForTime"
 
@@ -130,10 +130,10 @@ def test_a_signal_that_does_not_come_fails_its_stage_and_a_retry_waits_anew(benc
     assert until_quiet(bench, run_id).run.state == "failed"
     assert (row(bench, run_id).reason, row(bench, run_id).message) == ("SignalMissed", "no signal go came within 1 day")
     with pytest.raises(InputError, match=f"ended .failed., so no signal is heard; posttrain retry {run_id} first"):
-        send_signal(bench.wiring, run_id, "go")
-    retry(bench.wiring, run_id)
+        send_signal(bench.stores, run_id, "go")
+    retry(bench.stores, bench.jobs.folders, run_id)
     assert until_quiet(bench, run_id).again_after == 24 * HOUR
-    send_signal(bench.wiring, run_id, "go")
+    send_signal(bench.stores, run_id, "go")
     assert until_quiet(bench, run_id).run.state == "succeeded"
 
 
@@ -144,12 +144,12 @@ def test_what_waits_holds_no_slot_and_stop_ends_it_at_once(bench: Bench) -> None
     assert row(bench, run_id, "release").state == "succeeded", "though two slots are all there is"
     bench.clock.time += 100 * HOUR  # of which the budget knows nothing
     until_quiet(bench, run_id)
-    stop(bench.wiring, run_id)
+    stop(bench.stores, run_id)
     assert until_quiet(bench, run_id).run.state == "stopped"
     assert {row(bench, run_id, name).state for name in pauses} == {"stopped"}
-    retry(bench.wiring, run_id)
+    retry(bench.stores, bench.jobs.folders, run_id)
     for number in range(5):
-        send_signal(bench.wiring, run_id, f"s{number}")
+        send_signal(bench.stores, run_id, f"s{number}")
     assert until_quiet(bench, run_id).run.state == "succeeded"
 
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_waited_for_is_refused(bench: Bench, wait: dict[str, Any]
 
 
 def test_a_run_file_without_them_is_the_same_manifest(bench: Bench) -> None:
-    manifest = bench.wiring.manifest(bench.ledger.run(bench.submit()))
+    manifest = bench.stores.manifest(bench.ledger.run(bench.submit()))
     assert all("after" not in stage for stage in manifest.to_json()["stages"])
     assert "after" not in manifest.to_json()["release"]
 

@@ -13,6 +13,7 @@ import pytest
 from control_bench import Bench, evaluate, train
 
 from posttrain.app.workspace import init_workspace
+from posttrain.control.jobs import AttemptFolders
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
 from posttrain.domain.facts import Progress
@@ -54,7 +55,7 @@ def test_it_is_chosen_when_the_workspace_is_made(store: str, tmp_path: Path) -> 
     assert SECRET not in written
     again = init_workspace(tmp_path)
     again.close()
-    assert again.wiring.channels() == f"{store}/{again.place()}"
+    assert again.jobs.folders.channels() == f"{store}/{again.place()}"
     with pytest.raises(WorkspaceError, match="its attempt channels are in s3://bucket/talk") as caught:
         init_workspace(tmp_path, channel="s3://bucket/another")
     assert "\n" not in str(caught.value)
@@ -93,8 +94,8 @@ def test_a_bucket_that_is_not_there_is_one_line(store: str, tmp_path: Path) -> N
 
 
 def test_a_whole_run_talks_through_it(bench: Bench, store: str) -> None:
-    bench.wiring = replace(bench.wiring, channels=lambda: store)
-    bench.reconciler = Reconciler(bench.wiring, "here")
+    bench.jobs = replace(bench.jobs, folders=AttemptFolders(bench.root, lambda: store))
+    bench.reconciler = Reconciler(bench.stores, bench.jobs, "here")
 
     def counts(folder: AttemptFolder) -> int:
         assert folder.channel.start(1, "1") is None
@@ -107,16 +108,16 @@ def test_a_whole_run_talks_through_it(bench: Bench, store: str) -> None:
     assert bench.drive(run_id).state == "succeeded"
     lost, ended = bench.ledger.attempts(run_id, "sft")
     assert (lost.state, ended.state) == ("lost", "succeeded")
-    held = bench.wiring.folder(lost).channel.started()
+    held = bench.jobs.folders.of(lost).channel.started()
     assert held is not None
     assert held.cancelled, "a job that comes late computes nothing"
-    said = bench.wiring.folder(ended).channel.summary()
+    said = bench.jobs.folders.of(ended).channel.summary()
     assert said is not None
     assert (said.step, said.tokens) == (3, 70)
     assert ObjectStoreObjects(f"{store}/{run_id}/sft/002").get("result.json") is not None
-    here = {path.name for path in bench.wiring.folder(ended).path.iterdir()}
+    here = {path.name for path in bench.jobs.folders.of(ended).path.iterdir()}
     assert not here & {"start.json", "summary.json", "result.json", "controls"}, "nothing is in the folder"
-    assert SECRET not in (bench.wiring.folder(ended).path / "job.json").read_text()
+    assert SECRET not in (bench.jobs.folders.of(ended).path / "job.json").read_text()
 
 
 def test_an_attempt_keeps_the_place_that_its_order_names(store: str, tmp_path: Path) -> None:

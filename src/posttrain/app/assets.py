@@ -14,19 +14,19 @@ from posttrain.domain.records import Asset, ReleaseEntry, RunRecord
 
 def mark(workspace: Workspace, asset: Asset, status: str, reason: str = "") -> Marked:
     """Say what is thought of a version: `approved`, `recalled`, or nothing any more."""
-    said = set_status(workspace.wiring, asset, status, reason)
+    said = set_status(workspace.stores, asset, status, reason)
     workspace.seal()
     if status != RECALLED:
-        return Marked(said, still=recalled(workspace.wiring, [asset.digest]).get(asset.digest))
-    wiring, ledger = workspace.wiring, workspace.ledger
+        return Marked(said, still=recalled(workspace.ledger, [asset.digest]).get(asset.digest))
+    ledger = workspace.ledger
     found = {run.id: run for run in _that_may_use(workspace, asset)}
     used = {
-        one: {str(ref.digest) for stage in wiring.manifest(run).stages for ref in stage.inputs.values()}
+        one: {str(ref.digest) for stage in workspace.stores.manifest(run).stages for ref in stage.inputs.values()}
         for one, run in found.items()
     }
     histories = {one: history for one in ledger.channels() if (history := ledger.history(one))}
     served = {entry.model_digest for history in histories.values() for entry in history}
-    barred = recalled(wiring, served.union(*used.values())).keys()
+    barred = recalled(ledger, served.union(*used.values())).keys()
     runs = tuple(one for one, digests in used.items() if digests & barred)
     return Marked(
         said,
@@ -40,7 +40,7 @@ def mark(workspace: Workspace, asset: Asset, status: str, reason: str = "") -> M
 
 def _that_may_use(workspace: Workspace, asset: Asset) -> Iterator[RunRecord]:
     """Runs that used the bytes, and every unfinished one: what its stages will use stands in its manifest alone."""
-    made = of_bytes(workspace.wiring, asset.digest).runs
+    made = of_bytes(workspace.ledger, asset.digest).runs
     yield from (workspace.ledger.run(one) for one in made)
     for state in RunState:
         if not is_final("run", state):

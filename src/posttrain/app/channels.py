@@ -50,7 +50,7 @@ class Channel:
     @property
     def policy(self) -> PinnedPolicy | None:
         """What every release of it must pass; None: what its run says."""
-        return channels.policy_of(self.workspace.wiring, self.name)
+        return channels.policy_of(self.workspace.stores, self.name)
 
     @property
     def policies(self) -> list[Event]:
@@ -69,15 +69,15 @@ class Channel:
             ChannelClosedError: it is protected.
         """
         policy = pinned_policy(load_policy(Path(path)), Path(path), self.workspace)
-        return self._sealed(channels.set_policy(self.workspace.wiring, self.name, policy))
+        return self._sealed(channels.set_policy(self.workspace.stores, self.name, policy))
 
     def remove_policy(self) -> ChannelRecord:
         """Take its policy away: releases pass what their runs say."""
-        return self._sealed(channels.set_policy(self.workspace.wiring, self.name, None))
+        return self._sealed(channels.set_policy(self.workspace.stores, self.name, None))
 
     def protect(self, *, protected: bool = True, why: str = "") -> ChannelRecord:
         """Let its policy and quarantine be changed by approval only; `protected=False` takes that back."""
-        return self._sealed(channels.protect(self.workspace.wiring, self.name, protected=protected, why=why))
+        return self._sealed(channels.protect(self.workspace.stores, self.name, protected=protected, why=why))
 
     def freeze(self, *, rollbacks: bool = False, why: str = "") -> ChannelRecord:
         """Let nothing be released to it.
@@ -86,11 +86,11 @@ class Channel:
             rollbacks: let it not be rolled back either.
         """
         frozen = channels.EVERYTHING if rollbacks else channels.RELEASES
-        return self._sealed(channels.freeze(self.workspace.wiring, self.name, frozen, why))
+        return self._sealed(channels.freeze(self.workspace.stores, self.name, frozen, why))
 
     def unfreeze(self, *, why: str = "") -> ChannelRecord:
         """Let it move again."""
-        return self._sealed(channels.freeze(self.workspace.wiring, self.name, "", why))
+        return self._sealed(channels.freeze(self.workspace.stores, self.name, "", why))
 
     def _sealed(self, record: ChannelRecord) -> ChannelRecord:
         self.workspace.seal()
@@ -102,19 +102,19 @@ class Channel:
         Args:
             since: the release that must be live now; makes a bare rollback safe to repeat.
         """
-        entry = actions.rollback(self.workspace.wiring, self.name, to, since=since)
+        entry = actions.rollback(self.workspace.stores, self.name, to, since=since)
         self.workspace.seal()
         announce(self.workspace, self.name)
         return entry
 
     def lineage(self) -> Node:
         """From its weights back to prompts, reward source, base model and manifest."""
-        return release_lineage(self.workspace.wiring, self.name)
+        return release_lineage(self.workspace.stores, self.name)
 
     def verify(self) -> VerifyReport:
         """Hash all of the lineage again."""
         self.workspace.seal()
-        return verify(self.workspace.wiring, self.lineage())
+        return verify(self.workspace.stores, self.lineage())
 
 
 def channel(name: str, workspace: Workspace | None = None) -> Channel:

@@ -191,8 +191,8 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
 def _orphans(workspace: Workspace, end: bool) -> Check:
     """Jobs that no live attempt owns."""
     try:
-        ended = end_orphans(workspace.wiring) if end else []
-        found = find_orphans(workspace.wiring)
+        ended = end_orphans(workspace.ledger, workspace.jobs) if end else []
+        found = find_orphans(workspace.ledger, workspace.jobs)
     except InfrastructureError as error:
         return Check("jobs", "fail", str(error), "until then no job is started or looked for")
     names = [", ".join(job.name for job in jobs) for jobs in (found.ours, found.strangers)]

@@ -163,10 +163,10 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
     if made.run_id is None or made.stage is None:
         return False
     run = workspace.ledger.run(made.run_id)
-    manifest, rows = workspace.wiring.manifest(run), {row.name: row for row in workspace.ledger.stages(run.id)}
+    manifest, rows = workspace.stores.manifest(run), {row.name: row for row in workspace.ledger.stages(run.id)}
     chain = list(_chain(manifest, made.stage))
-    report = explain_run(workspace.wiring, run.id).report
-    tree = _public(model_lineage(workspace.wiring, made))
+    report = explain_run(workspace.stores, run.id).report
+    tree = _public(model_lineage(workspace.stores, made))
     card = ModelCard(
         title=f"{run.name}, {made.word}",
         digest=made.digest,
@@ -202,7 +202,7 @@ def _say_lineage(workspace: Workspace, model: NamedModel, folder: Path, dtype: s
     asset = workspace.catalog.find(model.pinned.name)
     if IMPORTED not in asset.meta:
         return
-    tree = _public(asset_lineage(workspace.wiring, asset))
+    tree = _public(asset_lineage(workspace.stores, asset))
     said = {"posttrain": __version__, "model": {"name": asset.ref, "digest": asset.digest}, "dtype": dtype}
     _write_lineage(folder, {**said, "cast": cast, "lineage": asdict(tree)})
 

@@ -54,7 +54,7 @@ def named_model(workspace: Workspace, text: str) -> NamedModel:
     if not ref.made:
         return NamedModel(word, ref, workspace.catalog.resolver(Path.cwd())("model", word), None)
     try:
-        made = made_model(workspace.wiring, ref)
+        made = made_model(workspace.stores, ref)
     except NotFoundError as error:
         if word == text:
             raise

@@ -81,7 +81,7 @@ def _evaluators(manifest: Manifest) -> Iterator[tuple[str, str]]:
 def _packages(stage: StageManifest, workspace: Workspace) -> Iterator[str]:
     """`posttrain-words 1.0`, for what of a stage is not Posttrain's own."""
     kind = installed_kind(stage.kind)
-    trainer = workspace.wiring.trainers.get(stage.trainer)
+    trainer = workspace.jobs.trainers.get(stage.trainer)
     plugins = [kind.plugin if kind else None, trainer.plugin if isinstance(trainer, InstalledTrainer) else None]
     yield from dict.fromkeys(plugin.distribution for plugin in plugins if plugin)
 

@@ -70,7 +70,7 @@ class Run:
     @property
     def manifest(self) -> Manifest:
         """The locked manifest."""
-        return self.workspace.wiring.manifest(self.record)
+        return self.workspace.stores.manifest(self.record)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -124,24 +124,24 @@ class Run:
 
     def why(self) -> explain.Explanation:
         """Where it is and why."""
-        return explain.explain_run(self.workspace.wiring, self.id)
+        return explain.explain_run(self.workspace.stores, self.id)
 
     def signal(self, name: str, reason: str = "") -> tuple[Signal, bool]:
         """Let it go on where it waits for this signal; see `control.actions.send_signal`."""
-        return actions.send_signal(self.workspace.wiring, self.id, name, reason)
+        return actions.send_signal(self.workspace.stores, self.id, name, reason)
 
     def stop(self) -> RunRecord:
         """Ask it to stop; whoever drives it carries that out."""
-        return actions.stop(self.workspace.wiring, self.id)
+        return actions.stop(self.workspace.stores, self.id)
 
     def retry(self) -> Run:
         """Let a stopped or failed run go on; then `wait()`."""
-        actions.retry(self.workspace.wiring, self.id)
+        actions.retry(self.workspace.stores, self.workspace.jobs.folders, self.id)
         return self
 
     def diff(self, other: Run) -> list[compare.Difference]:
         """What differs in the manifests."""
-        return compare.compare(self.workspace.wiring, self.manifest, other.manifest)
+        return compare.compare(self.workspace.ledger, self.manifest, other.manifest)
 
     def promote(self, channel: str, *, lift_quarantine: str = "") -> ReleaseEntry:
         """Point a channel at this run's model, if its gates pass.
@@ -149,7 +149,7 @@ class Run:
         Args:
             lift_quarantine: why a model that was rolled back from the channel may come back.
         """
-        entry = actions.promote(self.workspace.wiring, self.id, channel, lift_quarantine)
+        entry = actions.promote(self.workspace.stores, self.id, channel, lift_quarantine)
         announce(self.workspace, channel)
         return entry
 
@@ -200,8 +200,8 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     workspace.refuse_missing_executor()
     resolve = _resolver(spec, workspace, source)
     count, known = counter(workspace, spec, source), workspace.ledger.channels()
-    policy = channels.policy_of(workspace.wiring, spec.release.channel) if spec.release else None
-    planned = plan_run(spec, str(source), resolve, workspace.wiring.trainers, known, count, policy)
+    policy = channels.policy_of(workspace.stores, spec.release.channel) if spec.release else None
+    planned = plan_run(spec, str(source), resolve, workspace.jobs.trainers, known, count, policy)
     barred = tuple(_recalled(workspace, planned.manifest, source))
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     refuse_oversized(planned.manifest, source)
@@ -276,7 +276,7 @@ def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
         ref = parse_ref(text, kind) if kind == "model" else None
         if ref is None or not ref.made:
             return of_assets(kind, text, called)
-        made = made_model(workspace.wiring, ref)
+        made = made_model(workspace.stores, ref)
         own = made.run_id is not None and workspace.ledger.run(made.run_id).name == spec.name
         if ref.source is Source.RUN and own and ref.name != made.run_id:
             raise InputError(
@@ -319,12 +319,12 @@ def submit(
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Run:
     """Record a run of an already resolved manifest. A stopped run of it goes on. See `control.submission.submit`."""
     workspace.catalog.publish(planned.manifest)
-    submitted = submit_manifest(workspace.wiring, planned.manifest, again=again, exact=exact)
+    submitted = submit_manifest(workspace.stores, planned.manifest, again=again, exact=exact)
     makes_model = all(kind_of(stage.kind).from_nothing for stage in planned.manifest.stages)  # and reports nothing
     trackers = Trackers() if makes_model else planned.trackers
     record_trackers(workspace, submitted.run.id, trackers, attached=submitted.attached)
     if submitted.run.state == RunState.STOPPED:
-        actions.retry(workspace.wiring, submitted.run.id)
+        actions.retry(workspace.stores, workspace.jobs.folders, submitted.run.id)
     warnings = () if submitted.attached else planned.warnings
     return Run(workspace, submitted.run.id, submitted.attached, (_MOVED,) if submitted.moved else warnings)
 

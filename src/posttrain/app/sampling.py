@@ -121,5 +121,5 @@ def usual_form(workspace: Workspace, model: NamedModel) -> tuple[Form, str]:
 def _training_data(workspace: Workspace, model: NamedModel) -> InputRef | None:
     if model.made is None or model.made.run_id is None or model.made.stage is None:
         return None
-    manifest = workspace.wiring.manifest(workspace.ledger.run(model.made.run_id))
+    manifest = workspace.stores.manifest(workspace.ledger.run(model.made.run_id))
     return manifest.stage(model.made.stage).inputs.get("data")

@@ -88,7 +88,7 @@ def rank_sweep(sweep: Sweep, runs: Mapping[tuple[int, int], str], workspace: Wor
         {seed: runs[place, seed] for seed in sweep.seeds if (place, seed) in runs}
         for place in range(len(sweep.settings))
     ]
-    return Ranked(*rank_runs(workspace.wiring, by_setting, sweep.model, sweep.metric, sweep.better))
+    return Ranked(*rank_runs(workspace.stores, by_setting, sweep.model, sweep.metric, sweep.better))
 
 
 def _seeds(spec: RunSpec, count: int) -> list[int]:

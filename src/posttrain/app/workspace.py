@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.owners import process_alive
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.data.catalog import Catalog
 from posttrain.domain.errors import ConflictError, WorkspaceError
 from posttrain.domain.lifecycle import RunState, is_final
@@ -81,18 +82,14 @@ class Workspace(OpenWorkspace):
         self.ledger = Ledger(database or Database(place, create=create), clock)
         if database is not None:
             bind(self.ledger, self.root, self.identity(), self.actor)
-        self.wiring = Wiring(
-            ledger=self.ledger,
-            blobs=self.blobs,
+        self.stores = Stores(self.ledger, self.blobs, clock, self.actor)
+        self.jobs = Jobs(
             executor=_executor(self.root, self.settings),
             trainers=Trainers([NativeTrainer()]),
-            clock=clock,
-            root=self.root,
-            actor=self.actor,
+            folders=AttemptFolders(self.root, self.channels),
             slots=max(1, os.cpu_count() or 1),
             trust_rewards=self.trusts_rewards,
             workspace=self.place,
-            channels=self.channels,
         )
         self.catalog = Catalog(self.ledger, self.blobs, self.actor)
 
@@ -240,7 +237,7 @@ def _record_executor(workspace: Workspace, name: str) -> None:
     unfinished = [run.id for state in open_states for run in workspace.ledger.runs(state=state)]
     if unfinished:
         raise ConflictError(
-            f"executor must stay {workspace.wiring.executor.name} while runs go on ({', '.join(unfinished)}), "
+            f"executor must stay {workspace.jobs.executor.name} while runs go on ({', '.join(unfinished)}), "
             f"got {name}; stop them, or wait for their end"
         )
     with settings_lock(workspace.root):

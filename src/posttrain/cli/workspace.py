@@ -98,7 +98,7 @@ def init(
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
     say(f"workspace {workspace.root}")
     if executor is not None:
-        say(f"executor {workspace.wiring.executor.name}")
+        say(f"executor {workspace.jobs.executor.name}")
     if attempt_channels is not None:
         say(f"attempt channels {workspace.channel_address}")
     if workspace.ledger_address:

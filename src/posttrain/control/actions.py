@@ -7,9 +7,10 @@ from contextlib import suppress
 
 from posttrain.control import environments
 from posttrain.control.channels import policy_of, refuse_lift
+from posttrain.control.jobs import AttemptFolders
 from posttrain.control.judging import check_weights, read_report, refuse_unmet
 from posttrain.control.recalls import refuse_recalled, refuse_release
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.decision.releases import judged_at, promotion, rollback_target
 from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError, StaleWriteError
@@ -25,26 +26,26 @@ _GOES_ON = (RunState.STOPPED, RunState.FAILED)  # once somebody retries it
 _TRIES = 20  # compare-and-set against a reconciler that ticks ten times a second
 
 
-def stop(wiring: Wiring, run_id: str) -> RunRecord:
+def stop(stores: Stores, run_id: str) -> RunRecord:
     """Ask a run to stop: its jobs checkpoint and end. Whoever drives the run carries it out.
 
     Raises:
         InputError: the run has already ended.
     """
     for _ in range(_TRIES):
-        run = wiring.ledger.run(run_id)
+        run = stores.ledger.run(run_id)
         if is_final("run", run.state):
             raise InputError(f"run {run.id}: has already ended ({run.state}), so it cannot be stopped")
         try:
-            with wiring.ledger.transaction(wiring.actor) as transaction:
+            with stores.ledger.transaction(stores.actor) as transaction:
                 transaction.look_again(run.id)
                 return transaction.update_run(run, desired="stopped", reason=Reason.STOP_REQUESTED)
         except StaleWriteError:
-            wiring.clock.sleep(0.02)
+            stores.clock.sleep(0.02)
     raise ConflictError(f"run {run_id}: changes faster than it could be stopped; try again")
 
 
-def send_signal(wiring: Wiring, run_id: str, name: str, reason: str = "") -> tuple[Signal, bool]:
+def send_signal(stores: Stores, run_id: str, name: str, reason: str = "") -> tuple[Signal, bool]:
     """Let a run go on where it waits for a signal, or will; and wake whoever drives it.
 
     Returns:
@@ -53,13 +54,13 @@ def send_signal(wiring: Wiring, run_id: str, name: str, reason: str = "") -> tup
     Raises:
         InputError: the run has ended, or it waits for no such signal.
     """
-    run = wiring.ledger.run(run_id)
-    known = signals_of(wiring.manifest(run))
+    run = stores.ledger.run(run_id)
+    known = signals_of(stores.manifest(run))
     if name not in known:
         has = nearest(name, known) or "; no stage of it waits for one"
         raise InputError(f"run {run.id}: no stage waits for signal {name!r}{has}")
     for _ in range(_TRIES):
-        with suppress(ConflictError), wiring.ledger.transaction(wiring.actor) as transaction:
+        with suppress(ConflictError), stores.ledger.transaction(stores.actor) as transaction:
             now = transaction.snapshot.run(run_id)
             if is_final("run", now.state) and not any(s.name == name for s in transaction.snapshot.signals(run_id)):
                 again = f"; posttrain retry {run_id} first" if now.state in _GOES_ON else ""
@@ -69,23 +70,23 @@ def send_signal(wiring: Wiring, run_id: str, name: str, reason: str = "") -> tup
     raise ConflictError(f"run {run_id}: signal {name} is sent by others at this moment; look: posttrain get {run_id}")
 
 
-def retry(wiring: Wiring, run_id: str) -> RunRecord:
+def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
     """Let a stopped or failed run go on: ended stages become pending again and resume from their checkpoints.
 
     Raises:
         InputError: the run is not stopped or failed, or something that it uses was recalled.
     """
-    run = wiring.ledger.run(run_id)
+    run = stores.ledger.run(run_id)
     if run.state not in (RunState.STOPPED, RunState.FAILED):
         hint = "submit it with --again for another run" if is_final("run", run.state) else "it is still under way"
         raise InputError(f"run {run.id}: retry needs a stopped or failed run, got {run.state}; {hint}")
-    attempts, manifest = wiring.ledger.attempts(run.id), wiring.manifest(run)
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    attempts, manifest = stores.ledger.attempts(run.id), stores.manifest(run)
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls()
         refuse_recalled(transaction.snapshot, manifest, f"run {run.id}")
-        environments.accept(wiring, run.id)  # before a driver may look at the run
+        environments.accept(folders, run.id)  # before a driver may look at the run
         transaction.look_again(run.id)
-        for stage in wiring.ledger.stages(run.id):
+        for stage in stores.ledger.stages(run.id):
             if stage.state in (StageState.FAILED, StageState.STOPPED):
                 transaction.update_stage(
                     stage,
@@ -105,7 +106,7 @@ def retry(wiring: Wiring, run_id: str) -> RunRecord:
         )
 
 
-def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
+def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
     """Point a channel at a run's judged model. Only a PASS report promotes, and only if the channel has not moved
     since.
 
@@ -123,26 +124,26 @@ def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = ""
         RecalledError: the model, or something that it was made from, was recalled.
         IntegrityError: the model's bytes are missing or corrupt.
     """
-    run = wiring.ledger.run(run_id)
-    gate = next((stage for stage in wiring.ledger.stages(run.id) if kind_of(stage.kind).judges), None)
+    run = stores.ledger.run(run_id)
+    gate = next((stage for stage in stores.ledger.stages(run.id) if kind_of(stage.kind).judges), None)
     if gate is None or REPORT not in gate.outputs:
         raise InputError(f"run {run.id}: promote needs a gate report and it has none; its gates have not been judged")
     report_digest = gate.outputs[REPORT]["digest"]
-    report = read_report(wiring, report_digest)
-    manifest, known = wiring.manifest(run), [record.name for record in wiring.ledger.channel_records()]
+    report = read_report(stores.blobs, report_digest)
+    manifest, known = stores.manifest(run), [record.name for record in stores.ledger.channel_records()]
     if channel not in known and (manifest.release is None or manifest.release.channel != channel):
         raise NotFoundError(
             f"channel {channel!r} is unknown{nearest(channel, known)}; a new one is opened by naming it in a run file"
         )
-    live, judged = wiring.ledger.channel(channel), judged_at(report, channel, wiring.ledger.history(channel))
+    live, judged = stores.ledger.channel(channel), judged_at(report, channel, stores.ledger.history(channel))
     moves = promotion(live, judged, report.candidate, report)
     if moves:
-        refuse_unmet(wiring, run, manifest, report, channel)
-        refuse_lift(wiring, channel, report.candidate, policy_of(wiring, channel))
-    check_weights(wiring, report.candidate, f"channel {channel} stays where it is")
+        refuse_unmet(stores, run, manifest, report, channel)
+        refuse_lift(stores.ledger, channel, report.candidate, policy_of(stores, channel))
+    check_weights(stores.blobs, report.candidate, f"channel {channel} stays where it is")
     if not moves and live is not None:
         return live  # asking twice is one promotion
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls()
         refuse_release(transaction.snapshot, channel, report.candidate)
         return transaction.append_release(
@@ -157,7 +158,7 @@ def promote(wiring: Wiring, run_id: str, channel: str, lift_quarantine: str = ""
         )
 
 
-def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int | None = None) -> ReleaseEntry:
+def rollback(stores: Stores, channel: str, to: str | None = None, *, since: int | None = None) -> ReleaseEntry:
     """Point a channel back at the model it served before. Waits for no gate.
 
     Args:
@@ -173,24 +174,24 @@ def rollback(wiring: Wiring, channel: str, to: str | None = None, *, since: int 
         RecalledError: what it would return to was recalled, or made from something that was.
         IntegrityError: bytes of the model to return to are missing or corrupt.
     """
-    history = wiring.ledger.history(channel)
+    history = stores.ledger.history(channel)
     if not history:
-        if wiring.ledger.channel_record(channel).generation:
+        if stores.ledger.channel_record(channel).generation:
             raise NotFoundError(f"channel {channel}: nothing was released to it yet, so there is nothing to go back to")
-        hint = nearest(channel, wiring.ledger.channels()) or " (known: none yet)"
+        hint = nearest(channel, stores.ledger.channels()) or " (known: none yet)"
         raise NotFoundError(f"channel {channel!r} is unknown{hint}; a promotion creates it")
     live = history[-1]
     if since is not None and live.sequence != since:
         raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; look: posttrain ls")
     named = _release_named(history, to)
     digest = live.model_digest if named == live.model_digest else rollback_target(history, named)
-    check_weights(wiring, digest, f"channel {channel} stays at release {live.sequence}")
+    check_weights(stores.blobs, digest, f"channel {channel} stays at release {live.sequence}")
     if named == live.model_digest:
         return live
-    seen = wiring.ledger.channel_record(channel)  # before its policy is read: a change of it is a conflict
-    refuse_lift(wiring, channel, digest, policy_of(wiring, channel))
+    seen = stores.ledger.channel_record(channel)  # before its policy is read: a change of it is a conflict
+    refuse_lift(stores.ledger, channel, digest, policy_of(stores, channel))
     target = next(entry for entry in reversed(history) if entry.model_digest == digest)
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls()
         refuse_release(transaction.snapshot, channel, digest)
         return transaction.append_release(

@@ -6,6 +6,7 @@ from typing import Any
 
 from posttrain.control import attempts
 from posttrain.control.decide import View, not_launched
+from posttrain.control.jobs import Jobs
 from posttrain.control.judging import judge_stage, release_stage
 from posttrain.control.launching import launch_attempt, record_launch, say
 from posttrain.control.orders import (
@@ -30,7 +31,7 @@ from posttrain.control.orders import (
 )
 from posttrain.control.requests import job_of
 from posttrain.control.stages import bind_pending, start_ready
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import Signal
@@ -38,7 +39,7 @@ from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.reasons import Reason
 
 
-def act(wiring: Wiring, view: View, order: Order) -> None:
+def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
     """Carry out one order.
 
     Args:
@@ -50,63 +51,63 @@ def act(wiring: Wiring, view: View, order: Order) -> None:
     stages = {stage.name: stage for stage in view.stages}
     match order:
         case MoveRun():
-            _move_run(wiring, order)
+            _move_run(stores, order)
         case StopStage(stage):
-            _stop_stage(wiring, order)
+            _stop_stage(stores, order)
         case Bind(stage):
-            bind_pending(wiring, view.manifest, stage, stages)
+            bind_pending(stores, view.manifest, stage, stages)
         case Start(stage):
-            start_ready(wiring, view.run, view.manifest, stage, stages)
+            start_ready(stores, jobs, view.run, view.manifest, stage, stages)
         case Judge(stage):
-            judge_stage(wiring, view.manifest, stage)
+            judge_stage(stores, view.manifest, stage)
         case Release(stage):
-            release_stage(wiring, view.run, view.manifest, stage, stages)
+            release_stage(stores, view.run, view.manifest, stage, stages)
         case Launch():
-            _launch(wiring, view, order)
+            _launch(stores, jobs, view, order)
         case RecordLaunch(stage, attempt, handle):
-            record_launch(wiring, attempt, handle, stage)
+            record_launch(stores, attempt, handle, stage)
         case EndWait():
-            _end_wait(wiring, order)
+            _end_wait(stores, order)
         case Say(stage, reason, message, action):
-            say(wiring, stage, reason, message, action)
+            say(stores, stage, reason, message, action)
         case AskToStop():
-            _ask_to_stop(wiring, order)
+            _ask_to_stop(stores, jobs, order)
         case KeepWatch():
-            _keep_watch(wiring, order)
+            _keep_watch(stores, order)
         case AskToCheckpoint():
-            _ask_to_checkpoint(wiring, order)
+            _ask_to_checkpoint(stores, jobs, order)
         case Kill(_, attempt):
-            wiring.executor.kill(job_of(wiring, attempt))
+            jobs.executor.kill(job_of(jobs.folders, attempt))
         case Collect():
-            attempts.collect(wiring, view.manifest, order)
+            attempts.collect(stores, jobs, view.manifest, order)
         case End():
-            attempts.end(wiring, order)
+            attempts.end(stores, jobs, order)
         case TryAgain():
-            attempts.try_again(wiring, order)
+            attempts.try_again(stores, jobs, order)
 
 
-def _launch(wiring: Wiring, view: View, order: Launch) -> None:
+def _launch(stores: Stores, jobs: Jobs, view: View, order: Launch) -> None:
     stage, attempt = order.stage, order.attempt
     try:
-        trainer = wiring.trainer(view.manifest.stage(stage.name).trainer)
-        failure = launch_attempt(wiring, view.manifest, stage, attempt, trainer)
+        trainer = jobs.trainer(view.manifest.stage(stage.name).trainer)
+        failure = launch_attempt(stores, jobs, view.manifest, stage, attempt, trainer)
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
-        attempts.end_damaged(wiring, stage, attempt, f"the job cannot be launched: {error}")
+        attempts.end_damaged(stores, jobs, stage, attempt, f"the job cannot be launched: {error}")
         return
     if failure:
-        act(wiring, view, not_launched(view, stage, attempt, failure))
+        act(stores, jobs, view, not_launched(view, stage, attempt, failure))
 
 
-def _ask_to_stop(wiring: Wiring, order: AskToStop) -> None:
-    wiring.executor.signal(job_of(wiring, order.attempt), Signal.STOP)
+def _ask_to_stop(stores: Stores, jobs: Jobs, order: AskToStop) -> None:
+    jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.STOP)
     reason = order.attempt.reason if order.attempt.reason == Reason.ASSUMED_DEAD else Reason.STOP_REQUESTED
-    with wiring.ledger.transaction(wiring.actor) as transaction:
-        transaction.update_attempt(order.attempt, reason=reason, stop_requested_at=wiring.clock.now())
+    with stores.ledger.transaction(stores.actor) as transaction:
+        transaction.update_attempt(order.attempt, reason=reason, stop_requested_at=stores.clock.now())
 
 
-def _keep_watch(wiring: Wiring, order: KeepWatch) -> None:
+def _keep_watch(stores: Stores, order: KeepWatch) -> None:
     stage, attempt = order.stage, order.attempt
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.watch(order.watch)
         if order.goes_on:
             transaction.update_attempt(attempt, reason=Reason.LAUNCHED, message="")
@@ -115,25 +116,25 @@ def _keep_watch(wiring: Wiring, order: KeepWatch) -> None:
             transaction.update_stage(stage, reason=Reason.STALLED, message=order.said, next_action="none needed")
 
 
-def _ask_to_checkpoint(wiring: Wiring, order: AskToCheckpoint) -> None:
+def _ask_to_checkpoint(stores: Stores, jobs: Jobs, order: AskToCheckpoint) -> None:
     """A driver that dies between the two leaves a job that is asked twice: it writes the checkpoint of a step once."""
-    wiring.executor.signal(job_of(wiring, order.attempt), Signal.CHECKPOINT)
+    jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.CHECKPOINT)
     crashpoint("stall.after_signal")
     action = f"posttrain logs {order.stage.run_id} {order.stage.name}"
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.watch(order.watch)
         transaction.update_attempt(order.attempt, reason=Reason.STALLED, message=order.message)
         transaction.update_stage(order.stage, reason=Reason.STALLED, message=order.message, next_action=action)
     crashpoint("stall.after_ask")
 
 
-def _move_run(wiring: Wiring, order: MoveRun) -> None:
+def _move_run(stores: Stores, order: MoveRun) -> None:
     columns: dict[str, Any] = {}
     if order.run.state == RunState.PENDING:
-        columns["started_at"] = wiring.clock.now()
+        columns["started_at"] = stores.clock.now()
     if is_final("run", order.state):
-        columns["finished_at"] = wiring.clock.now()
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+        columns["finished_at"] = stores.clock.now()
+    with stores.ledger.transaction(stores.actor) as transaction:
         for stage in order.not_reached:
             assert order.culprit is not None
             said = f"not reached: stage {order.culprit.name} {order.culprit.state}"
@@ -148,21 +149,21 @@ def _move_run(wiring: Wiring, order: MoveRun) -> None:
         )
 
 
-def _end_wait(wiring: Wiring, order: EndWait) -> None:
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+def _end_wait(stores: Stores, order: EndWait) -> None:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.update_stage(
             order.stage,
             state=order.state,
             reason=order.reason,
             message=order.message,
             next_action=order.next_action,
-            finished_at=wiring.clock.now(),
+            finished_at=stores.clock.now(),
         )
 
 
-def _stop_stage(wiring: Wiring, order: StopStage) -> None:
+def _stop_stage(stores: Stores, order: StopStage) -> None:
     action = f"posttrain retry {order.stage.run_id} resumes it"
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.update_stage(
             order.stage,
             state=StageState.STOPPED,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from posttrain.control.fencing import give_up
+from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.launching import look
 from posttrain.control.orders import Collect, End, TryAgain
+from posttrain.control.stores import Stores
 from posttrain.control.trained import register_trained
-from posttrain.control.wiring import Wiring
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError
 from posttrain.domain.facts import Progress
@@ -16,47 +17,48 @@ from posttrain.domain.jobs import Failure, JobResult
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.ports import BlobStore
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.store.trees import put_tree, stored_sizes
 
 
-def collect(wiring: Wiring, manifest: Manifest, order: Collect) -> None:
+def collect(stores: Stores, jobs: Jobs, manifest: Manifest, order: Collect) -> None:
     """Publish what a job left, and end its attempt. What cannot be read ends it too: no retry would mend that."""
     stage, attempt, result = order.stage, order.attempt, order.result
     try:
-        outputs = _publish(wiring, attempt, result)
+        outputs = _publish(stores.blobs, jobs.folders, attempt, result)
         _refuse_lacking(manifest.stage(stage.name), result, outputs)
     except (InputError, IntegrityError) as error:
-        end_damaged(wiring, stage, attempt, f"the job left what cannot be collected: {error}")
+        end_damaged(stores, jobs, stage, attempt, f"the job left what cannot be collected: {error}")
         return
     crashpoint("collect.after_publish")
-    _end(wiring, stage, attempt, result, outputs)
+    _end(stores, jobs, stage, attempt, result, outputs)
     crashpoint("collect.after_commit")
 
 
-def end(wiring: Wiring, order: End) -> None:
+def end(stores: Stores, jobs: Jobs, order: End) -> None:
     """End an attempt that leaves nothing."""
     if order.unless_begun:
-        if not give_up(wiring, order.attempt, order.why):
+        if not give_up(jobs.folders, order.attempt, order.why):
             return
-        if wiring.folder(order.attempt).channel.answered() is not None:
+        if jobs.folders.of(order.attempt).channel.answered() is not None:
             return  # it began, left its result and ended since it was looked for: that is read first
-    _end(wiring, order.stage, order.attempt, order.result, {})
+    _end(stores, jobs, order.stage, order.attempt, order.result, {})
 
 
-def end_damaged(wiring: Wiring, stage: StageRecord, attempt: AttemptRecord, message: str) -> None:
+def end_damaged(stores: Stores, jobs: Jobs, stage: StageRecord, attempt: AttemptRecord, message: str) -> None:
     """End an attempt for what stands in its folder."""
     failure = Failure(FailureClass.BUG, message, "collect")
-    _end(wiring, stage, attempt, JobResult("failed", failure=failure), {})
+    _end(stores, jobs, stage, attempt, JobResult("failed", failure=failure), {})
 
 
-def try_again(wiring: Wiring, order: TryAgain) -> None:
+def try_again(stores: Stores, jobs: Jobs, order: TryAgain) -> None:
     """End an attempt that infrastructure broke, and say when the next one follows, or why none does."""
     stage, attempt, failure, said = order.stage, order.attempt, order.failure, order.said
-    give_up(wiring, attempt, f"it ended: {failure.message}")
-    now = wiring.clock.now()
-    tokens, seconds = _billed(wiring, attempt, said.tokens), _seconds(wiring, attempt, said.seconds)
+    give_up(jobs.folders, attempt, f"it ended: {failure.message}")
+    now = stores.clock.now()
+    tokens, seconds = _billed(jobs.folders, attempt, said.tokens), _seconds(jobs, attempt, said.seconds)
     if order.over:
         state, reason, message = StageState.FAILED, order.over[0], f"{failure.message}; {order.over[1]}"
         action = f"posttrain logs {stage.run_id} {stage.name}; then posttrain retry {stage.run_id}"
@@ -66,7 +68,7 @@ def try_again(wiring: Wiring, order: TryAgain) -> None:
     lost = Reason.LOST if order.ended is AttemptState.LOST else _reason(failure)
     if order.hung:
         lost = Reason.STALLED
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.update_attempt(
             attempt,
             state=order.ended,
@@ -88,7 +90,9 @@ def try_again(wiring: Wiring, order: TryAgain) -> None:
         )
 
 
-def _publish(wiring: Wiring, attempt: AttemptRecord, result: JobResult) -> dict[str, dict[str, str]]:
+def _publish(
+    blobs: BlobStore, folders: AttemptFolders, attempt: AttemptRecord, result: JobResult
+) -> dict[str, dict[str, str]]:
     """Put what a job left into the store. Only the collector publishes.
 
     Raises:
@@ -97,13 +101,13 @@ def _publish(wiring: Wiring, attempt: AttemptRecord, result: JobResult) -> dict[
     crashpoint("collect.before_publish")
     if result.status != "succeeded":
         return {}
-    outputs, folder = {}, wiring.folder(attempt)
+    outputs, folder = {}, folders.of(attempt)
     allowed = folder.outputs.resolve()
     for name, output in result.outputs.items():
         path = folder.path / output.path
         if allowed not in path.resolve().parents or not path.exists():
             raise IntegrityError(f"output {name} must be a file or folder below outputs/, got {output.path!r}")
-        digest = put_tree(wiring.blobs, path) if output.form == "tree" else wiring.blobs.put_file(path)
+        digest = put_tree(blobs, path) if output.form == "tree" else blobs.put_file(path)
         outputs[name] = {"digest": digest, "form": output.form}
     return outputs
 
@@ -117,20 +121,25 @@ def _refuse_lacking(plan: StageManifest, result: JobResult, outputs: Mapping[str
 
 
 def _end(
-    wiring: Wiring, stage: StageRecord, attempt: AttemptRecord, result: JobResult, outputs: dict[str, dict[str, str]]
+    stores: Stores,
+    jobs: Jobs,
+    stage: StageRecord,
+    attempt: AttemptRecord,
+    result: JobResult,
+    outputs: dict[str, dict[str, str]],
 ) -> None:
-    give_up(wiring, attempt, f"it ended: {result.status}")
-    now, failure = wiring.clock.now(), result.failure
-    seconds = _seconds(wiring, attempt, result.seconds)
+    give_up(jobs.folders, attempt, f"it ended: {result.status}")
+    now, failure = stores.clock.now(), result.failure
+    seconds = _seconds(jobs, attempt, result.seconds)
     attempt_state = AttemptState(result.status)
     stage_state = StageState(result.status)
     reason = {"succeeded": Reason.SUCCEEDED, "stopped": Reason.STOPPED}.get(result.status) or _reason(failure)
     default = "stopped by a person" if result.status == "stopped" else "done"
     message = failure.message if failure else result.message or default
     action = "" if result.status == "succeeded" else _next_action(stage, failure)
-    tokens = _billed(wiring, attempt, result.tokens)
-    sizes = stored_sizes(wiring.blobs, {output["digest"]: output["form"] for output in outputs.values()})
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    tokens = _billed(jobs.folders, attempt, result.tokens)
+    sizes = stored_sizes(stores.blobs, {output["digest"]: output["form"] for output in outputs.values()})
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.update_attempt(
             attempt,
             state=attempt_state,
@@ -153,7 +162,7 @@ def _end(
             tokens=stage.tokens + tokens,
             finished_at=now,
         )
-        register_trained(transaction, wiring, stage, outputs, sizes)
+        register_trained(transaction, stores, stage, outputs, sizes)
         if result.status == "succeeded" and stage.cache_key:
             transaction.put_cache(stage.cache_key, stage.run_id, stage.name)
 
@@ -177,31 +186,31 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
     }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; mend the cause and submit again")
 
 
-def _inherited(wiring: Wiring, attempt: AttemptRecord) -> int:
+def _inherited(folders: AttemptFolders, attempt: AttemptRecord) -> int:
     try:
-        return wiring.folder(attempt).read_order().tokens_inherited
+        return folders.of(attempt).read_order().tokens_inherited
     except (InputError, IntegrityError):  # never written, or damaged since: then nothing was spent that can be told
         return 0
 
 
-def _billed(wiring: Wiring, attempt: AttemptRecord, said: int) -> int:
+def _billed(folders: AttemptFolders, attempt: AttemptRecord, said: int) -> int:
     """What this attempt itself spent: its lineage's tokens less those its checkpoint brought along.
 
     Whichever of its words says the most: its result, its progress, or the meter, which also holds what a step that was
     cut short may have cost. So retries never spend more than was declared.
     """
-    progress = _last_progress(wiring, attempt)
-    words = (said, progress.tokens if progress else 0, wiring.folder(attempt).metered() or 0)
-    return max(0, max(words) - _inherited(wiring, attempt))
+    progress = _last_progress(folders, attempt)
+    words = (said, progress.tokens if progress else 0, folders.of(attempt).metered() or 0)
+    return max(0, max(words) - _inherited(folders, attempt))
 
 
-def _seconds(wiring: Wiring, attempt: AttemptRecord, said: float) -> float:
+def _seconds(jobs: Jobs, attempt: AttemptRecord, said: float) -> float:
     """How long the job ran: by the executor's record, which knows of lost ones too; at least what the job says."""
-    return max(said, look(wiring, attempt).seconds or 0.0)
+    return max(said, look(jobs, attempt).seconds or 0.0)
 
 
-def _last_progress(wiring: Wiring, attempt: AttemptRecord) -> Progress | None:
+def _last_progress(folders: AttemptFolders, attempt: AttemptRecord) -> Progress | None:
     try:
-        return wiring.folder(attempt).last_progress()
+        return folders.of(attempt).last_progress()
     except IntegrityError:  # a damaged event segment tells nothing, and must not keep a run from ending
         return None

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import re
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import ChannelClosedError, InputError, IntegrityError, NotFoundError
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, parse_policy
 from posttrain.domain.records import ChannelRecord
 from posttrain.domain.spelling import nearest
+from posttrain.store.ledger import Ledger
 from posttrain.store.releasing import POLICY_SET, refuse_protected
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # as `release.channel` of a run file
 RELEASES, EVERYTHING = "releases", "all"  # what a freeze stops
 
 
-def policy_of(wiring: Wiring, channel: str, digest: str | None = None) -> PinnedPolicy | None:
+def policy_of(stores: Stores, channel: str, digest: str | None = None) -> PinnedPolicy | None:
     """The policy that a channel has, or had; None: none was set.
 
     Args:
@@ -26,11 +27,11 @@ def policy_of(wiring: Wiring, channel: str, digest: str | None = None) -> Pinned
     Raises:
         IntegrityError: its document is gone, corrupt, or of another version of Posttrain.
     """
-    wanted = digest or wiring.ledger.channel_record(channel).policy
+    wanted = digest or stores.ledger.channel_record(channel).policy
     if wanted is None:
         return None
     try:
-        policy = parse_policy(json.loads(wiring.blobs.get(wanted)), "policy")
+        policy = parse_policy(json.loads(stores.blobs.get(wanted)), "policy")
     except (IntegrityError, NotFoundError, InputError, ValueError) as error:
         raise IntegrityError(
             f"channel {channel}: its policy {wanted[:19]}… cannot be read ({error}); set it again: posttrain channel "
@@ -39,7 +40,7 @@ def policy_of(wiring: Wiring, channel: str, digest: str | None = None) -> Pinned
     return PinnedPolicy(channel, wanted, policy)
 
 
-def set_policy(wiring: Wiring, channel: str, policy: ChannelPolicy | None) -> ChannelRecord:
+def set_policy(stores: Stores, channel: str, policy: ChannelPolicy | None) -> ChannelRecord:
     """Let a channel have this policy from now on; None takes away the one that it has.
 
     Args:
@@ -50,31 +51,31 @@ def set_policy(wiring: Wiring, channel: str, policy: ChannelPolicy | None) -> Ch
         ChannelClosedError: the channel is protected.
         ConflictError: somebody moved or changed it meanwhile.
     """
-    record = _record(wiring, channel) if policy else _used(wiring, channel)
+    record = _record(stores.ledger, channel) if policy else _used(stores.ledger, channel)
     if (policy.digest if policy else None) != record.policy:
         refuse_protected(record, "a change of its policy")
     written = canonical_json(policy.to_json()) if policy else b""
-    digest = wiring.blobs.put(written) if policy else None  # again too: a document that was lost comes back
+    digest = stores.blobs.put(written) if policy else None  # again too: a document that was lost comes back
     if digest == record.policy:
         return record
-    return _set(wiring, record, POLICY_SET, size=len(written), policy=digest)
+    return _set(stores, record, POLICY_SET, size=len(written), policy=digest)
 
 
-def protect(wiring: Wiring, channel: str, *, protected: bool, why: str = "") -> ChannelRecord:
+def protect(stores: Stores, channel: str, *, protected: bool, why: str = "") -> ChannelRecord:
     """Let policy and quarantine of a channel be changed by approval only, or take that back.
 
     Raises:
         NotFoundError: a channel that nobody has used yet: a slip would leave open what was meant.
         ConflictError: somebody moved or changed it meanwhile.
     """
-    record = _used(wiring, channel)
+    record = _used(stores.ledger, channel)
     if record.protected == protected:
         return record
     kind = "channel.protected" if protected else "channel.unprotected"
-    return _set(wiring, record, kind, why, protected=protected)
+    return _set(stores, record, kind, why, protected=protected)
 
 
-def freeze(wiring: Wiring, channel: str, frozen: str, why: str = "") -> ChannelRecord:
+def freeze(stores: Stores, channel: str, frozen: str, why: str = "") -> ChannelRecord:
     """Let nothing move a channel.
 
     Args:
@@ -84,20 +85,20 @@ def freeze(wiring: Wiring, channel: str, frozen: str, why: str = "") -> ChannelR
         NotFoundError: a channel that nobody has used yet.
         ConflictError: somebody moved or changed it meanwhile.
     """
-    record = _used(wiring, channel)
+    record = _used(stores.ledger, channel)
     if record.frozen == frozen:
         return record
-    return _set(wiring, record, "channel.frozen" if frozen else "channel.unfrozen", why, frozen=frozen)
+    return _set(stores, record, "channel.frozen" if frozen else "channel.unfrozen", why, frozen=frozen)
 
 
-def refuse_lift(wiring: Wiring, channel: str, model: str, policy: PinnedPolicy | None) -> None:
+def refuse_lift(ledger: Ledger, channel: str, model: str, policy: PinnedPolicy | None) -> None:
     """Refuse to bring back a quarantined model where the channel's policy does not leave that to a reason.
 
     Raises:
         ChannelClosedError: it says that nobody may, or that an approval is needed, which nobody can give yet.
     """
     lift = policy.policy.quarantine.lift if policy else "reason"
-    if lift == "reason" or all(one.model_digest != model for one in wiring.ledger.quarantine(channel)):
+    if lift == "reason" or all(one.model_digest != model for one in ledger.quarantine(channel)):
         return
     says = "by approval only, which Posttrain cannot take yet" if lift == "approval" else "never"
     raise ChannelClosedError(
@@ -106,24 +107,24 @@ def refuse_lift(wiring: Wiring, channel: str, model: str, policy: PinnedPolicy |
     )
 
 
-def _record(wiring: Wiring, channel: str) -> ChannelRecord:
+def _record(ledger: Ledger, channel: str) -> ChannelRecord:
     if not NAME.fullmatch(channel):
         raise InputError(
             f"channel {channel!r}: must be 1-63 of a-z 0-9 _ - and begin with a letter or digit, as run files name it"
         )
-    return wiring.ledger.channel_record(channel)
+    return ledger.channel_record(channel)
 
 
-def _used(wiring: Wiring, channel: str) -> ChannelRecord:
-    record = _record(wiring, channel)
+def _used(ledger: Ledger, channel: str) -> ChannelRecord:
+    record = _record(ledger, channel)
     if not record.generation:
-        hint = nearest(channel, (other.name for other in wiring.ledger.channel_records()))
+        hint = nearest(channel, (other.name for other in ledger.channel_records()))
         raise NotFoundError(f"channel {channel!r} is unknown{hint}; a release or posttrain channel set-policy makes it")
     return record
 
 
 def _set(
-    wiring: Wiring, record: ChannelRecord, kind: str, why: str = "", size: int | None = None, **columns: object
+    stores: Stores, record: ChannelRecord, kind: str, why: str = "", size: int | None = None, **columns: object
 ) -> ChannelRecord:
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         return transaction.set_channel(record, kind, why, size, **columns)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from posttrain.control.wiring import Wiring
 from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.store.ledger import Ledger
 
 _ABSENT = "(absent)"
 
@@ -23,14 +23,14 @@ class Difference:
     notes: tuple[str, ...] = ()
 
 
-def compare(wiring: Wiring, first: Manifest, second: Manifest) -> list[Difference]:
+def compare(ledger: Ledger, first: Manifest, second: Manifest) -> list[Difference]:
     """Differences that decide results or release; what the runs are called and who owns them is not compared.
 
     An asset that several stages use is told once.
     """
     found: dict[tuple[str, str], Difference] = {}
     for path, before, after in _walk("", _plain(first), _plain(second)):
-        difference = _asset_difference(wiring, path, before, after) or Difference(path, _show(before), _show(after))
+        difference = _asset_difference(ledger, path, before, after) or Difference(path, _show(before), _show(after))
         found.setdefault((difference.before, difference.after) if difference.notes else (path, ""), difference)
     return list(found.values())
 
@@ -65,14 +65,14 @@ def _show(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _asset_difference(wiring: Wiring, path: str, before: Any, after: Any) -> Difference | None:
+def _asset_difference(ledger: Ledger, path: str, before: Any, after: Any) -> Difference | None:
     if not (isinstance(before, InputRef) and isinstance(after, InputRef) and before.digest and after.digest):
         return None
     notes = [f"digest: {before.digest} → {after.digest}"] if before.digest != after.digest else []
     for key in sorted(before.meta.keys() | after.meta.keys()):
         if before.meta.get(key) != after.meta.get(key):
             notes.append(f"{key}: {_meant(before, key)} → {_meant(after, key)}")
-    old, new = (_described(wiring, ref) for ref in (before, after))
+    old, new = (_described(ledger, ref) for ref in (before, after))
     for key in sorted(old.keys() | new.keys()):
         if key not in before.meta and old.get(key) != new.get(key):
             notes.append(f"{key}: {old.get(key, _ABSENT)} → {new.get(key, _ABSENT)}")
@@ -90,9 +90,9 @@ def _called(ref: InputRef) -> str:
     return f"{ref.name} ({ref.meta['entry']})" if "entry" in ref.meta else ref.name
 
 
-def _described(wiring: Wiring, ref: InputRef) -> dict[str, Any]:
+def _described(ledger: Ledger, ref: InputRef) -> dict[str, Any]:
     """What the registry knows of an asset; empty for a path that was never registered."""
-    for asset in wiring.ledger.assets_by_digest(ref.digest or ""):
+    for asset in ledger.assets_by_digest(ref.digest or ""):
         if asset.ref == ref.name:
             at = datetime.fromtimestamp(asset.created_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             return {"registered by": asset.created_by, "registered at": at, **_flat(dict(asset.meta))}

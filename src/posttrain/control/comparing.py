@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.control.compare import compare
 from posttrain.control.scores import Measured, estimate_json, measurements, model_words, paired_json, released
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.decision.gates import Evidence
 from posttrain.decision.intervals import CONFIDENCE, Estimate, Paired, estimate, paired
 from posttrain.domain.errors import InputError
@@ -16,6 +16,7 @@ from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.measures import better
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.spelling import nearest
+from posttrain.store.ledger import Ledger
 
 _ALWAYS, _SAMPLED = ("extract", "max_new_tokens"), ("temperature", "samples")  # settings that numbers depend on
 MOST = 26  # things compared at once: they are called A to Z
@@ -136,7 +137,7 @@ class Comparison:
         }
 
 
-def subject(wiring: Wiring, label: str, run: RunRecord, stage: str | None) -> Subject:
+def subject(stores: Stores, label: str, run: RunRecord, stage: str | None) -> Subject:
     """What one word on the command line names.
 
     Args:
@@ -145,14 +146,14 @@ def subject(wiring: Wiring, label: str, run: RunRecord, stage: str | None) -> Su
     Raises:
         InputError: the run has no such evaluation, or none that has ended.
     """
-    manifest = wiring.manifest(run)
-    rows = {row.name: row for row in wiring.ledger.stages(run.id)}
+    manifest = stores.manifest(run)
+    rows = {row.name: row for row in stores.ledger.stages(run.id)}
     evaluators = [one.name for one in manifest.stages if one.measures]
     if stage is not None and stage not in evaluators:
         known = nearest(stage, evaluators) or " (it has none)"
         raise InputError(f"compare: {run.id}/{stage} must be an evaluate stage, got {stage!r}{known}")
     troubles: list[str] = []
-    found = [one for one in measurements(wiring, manifest, rows, troubles) if stage in (None, one.stage.name)]
+    found = [one for one in measurements(stores.blobs, manifest, rows, troubles) if stage in (None, one.stage.name)]
     if not found:
         what = f"{run.id}/{stage}" if stage else f"run {run.id}"
         state = troubles[0] if troubles else "no evaluation of it has ended"
@@ -166,7 +167,7 @@ def _chosen(manifest: Manifest, found: Sequence[Measured]) -> InputRef:
     return next((one.model for one in own if one.model.word == released(manifest)), own[-1].model)
 
 
-def side_by_side(wiring: Wiring, subjects: Sequence[Subject]) -> Comparison:
+def side_by_side(ledger: Ledger, subjects: Sequence[Subject]) -> Comparison:
     """Compare everything with the first subject.
 
     Raises:
@@ -181,7 +182,7 @@ def side_by_side(wiring: Wiring, subjects: Sequence[Subject]) -> Comparison:
         raise InputError(f"compare: what is compared must share a metric, got none: {told}; evaluate on one suite")
     for one in subjects[1:]:
         notes += _settings(subjects[0], one)
-    return Comparison(tuple(subjects), tuple(rows), tuple(_parameters(wiring, subjects)), tuple(dict.fromkeys(notes)))
+    return Comparison(tuple(subjects), tuple(rows), tuple(_parameters(ledger, subjects)), tuple(dict.fromkeys(notes)))
 
 
 def _metrics(subjects: Sequence[Subject]) -> dict[str, Measured]:
@@ -251,7 +252,7 @@ def _settings(first: Subject, other: Subject) -> list[str]:
     return found
 
 
-def _parameters(wiring: Wiring, subjects: Sequence[Subject]) -> list[ParameterRow]:
+def _parameters(ledger: Ledger, subjects: Sequence[Subject]) -> list[ParameterRow]:
     """Fields of the manifests that are not the same for all, a column for each subject."""
     values: dict[str, list[str | None]] = {}
     before: dict[str, str] = {}
@@ -259,7 +260,7 @@ def _parameters(wiring: Wiring, subjects: Sequence[Subject]) -> list[ParameterRo
     for place, other in enumerate(subjects[1:], start=1):
         if other.run.id == subjects[0].run.id:
             continue
-        for change in compare(wiring, subjects[0].manifest, other.manifest):
+        for change in compare(ledger, subjects[0].manifest, other.manifest):
             values.setdefault(change.path, [None] * len(subjects))[place] = change.after
             before[change.path] = change.before
             notes.setdefault(change.path, change.notes)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.control.lineage import Node
-from posttrain.control.wiring import Wiring
 from posttrain.decision.releases import release_states
 from posttrain.domain.edges import release_end, release_of, run_end, stage_end, stage_of
 from posttrain.domain.lifecycle import ReleaseState
 from posttrain.domain.records import Edge
+from posttrain.store.ledger import Ledger
 from posttrain.store.snapshot import Snapshot
 
 
@@ -34,21 +34,21 @@ class Downstream:
         return f"{runs}; {shipped if count else 'never released'}"
 
 
-def of_bytes(wiring: Wiring, digest: str, name: str = "") -> Downstream:
+def of_bytes(ledger: Ledger, digest: str, name: str = "") -> Downstream:
     """What these bytes went into, whatever they were called when they were used.
 
     Args:
         name: that they are shown by.
     """
-    with wiring.ledger.snapshot() as now:
+    with ledger.snapshot() as now:
         held = tuple(("held by", hold.holder) for hold in now.holds(digest))
         kind = name.partition(":")[0] if name else "artifact"
         return _downstream(now, Node(kind, name or digest, digest, None, held), now.uses_of_bytes(digest))
 
 
-def of_run(wiring: Wiring, run_id: str) -> Downstream:
+def of_run(ledger: Ledger, run_id: str) -> Downstream:
     """What a run and what it made went into."""
-    with wiring.ledger.snapshot() as now:
+    with ledger.snapshot() as now:
         run = now.run(run_id)
         ends = [run_end(run.id), *(stage_end(run.id, stage.name) for stage in now.stages(run.id))]
         own = [Edge(run_end(run.id), "", end, "", "") for end in ends[1:]]

@@ -4,42 +4,43 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.execution.environment import pin, pinned, read_environment
 from posttrain.store.atomic import make_folder, read_json, write_json
 
 _RECORD = "environment.json"  # in a run's folder: {"digest"}
 
 
-def differs(wiring: Wiring, run_id: str) -> str:
+def differs(jobs: Jobs, run_id: str) -> str:
     """How the present environment differs from the run's, in one line; empty where it does not, or nobody compares."""
-    if not wiring.executor.attests:
+    if not jobs.executor.attests:
         return ""
-    present, known = read_environment(), read_json(_record(wiring, run_id))  # takes seconds: the workspace may be gone
-    make_folder(wiring.root / "cache", within=wiring.root)
+    present = read_environment()  # takes seconds: the workspace may be gone
+    known = read_json(_record(jobs.folders, run_id))
+    make_folder(jobs.folders.root / "cache", within=jobs.folders.root)
     if known is None:
-        pin(present, wiring.root / "cache")
-        make_folder(_record(wiring, run_id).parent, within=wiring.root)
-        write_json(_record(wiring, run_id), {"digest": present.digest})
+        pin(present, jobs.folders.root / "cache")
+        make_folder(_record(jobs.folders, run_id).parent, within=jobs.folders.root)
+        write_json(_record(jobs.folders, run_id), {"digest": present.digest})
         return ""
     if present.digest == known["digest"]:
-        pin(present, wiring.root / "cache")  # the cache may be emptied at any time
+        pin(present, jobs.folders.root / "cache")  # the cache may be emptied at any time
         return ""
-    before = pinned(str(known["digest"]), wiring.root / "cache")
+    before = pinned(str(known["digest"]), jobs.folders.root / "cache")
     what = present.differs(before) if before else "another one"
     return f"the environment must be the one that the run began with, got {what}"
 
 
-def ordered(wiring: Wiring, run_id: str) -> str:
+def ordered(jobs: Jobs, run_id: str) -> str:
     """The digest that a job of the run must find; empty: it need not compare."""
-    known = read_json(_record(wiring, run_id)) if wiring.executor.attests else None
+    known = read_json(_record(jobs.folders, run_id)) if jobs.executor.attests else None
     return str(known["digest"]) if known else ""
 
 
-def accept(wiring: Wiring, run_id: str) -> None:
+def accept(folders: AttemptFolders, run_id: str) -> None:
     """A person lets the run go on: the next job pins what is there then."""
-    _record(wiring, run_id).unlink(missing_ok=True)
+    _record(folders, run_id).unlink(missing_ok=True)
 
 
-def _record(wiring: Wiring, run_id: str) -> Path:
-    return wiring.root / "runs" / run_id / _RECORD
+def _record(folders: AttemptFolders, run_id: str) -> Path:
+    return folders.root / "runs" / run_id / _RECORD

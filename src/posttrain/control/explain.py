@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from posttrain.control.judging import read_report
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import (
     ChannelClosedError,
@@ -53,13 +53,13 @@ class Explanation:
         return tuple(attempt for attempt in self.attempts if attempt.state in bad)
 
 
-def explain_run(wiring: Wiring, run_id: str) -> Explanation:
+def explain_run(stores: Stores, run_id: str) -> Explanation:
     """Gather the facts of one run."""
-    run = wiring.ledger.run(run_id)
-    stages = tuple(wiring.ledger.stages(run.id))
+    run = stores.ledger.run(run_id)
+    stages = tuple(stores.ledger.stages(run.id))
     gate = next((stage for stage in stages if kind_of(stage.kind).judges and REPORT in stage.outputs), None)
-    report = read_report(wiring, gate.outputs[REPORT]["digest"]) if gate else None
-    return Explanation(run, stages, tuple(wiring.ledger.attempts(run.id)), report)
+    report = read_report(stores.blobs, gate.outputs[REPORT]["digest"]) if gate else None
+    return Explanation(run, stages, tuple(stores.ledger.attempts(run.id)), report)
 
 
 def outcome_error(run: RunRecord, stages: tuple[StageRecord, ...]) -> PosttrainError | None:

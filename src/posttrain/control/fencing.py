@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.jobs import AttemptFolders
+from posttrain.control.stores import Stores
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.jobs import ANOTHER_RUNS, JobState, Observation
 from posttrain.domain.lifecycle import AttemptState
@@ -14,7 +15,7 @@ from posttrain.execution import processes
 from posttrain.store.channel import ControlKind, Start
 
 
-def give_up(wiring: Wiring, attempt: AttemptRecord, why: str) -> bool:
+def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str) -> bool:
     """Before an attempt is recorded as ended: a job of it that comes late (its launcher was suspended, say) begins not.
 
     Returns:
@@ -24,13 +25,13 @@ def give_up(wiring: Wiring, attempt: AttemptRecord, why: str) -> bool:
         WorkspaceError: the attempt folder cannot be written; then it has not ended yet.
     """
     try:
-        held = wiring.folder(attempt).channel.bury(attempt.number, why)
+        held = folders.of(attempt).channel.bury(attempt.number, why)
     except IntegrityError:  # something is there, and a job that cannot read it does not begin either
         return True
     return held is None or not _may_live(held)
 
 
-def another_runs(wiring: Wiring, attempt: AttemptRecord, seen: Observation) -> bool:
+def another_runs(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, seen: Observation) -> bool:
     """Whether the executor's job found that another one has begun this attempt, which may live: its result counts.
 
     It is over when its process is seen to be gone; of another machine's that cannot be seen. A job that the executor
@@ -40,18 +41,18 @@ def another_runs(wiring: Wiring, attempt: AttemptRecord, seen: Observation) -> b
         return False
     if attempt.reason == Reason.ASSUMED_DEAD:
         return False
-    folder = wiring.folder(attempt)
+    folder = folders.of(attempt)
     held = folder.channel.started()
     if held is None or folder.channel.answered() is not None or not _may_live(held):
         return False
     if attempt.reason != Reason.ANOTHER_RUNS:
         message = f"process {held.pid} of {held.host} began this attempt before the launched job; its result counts"
-        with wiring.ledger.transaction(wiring.actor) as transaction:
+        with stores.ledger.transaction(stores.actor) as transaction:
             transaction.update_attempt(attempt, reason=Reason.ANOTHER_RUNS, message=message)
     return True
 
 
-def assume_dead(wiring: Wiring, run_id: str, stage: str) -> AttemptRecord:
+def assume_dead(stores: Stores, folders: AttemptFolders, run_id: str, stage: str) -> AttemptRecord:
     """Take a person's word that the job of a stage is dead of which nothing can be seen: its host is gone, say.
 
     What it may still compute is published by nobody.
@@ -61,27 +62,27 @@ def assume_dead(wiring: Wiring, run_id: str, stage: str) -> AttemptRecord:
         InputError: it is not waited for such a job, or the job is seen to live.
         ConflictError: somebody moved first.
     """
-    row = next((one for one in wiring.ledger.stages(run_id) if one.name == stage), None)
+    row = next((one for one in stores.ledger.stages(run_id) if one.name == stage), None)
     if row is None:
         raise NotFoundError(f"run {run_id} has no stage {stage!r}; posttrain get {run_id} shows them")
-    attempt = next(iter(reversed(wiring.ledger.attempts(run_id, stage))), None)
+    attempt = next(iter(reversed(stores.ledger.attempts(run_id, stage))), None)
     unseen = row.reason in (Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)
     if attempt is None or attempt.state != AttemptState.LAUNCHED or not unseen:
         raise InputError(
             f"{run_id}/{stage}: --assume-dead needs a job of which nothing can be seen, the stage is {row.state} "
             f"({row.reason}); posttrain why {run_id}"
         )
-    held = wiring.folder(attempt).channel.started()
+    held = folders.of(attempt).channel.started()
     if held is not None and held.host == socket.gethostname() and _may_live(held):
         raise InputError(f"{run_id}/{stage}: process {held.pid} of this host lives; posttrain stop {run_id} ends it")
-    message = f"{wiring.actor} says that its job is dead"
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    message = f"{stores.actor} says that its job is dead"
+    with stores.ledger.transaction(stores.actor) as transaction:
         return transaction.update_attempt(attempt, reason=Reason.ASSUMED_DEAD, message=message)
 
 
-def unheeded(wiring: Wiring, attempt: AttemptRecord) -> str:
+def unheeded(folders: AttemptFolders, attempt: AttemptRecord) -> str:
     """What is said of a job that was told to stop and was ended instead; empty for one that said it stops."""
-    channel = wiring.folder(attempt).channel
+    channel = folders.of(attempt).channel
     stops = [control.number for control in channel.controls() if control.kind is ControlKind.STOP]
     if not stops or any(channel.acknowledged(number) for number in stops):
         return ""

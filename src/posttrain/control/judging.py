@@ -14,7 +14,7 @@ from posttrain.control.channels import policy_of
 from posttrain.control.conforming import check_manifest
 from posttrain.control.deciding import BASELINE, EVIDENCE, RIVAL
 from posttrain.control.recalls import refuse_release
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.decision.gates import Baseline, Evidence, judge_all
 from posttrain.decision.releases import judged_at, promotion
 from posttrain.domain.canonical import canonical_json, digest_json
@@ -36,6 +36,7 @@ from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.measures import ItemRange
+from posttrain.domain.ports import BlobStore, Clock
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import Look, RunRecord, StageRecord
 from posttrain.domain.seeds import derive_seed
@@ -49,28 +50,29 @@ _REASONS = {
 }
 
 
-def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
+def judge_stage(stores: Stores, manifest: Manifest, stage: StageRecord) -> None:
     """Judge every gate of the run on the bound evidence; only PASS lets the release stage start."""
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
     evaluators = {s.name: _evaluator(manifest, s) for s in manifest.stages if s.measures}
+    rivals = {CHANNEL, *(rule.rival for rule in manifest.gates if rule.rival)}
     report = judge_all(
         manifest.gates,
-        _read(wiring, inputs, EVIDENCE),
-        {word: _baseline(wiring, inputs, word) for word in {CHANNEL, *(r.rival for r in manifest.gates if r.rival)}},
+        _read(stores.blobs, inputs, EVIDENCE),
+        {word: _baseline(stores.blobs, inputs, word) for word in rivals},
         candidate_digest=inputs["candidate"].digest,
         evaluator_digest=digest_json(evaluators),
         seed=derive_seed(manifest.seed, "gate"),
     )
-    bound: dict[str, Any] = {"manifest": wiring.ledger.run(stage.run_id).manifest_digest, "policy": manifest.policy}
+    bound: dict[str, Any] = {"manifest": stores.ledger.run(stage.run_id).manifest_digest, "policy": manifest.policy}
     if manifest.release is not None:
         channel = manifest.release.channel
         bound |= {"channel": channel, "release": _release_in(inputs.get(CHANNEL), channel)}
     report = report.model_copy(update=bound)
     written = canonical_json(report.model_dump(mode="json"))
-    digest = wiring.blobs.put(written)
+    digest = stores.blobs.put(written)
     passed = report.outcome is Outcome.PASS
     crashpoint("gate.before_commit")
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.update_stage(
             stage,
             state=StageState.SUCCEEDED if passed else StageState.REJECTED,
@@ -80,14 +82,14 @@ def judge_stage(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> None:
             outputs={"report": {"digest": digest, "form": "file"}},
             sizes={digest: len(written)},
             metrics={f"{v.gate}/estimate": v.estimate for v in report.verdicts if v.estimate is not None},
-            finished_at=wiring.clock.now(),
+            finished_at=stores.clock.now(),
         )
         if manifest.release is not None:
-            transaction.record_look(_look(wiring, manifest, stage, report, digest_json(evaluators)))
+            transaction.record_look(_look(stores.clock, manifest, stage, report, digest_json(evaluators)))
     crashpoint("gate.after_commit")
 
 
-def _look(wiring: Wiring, manifest: Manifest, stage: StageRecord, report: GateReport, items: str) -> Look:
+def _look(clock: Clock, manifest: Manifest, stage: StageRecord, report: GateReport, items: str) -> Look:
     """This judgement, as a channel counts it: of which items, for whom, and what the candidate grew from."""
     assert manifest.release is not None
     roots = sorted(
@@ -101,7 +103,7 @@ def _look(wiring: Wiring, manifest: Manifest, stage: StageRecord, report: GateRe
         run_id=stage.run_id,
         outcome=str(report.outcome),
         owner=manifest.owner,
-        at=wiring.clock.now(),
+        at=clock.now(),
     )
 
 
@@ -113,10 +115,10 @@ def _release_in(live: InputBlob | None, channel: str) -> int | None:
     return int(sequence) if named == f"channel:{channel}" and sequence.isdecimal() else None
 
 
-def _baseline(wiring: Wiring, inputs: Mapping[str, InputBlob], word: str) -> Baseline:
+def _baseline(blobs: BlobStore, inputs: Mapping[str, InputBlob], word: str) -> Baseline:
     """What a rule compares with: a model, and what was measured of it."""
     model = inputs.get(CHANNEL if word == CHANNEL else RIVAL + word)
-    evidence = _read(wiring, inputs, BASELINE if word == CHANNEL else f"{RIVAL}{word}.")
+    evidence = _read(blobs, inputs, BASELINE if word == CHANNEL else f"{RIVAL}{word}.")
     return Baseline(model.digest if model else None, evidence)
 
 
@@ -139,21 +141,21 @@ def _summary(report: GateReport) -> str:
 
 
 def release_stage(
-    wiring: Wiring, run: RunRecord, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
+    stores: Stores, run: RunRecord, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
 ) -> None:
     """Move the channel to the judged model, if it still points where it pointed when the gate looked."""
     assert manifest.release is not None
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
-    report = read_report(wiring, inputs["report"].digest)
+    report = read_report(stores.blobs, inputs["report"].digest)
     channel, candidate = manifest.release.channel, inputs["candidate"].digest
-    check_weights(wiring, candidate, f"channel {channel} stays where it is")
+    check_weights(stores.blobs, candidate, f"channel {channel} stays where it is")
     crashpoint("promote.before_commit")
     try:
-        live, judged = wiring.ledger.channel(channel), judged_at(report, channel, wiring.ledger.history(channel))
+        live, judged = stores.ledger.channel(channel), judged_at(report, channel, stores.ledger.history(channel))
         move = promotion(live, judged, candidate, report)
         if move:
-            refuse_unmet(wiring, run, manifest, report, channel)
-        with wiring.ledger.transaction(wiring.actor) as transaction:
+            refuse_unmet(stores, run, manifest, report, channel)
+        with stores.ledger.transaction(stores.actor) as transaction:
             if transaction.snapshot.run(run.id).desired == "stopped":
                 return  # a person said stop before the pointer moved: the next tick stops the stage
             if move:
@@ -174,13 +176,13 @@ def release_stage(
                 state=StageState.SUCCEEDED,
                 reason=Reason.PROMOTED if move else Reason.ALREADY_LIVE,
                 message=f"{channel} {verb} at {candidate[:19]}… (release {live and live.sequence})",
-                finished_at=wiring.clock.now(),
+                finished_at=stores.clock.now(),
             )
     except StaleWriteError:  # the stage's own row, not the channel: look again
         raise
     except ConflictError as error:
         reason, action = _turned_away(error, run.id, channel)
-        with wiring.ledger.transaction(wiring.actor) as transaction:
+        with stores.ledger.transaction(stores.actor) as transaction:
             transaction.update_stage(
                 stage,
                 state=StageState.REJECTED,
@@ -204,7 +206,7 @@ def _turned_away(error: ConflictError, run_id: str, channel: str) -> tuple[Reaso
     return Reason.CHANNEL_MOVED, f"posttrain run RUN.yaml --again judges against what {channel} points at now"
 
 
-def refuse_unmet(wiring: Wiring, run: RunRecord, manifest: Manifest, report: GateReport, channel: str) -> None:
+def refuse_unmet(stores: Stores, run: RunRecord, manifest: Manifest, report: GateReport, channel: str) -> None:
     """Hold a report against the policy that a channel has now.
 
     Raises:
@@ -212,7 +214,7 @@ def refuse_unmet(wiring: Wiring, run: RunRecord, manifest: Manifest, report: Gat
     """
     if report.manifest not in (None, run.manifest_digest):
         raise PolicyError(f"run {run.id}: its gate report is about another manifest; judge again: --again")
-    pinned = policy_of(wiring, channel)
+    pinned = policy_of(stores, channel)
     if pinned is None:
         return
     if report.policy != pinned.digest:
@@ -227,7 +229,7 @@ def refuse_unmet(wiring: Wiring, run: RunRecord, manifest: Manifest, report: Gat
         raise PolicyError(f"run {run.id}: {error}") from error
 
 
-def check_weights(wiring: Wiring, digest: str, otherwise: str) -> None:
+def check_weights(blobs: BlobStore, digest: str, otherwise: str) -> None:
     """Hash a model before a channel may point at it.
 
     Args:
@@ -237,27 +239,27 @@ def check_weights(wiring: Wiring, digest: str, otherwise: str) -> None:
         IntegrityError: bytes of it are missing or corrupt.
     """
     try:
-        verify_tree(wiring.blobs, digest)
+        verify_tree(blobs, digest)
     except (IntegrityError, NotFoundError) as error:
         raise IntegrityError(f"{otherwise}: model {digest[:19]}… cannot be served: {error}") from error
 
 
-def read_report(wiring: Wiring, digest: str) -> GateReport:
+def read_report(blobs: BlobStore, digest: str) -> GateReport:
     """A gate report by digest.
 
     Raises:
         IntegrityError: corrupt bytes.
         NotFoundError: no such blob.
     """
-    return GateReport.model_validate(json.loads(wiring.blobs.get(digest)))
+    return GateReport.model_validate(json.loads(blobs.get(digest)))
 
 
-def _read(wiring: Wiring, inputs: Mapping[str, InputBlob], prefix: str) -> dict[str, Evidence]:
+def _read(blobs: BlobStore, inputs: Mapping[str, InputBlob], prefix: str) -> dict[str, Evidence]:
     """Per-item values by metric, from the evaluations' `metrics.parquet`: its columns are `_COLUMNS`."""
     found: dict[str, Evidence] = {}
     for slot, blob in inputs.items():
         if slot.startswith(prefix):
-            more = read_evidence(wiring.blobs.get(blob.digest), blob.name)
+            more = read_evidence(blobs.get(blob.digest), blob.name)
             twice = sorted(found.keys() & more.keys())
             if twice:
                 raise IntegrityError(f"{blob.name}: {twice[0]} is measured by another stage too; rename a suite")

@@ -12,7 +12,7 @@ from posttrain.control.judging import read_report
 from posttrain.control.models import MadeModel
 from posttrain.control.origins import Origins
 from posttrain.control.selecting import selected
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.data.importing import begins_at
 from posttrain.decision.releases import release_states
 from posttrain.domain.contracts import BEST, METRICS, MODEL
@@ -20,6 +20,7 @@ from posttrain.domain.edges import IMPORT, ORIGIN, stage_of
 from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import model_output
+from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset, Edge, ReleaseEntry, StageRecord
 from posttrain.domain.spelling import nearest
 from posttrain.store.audit import verify_rows
@@ -58,37 +59,37 @@ class VerifyReport:
     erased: int = 0  # events whose words were erased
 
 
-def release_lineage(wiring: Wiring, channel: str) -> Node:
+def release_lineage(stores: Stores, channel: str) -> Node:
     """The tree of what a channel serves.
 
     Raises:
         NotFoundError: unknown or empty channel.
     """
-    with wiring.ledger.snapshot() as now:
+    with stores.ledger.snapshot() as now:
         live = now.channel(channel)
         if live is None:
             raise NotFoundError(
                 f"channel {channel!r} is unknown{nearest(channel, now.channels())}; a promotion creates it"
             )
-        return _release_node(Origins(wiring, now), live)
+        return _release_node(Origins(stores, now), live)
 
 
-def run_lineage(wiring: Wiring, run_id: str) -> Node:
+def run_lineage(stores: Stores, run_id: str) -> Node:
     """The tree of what a run made, from its last model stage back."""
-    with wiring.ledger.snapshot() as now:
-        origins, run = Origins(wiring, now), now.run(run_id)
+    with stores.ledger.snapshot() as now:
+        origins, run = Origins(stores, now), now.run(run_id)
         stages = [stage for stage in origins.stages(run.id) if MODEL in origins.made(run.id, stage.name)]
-        release = wiring.manifest(run).release
+        release = stores.manifest(run).release
         name, output = model_output(release.model) if release else ("", MODEL)
         made = [(stage, output if stage.name == name else MODEL) for stage in stages[-1:]]
         children = (*(_stage_node(origins, *one) for one in made), _manifest_node(origins, run.id))
         return Node("run", run.id, None, children=children, details=(("state", run.state),))
 
 
-def model_lineage(wiring: Wiring, made: MadeModel) -> Node:
+def model_lineage(stores: Stores, made: MadeModel) -> Node:
     """The tree of one model that this workspace made: of a release with what it was judged by."""
-    with wiring.ledger.snapshot() as now:
-        origins = Origins(wiring, now)
+    with stores.ledger.snapshot() as now:
+        origins = Origins(stores, now)
         history = now.history(made.channel) if made.channel else []
         entry = next((entry for entry in history if entry.sequence == made.release), None)
         if entry:
@@ -99,10 +100,10 @@ def model_lineage(wiring: Wiring, made: MadeModel) -> Node:
         return replace(node, children=(*node.children, _manifest_node(origins, made.run_id)))
 
 
-def asset_lineage(wiring: Wiring, asset: Asset) -> Node:
+def asset_lineage(stores: Stores, asset: Asset) -> Node:
     """The tree of a registered version."""
-    with wiring.ledger.snapshot() as now:
-        origins = Origins(wiring, now)
+    with stores.ledger.snapshot() as now:
+        origins = Origins(stores, now)
         made = origins.trained(asset)
         if not made:
             return _asset_node(origins, asset.digest, asset.ref, asset.kind)
@@ -113,7 +114,7 @@ def asset_lineage(wiring: Wiring, asset: Asset) -> Node:
 def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
     children: list[Node] = [_model_node(origins, entry.model_digest, entry.run_id)]
     if entry.report_digest:
-        children.append(_report_node(origins.wiring, entry.report_digest))
+        children.append(_report_node(origins.stores.blobs, entry.report_digest))
     if entry.run_id:
         children += _evaluations(origins, entry.run_id, entry.model_digest)
         children.append(_manifest_node(origins, entry.run_id))
@@ -122,10 +123,10 @@ def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
     return Node("release", entry.channel, None, details=details, children=tuple(children))
 
 
-def _report_node(wiring: Wiring, digest: str) -> Node:
+def _report_node(blobs: BlobStore, digest: str) -> Node:
     """The verdicts that a release rests on, and the models that they compared with."""
     try:
-        report = read_report(wiring, digest)
+        report = read_report(blobs, digest)
     except (IntegrityError, NotFoundError):  # `verify` says what is wrong with it
         return Node("report", "gate report", digest, "file")
     verdicts = report.verdicts
@@ -137,7 +138,7 @@ def _report_node(wiring: Wiring, digest: str) -> Node:
 
 def _manifest_node(origins: Origins, run_id: str) -> Node:
     run = origins.now.run(run_id)
-    manifest = origins.wiring.manifest(run)
+    manifest = origins.stores.manifest(run)
     details = (
         ("state", run.state),
         ("owner", run.owner or "erased"),
@@ -219,7 +220,7 @@ def _asset_node(
 def _import_node(origins: Origins, digest: str, of: str) -> Node:
     """The outside run that an asset was imported from: what its record says, to where knowledge ends."""
     try:
-        record = read_json(origins.wiring.blobs, digest)
+        record = read_json(origins.stores.blobs, digest)
         source, made = f"{record['from']} ({record['of']})", " ".join(f"{k} {v}" for k, v in record["tools"].items())
         place = record.get("model", {}).get("place", "no model, metrics only")
     except (IntegrityError, NotFoundError, KeyError, TypeError):  # `verify` says what is wrong with it
@@ -264,7 +265,7 @@ def _asset_details(asset: Asset) -> tuple[tuple[str, str], ...]:
     return (*((key, str(asset.meta[key])) for key in shown if key in asset.meta), ("registered by", asset.created_by))
 
 
-def verify(wiring: Wiring, tree: Node, progress: Callable[[int], None] = lambda done: None) -> VerifyReport:
+def verify(stores: Stores, tree: Node, progress: Callable[[int], None] = lambda done: None) -> VerifyReport:
     """Hash everything in a lineage again, recompute the event chain, and hold the ledger's rows against it.
 
     Problems are collected, not raised.
@@ -277,16 +278,16 @@ def verify(wiring: Wiring, tree: Node, progress: Callable[[int], None] = lambda 
             continue
         seen.add(node.digest)
         try:
-            size += verify_tree(wiring.blobs, node.digest) if node.form == "tree" else wiring.blobs.check(node.digest)
+            size += verify_tree(stores.blobs, node.digest) if node.form == "tree" else stores.blobs.check(node.digest)
         except (IntegrityError, NotFoundError) as error:
             problems.append(f"{node.kind} {node.name}: {error}")
         progress(len(seen))
     events = pending = before = erased = 0
     try:
-        problems += [f"ledger: {line}; restore it from a copy" for line in wiring.ledger.database.check()]
-        chain = verify_chain(wiring.ledger)
+        problems += [f"ledger: {line}; restore it from a copy" for line in stores.ledger.database.check()]
+        chain = verify_chain(stores.ledger)
         events, pending, before, erased = chain.sealed, chain.pending, chain.before, chain.erased
-        verify_rows(wiring.ledger)
+        verify_rows(stores.ledger)
     except (IntegrityError, WorkspaceError) as error:  # the second: the database refuses to read on
         problems.append(str(error))
     return VerifyReport(len(seen), size, events, tuple(problems), pending, before, erased)

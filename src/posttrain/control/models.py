@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.control.origins import Origins
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.data.refs import AssetRef, Source
 from posttrain.domain.contracts import MODEL
 from posttrain.domain.errors import InputError, NotFoundError
@@ -43,7 +43,7 @@ class MadeModel:
         return InputRef(source="asset", name=self.name, digest=self.digest, form="tree", meta=meta)
 
 
-def made_model(wiring: Wiring, ref: AssetRef) -> MadeModel:
+def made_model(stores: Stores, ref: AssetRef) -> MadeModel:
     """The model that a channel points at, that a run's stage made, or that is a version of what a stage trains.
 
     Raises:
@@ -51,37 +51,37 @@ def made_model(wiring: Wiring, ref: AssetRef) -> MadeModel:
         InputError: the start of several runs' ids.
     """
     ways = {Source.CHANNEL: _released, Source.RUN: _of_run, Source.REGISTRY: _trained}
-    found = ways[ref.source](wiring, ref)
-    if not wiring.blobs.has(found.digest):
+    found = ways[ref.source](stores, ref)
+    if not stores.blobs.has(found.digest):
         raise NotFoundError(f"{found.name}: its bytes ({found.digest}) are missing from the store; restore them")
     return found
 
 
-def _released(wiring: Wiring, ref: AssetRef) -> MadeModel:
-    history = wiring.ledger.history(ref.name)
+def _released(stores: Stores, ref: AssetRef) -> MadeModel:
+    history = stores.ledger.history(ref.name)
     if not history:
-        known = wiring.ledger.channels()
+        known = stores.ledger.channels()
         hint = nearest(ref.name, known) or "; the first release of a run makes one"
         raise NotFoundError(f"{ref}: there is no channel {ref.name!r}{hint}")
     entry = next((e for e in history if e.sequence == ref.version), None) if ref.version else history[-1]
     if entry is None:
         raise NotFoundError(f"{ref}: channel {ref.name} has no release {ref.version}; the latest is {len(history)}")
-    with wiring.ledger.snapshot() as now:
-        made = Origins(wiring, now).that_made(entry.run_id, entry.model_digest)
+    with stores.ledger.snapshot() as now:
+        made = Origins(stores, now).that_made(entry.run_id, entry.model_digest)
     name = f"channel:{ref.name}@{entry.sequence}"
     stage, output = (made[0].name, made[1]) if made else (None, MODEL)
     return MadeModel(name, entry.model_digest, entry.run_id, stage, ref.name, entry.sequence, output)
 
 
-def _trained(wiring: Wiring, ref: AssetRef) -> MadeModel:
-    asset = wiring.ledger.asset(ref.kind, ref.name, ref.version)
+def _trained(stores: Stores, ref: AssetRef) -> MadeModel:
+    asset = stores.ledger.asset(ref.kind, ref.name, ref.version)
     run, stage, output = (str(asset.meta[key]) for key in ("run", "stage", "output"))
     return MadeModel(asset.ref, asset.digest, run, stage, output=output)
 
 
-def _of_run(wiring: Wiring, ref: AssetRef) -> MadeModel:
-    run = wiring.ledger.find_run(ref.name)
-    manifest = wiring.manifest(run)
+def _of_run(stores: Stores, ref: AssetRef) -> MadeModel:
+    run = stores.ledger.find_run(ref.name)
+    manifest = stores.manifest(run)
     makers = [stage.name for stage in manifest.stages if MODEL in stage.outputs]
     word = ref.stage or _main_stage(manifest)
     try:
@@ -92,7 +92,7 @@ def _of_run(wiring: Wiring, ref: AssetRef) -> MadeModel:
         raise NotFoundError(f"{ref}: run {run.id} has no stage {word!r} that makes a model{nearest(word, makers)}")
     if output not in manifest.stage(name).outputs:
         raise NotFoundError(f"{ref}: stage {name} of run {run.id} keeps no best model (keep_best); {_way(run)}")
-    row = next(stage for stage in wiring.ledger.stages(run.id) if stage.name == name)
+    row = next(stage for stage in stores.ledger.stages(run.id) if stage.name == name)
     if output not in row.outputs:
         raise NotFoundError(f"{ref}: stage {name} of run {run.id} has made no model ({row.state}); {_way(run)}")
     return MadeModel(f"run:{run.id}/{word}", row.outputs[output]["digest"], run.id, name, output=output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.edges import ORIGIN, REUSED, release_of, stage_end, stage_of
 from posttrain.domain.manifest import model_output
@@ -17,8 +17,8 @@ Made = tuple[StageRecord, str]  # a stage, and which of its outputs
 class Origins:
     """Edges of one moment. How many statements it takes depends on the runs that are asked about, not on others."""
 
-    def __init__(self, wiring: Wiring, now: Snapshot) -> None:
-        self.wiring, self.now = wiring, now
+    def __init__(self, stores: Stores, now: Snapshot) -> None:
+        self.stores, self.now = stores, now
         self._stages: dict[str, dict[str, StageRecord]] = {}
         self._used: dict[str, list[Edge]] = {}
         self._made: dict[str, dict[str, str]] = {}
@@ -116,7 +116,7 @@ class Origins:
             return None
         rows = self.stages(run_id)
         made = [(row, out) for row in rows for out in (BEST, MODEL) if self.made(run_id, row.name).get(out) == digest]
-        release = self.wiring.manifest(self.now.run(run_id)).release
+        release = self.stores.manifest(self.now.run(run_id)).release
         wanted = model_output(release.model) if release else None
         named = [(row, output) for row, output in made if (row.name, output) == wanted]
         return next(iter([*named, *reversed(made)]), None)

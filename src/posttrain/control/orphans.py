@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.jobs import Jobs
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.requests import RUN, STAGE, WORKSPACE, Job, Listed
+from posttrain.store.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,42 +20,42 @@ class Orphans:
     strangers: tuple[Listed, ...] = ()  # of another one, of a copy, of where this one was before: left alone
 
 
-def find_orphans(wiring: Wiring) -> Orphans:
+def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
     """Look; nothing is touched.
 
     Raises:
         InfrastructureError: the executor does not answer.
     """
-    listed = wiring.executor.list("")
+    listed = jobs.executor.list("")
     if not listed:
         return Orphans()
-    owned = set(_owned(wiring))  # read after the list: an attempt is in the ledger before its job is submitted
+    owned = set(_owned(ledger))  # read after the list: an attempt is in the ledger before its job is submitted
     free = [job for job in listed if job.name not in owned]
-    mine = wiring.workspace() if free else ""
+    mine = jobs.workspace() if free else ""
     ours = tuple(job for job in free if mine and job.labels.get(WORKSPACE) == mine)
     return Orphans(ours, tuple(job for job in free if job not in ours))
 
 
-def end_orphans(wiring: Wiring) -> list[str]:
+def end_orphans(ledger: Ledger, jobs: Jobs) -> list[str]:
     """Kill this workspace's; one line for each.
 
     Raises:
         InfrastructureError: the executor does not answer.
     """
     told = []
-    for job in find_orphans(wiring).ours:
-        folder = wiring.attempt_dir(job.labels[RUN], job.labels[STAGE], job.epoch)
+    for job in find_orphans(ledger, jobs).ours:
+        folder = jobs.folders.path(job.labels[RUN], job.labels[STAGE], job.epoch)
         try:
-            wiring.executor.kill(Job(job.name, str(folder)))
+            jobs.executor.kill(Job(job.name, str(folder)))
             told.append(f"job {job.name} was ended: no attempt owns it")
         except PosttrainError as error:  # one that resists stops no other
             told.append(f"job {job.name}, which no attempt owns, could not be ended: {error}")
     return told
 
 
-def _owned(wiring: Wiring) -> Iterator[str]:
+def _owned(ledger: Ledger) -> Iterator[str]:
     """The names of live attempts."""
-    with wiring.ledger.snapshot() as now:
+    with ledger.snapshot() as now:
         for state in RunState:
             for run in now.runs(state=state) if not is_final("run", state) else ():
                 yield from (a.name for a in now.attempts(run.id) if not is_final("attempt", a.state))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Protocol
 
 from posttrain.control.codes import code_of
 from posttrain.control.conforming import check_suites
@@ -286,15 +286,3 @@ def _place(slot: str) -> str:
     if head.startswith(JUDGES):
         head = f"suites.{head.removeprefix(JUDGES)}.reward"
     return f"{head}.{part}" if part else head
-
-
-def manifest_from_json(value: Mapping[str, Any]) -> Manifest:
-    """Read a locked manifest back.
-
-    Raises:
-        InputError: an unknown external parameter, or another schema.
-    """
-    from_schema = value.get("manifest")
-    if from_schema != 1:
-        raise InputError(f"manifest: schema must be 1, got {from_schema!r}; lock the run again with this version")
-    return Manifest.model_validate(value)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.control.decide import STOP_GRACE_SECONDS, View
+from posttrain.control.jobs import Jobs
 from posttrain.control.requests import job_of
 from posttrain.control.stalls import due_in, stall_after
-from posttrain.control.wiring import Wiring
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.ports import Clock
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord, Watch
 from posttrain.domain.waits import times as due_times
@@ -69,8 +70,8 @@ class Pulse:
         capacity: who has the executor's devices, as of a moment ago: asked where a stage waits for them.
     """
 
-    def __init__(self, wiring: Wiring, capacity: Callable[[], Any]) -> None:
-        self._wiring, self._capacity = wiring, capacity
+    def __init__(self, clock: Clock, jobs: Jobs, capacity: Callable[[], Any]) -> None:
+        self._clock, self._jobs, self._capacity = clock, jobs, capacity
         self._live: list[AttemptRecord] = []
         self._waits_for_devices = False
         self._seen: dict[str, Any] = {}
@@ -94,7 +95,7 @@ class Pulse:
 
     def _signs(self) -> dict[str, Any]:
         try:
-            looks = self._wiring.executor.observe([job_of(self._wiring, attempt) for attempt in self._live])
+            looks = self._jobs.executor.observe([job_of(self._jobs.folders, attempt) for attempt in self._live])
             words = self._answers()
         except Exception as error:  # the look at the run tells of it
             return {"error": type(error).__name__}
@@ -103,11 +104,12 @@ class Pulse:
 
     def _answers(self) -> list[bool]:
         """Which of them have said their last word; another machine is asked for that less often than a folder."""
-        now = self._wiring.clock.now()
-        if self._wiring.channels() and 0 <= now - self._asked < FAR_SECONDS and len(self._words) == len(self._live):
+        now = self._clock.now()
+        far = bool(self._jobs.folders.channels())
+        if far and 0 <= now - self._asked < FAR_SECONDS and len(self._words) == len(self._live):
             return self._words
         self._asked = now
-        self._words = [self._wiring.folder(attempt).channel.answered() is not None for attempt in self._live]
+        self._words = [self._jobs.folders.of(attempt).channel.answered() is not None for attempt in self._live]
         return self._words
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.domain.errors import ConflictError, InputError, RecalledError
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import Asset, AssetStatus
+from posttrain.store.ledger import Ledger
 from posttrain.store.snapshot import Snapshot
 
 APPROVED, RECALLED = "approved", "recalled"
 
 
-def set_status(wiring: Wiring, asset: Asset, status: str, reason: str = "") -> AssetStatus | None:
+def set_status(stores: Stores, asset: Asset, status: str, reason: str = "") -> AssetStatus | None:
     """Say what is thought of a version. Saying the same again changes nothing.
 
     Args:
@@ -29,7 +30,7 @@ def set_status(wiring: Wiring, asset: Asset, status: str, reason: str = "") -> A
     Raises:
         ConflictError: it is recalled, and would be approved; somebody says something of it at this very moment.
     """
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls(exclusive=True)
         known = next((said for said, _ in transaction.snapshot.asset_status() if _of(said) == _of(asset)), None)
         before = known.status if known else ""
@@ -40,9 +41,9 @@ def set_status(wiring: Wiring, asset: Asset, status: str, reason: str = "") -> A
         return transaction.set_asset_status(asset, status, reason)
 
 
-def recalled(wiring: Wiring, digests: Collection[str]) -> dict[str, AssetStatus]:
+def recalled(ledger: Ledger, digests: Collection[str]) -> dict[str, AssetStatus]:
     """Of these bytes, those that were recalled or made from something recalled, with what was said of that."""
-    with wiring.ledger.snapshot() as now:
+    with ledger.snapshot() as now:
         return _recalled(now, digests)
 
 

@@ -26,12 +26,13 @@ from typing import Any
 
 from posttrain.control.actuator import act
 from posttrain.control.decide import View, decide_run, decide_stage, settle
+from posttrain.control.jobs import Jobs
 from posttrain.control.orders import Bind
 from posttrain.control.orphans import end_orphans
 from posttrain.control.pulse import Pulse, look_again_after
 from posttrain.control.sights import Looks, see
+from posttrain.control.stores import Stores
 from posttrain.control.trouble import Troubles, one_line, record_trouble
-from posttrain.control.wiring import Wiring
 from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, PosttrainError
 from posttrain.domain.lifecycle import AttemptState, StageState, is_final
 from posttrain.domain.manifest import Manifest
@@ -76,20 +77,22 @@ class Reconciler:
         alive: whether another owner still lives, when that can be told: a dead one's lease need not run out first.
     """
 
-    def __init__(self, wiring: Wiring, owner: str, alive: Callable[[str], bool] = lambda owner: True) -> None:
-        self._wiring = wiring
-        self.queue = WorkQueue(wiring.ledger, owner, alive, LEASE_SECONDS)
+    def __init__(
+        self, stores: Stores, jobs: Jobs, owner: str, alive: Callable[[str], bool] = lambda owner: True
+    ) -> None:
+        self._stores, self._jobs = stores, jobs
+        self.queue = WorkQueue(stores.ledger, owner, alive, LEASE_SECONDS)
         self._manifests: dict[str, Manifest] = {}
         self._held: dict[str, Work] = {}  # run → our claim
         self._watched: dict[str, _Watched] = {}
         self._due: set[str] = set()
         self._renewed = self._polled = -NEVER
-        self._swept = wiring.clock.now()
+        self._swept = stores.clock.now()
         self._devices: tuple[float, Any] = (-NEVER, None)  # when asked, and the answer
 
     def tick(self, run_id: str) -> Tick | None:
         """One pass over one run, due or not; None when another live process holds its lease."""
-        run = self._wiring.ledger.run(run_id)
+        run = self._stores.ledger.run(run_id)
         if is_final("run", run.state):
             self.queue.finish(run_id)
             self._held.pop(run_id, None)
@@ -97,13 +100,13 @@ class Reconciler:
         claim = self._claim(run_id)
         if claim is None:
             return None
-        troubles = Troubles(self._wiring, self.queue, run_id)
+        troubles = Troubles(self._stores, self.queue, run_id)
         try:
-            began = self._wiring.clock.now()
+            began = self._stores.clock.now()
             view = self._pass(run_id, self._manifest(run), troubles)
             return self._given_back(view, claim, troubles, began)
         except ConflictError:  # a person or another process moved first: read again
-            return Tick(self._wiring.ledger.run(run_id), changed=True)
+            return Tick(self._stores.ledger.run(run_id), changed=True)
         except Exception as error:
             return self._met(run, claim, error)
 
@@ -118,7 +121,7 @@ class Reconciler:
         names = {stage.name for stage in stages}
         attempts = [attempt for attempt in view.attempts if attempt.stage in names]
         # of the moment before anything was decided: a time that came meanwhile was not decided on
-        known = min(began, self._wiring.clock.now())
+        known = min(began, self._stores.clock.now())
         after = look_again_after(view.manifest, stages, attempts, view.watches, known)
         if troubles.again_after is not None:
             after = min(after, troubles.again_after)
@@ -134,11 +137,11 @@ class Reconciler:
             back = run.reason == Reason.SET_ASIDE and not is_final("run", run.state)
             said = (Reason.RUNNING, "stages are under way", "") if back else (run.reason, run.message, run.next_action)
         else:
-            stage = next(stage for stage in self._wiring.ledger.stages(run.id) if stage.name in names)
+            stage = next(stage for stage in self._stores.ledger.stages(run.id) if stage.name in names)
             said = (Reason.SET_ASIDE, f"stage {stage.name}: {stage.message}", stage.next_action)
         if said == (run.reason, run.message, run.next_action):
             return run
-        with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
+        with self._stores.ledger.transaction(self._stores.actor) as transaction:
             return transaction.update_run(run, reason=said[0], message=said[1], next_action=said[2])
 
     def _met(self, run: RunRecord, claim: Work, error: Exception) -> Tick:
@@ -198,7 +201,7 @@ class Reconciler:
             DeadlineError: `timeout` passed and the run is not final; it goes on when somebody drives it again.
             InfrastructureError: what is left of the run was set aside: it failed again and again.
         """
-        clock = self._wiring.clock
+        clock = self._stores.clock
         until = None if timeout is None else clock.now() + timeout
         with self.kept():
             while True:
@@ -223,8 +226,8 @@ class Reconciler:
         Raises:
             InfrastructureError: what is left of the run was set aside: it failed again and again.
         """
-        clock = self._wiring.clock
-        watched = self._watched.setdefault(run_id, _Watched(Pulse(self._wiring, self._capacity)))
+        clock = self._stores.clock
+        watched = self._watched.setdefault(run_id, _Watched(Pulse(self._stores.clock, self._jobs, self._capacity)))
         self.keep()
         self._sweep()
         if watched.last is not None and not (
@@ -232,7 +235,7 @@ class Reconciler:
         ):
             return replace(watched.last, changed=False)
         tick = self.tick(run_id)
-        found = tick or Tick(self._wiring.ledger.run(run_id), changed=False, again_after=POLL_SECONDS)
+        found = tick or Tick(self._stores.ledger.run(run_id), changed=False, again_after=POLL_SECONDS)
         watched.last, watched.again_at = found, clock.now() + (0.0 if found.changed else found.again_after)
         if found.set_aside:
             watched.last = None  # for whoever asks again once its cause is mended
@@ -243,39 +246,39 @@ class Reconciler:
 
     def _capacity(self) -> Any:
         """Who has the devices, asked once for all runs that wait for some."""
-        now = self._wiring.clock.now()
+        now = self._stores.clock.now()
         if now - self._devices[0] >= POLL_SECONDS:
             try:
-                self._devices = now, self._wiring.executor.capacity()
+                self._devices = now, self._jobs.executor.capacity()
             except Exception as error:  # the look at the run tells of it
                 self._devices = now, type(error).__name__
         return self._devices[1]
 
     def _sweep(self) -> None:
         """Now and then one driver of all ends the jobs that no live attempt owns."""
-        if self._wiring.clock.now() - self._swept < SWEEP_SECONDS:
+        if self._stores.clock.now() - self._swept < SWEEP_SECONDS:
             return
-        self._swept = self._wiring.clock.now()
+        self._swept = self._stores.clock.now()
         with suppress(PosttrainError):  # a database that is away: the next sweep
-            self._sweep_now(f"executor {self._wiring.executor.name}")
+            self._sweep_now(f"executor {self._jobs.executor.name}")
 
     def _sweep_now(self, name: str) -> None:
         if self.queue.look(SWEEP, name) is None:
             self.queue.wake(SWEEP, [name])
         for one in self.queue.claim([name]):
             try:
-                told = end_orphans(self._wiring)
+                told = end_orphans(self._stores.ledger, self._jobs)
             except Exception as error:  # the executor is away, or what it finds cannot be read: later
                 self.queue.failed(SWEEP, name, one_line(error), "", SWEEP_SECONDS, held=one)
                 continue
             if told:
-                with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
+                with self._stores.ledger.transaction(self._stores.actor) as transaction:
                     transaction.append_event("orphans.ended", name, {}, {"jobs": told})
             self.queue.give_back(one, SWEEP_SECONDS)
 
     def _woken(self, run_id: str) -> bool:
         """Whether the queue has something due for a run, as of a moment ago."""
-        now = self._wiring.clock.now()
+        now = self._stores.clock.now()
         if now - self._polled >= POLL_SECONDS:
             self._polled = now
             with suppress(PosttrainError):  # a database that is away: the look that is due anyway tells of it
@@ -286,7 +289,7 @@ class Reconciler:
 
     def keep(self) -> None:
         """Hold on to what is held, where a third of the lease has passed."""
-        now = self._wiring.clock.now()
+        now = self._stores.clock.now()
         if self._held and now - self._renewed >= LEASE_SECONDS / 3:
             self._renewed = now
             with suppress(PosttrainError):  # a database that is away: the next time, or the lease runs out
@@ -314,9 +317,9 @@ class Reconciler:
         view = self._view(run_id, manifest)
         while orders := decide_run(view):
             for order in orders:
-                act(self._wiring, view, order)
+                act(self._stores, self._jobs, view, order)
             view = self._view(run_id, manifest)
-        looks = Looks(self._wiring)
+        looks = Looks(self._jobs)
         for name in [stage.name for stage in view.stages]:
             if troubles.waits(view.stage(name)):
                 continue
@@ -327,24 +330,24 @@ class Reconciler:
         ending = settle(view)
         if ending is None:
             return view
-        act(self._wiring, view, ending)
-        return replace(view, run=self._wiring.ledger.run(run_id))
+        act(self._stores, self._jobs, view, ending)
+        return replace(view, run=self._stores.ledger.run(run_id))
 
     def _advance(self, view: View, name: str, looks: Looks) -> View:
         """One step of one stage; two where its inputs are bound. The rows afterwards."""
         while True:
             running = view.stage(name).state == StageState.RUNNING
-            sight = see(self._wiring, view, name, looks) if running else None
-            order = decide_stage(view, name, sight, self._wiring.clock.now())
+            sight = see(self._stores, self._jobs, view, name, looks) if running else None
+            order = decide_stage(view, name, sight, self._stores.clock.now())
             if order is None:
                 return view
-            act(self._wiring, view, order)
+            act(self._stores, self._jobs, view, order)
             view = self._view(view.run.id, view.manifest)
             if not isinstance(order, Bind):
                 return view
 
     def _view(self, run_id: str, manifest: Manifest) -> View:
-        with self._wiring.ledger.snapshot() as now:
+        with self._stores.ledger.snapshot() as now:
             tries = tuple(now.attempts(run_id))
             launched = any(attempt.state == AttemptState.LAUNCHED for attempt in tries)
             return View(
@@ -358,5 +361,5 @@ class Reconciler:
 
     def _manifest(self, run: RunRecord) -> Manifest:
         if run.manifest_digest not in self._manifests:
-            self._manifests[run.manifest_digest] = self._wiring.manifest(run)
+            self._manifests[run.manifest_digest] = self._stores.manifest(run)
         return self._manifests[run.manifest_digest]

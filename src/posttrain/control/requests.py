@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.jobs import JobOrder
 from posttrain.domain.records import AttemptRecord
@@ -14,12 +14,12 @@ _FILE = "request.json"
 _OVERTIME_SECONDS = 120.0  # beyond what the budget leaves: the job ends by itself, or its driver ends it, before
 
 
-def job_of(wiring: Wiring, attempt: AttemptRecord) -> Job:
+def job_of(folders: AttemptFolders, attempt: AttemptRecord) -> Job:
     """What finds an attempt's job."""
-    return Job(attempt.name, str(wiring.folder(attempt).path))
+    return Job(attempt.name, str(folders.of(attempt).path))
 
 
-def request_of(wiring: Wiring, attempt: AttemptRecord, order: JobOrder, trainer: Trainer) -> JobRequest:
+def request_of(jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Trainer) -> JobRequest:
     """The attempt's request; of several processes that write one at once, the first's.
 
     Raises:
@@ -27,7 +27,7 @@ def request_of(wiring: Wiring, attempt: AttemptRecord, order: JobOrder, trainer:
         IntegrityError: what was written cannot be read.
         WorkspaceError: the disk is full or read-only.
     """
-    folder = wiring.folder(attempt)
+    folder = jobs.folders.of(attempt)
     path = folder.path / _FILE
     if not path.exists():
         spec = trainer.compile(order, folder.path)
@@ -40,7 +40,7 @@ def request_of(wiring: Wiring, attempt: AttemptRecord, order: JobOrder, trainer:
             gang=(PodGroup(gpus=spec.devices),),
             secrets=tuple(spec.secrets),
             max_seconds=None if allowed is None else max(0.0, allowed) + _OVERTIME_SECONDS,
-            labels={WORKSPACE: wiring.workspace(), RUN: attempt.run_id, STAGE: attempt.stage},
+            labels={WORKSPACE: jobs.workspace(), RUN: attempt.run_id, STAGE: attempt.stage},
             epoch=attempt.number,
         )
         create_json(path, request.to_json())

@@ -13,7 +13,6 @@ from typing import Any
 
 from posttrain.control.deciding import RIVAL
 from posttrain.control.judging import read_evidence
-from posttrain.control.wiring import Wiring
 from posttrain.decision.gates import Evidence
 from posttrain.decision.intervals import CONFIDENCE, Estimate, Paired, estimate, paired
 from posttrain.domain.canonical import digest_json
@@ -21,6 +20,7 @@ from posttrain.domain.contracts import METRICS
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import StageRecord
 from posttrain.domain.rewards import JUDGES
 
@@ -130,14 +130,14 @@ class Measured:
         return digest_json([called, weights, params.get("reward_range")])
 
 
-def run_scores(wiring: Wiring, manifest: Manifest, rows: Mapping[str, StageRecord]) -> Scores:
+def run_scores(blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRecord]) -> Scores:
     """All scores of a run, as far as it has measured.
 
     Args:
         rows: stage → its row.
     """
     troubles: list[str] = []
-    found = list(measurements(wiring, manifest, rows, troubles))
+    found = list(measurements(blobs, manifest, rows, troubles))
     scores: dict[str, list[Score]] = {}
     used: set[str] = set()  # evaluations that stand beside another one as its before
     for one in found:
@@ -149,7 +149,7 @@ def run_scores(wiring: Wiring, manifest: Manifest, rows: Mapping[str, StageRecor
 
 
 def measurements(
-    wiring: Wiring, manifest: Manifest, rows: Mapping[str, StageRecord], troubles: list[str]
+    blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRecord], troubles: list[str]
 ) -> Iterator[Measured]:
     """Every evaluation of a run that has ended, in the order of its stages.
 
@@ -162,7 +162,7 @@ def measurements(
         if record is None or made is None:
             continue
         try:
-            evidence = read_evidence(wiring.blobs.get(made["digest"]), stage.name)
+            evidence = read_evidence(blobs.get(made["digest"]), stage.name)
         except (IntegrityError, NotFoundError) as error:
             troubles.append(f"{stage.name}: {error}")
             continue

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from posttrain.control.decide import Sight, View
 from posttrain.control.fencing import another_runs, unheeded
+from posttrain.control.jobs import Jobs
 from posttrain.control.launching import look
 from posttrain.control.requests import job_of
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import JobResult, JobState, Observation
 from posttrain.domain.lifecycle import AttemptState
@@ -18,59 +19,59 @@ from posttrain.store.channel import EVENTS
 class Looks:
     """What the executor says of a run's live attempts: asked once for all of them, and only if somebody asks."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        self._wiring = wiring
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
         self._seen: dict[str, Observation] | None = None
 
     def of(self, view: View, attempt: AttemptRecord) -> Observation:
         """One look; of this pass, or a moment old."""
         if self._seen is None:
             self._seen = self._all(view)
-        return self._seen.get(attempt.name) or look(self._wiring, attempt)
+        return self._seen.get(attempt.name) or look(self._jobs, attempt)
 
     def _all(self, view: View) -> dict[str, Observation]:
-        name = self._wiring.executor.name
+        name = self._jobs.executor.name
         launched = [a for a in view.attempts if a.state == AttemptState.LAUNCHED and a.executor == name]
         try:
-            seen = self._wiring.executor.observe([job_of(self._wiring, attempt) for attempt in launched])
+            seen = self._jobs.executor.observe([job_of(self._jobs.folders, attempt) for attempt in launched])
         except Exception:  # then each is asked for by itself: what concerns one stops no other
             return {}
         return {attempt.name: one for attempt, one in zip(launched, seen, strict=True)}
 
 
-def see(wiring: Wiring, view: View, name: str, looks: Looks) -> Sight:
+def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> Sight:
     """The live attempt of a running stage.
 
     Raises:
         InfrastructureError: the executor or the attempt's channel does not answer.
     """
-    attempt, folder = view.tries(name)[-1], wiring.folder(view.tries(name)[-1])
+    attempt, folder = view.tries(name)[-1], jobs.folders.of(view.tries(name)[-1])
     if attempt.state == AttemptState.PLANNED:
-        return _unanswered(wiring, view, name, attempt)
+        return _unanswered(jobs, view, name, attempt)
     job = looks.of(view, attempt)  # first: who is gone has said its last word
     try:
-        word = _word(wiring, view, name, attempt)
+        word = _word(jobs, view, name, attempt)
         if word is None and job.gone:
-            job = look(wiring, attempt)  # what was seen is a moment old, and an executor may start a job anew
-            if job.gone and another_runs(wiring, attempt, job):
+            job = look(jobs, attempt)  # what was seen is a moment old, and an executor may start a job anew
+            if job.gone and another_runs(stores, jobs.folders, attempt, job):
                 return Sight(job, another_runs=True)
-            word = _word(wiring, view, name, attempt)  # it may have ended between the two looks
+            word = _word(jobs, view, name, attempt)  # it may have ended between the two looks
         reported = _reported(folder, job) if word is None and job.state is JobState.RUNNING else None
-        lost = unheeded(wiring, attempt) if word is None and job.gone else ""
+        lost = unheeded(jobs.folders, attempt) if word is None and job.gone else ""
         return Sight(job, word=word, unheeded=lost, progress=reported)
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
         return Sight(job, unreadable=str(error))
 
 
-def _unanswered(wiring: Wiring, view: View, name: str, attempt: AttemptRecord) -> Sight:
+def _unanswered(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> Sight:
     """An attempt of which nobody wrote down that it was launched: its job may have ended since, and left its result."""
-    if not wiring.folder(attempt).has_order():
+    if not jobs.folders.of(attempt).has_order():
         return Sight(Observation(JobState.UNKNOWN), ordered=False)
-    job = look(wiring, attempt)
+    job = look(jobs, attempt)
     if job.state is not JobState.UNKNOWN:
         return Sight(job)
     try:
-        return Sight(job, word=_word(wiring, view, name, attempt))
+        return Sight(job, word=_word(jobs, view, name, attempt))
     except (InputError, IntegrityError) as error:
         return Sight(job, unreadable=str(error))
 
@@ -84,5 +85,5 @@ def _reported(folder: AttemptFolder, job: Observation) -> str:
     return f"{place} | {said.tokens} | {said.phase} | {said.phases} | {job.incarnation}"
 
 
-def _word(wiring: Wiring, view: View, name: str, attempt: AttemptRecord) -> JobResult | None:
-    return wiring.trainer(view.manifest.stage(name).trainer).collect(wiring.folder(attempt))
+def _word(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> JobResult | None:
+    return jobs.trainer(view.manifest.stage(name).trainer).collect(jobs.folders.of(attempt))

@@ -10,9 +10,10 @@ from posttrain.control import budgets, environments
 from posttrain.control.cache import cache_key, usable
 from posttrain.control.codes import called, names_of, present_code
 from posttrain.control.decide import hold_back
+from posttrain.control.jobs import Jobs
 from posttrain.control.launching import plan_attempt, waits_for_devices
 from posttrain.control.resuming import tokens_taken_over
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, StageState
@@ -20,10 +21,11 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.waits import wait_of
+from posttrain.store.ledger import Ledger
 
 
 def bind_pending(
-    wiring: Wiring, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
+    stores: Stores, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
 ) -> StageRecord:
     """Resolve the inputs of a pending stage whose upstream stages are done: it is ready afterwards, or skipped."""
     plan = manifest.stage(stage.name)
@@ -36,15 +38,15 @@ def bind_pending(
             if output:  # a skipped stage has none: the gate sees that there is no baseline
                 inputs[slot] = InputBlob(output["digest"], output["form"], f"{stage.run_id}/{ref.word}")
         elif ref.source == "channel":
-            live = _channel(wiring, manifest, stages, ref.name)
+            live = _channel(stores.ledger, manifest, stages, ref.name)
             if live:
                 inputs[slot] = live
             elif not kind_of(stage.kind).judges:
-                return _skip(wiring, stage, ref.name)
+                return _skip(stores, stage, ref.name)
     bound = {slot: asdict(blob) for slot, blob in inputs.items()}
     waits = kind_of(stage.kind).driver is Driver.WAIT
-    begun: dict[str, Any] = wait_of(manifest, stage.name).begun(wiring.clock.now()) if waits else {}
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    begun: dict[str, Any] = wait_of(manifest, stage.name).begun(stores.clock.now()) if waits else {}
+    with stores.ledger.transaction(stores.actor) as transaction:
         return transaction.update_stage(
             stage,
             state=StageState.READY,
@@ -56,7 +58,7 @@ def bind_pending(
         )
 
 
-def _channel(wiring: Wiring, manifest: Manifest, stages: Mapping[str, StageRecord], channel: str) -> InputBlob | None:
+def _channel(ledger: Ledger, manifest: Manifest, stages: Mapping[str, StageRecord], channel: str) -> InputBlob | None:
     """What a channel points at, looked up once per run: the gate must judge against what the baseline measured."""
     for plan in manifest.stages:
         slot = next((s for s, r in plan.inputs.items() if r.source == "channel" and r.name == channel), None)
@@ -64,20 +66,20 @@ def _channel(wiring: Wiring, manifest: Manifest, stages: Mapping[str, StageRecor
         if slot is None or other.state == StageState.PENDING:
             continue
         return InputBlob(**other.inputs[slot]) if slot in other.inputs else None
-    live = wiring.ledger.channel(channel)
+    live = ledger.channel(channel)
     return InputBlob(live.model_digest, "tree", f"channel:{channel}@{live.sequence}") if live else None
 
 
-def _skip(wiring: Wiring, stage: StageRecord, channel: str) -> StageRecord:
+def _skip(stores: Stores, stage: StageRecord, channel: str) -> StageRecord:
     message = f"channel {channel} has no release yet, so there is no baseline to evaluate"
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         return transaction.update_stage(
             stage,
             state=StageState.SKIPPED,
             reason=Reason.CHANNEL_EMPTY,
             message=message,
             next_action="none needed",
-            finished_at=wiring.clock.now(),
+            finished_at=stores.clock.now(),
         )
 
 
@@ -87,29 +89,34 @@ def bound_inputs(stage: StageRecord) -> dict[str, InputBlob]:
 
 
 def start_ready(
-    wiring: Wiring, run: RunRecord, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
+    stores: Stores,
+    jobs: Jobs,
+    run: RunRecord,
+    manifest: Manifest,
+    stage: StageRecord,
+    stages: Mapping[str, StageRecord],
 ) -> None:
     """Reuse a cached result, or plan the next attempt of a ready stage when there is a slot and budget."""
     key = cache_key(manifest, manifest.stage(stage.name), bound_inputs(stage))
-    if _reuse(wiring, stage, key):
+    if _reuse(stores, stage, key):
         return
-    twin = _twin(wiring, stage, key)
+    twin = _twin(stores, stage, key)
     if twin:
         said = f"{twin} computes the same; its result will be reused"
-        _wait(wiring, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, key)
+        _wait(stores, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, key)
         return
-    held = hold_back(manifest, stage, stages, wiring.slots)
+    held = hold_back(manifest, stage, stages, jobs.slots)
     if held:
-        _wait(wiring, stage, *held, key)
+        _wait(stores, stage, *held, key)
         return
-    if _code_changed(wiring, manifest, stage) or _environment_changed(wiring, stage):
+    if _code_changed(stores, jobs, manifest, stage) or _environment_changed(stores, jobs, stage):
         return
-    attempts = wiring.ledger.attempts(run.id)
-    taken_over = tokens_taken_over(wiring, attempts) if budgets.one_at_a_time(manifest) else 0
+    attempts = stores.ledger.attempts(run.id)
+    taken_over = tokens_taken_over(stores, jobs.folders, attempts) if budgets.one_at_a_time(manifest) else 0
     spent = budgets.spending(list(stages.values()), attempts, taken_over=taken_over)
     over = budgets.exhausted(manifest, spent)
     if over:
-        with wiring.ledger.transaction(wiring.actor) as transaction:
+        with stores.ledger.transaction(stores.actor) as transaction:
             transaction.update_stage(
                 stage,
                 state=StageState.FAILED,
@@ -118,20 +125,20 @@ def start_ready(
                 next_action="raise the budget",
             )
         return
-    if not waits_for_devices(wiring, manifest, stage, wiring.trainer(manifest.stage(stage.name).trainer)):
-        plan_attempt(wiring, stage, key)
+    if not waits_for_devices(stores, jobs, manifest, stage, jobs.trainer(manifest.stage(stage.name).trainer)):
+        plan_attempt(stores, jobs, stage, key)
 
 
-def _code_changed(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> bool:
+def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
     """Refuse to compute with other sources than the manifest names: its digest would vouch for what it did not see."""
     names = names_of(manifest, manifest.stage(stage.name))
-    now = {name: present_code(name, wiring.trainers) for name in names}
+    now = {name: present_code(name, jobs.trainers) for name in names}
     name = next((name for name, present in now.items() if present != manifest.code[name]), None)
     if name is None:
         return False
     locked, present = manifest.code[name], now[name]
     message = f"the code of {called(name)} must be {locked[:19]}… as the manifest says, got {present[:19]}…"
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.update_stage(
             stage,
             state=StageState.FAILED,
@@ -142,12 +149,12 @@ def _code_changed(wiring: Wiring, manifest: Manifest, stage: StageRecord) -> boo
     return True
 
 
-def _environment_changed(wiring: Wiring, stage: StageRecord) -> bool:
+def _environment_changed(stores: Stores, jobs: Jobs, stage: StageRecord) -> bool:
     """Refuse to compute with other libraries than the run began with: somebody may have written them."""
-    message = environments.differs(wiring, stage.run_id)
+    message = environments.differs(jobs, stage.run_id)
     if not message:
         return False
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.update_stage(
             stage,
             state=StageState.FAILED,
@@ -158,12 +165,12 @@ def _environment_changed(wiring: Wiring, stage: StageRecord) -> bool:
     return True
 
 
-def _reuse(wiring: Wiring, stage: StageRecord, key: str) -> bool:
-    cached = wiring.ledger.cached_stage(key)
-    if cached is None or not usable(cached, wiring.blobs):
+def _reuse(stores: Stores, stage: StageRecord, key: str) -> bool:
+    cached = stores.ledger.cached_stage(key)
+    if cached is None or not usable(cached, stores.blobs):
         return False
     origin = f"{cached.run_id}/{cached.name}"
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.update_stage(
             stage,
             state=StageState.SUCCEEDED,
@@ -174,25 +181,25 @@ def _reuse(wiring: Wiring, stage: StageRecord, key: str) -> bool:
             cached_from=origin,
             outputs=cached.outputs,
             metrics=cached.metrics,
-            finished_at=wiring.clock.now(),
+            finished_at=stores.clock.now(),
         )
     return True
 
 
-def _twin(wiring: Wiring, stage: StageRecord, key: str) -> str | None:
+def _twin(stores: Stores, stage: StageRecord, key: str) -> str | None:
     """Another stage that computes the same right now, in this run or one that somebody is driving."""
-    now = wiring.clock.now()
-    for other in wiring.ledger.stages_by_key(key):
+    now = stores.clock.now()
+    for other in stores.ledger.stages_by_key(key):
         if other.state != StageState.RUNNING or (other.run_id, other.name) == (stage.run_id, stage.name):
             continue
-        run = wiring.ledger.run(other.run_id)
+        run = stores.ledger.run(other.run_id)
         if run.state == RunState.RUNNING and (run.id == stage.run_id or (run.lease_expires or 0.0) >= now):
             return f"{run.id}/{other.name}"
     return None
 
 
-def _wait(wiring: Wiring, stage: StageRecord, reason: Reason, message: str, key: str) -> None:
+def _wait(stores: Stores, stage: StageRecord, reason: Reason, message: str, key: str) -> None:
     if (stage.reason, stage.message) == (reason, message):
         return
-    with wiring.ledger.transaction(wiring.actor) as transaction:
+    with stores.ledger.transaction(stores.actor) as transaction:
         transaction.update_stage(stage, reason=reason, message=message, next_action="none needed", cache_key=key)

@@ -6,7 +6,7 @@ import base64
 from dataclasses import dataclass
 
 from posttrain.control.recalls import refuse_recalled
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError
@@ -14,6 +14,7 @@ from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import Artifact, RunRecord, StageRecord
+from posttrain.store.ledger import Ledger
 from posttrain.store.trees import stored_sizes
 
 _LONGEST = 55  # characters of a name in an id, which has 64
@@ -29,7 +30,7 @@ class Submitted:
     moved: bool = False  # a channel or a run's name means another model than when this run was submitted
 
 
-def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False, exact: bool = False) -> Submitted:
+def submit(stores: Stores, manifest: Manifest, *, again: bool = False, exact: bool = False) -> Submitted:
     """Record a run for this manifest, or attach to the newest one with the same digest.
 
     One that has not ended is attached to as well where only what a moving word means (`channel:prod`) has changed: a
@@ -39,25 +40,25 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False, exact: bo
         again: start another run of the same manifest.
         exact: this very manifest is meant, as of a lock, whatever its words mean by now.
     """
-    existing = wiring.ledger.runs(manifest_digest=manifest.digest)
+    existing = stores.ledger.runs(manifest_digest=manifest.digest)
     if existing and not again:
         return Submitted(existing[0], attached=True)
-    unfinished = None if again or exact else _unfinished(wiring, manifest)
+    unfinished = None if again or exact else _unfinished(stores, manifest)
     if unfinished:
         return Submitted(unfinished, attached=True, moved=True)
-    digest = wiring.blobs.put(canonical_json(manifest.to_json()))
-    artifacts = _artifacts(wiring, manifest, digest)
+    digest = stores.blobs.put(canonical_json(manifest.to_json()))
+    artifacts = _artifacts(stores, manifest, digest)
     repeat = existing[0].repeat + 1 if existing else 1
     for _ in range(_RACES):
-        run, stages = _records(wiring, manifest, digest, repeat)
+        run, stages = _records(stores, manifest, digest, repeat)
         crashpoint("submit.before_commit")
         try:
-            with wiring.ledger.transaction(wiring.actor) as transaction:
+            with stores.ledger.transaction(stores.actor) as transaction:
                 transaction.lock_recalls()
                 refuse_recalled(transaction.snapshot, manifest, f"run {manifest.name}")
                 transaction.insert_run(run, stages, artifacts)
         except ConflictError:  # another submit of the same digest won the race
-            won = wiring.ledger.runs(manifest_digest=digest)
+            won = stores.ledger.runs(manifest_digest=digest)
             if not won or won[0].repeat < repeat:
                 raise
             if not again:
@@ -65,47 +66,47 @@ def submit(wiring: Wiring, manifest: Manifest, *, again: bool = False, exact: bo
             repeat = won[0].repeat + 1
             continue
         crashpoint("submit.after_commit")
-        return Submitted(wiring.ledger.run(run.id), attached=False)
+        return Submitted(stores.ledger.run(run.id), attached=False)
     raise ConflictError(f"{manifest.name}: {_RACES} other submissions came first; run the command again")
 
 
-def new_run_id(wiring: Wiring, name: str) -> str:
+def new_run_id(ledger: Ledger, name: str) -> str:
     """`NAME-<8 characters>`: forty random bits in base32, small letters; of a long name its beginning."""
-    return f"{name[:_LONGEST]}-{base64.b32encode(wiring.ledger.entropy(5)).decode().lower()}"
+    return f"{name[:_LONGEST]}-{base64.b32encode(ledger.entropy(5)).decode().lower()}"
 
 
-def _unfinished(wiring: Wiring, manifest: Manifest) -> RunRecord | None:
+def _unfinished(stores: Stores, manifest: Manifest) -> RunRecord | None:
     """The newest run that goes on and was submitted by the same words."""
     words = manifest.unpinned()
     if words is None:
         return None
-    for run in wiring.ledger.runs():
-        if run.name == manifest.name and not is_final("run", run.state) and wiring.manifest(run).unpinned() == words:
+    for run in stores.ledger.runs():
+        if run.name == manifest.name and not is_final("run", run.state) and stores.manifest(run).unpinned() == words:
             return run
     return None
 
 
-def _artifacts(wiring: Wiring, manifest: Manifest, digest: str) -> list[Artifact]:
+def _artifacts(stores: Stores, manifest: Manifest, digest: str) -> list[Artifact]:
     """The manifest, and what it names."""
     forms = {ref.digest: str(ref.form) for _, _, ref in manifest.assets() if ref.digest}
-    sizes, now = stored_sizes(wiring.blobs, {digest: "file", **forms}), wiring.clock.now()
+    sizes, now = stored_sizes(stores.blobs, {digest: "file", **forms}), stores.clock.now()
     named = [Artifact(one, form, sizes.get(one), "input", now) for one, form in forms.items()]
     return [Artifact(digest, "file", sizes.get(digest), "manifest", now), *named]
 
 
-def _records(wiring: Wiring, manifest: Manifest, digest: str, repeat: int) -> tuple[RunRecord, list[StageRecord]]:
-    run_id = new_run_id(wiring, manifest.name)
+def _records(stores: Stores, manifest: Manifest, digest: str, repeat: int) -> tuple[RunRecord, list[StageRecord]]:
+    run_id = new_run_id(stores.ledger, manifest.name)
     run = RunRecord(
         id=run_id,
         name=manifest.name,
         manifest_digest=digest,
         state=RunState.PENDING,
         owner=manifest.owner,
-        created_at=wiring.clock.now(),
+        created_at=stores.clock.now(),
         reason=Reason.SUBMITTED,
         message="waiting for a driver",
         next_action=f"posttrain run, or posttrain get {run_id} --watch",
-        project=wiring.ledger.project,
+        project=stores.ledger.project,
         repeat=repeat,
     )
     stages = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.control.planning import Planned
 from posttrain.control.scores import estimate_json, measurements
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.decision.gates import Evidence
 from posttrain.decision.ranking import Ranking, rank
 from posttrain.domain.errors import InputError
@@ -64,13 +64,13 @@ def metric_direction(metric: str, gates: Sequence[GateRule], named: str | None) 
 
 
 def rank_runs(
-    wiring: Wiring, settings: Sequence[Runs], model: str, metric: str, direction: str
+    stores: Stores, settings: Sequence[Runs], model: str, metric: str, direction: str
 ) -> tuple[Ranking, tuple[str, ...]]:
     """Rank settings by what their runs measured of one model so far, and say what could not be read."""
     troubles: list[str] = []
     measured: list[dict[int, Evidence]] = []
     for runs in settings:
-        found = {seed: _evidence(wiring, run, model, metric, troubles) for seed, run in runs.items()}
+        found = {seed: _evidence(stores, run, model, metric, troubles) for seed, run in runs.items()}
         measured.append({seed: evidence for seed, evidence in found.items() if evidence is not None})
     return rank(metric, measured, direction), tuple(troubles)
 
@@ -97,10 +97,10 @@ def ranking_json(ranking: Ranking, settings: Sequence[Mapping[str, Any]]) -> dic
     return {"confidence": ranking.confidence, "settings": rows, "differences": pairs, "notes": list(ranking.notes)}
 
 
-def _evidence(wiring: Wiring, run_id: str, model: str, metric: str, troubles: list[str]) -> Evidence | None:
+def _evidence(stores: Stores, run_id: str, model: str, metric: str, troubles: list[str]) -> Evidence | None:
     """What a run measured of that model; another one's number would stand for it."""
-    run = wiring.ledger.run(run_id)
-    manifest, rows = wiring.manifest(run), {row.name: row for row in wiring.ledger.stages(run_id)}
-    measured = measurements(wiring, manifest, rows, troubles)
+    run = stores.ledger.run(run_id)
+    manifest, rows = stores.manifest(run), {row.name: row for row in stores.ledger.stages(run_id)}
+    measured = measurements(stores.blobs, manifest, rows, troubles)
     found = [one for one in measured if one.model.word == model and metric in one.evidence]
     return found[-1].evidence[metric] if found else None

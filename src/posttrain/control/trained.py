@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import ConflictError
 from posttrain.domain.kinds import kind_of
@@ -21,7 +21,7 @@ _RACES = 20  # that one version may lose to runs of the same name that end at th
 
 def register_trained(
     transaction: Transaction,
-    wiring: Wiring,
+    stores: Stores,
     stage: StageRecord,
     outputs: Mapping[str, Mapping[str, str]],
     sizes: Mapping[str, int],
@@ -39,7 +39,7 @@ def register_trained(
             continue
         name = f"{run.name}/{stage.name}" + (f"/{BEST}" if output == BEST else "")
         meta = {"run": run.id, "stage": stage.name, "output": output}
-        new = Asset(KIND, name, 0, digest, form, wiring.clock.now(), wiring.actor, meta)
+        new = Asset(KIND, name, 0, digest, form, stores.clock.now(), stores.actor, meta)
         for race in range(_RACES):
             try:
                 transaction.insert_asset(new, sizes)

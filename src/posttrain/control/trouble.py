@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.domain.errors import ConflictError, InputError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.reasons import Reason
@@ -29,8 +29,8 @@ _UNEXPECTED = 5  # times that a bug may be tried again
 class Troubles:
     """The objects of one run that are in trouble, as the queue's rows tell."""
 
-    def __init__(self, wiring: Wiring, queue: WorkQueue, run_id: str) -> None:
-        self._wiring, self._queue, self._run_id = wiring, queue, run_id
+    def __init__(self, stores: Stores, queue: WorkQueue, run_id: str) -> None:
+        self._stores, self._queue, self._run_id = stores, queue, run_id
         self.raced = False
         self._open = {one.object: one for one in queue.rows(STAGE, run_id)}
 
@@ -84,13 +84,13 @@ class Troubles:
     def _over(self, stage: StageRecord) -> None:
         """What was said of the trouble is taken back, unless the stage has moved on and says something else."""
         self._queue.over(STAGE, _name(stage))
-        now = next(s for s in self._wiring.ledger.stages(stage.run_id) if s.name == stage.name)
+        now = next(s for s in self._stores.ledger.stages(stage.run_id) if s.name == stage.name)
         if now.reason in (Reason.TROUBLED, Reason.SET_ASIDE):
             self._say(now, *self._usual(now), "none needed")
 
     def _say(self, stage: StageRecord, reason: Reason, message: str, action: str) -> None:
         try:
-            with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
+            with self._stores.ledger.transaction(self._stores.actor) as transaction:
                 transaction.update_stage(stage, reason=reason, message=message, next_action=action)
         except ConflictError:  # the stage has moved on, which says more
             return
@@ -98,14 +98,14 @@ class Troubles:
     def _usual(self, stage: StageRecord) -> tuple[Reason, str]:
         """What a stage says of itself when nothing stands in its way."""
         if stage.state == StageState.RUNNING:
-            return Reason.RUNNING, f"attempt {len(self._wiring.ledger.attempts(stage.run_id, stage.name))}"
+            return Reason.RUNNING, f"attempt {len(self._stores.ledger.attempts(stage.run_id, stage.name))}"
         pending = stage.state == StageState.PENDING
         return (Reason.WAITING_FOR_INPUTS, "waiting for its turn") if pending else (Reason.READY, "inputs are there")
 
     def _fail(self, stage: StageRecord, error: Exception) -> None:
         reason = Reason.CORRUPT if isinstance(error, IntegrityError) else Reason.JOB_FAILED_BAD_INPUT
         action = f"mend what the message names, then posttrain retry {stage.run_id}"
-        with self._wiring.ledger.transaction(self._wiring.actor) as transaction:
+        with self._stores.ledger.transaction(self._stores.actor) as transaction:
             transaction.update_stage(
                 stage, state=StageState.FAILED, reason=reason, message=one_line(error), next_action=action
             )

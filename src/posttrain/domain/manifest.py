@@ -141,3 +141,15 @@ def topological(edges: Mapping[str, set[str]]) -> list[str]:
         order.append(free[0])
         del waiting[free[0]]
     return order
+
+
+def manifest_from_json(value: Mapping[str, Any]) -> Manifest:
+    """Read a locked manifest back.
+
+    Raises:
+        InputError: an unknown external parameter, or another schema.
+    """
+    from_schema = value.get("manifest")
+    if from_schema != 1:
+        raise InputError(f"manifest: schema must be 1, got {from_schema!r}; lock the run again with this version")
+    return Manifest.model_validate(value)

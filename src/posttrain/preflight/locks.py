@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from posttrain.control.channels import policy_of
 from posttrain.control.codes import called, present_code
 from posttrain.control.conforming import check_manifest
-from posttrain.control.planning import Planned, manifest_from_json
+from posttrain.control.planning import Planned
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.contracts import StageContract
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
 from posttrain.domain.kinds import Driver, kind_of
-from posttrain.domain.manifest import Manifest
+from posttrain.domain.manifest import Manifest, manifest_from_json
 from posttrain.domain.validation import explain
 from posttrain.domain.waits import wait_contract
 from posttrain.preflight.fitting import located
@@ -99,7 +99,7 @@ def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> P
 
 def _refuse_unmet(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> None:
     """Refuse a lock that was made under another policy than its channel has, or edited since."""
-    policy = policy_of(workspace.wiring, manifest.release.channel) if manifest.release else None
+    policy = policy_of(workspace.stores, manifest.release.channel) if manifest.release else None
     if policy is not None:
         with located(f"{path}"):
             check_manifest(manifest, policy)
@@ -109,7 +109,7 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
     """What the trainers say of its stages."""
     for name, digest in manifest.code.items():
         with located(f"{path}"):
-            present = present_code(name, workspace.wiring.trainers)
+            present = present_code(name, workspace.jobs.trainers)
         if present != digest:
             raise InputError(
                 f"{path}: locked with other sources, libraries or platform of {called(name)} ({digest[:19]}…); "
@@ -119,7 +119,7 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
     for each in manifest.stages:
         if each.trainer in manifest.code:
             with located(f"{path}: stages.{each.name}"):
-                contracts[each.name] = workspace.wiring.trainers[each.trainer].check(each.kind, each.params)
+                contracts[each.name] = workspace.jobs.trainers[each.trainer].check(each.kind, each.params)
         elif kind_of(each.kind).driver is Driver.WAIT:
             contracts[each.name] = wait_contract(each.params, f"{path}: stages.{each.name}")
     for stage, slot, ref in manifest.assets():

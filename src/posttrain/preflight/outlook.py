@@ -257,7 +257,7 @@ def _history(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[tuple[str
                 continue
             stage = earlier.stage(row.name)
             try:
-                work = workspace.wiring.trainers[stage.trainer].check(stage.kind, stage.params).work
+                work = workspace.jobs.trainers[stage.trainer].check(stage.kind, stage.params).work
             except (InputError, KeyError):  # written by a version with other parameters
                 continue
             refs = [ref for _, ref in dataset_slots(stage)]
@@ -273,7 +273,7 @@ def _cost(workspace: OpenWorkspace, row: StageRecord) -> tuple[int, float | None
     last, inherited = attempts[-1], 0
     if last.resume is not None:
         try:
-            inherited = workspace.wiring.folder(last).read_order().tokens_inherited
+            inherited = workspace.jobs.folders.of(last).read_order().tokens_inherited
         except (InputError, IntegrityError):  # cleared away, or damaged
             return None
     seconds = sum(attempt.seconds for attempt in attempts) if attempts[0].resume is None else None

@@ -146,7 +146,7 @@ def _tags(workspace: OpenWorkspace, entry: ReleaseEntry) -> dict[str, str]:
         return tags
     tags |= {"run": entry.run_id, "manifest": workspace.ledger.run(entry.run_id).manifest_digest}
     try:
-        nodes = run_lineage(workspace.wiring, entry.run_id).walk()
+        nodes = run_lineage(workspace.stores, entry.run_id).walk()
         made_from = [f"{node.kind} {node.name} {node.digest or ''}".strip() for node in nodes]
         told = json.dumps(list(dict.fromkeys(made_from)), ensure_ascii=False)
         tags["lineage"] = told if len(told) <= _MOST else f"{told[:_MOST]}…"

@@ -85,7 +85,7 @@ class RunSource:
         if gate is None:
             return None
         try:
-            return read_report(self._workspace.wiring, gate.outputs[REPORT]["digest"])
+            return read_report(self._workspace.blobs, gate.outputs[REPORT]["digest"])
         except PosttrainError as error:
             self._lost[gate.name] = str(error)
             return None

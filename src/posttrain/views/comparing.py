@@ -38,12 +38,12 @@ def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise InputError(f"compare: {twice} must be named once, got it more often; name another run or RUN/STAGE")
-    return side_by_side(workspace.wiring, subjects)
+    return side_by_side(workspace.ledger, subjects)
 
 
 def _subject(workspace: OpenWorkspace, label: str, word: str) -> Subject:
     name, _, stage = word.partition("/")
-    return subject(workspace.wiring, label, workspace.ledger.find_run(name), stage or None)
+    return subject(workspace.stores, label, workspace.ledger.find_run(name), stage or None)
 
 
 def write_comparison(workspace: OpenWorkspace, found: Comparison, path: Path) -> None:

@@ -48,9 +48,9 @@ def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -
             continue
         origin, _, name = (row.cached_from or f"{run_id}/{row.name}").rpartition("/")
         for attempt in workspace.ledger.attempts(origin, name):
-            folder = workspace.wiring.folder(attempt)
-            job = job_of(workspace.wiring, attempt)
-            found.append(LogFile(origin, name, attempt.number, folder.log, job, workspace.wiring.executor))
+            folder = workspace.jobs.folders.of(attempt)
+            job = job_of(workspace.jobs.folders, attempt)
+            found.append(LogFile(origin, name, attempt.number, folder.log, job, workspace.jobs.executor))
     return found
 
 

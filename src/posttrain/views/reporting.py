@@ -53,7 +53,7 @@ def write_report(workspace: OpenWorkspace, run_id: str) -> Written:
     folder.mkdir(parents=True, exist_ok=True)
     watcher = RunWatcher(workspace, run_id, cached=True)
     status = watcher.read()
-    manifest = workspace.wiring.manifest(status.run)
+    manifest = workspace.stores.manifest(status.run)
     curves = main_curves(workspace, watcher, status, manifest, run_id)
     if curves.series:
         title = "\n".join([run_id, *(f"{s.record.name}: {s.begun}" for s in status.stages if s.begun)])
@@ -75,7 +75,7 @@ def overlay(workspace: OpenWorkspace, runs: Sequence[tuple[str, str]], path: Pat
     for label, run_id in runs:
         watcher = RunWatcher(workspace, run_id, cached=True)
         status = watcher.read()
-        drawn.append(main_curves(workspace, watcher, status, workspace.wiring.manifest(status.run), label))
+        drawn.append(main_curves(workspace, watcher, status, workspace.stores.manifest(status.run), label))
     series = [one for curves in drawn for one in curves.series]
     order = list(dict.fromkeys([*PANELS.values(), *LOSS.values()]))
     series.sort(key=lambda one: order.index(one.quantity))
@@ -98,7 +98,7 @@ def tree_lines(node: Node, prefix: str = "", joint: str = "") -> Iterator[str]:
 
 def _report(workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, manifest: Manifest) -> RunReport:
     run, rows = status.run, [stage.record for stage in status.stages]
-    gates = explain_run(workspace.wiring, run.id).report
+    gates = explain_run(workspace.stores, run.id).report
     other, changes = _changes(workspace, status, manifest, gates)
     troubles: list[str] = []
     answers = tuple(suite_answers(workspace, manifest, rows, troubles))
@@ -113,7 +113,7 @@ def _report(workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, ma
         next_action=status.next_action,
         stages=tuple(_stage_rows(status)),
         gates=gates.verdicts if gates else (),
-        lineage=tuple(tree_lines(run_lineage(workspace.wiring, run.id))),
+        lineage=tuple(tree_lines(run_lineage(workspace.stores, run.id))),
         budgets=tuple(_budget_rows(workspace, status, manifest)),
         warnings=(*_warnings(changes, other), *_begun(status), *status.warnings, *troubles),
         compared_with=other,
@@ -221,7 +221,7 @@ def _changes(
     theirs, _ = workspace.manifest_or_trouble(workspace.ledger.run(other))
     if theirs is None:
         return "", []
-    return other, compare(workspace.wiring, theirs, manifest)
+    return other, compare(workspace.ledger, theirs, manifest)
 
 
 def _begun(status: RunStatus) -> Iterator[str]:

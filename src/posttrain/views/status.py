@@ -201,7 +201,7 @@ class RunWatcher:
     def _progress(self, row: StageRecord, attempts: list[AttemptRecord]) -> StageProgress:
         if not self._brief:
             return self.watcher(row.name).read(attempts)
-        said = self._workspace.wiring.folder(attempts[-1]).channel.summary()
+        said = self._workspace.jobs.folders.of(attempts[-1]).channel.summary()
         return StageProgress(said.step, said.total, said.tokens, at=said.at) if said else StageProgress()
 
     def _attempts(self, ledger: Snapshot, row: StageRecord) -> list[AttemptRecord]:
@@ -220,7 +220,7 @@ class RunWatcher:
         seconds = spending((), own, running=running).seconds  # what the budget is billed, or will be
         reason, action = _stage_words(run, row, waiting_for.get(row.name, ""), now)
         if attempts and not self._begun.get(row.name):
-            self._begun[row.name] = trained_elsewhere(self._workspace.wiring, attempts)
+            self._begun[row.name] = trained_elsewhere(self._workspace.stores, self._workspace.jobs.folders, attempts)
         changed, begun = self._changed[row.name][1], self._begun.get(row.name, "")
         return StageStatus(row, own, progress, seconds, reason, action, changed, begun)
 
@@ -279,7 +279,7 @@ def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:
     manifest, _ = workspace.manifest_or_trouble(status.run)
     if manifest is None:
         return Scores()
-    return measured_scores(workspace.wiring, manifest, {stage.record.name: stage.record for stage in status.stages})
+    return measured_scores(workspace.blobs, manifest, {stage.record.name: stage.record for stage in status.stages})
 
 
 def baseline_run(workspace: OpenWorkspace, manifest: Manifest, report: GateReport | None) -> str | None:

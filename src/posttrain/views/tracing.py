@@ -140,7 +140,7 @@ def stage_attempts(
         if stage in (None, row.name):
             origin, _, name = (row.cached_from or f"{run_id}/{row.name}").rpartition("/")
             for attempt in workspace.ledger.attempts(origin, name):
-                found.append((row.name, attempt, workspace.wiring.folder(attempt)))
+                found.append((row.name, attempt, workspace.jobs.folders.of(attempt)))
     return found
 
 
@@ -150,7 +150,7 @@ def _begun(workspace: OpenWorkspace, run_id: str, stage: str | None) -> Iterator
     for name, attempt, _ in stage_attempts(workspace, run_id, stage):
         found.setdefault(name, []).append(attempt)
     for name, attempts in found.items():
-        words = trained_elsewhere(workspace.wiring, attempts)
+        words = trained_elsewhere(workspace.stores, workspace.jobs.folders, attempts)
         if words:
             yield f"{name}: {words}"
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.control.jobs import Jobs
 from posttrain.control.owners import process_alive, process_name
-from posttrain.control.wiring import Wiring
+from posttrain.control.stores import Stores
 from posttrain.data.catalog import Catalog
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import PosttrainError
@@ -41,7 +42,8 @@ class OpenWorkspace:
     settings: Mapping[str, Any]  # of workspace.json
     ledger: Ledger
     blobs: BlobStore
-    wiring: Wiring
+    stores: Stores
+    jobs: Jobs
     catalog: Catalog
 
     @property
@@ -52,7 +54,7 @@ class OpenWorkspace:
     def manifest_or_trouble(self, run: RunRecord) -> tuple[Manifest | None, str]:
         """A run's manifest, or one line that says why it cannot be read: a look at many runs survives a bad one."""
         try:
-            return self.wiring.manifest(run), ""
+            return self.stores.manifest(run), ""
         except (PosttrainError, ValueError) as error:  # bytes gone or corrupt, or a manifest of another version
             why = str(error).splitlines()[0]
             return None, f"manifest unreadable: {why}"
@@ -62,7 +64,7 @@ class OpenWorkspace:
         """This process as a reconciler."""
         from posttrain.control.reconciler import Reconciler  # here: it loads numpy and pyarrow, which `ls` does without
 
-        return Reconciler(self.wiring, process_name(), process_alive)
+        return Reconciler(self.stores, self.jobs, process_name(), process_alive)
 
     @property
     def ledger_address(self) -> str | None:
@@ -108,8 +110,8 @@ class OpenWorkspace:
         Raises:
             InputError: the package of its executor is not installed any more, or broken.
         """
-        if isinstance(self.wiring.executor, InstalledExecutor):
-            self.wiring.executor.load()
+        if isinstance(self.jobs.executor, InstalledExecutor):
+            self.jobs.executor.load()
 
     def place(self) -> str:
         """What tells its jobs from those of other workspaces: a digest of its identity and of where it is.

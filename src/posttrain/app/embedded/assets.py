@@ -57,7 +57,7 @@ class Assets:
         """See `Assets.recalled`."""
         from posttrain.control.recalls import recalled
 
-        return recalled(self.workspace.wiring, digests)
+        return recalled(self.workspace.ledger, digests)
 
     def mark(self, ref: str, status: str, reason: str) -> tuple[Asset, Marked]:
         """See `Assets.mark`."""

@@ -131,10 +131,10 @@ class Records:
         if target.startswith(DIGEST_PREFIX):
             raise InputError(f"{target[:24]}: a digest alone is followed downstream only; add --downstream")
         if target.partition(":")[0] in KINDS:
-            return asset_lineage(workspace.wiring, workspace.catalog.find(target))
+            return asset_lineage(workspace.stores, workspace.catalog.find(target))
         if target in workspace.ledger.channels():
-            return release_lineage(workspace.wiring, target)
-        return run_lineage(workspace.wiring, self._run_id(target))
+            return release_lineage(workspace.stores, target)
+        return run_lineage(workspace.stores, self._run_id(target))
 
     def downstream(self, target: str) -> Downstream:
         """See `Records.downstream`."""
@@ -143,21 +143,21 @@ class Records:
 
         workspace = self.workspace
         if target.startswith(DIGEST_PREFIX):
-            return of_bytes(workspace.wiring, workspace.ledger.find_artifact(target).digest)
+            return of_bytes(workspace.ledger, workspace.ledger.find_artifact(target).digest)
         if target.partition(":")[0] in KINDS:
             asset = workspace.catalog.find(target)
-            return of_bytes(workspace.wiring, asset.digest, asset.ref)
+            return of_bytes(workspace.ledger, asset.digest, asset.ref)
         live = workspace.ledger.channel(target)
         if live is not None:
-            return of_bytes(workspace.wiring, live.model_digest, f"channel:{target}@{live.sequence}")
-        return of_run(workspace.wiring, self._run_id(target))
+            return of_bytes(workspace.ledger, live.model_digest, f"channel:{target}@{live.sequence}")
+        return of_run(workspace.ledger, self._run_id(target))
 
     def verify(self, target: str) -> VerifyReport:
         """See `Records.verify`."""
         from posttrain.control.lineage import verify
 
         self.workspace.seal()
-        return verify(self.workspace.wiring, self.lineage(target))
+        return verify(self.workspace.stores, self.lineage(target))
 
     def dead(self, within: str | None) -> list[Dead]:
         """See `Records.dead`."""

@@ -97,19 +97,19 @@ class Submissions:
         """See `Submissions.signal`."""
         from posttrain.control.actions import send_signal
 
-        return send_signal(self.workspace.wiring, run_id, name, reason)
+        return send_signal(self.workspace.stores, run_id, name, reason)
 
     def stop(self, run_id: str) -> RunRecord:
         """See `Submissions.stop`."""
         from posttrain.control.actions import stop
 
-        return stop(self.workspace.wiring, run_id)
+        return stop(self.workspace.stores, run_id)
 
     def retry(self, run_id: str) -> RunRecord:
         """See `Submissions.retry`."""
         from posttrain.control.actions import retry
 
-        retry(self.workspace.wiring, run_id)
+        retry(self.workspace.stores, self.workspace.jobs.folders, run_id)
         return self.workspace.ledger.run(run_id)
 
 
@@ -128,7 +128,7 @@ class Runs:
 
     def manifest(self, run_id: str) -> Manifest:
         """See `Runs.manifest`."""
-        return self.workspace.wiring.manifest(self.workspace.ledger.run(run_id))
+        return self.workspace.stores.manifest(self.workspace.ledger.run(run_id))
 
     def ls(self, limit: int) -> list[RunStatus]:
         """See `Runs.ls`."""
@@ -166,7 +166,7 @@ class Runs:
         from posttrain.control.explain import explain_run
         from posttrain.views.status import baseline_run, read_status, run_scores
 
-        found, status = explain_run(self.workspace.wiring, run_id), read_status(self.workspace, run_id)
+        found, status = explain_run(self.workspace.stores, run_id), read_status(self.workspace, run_id)
         scores, other = (
             run_scores(self.workspace, status),
             baseline_run(self.workspace, self.manifest(run_id), found.report),

@@ -1,0 +1,56 @@
+"""What a control plane launches jobs with, and where each attempt has its folder and its channel.
+
+Whoever only reads what jobs left takes the folders and no executor. Nothing here names a concrete back-end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.control.codes import trainer_of
+from posttrain.domain.records import AttemptRecord
+from posttrain.execution.ports import Executor, Trainer
+from posttrain.store.attempts import AttemptFolder
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFolders:
+    """Where the attempts of one workspace are."""
+
+    root: Path  # the workspace folder
+    channels: Callable[[], str] = lambda: ""  # URL below which new attempts have their channels; empty: their folders
+
+    def path(self, run_id: str, stage: str, number: int) -> Path:
+        """Where attempt `number` lives."""
+        return self.root / "runs" / run_id / stage / f"{number:03d}"
+
+    def of(self, attempt: AttemptRecord) -> AttemptFolder:
+        """The attempt's folder."""
+        return AttemptFolder(self.root / attempt.folder, self.channel(attempt))
+
+    def channel(self, attempt: AttemptRecord) -> str:
+        """URL of the channel that an attempt gets with its order; empty: its folder."""
+        base = self.channels()
+        return f"{base}/{attempt.run_id}/{attempt.stage}/{attempt.number:03d}" if base else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """Executor, trainers and attempt folders of one control plane, and what its jobs may."""
+
+    executor: Executor
+    trainers: Mapping[str, Trainer]
+    folders: AttemptFolders
+    slots: int = 1  # jobs of one run at a time
+    trust_rewards: bool = False  # rewards may run where the kernel cannot confine them
+    workspace: Callable[[], str] = lambda: ""  # what tells it from others and from its copies, on its jobs
+
+    def trainer(self, name: str) -> Trainer:
+        """A trainer that a manifest names.
+
+        Raises:
+            InputError: it is not installed any more, or its package is broken.
+        """
+        return trainer_of(name, self.trainers)

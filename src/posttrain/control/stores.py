@@ -1,0 +1,32 @@
+"""Where a control plane keeps what it knows: what planning, judging, releasing and every look back work on.
+
+Nothing here starts a job or can be asked about one; that is `control.jobs`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from posttrain.domain.manifest import Manifest, manifest_from_json
+from posttrain.domain.ports import BlobStore, Clock
+from posttrain.domain.records import RunRecord
+from posttrain.store.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Ledger and blobs, and by whom and when they are written."""
+
+    ledger: Ledger
+    blobs: BlobStore
+    clock: Clock
+    actor: str  # who acts, as the audit log names it
+
+    def manifest(self, run: RunRecord) -> Manifest:
+        """The run's locked manifest.
+
+        Raises:
+            IntegrityError: its bytes no longer match the digest.
+        """
+        return manifest_from_json(json.loads(self.blobs.get(run.manifest_digest)))
