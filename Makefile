@@ -87,9 +87,10 @@ ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets; trackers
 	$(BIN)/python -m pytest -m ecosystem --timeout 3000
 
-postgres: $(VENV)/.postgres ## the ledger on a PostgreSQL that is started for it and stopped; MINUTES=10 for the long ordeal
+postgres: $(VENV)/.postgres ## ledger and control suite on a PostgreSQL that is started for them and stopped; MINUTES=10 for the long ordeal
 	@$(BIN)/python tests/postgres_server.py
 	MINUTES=$(MINUTES) $(BIN)/python -m pytest -m postgres --timeout 3000 $(if $(MINUTES),-s) $$(grep -rlE 'postgres|ledger_at' tests --include='test_*.py')
+	$(BIN)/python -m pytest --ledger postgresql -m "not slow" -n 2 $$(grep -lE 'control_bench' tests/unit/test_*.py)
 
 site: $(VENV)/.docs ## the documentation as a site in .site/, made anew; a broken link ends it
 	rm -rf .site && $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c handbook -d .site/.doctrees docs .site

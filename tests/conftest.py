@@ -18,6 +18,11 @@ settings.register_profile("posttrain", deadline=None, derandomize=bool(os.enviro
 settings.load_profile("posttrain")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--ledger postgresql` runs the control suite on a PostgreSQL of its own."""
+    parser.addoption("--ledger", choices=("sqlite", "postgresql"), default="sqlite")
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
     """A PostgreSQL for all tests of this process. It does not wait for the disk: who needs that starts their own."""

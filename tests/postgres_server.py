@@ -115,17 +115,16 @@ class Server:
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def create(self) -> str:
-        """The address of a new database, with nothing in it."""
+    def create(self, like: str | None = None) -> str:
+        """The address of a new database: with nothing in it, or with what another has, to which nobody is connected."""
         self._made += 1
         name = f"ledger_{os.getpid()}_{self._made}"
-        self.sql(f'CREATE DATABASE "{name}"')
+        self.sql(f'CREATE DATABASE "{name}"' + (f' TEMPLATE "{_name(like)}"' if like else ""))
         return self.address(name)
 
     def drop(self, address: str) -> None:
         """Remove a database, ending whoever is connected to it."""
-        name = address.partition("?")[0].rpartition("/")[2]
-        self.sql(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+        self.sql(f'DROP DATABASE IF EXISTS "{_name(address)}" WITH (FORCE)')
 
     def address(self, name: str) -> str:
         """The address of a database by the socket."""
@@ -133,8 +132,7 @@ class Server:
 
     def over_tcp(self, address: str) -> str:
         """The same database where a password is asked for."""
-        name = address.partition("?")[0].rpartition("/")[2]
-        return f"postgresql://{USER}@127.0.0.1:{self.port}/{name}"
+        return f"postgresql://{USER}@127.0.0.1:{self.port}/{_name(address)}"
 
     def sql(self, statement: str, address: str | None = None) -> list[Any]:
         """What one statement answers, outside any transaction."""
@@ -192,6 +190,10 @@ def _account() -> pwd.struct_passwd | None:
 
 def _plain_environment() -> dict[str, str]:
     return {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TZ": "UTC"}
+
+
+def _name(address: str) -> str:
+    return address.partition("?")[0].rpartition("/")[2]
 
 
 def _free_port() -> int:

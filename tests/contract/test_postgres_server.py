@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import control_bench
 import ledger_workers as work
 import pytest
 
 from postgres_server import PASSWORD, Server
+from posttrain.control import actions, judging, recalls, submission
 from posttrain.domain.errors import ConflictError, PosttrainError, WorkspaceError
+from posttrain.domain.records import Asset
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
+from posttrain.store.transaction import Transaction
 
 pytestmark = pytest.mark.postgres
 LONG = 2 * work.PATIENCE
@@ -196,3 +200,54 @@ def test_a_durable_server_is_named_with_its_version_alone(own: Server) -> None:
         assert database.product()[1] == ""
         with closing(Ledger(database)) as ledger:
             assert ledger.runs() == []
+
+
+def test_no_recall_is_committed_while_somebody_looks_whether_there_is_one(
+    postgres_ledger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who begins a run or moves a channel lets others look and nobody recall; who recalls lets nobody look."""
+    monkeypatch.setattr(control_bench, "ledger_place", lambda root: postgres_ledger)
+    evaluate = control_bench.evaluate(190)
+    trains = [control_bench.train(), control_bench.train("better")]
+    bench = control_bench.Bench(tmp_path, {"sft": trains, "evaluate": [evaluate], "baseline-evaluate": [evaluate]})
+    may: dict[str, tuple[bool, bool]] = {}
+
+    def watched(module: object, name: str, place: str) -> None:
+        function = getattr(module, name)
+
+        def looking(*words: object, **named: object) -> object:
+            may[place] = free(postgres_ledger, "SHARE"), free(postgres_ledger, "UPDATE")
+            return function(*words, **named)
+
+        monkeypatch.setattr(module, name, looking)
+
+    watched(submission, "refuse_recalled", "submit")
+    watched(actions, "refuse_recalled", "retry")
+    watched(judging, "refuse_release", "release")
+    watched(actions, "refuse_release", "rollback")
+    watched(Transaction, "set_asset_status", "recall")
+    stopped = bench.submit(seed=2)
+    actions.stop(bench.wiring, stopped)
+    bench.drive(stopped)
+    actions.retry(bench.wiring, stopped)
+    bench.drive(stopped)
+    bench.drive(bench.submit(seed=3))
+    actions.rollback(bench.wiring, "prod")
+    with bench.ledger.transaction("user:ann") as transaction:
+        asset = transaction.insert_asset(Asset("dataset", "train", 1, "sha256:" + "a" * 64, "file", 0.0, "user:ann"))
+    recalls.set_status(bench.wiring, asset, recalls.RECALLED, "a licence ran out")
+    look, recall = (True, False), (False, False)
+    assert may == {"submit": look, "retry": look, "release": look, "rollback": look, "recall": recall}
+    bench.ledger.close()
+
+
+def free(address: str, mode: str) -> bool:
+    """Whether another connection gets this lock of the project's row at once."""
+    import psycopg
+
+    with psycopg.connect(address) as connection:
+        try:
+            connection.execute(f"SELECT 1 FROM projects FOR {mode} NOWAIT")
+        except psycopg.errors.LockNotAvailable:
+            return False
+        return True

@@ -111,6 +111,11 @@ def vanish(exit_code: int = -9, tokens: int = 0) -> Script:
     return job
 
 
+def ledger_place(root: Path) -> str | Path:
+    """Where the ledger of a bench below `root` is; `pytest --ledger postgresql` puts another in this one's place."""
+    return root / "ledger.db"
+
+
 @dataclass
 class Bench:
     """A control plane whose jobs are scripted by stage: the first script for the first attempt, and so on."""
@@ -121,7 +126,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.clock = ManualClock()
-        self.ledger = Ledger(Database(self.root / "ledger.db"), self.clock)
+        self.ledger = Ledger(Database(ledger_place(self.root)), self.clock)
         self.executor = FakeExecutor(self._on_launch, self.clock.now)
         self.stores = Stores(self.ledger, open_blobs(str(self.root / "blobs")), self.clock, "test")
         self.jobs = Jobs(self.executor, {"native": NativeTrainer()}, AttemptFolders(self.root), slots=2)

@@ -171,7 +171,8 @@ def test_a_proof_finds_what_was_altered(bench: Bench, what: str) -> None:
     sound = verify(bench.stores, tree)  # the bench's datasets are digests without bytes
     assert (sound.events > 10, sound.pending) == (True, 0)
     with bench.ledger.database.write() as connection:
-        connection.exec_driver_sql("UPDATE events SET kind = kind || 'x' WHERE id = 2 AND ? = 'chain'", (what,))
+        if what == "chain":
+            connection.exec_driver_sql("UPDATE events SET kind = kind || 'x' WHERE id = 2")
     report = bench.stage(bench.ledger.runs()[0].id, "gate").outputs["report"]["digest"]
     spoilt = {"model": digest_bytes(b"weights"), "report": report}.get(what, "sha256:")
     for path in (bench.root / "blobs" / "sha256").rglob("*"):
