@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+from posttrain.domain.approvals import ApprovalRequest
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, StaleWriteError
 from posttrain.domain.records import Asset, RunRecord, StageRecord
@@ -230,3 +231,19 @@ def write_and_wait(address: str, told: Any, busy_seconds: float = PATIENCE) -> N
         transaction.insert_run(a_run("half"), [a_stage("half")])
         told.set()
         time.sleep(3600.0)
+
+
+def say_or_ship(address: str, name: str, request: ApprovalRequest, times: int) -> int:
+    """Reject and approve in turn, or ship where nobody rejects; how often it shipped."""
+    shipped = 0
+    with opened(address) as ledger:
+        for number in range(times):
+            with ledger.transaction(f"user:{name}") as transaction:
+                transaction.lock_channel("prod")
+                if name != "p0":
+                    transaction.say_approval(request, "rejected" if number % 2 == 0 else "approved")
+                elif all(one.verdict == "approved" for one in transaction.snapshot.approvals(request.digest)):
+                    live = transaction.snapshot.channel("prod")
+                    transaction.append_release("prod", MODEL, None, "promote", expected=live.sequence if live else 0)
+                    shipped += 1
+    return shipped

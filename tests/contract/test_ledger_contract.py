@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from posttrain.domain.approvals import Action, request_of
 from posttrain.domain.errors import (
     ChannelClosedError,
     ConflictError,
@@ -265,6 +266,64 @@ def test_a_policy_and_the_releases_that_race_with_it_never_pass_each_other(
     (served,) = ledger.deployments("prod")
     assert (served.role, served.release_sequence, served.weight) == ("live", len(released), 1.0)
     assert verify_rows(ledger) >= len(released)
+
+
+def test_a_request_and_what_was_said_of_it_is_read_back_and_proved(ledger: Ledger) -> None:
+    work.submit(ledger)
+    request = request_of(Action.RELEASE, "prod", "ann", 2.0, "run1", live=0, policy=OTHER)
+    for _ in range(2):
+        with ledger.transaction("bob") as transaction:
+            transaction.ask_approval(request)
+    with ledger.transaction("user:bob") as transaction:
+        transaction.say_approval(request, "rejected", "not\0yet")
+        transaction.say_approval(request, "approved", "now")
+    with ledger.transaction("user:cy") as transaction:
+        transaction.say_approval(request, "approved")
+    with ledger.snapshot() as now:
+        assert now.approval_requests() == now.approval_requests("prod", "run1", request.digest[:20]) == [request]
+        assert now.approval_requests("beta") == now.approval_requests(run_id="run2") == []
+        said = [(one.actor, one.verdict, one.reason) for one in now.approvals(request.digest)]
+        assert said == [("user:bob", "approved", "now"), ("user:cy", "approved", "")]
+        assert (now.submitter("run1"), now.submitter("run2")) == ("ann", "")
+    queue = WorkQueue(ledger, "h:1:0")
+    for one in queue.claim():
+        queue.give_back(one, 1000.0)
+    assert queue.due() == set()
+    with ledger.transaction("user:cy") as transaction:
+        transaction.say_approval(request, "rejected")
+    assert queue.due() == {"run1"}, "in the same transaction"
+    seal(ledger)
+    verify_rows(ledger)
+    run = ledger.run("run1")
+    with ledger.transaction("ann") as transaction:
+        transaction.update_run(run, state="failed")
+    erase_subject(ledger, "ann", "run1", "asked to")
+    with ledger.snapshot() as now:
+        assert {one.reason for one in now.approvals(request.digest)} == {""}
+    verify_rows(ledger)
+
+
+def test_a_rejection_and_a_release_that_race_never_pass_each_other(
+    ledger_at: str, ledger: Ledger, some: list[str]
+) -> None:
+    with ledger.transaction("ann") as transaction:
+        transaction.set_channel(ledger.channel_record("prod"), work.POLICY_SET, policy=OTHER)
+        record = transaction.snapshot.channel_record("prod")
+        transaction.set_channel(record, work.POLICY_SET, policy=None)
+        request = request_of(Action.RELEASE, "prod", "ann", 2.0, live=0)
+        transaction.ask_approval(request)
+    shipped = sum(work.together(work.say_or_ship, ledger_at, some, request, 10))
+    seal(ledger)
+    rejected: set[str] = set()
+    released = 0
+    for event in sorted(ledger.events(subject_prefix="prod"), key=lambda event: event.id):
+        if event.kind == "channel.promote":
+            released += 1
+            assert not rejected
+        if event.kind.startswith("approval."):
+            (rejected.add if event.kind == "approval.rejected" else rejected.discard)(event.actor)
+    assert released == shipped
+    verify_rows(ledger)
 
 
 def test_who_changes_a_channel_that_moved_must_look_again(ledger: Ledger) -> None:

@@ -32,8 +32,10 @@ class Channel:
     def live(self) -> str | None:
         return self.history[-1][1] if self.history else None
 
-    def promote(self, model: str, judged: int, policy: str | None, lift: bool) -> None:
-        """Move to a model whose gates passed when release `judged` was live."""
+    asks: bool = False  # its policy names an approver
+
+    def promote(self, model: str, judged: int, policy: str | None, lift: bool, said: str | None) -> None:
+        """Move to a model whose gates passed when release `judged` was live; `said`: what its approver says of that."""
         if self.live == model:
             return
         if judged != len(self.history):
@@ -44,6 +46,8 @@ class Channel:
             raise RefusedError("ChannelClosedError")
         if model in self.quarantined and not lift:
             raise RefusedError("QuarantinedError")
+        if self.asks and (said != "approved" or model in self.quarantined):  # bringing one back is asked for by itself
+            raise RefusedError("ApprovalError")
         self.quarantined.discard(model)
         self.used = True
         self.history.append(("promote", model))
@@ -59,7 +63,7 @@ class Channel:
         self.quarantined.discard(self.stack[-1])
         self.history.append(("rollback", self.stack[-1]))
 
-    def change(self, **values: str | None) -> None:
+    def change(self, **values: str | bool | None) -> None:
         """Freeze or unfreeze it, set or remove its policy; only a policy makes a channel."""
         if not self.used and not values.get("policy"):
             raise RefusedError("NotFoundError")
@@ -86,6 +90,7 @@ class Run:
     not_before: float = 0.0
     judged: int | None = None  # the release that was live when its gates passed
     failing: bool = False
+    said: str | None = None  # what its approver says of its release
 
     def stop(self) -> None:
         if self.state in ENDED:
@@ -98,11 +103,26 @@ class Run:
         self.state, self.stopping, self.tries, self.told, self.not_before = "running", False, 0, None, 0.0
 
     def promote(self, lift: bool) -> None:
-        if self.state not in ("succeeded", "rejected"):
+        self.channel.promote(self.model, self._passed(), self.policy, lift, self.said)
+
+    def say(self, verdict: str) -> None:
+        """Its channel's approver approves its release, or rejects it."""
+        judged, channel = self._passed(), self.channel
+        if channel.live == self.model:
             raise RefusedError("InputError")
+        if judged != len(channel.history):
+            raise RefusedError("ConflictError")
+        if channel.policy not in (None, self.policy):
+            raise RefusedError("PolicyError")
+        if not channel.asks or self.model in channel.quarantined:
+            raise RefusedError("InputError")
+        self.said = verdict
+
+    def _passed(self) -> int:
+        """The release that was live when its gates passed."""
         if self.judged is None:
-            raise RefusedError("GateRejectedError")
-        self.channel.promote(self.model, self.judged, self.policy, lift)
+            raise RefusedError("GateRejectedError" if self.state == "rejected" else "InputError")
+        return self.judged
 
     def drive(self, now: float) -> None:
         """As far as it gets at this moment."""
@@ -116,6 +136,7 @@ class Run:
                 self.state = "stopped"
             elif self.done == len(JOBS):
                 self._judge()
+                return
             elif now < self.not_before:
                 return
             else:
@@ -141,9 +162,10 @@ class Run:
         if not self.good:
             self.state = "rejected"
             return
-        self.judged = len(self.channel.history)
+        self.judged = len(self.channel.history) if self.judged is None else self.judged
         try:
-            self.channel.promote(self.model, self.judged, self.policy, lift=False)
+            self.channel.promote(self.model, self.judged, self.policy, False, self.said)
             self.state = "succeeded"
-        except RefusedError:
-            self.state = "rejected"
+        except RefusedError as refused:
+            waits = str(refused) == "ApprovalError" and self.said is None
+            self.state = self.state if waits else "rejected"

@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 from posttrain.app.channels import Channel
 from posttrain.app.runs import Run
 from posttrain.app.workspace import Workspace
-from posttrain.control import channels
+from posttrain.control import approving, channels
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.submission import submit
@@ -52,6 +52,7 @@ POLICY = {
     "gates": [{"name": "floor", "metric": "heldout/accuracy", "at_least": 0.6}],
     "suites": {"heldout": {"data": "dataset:heldout@1", "digest": digest_json("dataset:heldout"), "evaluators": "any"}},
 }
+ASKING = {**POLICY, "approvers": ["user:bob"]}
 DEADLY = (
     "submit.before_commit", "submit.after_commit", "attempt.after_intent", "attempt.after_launch",
     "attempt.after_handle", "collect.before_publish", "collect.after_publish", "collect.after_commit",
@@ -177,12 +178,20 @@ class People(RuleBasedStateMachine):
         does = at.unfreeze if not frozen else lambda: at.freeze(rollbacks=frozen == "all")
         self.same(lambda: self.channels[name].change(frozen=frozen), does)
 
-    @rule(name=st.sampled_from(CHANNELS), sets=st.booleans())
-    def sets_policy(self, name: str, sets: bool) -> None:
+    @precondition(lambda self: self.runs)
+    @rule(which=WHICH, verdict=st.sampled_from(("approved", "approved", "rejected")))
+    def says(self, which: int, verdict: str) -> None:
+        """The approver of a run's channel, of its release."""
+        run_id, stores = self.pick(which), replace(self.workspace.stores, actor="user:bob")
+        does = lambda: approving.say(stores, approving.find_release(stores, run_id, None), verdict)  # noqa: E731
+        self.same(lambda: self.runs[run_id].say(verdict), does)
+
+    @rule(name=st.sampled_from(CHANNELS), which=st.sampled_from((None, POLICY, ASKING, ASKING)))
+    def sets_policy(self, name: str, which: dict[str, Any] | None) -> None:
         """Or takes it away."""
-        policy = parse_policy(POLICY, "policy") if sets else None
+        policy = parse_policy(which, "policy") if which else None
         self.same(
-            lambda: self.channels[name].change(policy=policy.digest if policy else None),
+            lambda: self.channels[name].change(policy=policy.digest if policy else None, asks=which is ASKING),
             lambda: channels.set_policy(self.workspace.stores, name, policy),
         )
 

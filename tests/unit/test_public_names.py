@@ -45,7 +45,9 @@ COMMANDS = {
     "export": ["--dtype", "--output", "-o", "DIR", "MODEL"],
     "promote": ["--channel", "--lift-quarantine", "run"],
     "rollback": ["--from", "--to", "channel"],
-    "channel policy": ["--history", "--output", "-o", "channel"],
+    "approve": ["--channel", "--reason", "RUN|REQUEST"],
+    "reject": ["--channel", "--reason", "RUN|REQUEST"],
+    "channel policy": ["--asked", "--history", "--output", "-o", "channel"],
     "channel set-policy": ["POLICY.yaml", "channel"],
     "channel remove-policy": ["channel"],
     "channel protect": ["--reason", "channel"],
@@ -85,10 +87,12 @@ EXIT_CODES = {
     "ChannelClosedError": 9,
     "RecalledError": 9,
     "PolicyError": 9,
+    "ApprovalError": 9,
     "StaleWriteError": 9,
     "WorkspaceError": 10,
     "StoppedError": 11,
     "DeadlineError": 12,
+    "AccessError": 13,
 }
 
 
@@ -116,7 +120,8 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
     verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry signal dead"
-    verbs += " sample eval export promote rollback channel lineage verify trace track import asset upgrade erase doctor"
+    verbs += " sample eval export promote approve reject rollback channel lineage verify trace track"
+    verbs += " import asset upgrade erase doctor"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 

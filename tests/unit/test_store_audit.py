@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.domain.approvals import Action, request_of
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.records import Asset, AttemptRecord, Look, RunRecord, StageRecord
 from posttrain.store.audit import verify_rows
@@ -46,6 +47,10 @@ def fill(ledger: Ledger) -> None:
     with ledger.transaction("user:bob") as transaction:
         transaction.append_release("prod", OTHER, None, "rollback", expected=2)
         transaction.put_cache("sha256:key", "run1", "sft")
+        request = request_of(Action.RELEASE, "prod", "user:ann", 3.0, "run1", live=3)
+        transaction.ask_approval(request)
+        transaction.say_approval(request, "rejected", "not yet")
+        transaction.say_approval(request, "approved", "now")
         transaction.record_look(Look("prod", OTHER, MODEL, MODEL, "run1", "pass", "ann", 4.0))
 
 
@@ -61,14 +66,14 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 def test_what_happened_is_what_the_rows_say(ledger: Ledger) -> None:
     before = verify_rows(ledger)
     # project, principals, run, stage, attempt, signal, asset, its status, releases, channel, deployment, quarantine,
-    # look, cache; artifacts, edges, holds
-    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 3 + 9 + 2
+    # look, cache, request, approval; artifacts, edges, holds
+    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 3 + 9 + 2
     with ledger.transaction("user:ann") as transaction:
         transaction.append_release("prod", MODEL, "run1", "promote", expected=3, lift="it was not the model")
     assert verify_rows(ledger) == before + 2  # not sealed yet: a release, and what it serves
 
 
-JSON = ("inputs", "outputs", "metrics", "meta", "parents")
+JSON = ("inputs", "outputs", "metrics", "meta", "parents", "asked")
 NOBODYS = ("roles", "tokens")  # nothing is written to them yet
 COLUMNS = [(name, column) for name, one in TABLES.items() if name not in NOBODYS for column in one.columns]
 

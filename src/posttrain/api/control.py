@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Written,
         WrittenTrace,
     )
+    from posttrain.domain.approvals import Standing
     from posttrain.domain.errors import PosttrainError
     from posttrain.domain.manifest import Manifest
     from posttrain.domain.overrides import Override, Setting
@@ -243,8 +244,29 @@ class Channels(Protocol):
             since: the release that must be live now.
         """
 
-    def policy(self, name: str) -> PinnedPolicy | None:
-        """What every release of it must pass; None: what its run says."""
+    def approve(self, what: str, channel: str | None, reason: str) -> Standing:
+        """Approve what waits for it, as the present principal; where it stands afterwards.
+
+        Args:
+            what: the id of a run whose model is to be released, or the digest of a request, or its beginning.
+            channel: of a run, another one than its run file names.
+
+        Raises:
+            AccessError: the policy does not name the principal, or what is asked for is the principal's own.
+        """
+
+    def reject(self, what: str, channel: str | None, reason: str) -> Standing:
+        """Reject it; as `approve`."""
+
+    def approval_requests(self, channel: str) -> list[Standing]:
+        """What waits for approvals on a channel, oldest first."""
+
+    def policy(self, name: str, request: str | None = None) -> PinnedPolicy | None:
+        """What every release of it must pass; None: what its run says.
+
+        Args:
+            request: of the policy that this approval request asks for instead.
+        """
 
     def policies(self, name: str) -> list[Event]:
         """Every time its policy was set or removed, oldest first."""

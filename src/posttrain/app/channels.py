@@ -170,5 +170,3 @@ def policy_notes(pinned: PinnedPolicy, known: Iterable[str]) -> Iterator[str]:
                 f"gates.{gate.name}.metric: no evaluate stage measures {quantity!r} on {of}"
                 f"{nearest(quantity, QUANTITIES)}; nothing passes until some stage does"
             )
-    if pinned.policy.approvers:
-        yield "approvers are recorded and not asked: Posttrain cannot take approvals yet"

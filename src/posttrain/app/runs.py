@@ -8,12 +8,13 @@ from importlib import import_module
 from pathlib import Path
 
 from posttrain.app.workspace import Workspace, open_workspace
-from posttrain.control import actions, channels, compare, explain
+from posttrain.control import actions, approving, channels, compare, explain
 from posttrain.control.models import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
 from posttrain.control.recalls import recall_of, refuse_recalled
 from posttrain.control.submission import submit as submit_manifest
 from posttrain.data.refs import Source, parse_ref
+from posttrain.domain.approvals import APPROVED, REJECTED, ApprovalRequest, Standing
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import RunState
@@ -142,6 +143,21 @@ class Run:
     def diff(self, other: Run) -> list[compare.Difference]:
         """What differs in the manifests."""
         return compare.compare(self.workspace.ledger, self.manifest, other.manifest)
+
+    def approve(self, reason: str = "", *, channel: str | None = None) -> Standing:
+        """Approve the release of its model, as the workspace's actor; see `control.approving.say`.
+
+        Args:
+            channel: another one than its run file names.
+        """
+        return approving.say(self.workspace.stores, self._release(channel), APPROVED, reason)
+
+    def reject(self, reason: str = "", *, channel: str | None = None) -> Standing:
+        """Reject it; as `approve`."""
+        return approving.say(self.workspace.stores, self._release(channel), REJECTED, reason)
+
+    def _release(self, channel: str | None) -> ApprovalRequest:
+        return approving.find_release(self.workspace.stores, self.id, channel)
 
     def promote(self, channel: str, *, lift_quarantine: str = "") -> ReleaseEntry:
         """Point a channel at this run's model, if its gates pass.

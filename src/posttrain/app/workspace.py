@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import os
+import pwd
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -263,7 +263,8 @@ def _refuse_lost_ledger(root: Path) -> None:
 
 
 def _user() -> str:
+    """The user that the operating system knows, and not what LOGNAME says: anybody may set that."""
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container without a passwd entry
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container without a passwd entry
         return str(os.getuid())

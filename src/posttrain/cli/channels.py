@@ -27,13 +27,16 @@ ReasonOption = Annotated[str, typer.Option(help="Why; kept in the event log.", s
 def policy(
     channel: ChannelArgument,
     history: Annotated[bool, typer.Option("--history", help="Every policy that it had, and who set it.")] = False,
+    asked: Annotated[
+        str | None, typer.Option("--asked", metavar="REQUEST", help="The one that an approval request asks for.")
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print a channel's policy, as a file that `set-policy` takes."""
     from posttrain.app.embedded.control import open_control
 
     control = open_control()
-    pinned, told = control.policy(channel), control.policies(channel) if history else []
+    pinned, told = control.policy(channel, asked), control.policies(channel) if history else []
     control.close()
     if output is Output.JSON:
         shown: dict[str, Any] = {"channel": channel, "digest": pinned.digest if pinned else None}
@@ -88,18 +91,18 @@ def remove_policy(channel: ChannelArgument) -> None:
 
 @app.command("protect")
 def protect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
-    """Let policy and quarantine of a channel be changed by approval only. Approvals are to come: until then, not."""
+    """Let policy and quarantine of a channel be changed by approval only, of the approvers that its policy names."""
     from posttrain.app.embedded.control import open_control
 
     control = open_control()
     control.protect(channel, protected=True, why=reason)
     control.close()
-    say(f"channel {channel} is protected: its policy stays, and what was rolled back stays off it")
+    say(f"channel {channel} is protected: its policy and its quarantine are changed by approval only")
 
 
 @app.command("unprotect")
 def unprotect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
-    """Let policy and quarantine of a channel be changed again."""
+    """Let policy and quarantine of a channel be changed again. Where its policy names approvers, they approve that."""
     from posttrain.app.embedded.control import open_control
 
     control = open_control()

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from posttrain._version import __version__
 from posttrain.cli import (
+    approvals,
     assets,
     channels,
     compare,
@@ -50,8 +51,8 @@ _LONGEST = 900  # characters of an error
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
-    *("compare", "attach", "stop", "retry", "signal", "dead"),
-    *("sample", "eval", "export", "promote", "rollback", "channel", "lineage", "verify", "trace", "track"),
+    *("compare", "attach", "stop", "retry", "signal", "dead", "sample", "eval", "export", "promote"),
+    *("approve", "reject", "rollback", "channel", "lineage", "verify", "trace", "track"),
     *("import", "asset", "upgrade", "erase", "doctor"),
 ]
 
@@ -163,6 +164,7 @@ for room in (
     compare,
     models,
     releases,
+    approvals,
     trace,
     tracking,
 ):

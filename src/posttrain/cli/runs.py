@@ -124,13 +124,22 @@ def get(
         paths = {"report": str(written.report), "curves": str(written.curves)} if written else {}
         emit_json(status.to_json() | {"scores": scores.to_json(), "trackers": [t.to_json() for t in trackers]} | paths)
         return
-    from posttrain.cli.screens import run_footer, run_tree, score_lines, signal_lines, tracker_lines, warning_lines
+    from posttrain.cli.screens import (
+        approval_lines,
+        run_footer,
+        run_tree,
+        score_lines,
+        signal_lines,
+        tracker_lines,
+        warning_lines,
+    )
 
     screen = console()
     told = (
         *score_lines(scores),
         *warning_lines(status),
         *signal_lines(status),
+        *approval_lines(status.approvals),
         *tracker_lines(trackers),
         *run_footer(status),
     )
@@ -140,8 +149,9 @@ def get(
 
 
 def _get_channel(control: Control, name: str, output: Output) -> None:
-    from posttrain.cli.screens import channel_lines, history_table, release_lines, tracker_lines
+    from posttrain.cli.screens import channel_lines, history_table, release_lines, request_lines, tracker_lines
 
+    asked = control.approval_requests(name)
     channel, trackers = control.channel(name), control.channel_trackers(name)
     history, states, record, live = channel.history, channel.states, channel.record, channel.live
     barred, looks = channel.quarantine, channel.looks
@@ -161,11 +171,12 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
             "deployments": [asdict(one) for one in channel.deployments],
             "quarantine": [asdict(one) for one in barred],
         }
+        told |= {"approval_requests": [one.to_json() for one in asked]}
         emit_json({**told, "trackers": [one.to_json() for one in trackers]})
         return
     back = f"posttrain rollback {name}, " if len({entry.model_digest for entry in history}) > 1 else ""
     lines: list[Any] = [*channel_lines(record, channel.frozen, recall), *release_lines(barred, looks)]
-    lines += tracker_lines(trackers)
+    lines += [*request_lines(asked), *tracker_lines(trackers)]
     if not history:
         console().print(f"channel {name}: nothing was released to it yet", *lines, sep="\n")
         return
@@ -223,6 +234,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
         )
         return
     from posttrain.cli.screens import (
+        approval_lines,
         attempt_line,
         run_tree,
         score_lines,
@@ -239,7 +251,8 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full
     told = words if gated else status.why or meaning(status.run.reason)
     say(f"reason: {told} ({status.run.reason})")
-    for line in (*verdict_lines(verdicts), *score_lines(scores), *warning_lines(status), *signal_lines(status)):
+    said = (*warning_lines(status), *signal_lines(status), *approval_lines(status.approvals))
+    for line in (*verdict_lines(verdicts), *score_lines(scores), *said):
         screen.print(line)
     for attempt in found.lost:
         screen.print(f"{attempt.stage}:", attempt_line(attempt))

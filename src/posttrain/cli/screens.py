@@ -21,6 +21,7 @@ from posttrain.planner.feasibility import gib
 
 if TYPE_CHECKING:
     from posttrain.api.values import Difference, PlanView, RunStatus, Scores, StagePlan, StageStatus, TrackerState
+    from posttrain.domain.approvals import Standing
     from posttrain.planner.residency import Residency
 
 _NOTE = 400  # characters of a note (a guideline) that are shown
@@ -63,6 +64,28 @@ def signal_lines(status: RunStatus) -> Iterator[Text]:
         yield Text(
             f"signal: {sent.name}, sent by {sent.actor} {ago(sent.at)}" + (f": {sent.reason}" if sent.reason else "")
         )
+
+
+def approval_lines(standings: Iterable[Standing]) -> Iterator[Text]:
+    """What was said of what was asked for, and what that counts."""
+    for one in standings:
+        what = f"{one.request.words} ({digest(one.request.digest)})"
+        said = [*one.given, *([one.refusal] if one.refusal else [])]
+        for approval in said:
+            void = f"; counts nothing: {one.outdated}" if one.outdated else ""
+            yield Text(f"approval: {what} {approval.words}, {ago(approval.at)}{void}")
+        for approval in one.void:
+            yield Text(f"approval: {what} {approval.words}, {ago(approval.at)}; counts nothing: it is its owner's")
+
+
+def request_lines(standings: Iterable[Standing]) -> Iterator[Text]:
+    """What waits for approvals on a channel, and who may give them."""
+    for one in standings:
+        request, named = one.request, one.request.run_id or digest(one.request.digest)
+        told = f"asked:  {request.words}, by {request.actor} {ago(request.at)}: {one.words}"
+        yield Text(told, style=style("warn"))
+        policy = f", posttrain channel policy {request.channel} --asked {named}" if "set" in request.asked else ""
+        yield Text(f"        posttrain approve {named}{policy}", style="dim")
 
 
 def warning_lines(status: RunStatus) -> Iterator[Text]:
@@ -175,7 +198,7 @@ def channel_lines(
     if record.policy:
         yield Text(f"policy: {digest(record.policy)} (posttrain channel policy {record.name})", style="dim")
     if record.protected:
-        yield Text("protected: its policy and its quarantine are not changed", style=style("warn"))
+        yield Text("protected: its policy and its quarantine are changed by approval only", style=style("warn"))
     if record.frozen:
         still = "and not rolled back" if record.frozen == "all" else "rollbacks go on"
         words = f"frozen: nothing is released to it, {still} (posttrain channel unfreeze {record.name})"

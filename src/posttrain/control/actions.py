@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
-from posttrain.control import environments
+from posttrain.control import approvals, environments
 from posttrain.control.channels import policy_of, refuse_lift
 from posttrain.control.jobs import AttemptFolders
 from posttrain.control.judging import check_weights, read_report, refuse_unmet
@@ -120,32 +121,38 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
         GateRejectedError, GateInconclusiveError: the report does not say PASS.
         ConflictError: the channel moved since the gate looked, even if it came back.
         PolicyError: the channel's policy is another than the one it was judged under.
+        ApprovalError: the policy names approvers, who have not approved it; it is asked for then.
         ChannelClosedError: the channel is frozen, or the quarantine may not be lifted.
         RecalledError: the model, or something that it was made from, was recalled.
         IntegrityError: the model's bytes are missing or corrupt.
     """
-    run = stores.ledger.run(run_id)
-    gate = next((stage for stage in stores.ledger.stages(run.id) if kind_of(stage.kind).judges), None)
-    if gate is None or REPORT not in gate.outputs:
-        raise InputError(f"run {run.id}: promote needs a gate report and it has none; its gates have not been judged")
-    report_digest = gate.outputs[REPORT]["digest"]
-    report = read_report(stores.blobs, report_digest)
-    manifest, known = stores.manifest(run), [record.name for record in stores.ledger.channel_records()]
+    run, manifest = stores.ledger.run(run_id), stores.manifest(stores.ledger.run(run_id))
+    report_digest = judged_report(stores, run, "promote")
+    report, known = (
+        read_report(stores.blobs, report_digest),
+        [record.name for record in stores.ledger.channel_records()],
+    )
     if channel not in known and (manifest.release is None or manifest.release.channel != channel):
         raise NotFoundError(
             f"channel {channel!r} is unknown{nearest(channel, known)}; a new one is opened by naming it in a run file"
         )
     live, judged = stores.ledger.channel(channel), judged_at(report, channel, stores.ledger.history(channel))
-    moves = promotion(live, judged, report.candidate, report)
+    moves, request, pinned = promotion(live, judged, report.candidate, report), None, None
     if moves:
-        refuse_unmet(stores, run, manifest, report, channel)
-        refuse_lift(stores.ledger, channel, report.candidate, policy_of(stores, channel))
+        pinned = refuse_unmet(stores, run, manifest, report, channel)
+        refuse_lift(stores.ledger, channel, report.candidate, pinned)
+        with stores.ledger.snapshot() as now:
+            lift = approvals.refuse_closed(now, channel, report.candidate, lift_quarantine)
+        bound: dict[str, Any] = {"model": report.candidate, "report": report_digest, "live": judged}
+        request = approvals.release_request(stores, run, channel, pinned, lift=lift, **bound)
+        approvals.require(stores, request, pinned)
     check_weights(stores.blobs, report.candidate, f"channel {channel} stays where it is")
     if not moves and live is not None:
         return live  # asking twice is one promotion
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls()
         refuse_release(transaction.snapshot, channel, report.candidate)
+        approved = approvals.count(transaction, request, pinned)
         return transaction.append_release(
             channel,
             report.candidate,
@@ -155,7 +162,23 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
             report_digest=report_digest,
             lift=lift_quarantine,
             policy=report.policy,
+            approved=approved,
         )
+
+
+def judged_report(stores: Stores, run: RunRecord, verb: str) -> str:
+    """Digest of a run's gate report.
+
+    Args:
+        verb: what needs it, for the error.
+
+    Raises:
+        InputError: it has none.
+    """
+    gate = next((stage for stage in stores.ledger.stages(run.id) if kind_of(stage.kind).judges), None)
+    if gate is None or REPORT not in gate.outputs:
+        raise InputError(f"run {run.id}: {verb} needs a gate report and it has none; its gates have not been judged")
+    return str(gate.outputs[REPORT]["digest"])
 
 
 def rollback(stores: Stores, channel: str, to: str | None = None, *, since: int | None = None) -> ReleaseEntry:
@@ -171,6 +194,7 @@ def rollback(stores: Stores, channel: str, to: str | None = None, *, since: int 
         ConflictError: another release is live than `since`, or the channel moved meanwhile.
         ChannelClosedError: the channel is frozen for rollbacks too, or what it would return to is quarantined and may
             not come back.
+        ApprovalError: it is quarantined, and may come back once that is approved.
         RecalledError: what it would return to was recalled, or made from something that was.
         IntegrityError: bytes of the model to return to are missing or corrupt.
     """
@@ -189,11 +213,15 @@ def rollback(stores: Stores, channel: str, to: str | None = None, *, since: int 
     if named == live.model_digest:
         return live
     seen = stores.ledger.channel_record(channel)  # before its policy is read: a change of it is a conflict
-    refuse_lift(stores.ledger, channel, digest, policy_of(stores, channel))
+    pinned = policy_of(stores, channel)
+    refuse_lift(stores.ledger, channel, digest, pinned)
+    request = approvals.lift_request(stores, seen, pinned, digest, live.sequence)
+    approvals.require(stores, request, pinned)
     target = next(entry for entry in reversed(history) if entry.model_digest == digest)
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls()
         refuse_release(transaction.snapshot, channel, digest)
+        approved = approvals.count(transaction, request, pinned)
         return transaction.append_release(
             channel,
             digest,
@@ -202,6 +230,7 @@ def rollback(stores: Stores, channel: str, to: str | None = None, *, since: int 
             expected=live.sequence,
             report_digest=target.report_digest,
             generation=seen.generation,
+            approved=approved,
         )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 
+from posttrain.control import approvals
 from posttrain.control.stores import Stores
+from posttrain.domain.approvals import Action, ApprovalRequest
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import ChannelClosedError, InputError, IntegrityError, NotFoundError
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, parse_policy
@@ -48,23 +50,28 @@ def set_policy(stores: Stores, channel: str, policy: ChannelPolicy | None) -> Ch
 
     Raises:
         InputError: a channel that no run file could name, or of which nothing can be taken away.
-        ChannelClosedError: the channel is protected.
+        ApprovalError: the channel is protected, and its approvers have not approved the change yet.
+        ChannelClosedError: it is protected, and nobody is named who could approve.
         ConflictError: somebody moved or changed it meanwhile.
     """
     record = _record(stores.ledger, channel) if policy else _used(stores.ledger, channel)
-    if (policy.digest if policy else None) != record.policy:
-        refuse_protected(record, "a change of its policy")
+    changes = (policy.digest if policy else None) != record.policy
     written = canonical_json(policy.to_json()) if policy else b""
     digest = stores.blobs.put(written) if policy else None  # again too: a document that was lost comes back
-    if digest == record.policy:
+    if not changes:
         return record
-    return _set(stores, record, POLICY_SET, size=len(written), policy=digest)
+    action, bound = (Action.SET_POLICY, {"set": digest}) if policy else (Action.REMOVE_POLICY, {})
+    asked = _asked(stores, record, action, **bound)
+    if asked is None:
+        refuse_protected(record, "a change of its policy")
+    return _set(stores, record, POLICY_SET, asked=asked, size=len(written), policy=digest)
 
 
 def protect(stores: Stores, channel: str, *, protected: bool, why: str = "") -> ChannelRecord:
-    """Let policy and quarantine of a channel be changed by approval only, or take that back.
+    """Let policy and quarantine of a channel be changed by approval only, or take that back, by approval too.
 
     Raises:
+        ApprovalError: the channel's policy names approvers, and they have not approved that it is unprotected yet.
         NotFoundError: a channel that nobody has used yet: a slip would leave open what was meant.
         ConflictError: somebody moved or changed it meanwhile.
     """
@@ -72,7 +79,8 @@ def protect(stores: Stores, channel: str, *, protected: bool, why: str = "") -> 
     if record.protected == protected:
         return record
     kind = "channel.protected" if protected else "channel.unprotected"
-    return _set(stores, record, kind, why, protected=protected)
+    asked = _asked(stores, record, Action.UNPROTECT)
+    return _set(stores, record, kind, why, asked, protected=protected)
 
 
 def freeze(stores: Stores, channel: str, frozen: str, why: str = "") -> ChannelRecord:
@@ -92,17 +100,16 @@ def freeze(stores: Stores, channel: str, frozen: str, why: str = "") -> ChannelR
 
 
 def refuse_lift(ledger: Ledger, channel: str, model: str, policy: PinnedPolicy | None) -> None:
-    """Refuse to bring back a quarantined model where the channel's policy does not leave that to a reason.
+    """Refuse to bring back a quarantined model where the channel's policy says that nobody may.
 
     Raises:
-        ChannelClosedError: it says that nobody may, or that an approval is needed, which nobody can give yet.
+        ChannelClosedError: it does.
     """
     lift = policy.policy.quarantine.lift if policy else "reason"
-    if lift == "reason" or all(one.model_digest != model for one in ledger.quarantine(channel)):
+    if lift != "never" or all(one.model_digest != model for one in ledger.quarantine(channel)):
         return
-    says = "by approval only, which Posttrain cannot take yet" if lift == "approval" else "never"
     raise ChannelClosedError(
-        f"channel {channel}: {model[:19]}… is quarantined, and its policy lets a model out {says} (quarantine.lift: "
+        f"channel {channel}: {model[:19]}… is quarantined, and its policy lets a model out never (quarantine.lift: "
         f"{lift}); another policy would have to be set"
     )
 
@@ -123,8 +130,31 @@ def _used(ledger: Ledger, channel: str) -> ChannelRecord:
     return record
 
 
+def _asked(
+    stores: Stores, record: ChannelRecord, action: Action, **bound: object
+) -> tuple[ApprovalRequest, PinnedPolicy] | None:
+    """The request for a change of a protected channel, once it is approved; None where nobody is asked.
+
+    Raises:
+        ApprovalError: it is not approved; it was written down that it was asked for.
+    """
+    pinned = policy_of(stores, record.name) if record.protected else None
+    request = approvals.change_request(stores, record, pinned, action, **bound)
+    if request is None or pinned is None:
+        return None
+    approvals.require(stores, request, pinned)
+    return request, pinned
+
+
 def _set(
-    stores: Stores, record: ChannelRecord, kind: str, why: str = "", size: int | None = None, **columns: object
+    stores: Stores,
+    record: ChannelRecord,
+    kind: str,
+    why: str = "",
+    asked: tuple[ApprovalRequest, PinnedPolicy] | None = None,
+    size: int | None = None,
+    **columns: object,
 ) -> ChannelRecord:
     with stores.ledger.transaction(stores.actor) as transaction:
-        return transaction.set_channel(record, kind, why, size, **columns)
+        approved = approvals.count(transaction, *asked) if asked else ""
+        return transaction.set_channel(record, kind, why, size, approved, **columns)

@@ -9,6 +9,7 @@ from posttrain.control.judging import read_report
 from posttrain.control.stores import Stores
 from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import (
+    ApprovalError,
     ChannelClosedError,
     ConflictError,
     FailureClass,
@@ -34,6 +35,7 @@ _REJECTED: Mapping[str, type[PosttrainError]] = {
     Reason.POLICY_NOT_MET: PolicyError,
     Reason.CHANNEL_FROZEN: ChannelClosedError,
     Reason.RECALLED: RecalledError,
+    Reason.APPROVAL_REJECTED: ApprovalError,
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from posttrain.control import approvals
 from posttrain.control.channels import policy_of
 from posttrain.control.conforming import check_manifest
 from posttrain.control.deciding import BASELINE, EVIDENCE, RIVAL
@@ -20,6 +21,7 @@ from posttrain.decision.releases import judged_at, promotion
 from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import (
+    ApprovalError,
     ChannelClosedError,
     ConflictError,
     InputError,
@@ -36,6 +38,7 @@ from posttrain.domain.jobs import InputBlob
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.measures import ItemRange
+from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.ports import BlobStore, Clock
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import Look, RunRecord, StageRecord
@@ -143,24 +146,31 @@ def _summary(report: GateReport) -> str:
 def release_stage(
     stores: Stores, run: RunRecord, manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord]
 ) -> None:
-    """Move the channel to the judged model, if it still points where it pointed when the gate looked."""
+    """Move the channel to the judged model, if it still points where it pointed when the gate looked.
+
+    Where its policy names approvers the stage waits for them, and nothing is hashed before they have approved.
+    """
     assert manifest.release is not None
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
     report = read_report(stores.blobs, inputs["report"].digest)
     channel, candidate = manifest.release.channel, inputs["candidate"].digest
-    check_weights(stores.blobs, candidate, f"channel {channel} stays where it is")
-    crashpoint("promote.before_commit")
     try:
         live, judged = stores.ledger.channel(channel), judged_at(report, channel, stores.ledger.history(channel))
         move = promotion(live, judged, candidate, report)
-        if move:
-            refuse_unmet(stores, run, manifest, report, channel)
+        pinned = refuse_unmet(stores, run, manifest, report, channel) if move else None
+        bound: dict[str, Any] = {"model": candidate, "report": inputs["report"].digest, "live": judged}
+        request = approvals.release_request(stores, run, channel, pinned, **bound)
+        if request and pinned and not approvals.await_release(stores, stage, request, pinned):
+            return
+        check_weights(stores.blobs, candidate, f"channel {channel} stays where it is")
+        crashpoint("promote.before_commit")
         with stores.ledger.transaction(stores.actor) as transaction:
             if transaction.snapshot.run(run.id).desired == "stopped":
                 return  # a person said stop before the pointer moved: the next tick stops the stage
             if move:
                 transaction.lock_recalls()
                 refuse_release(transaction.snapshot, channel, candidate)
+                approved = approvals.count(transaction, request, pinned)
                 live = transaction.append_release(
                     channel,
                     candidate,
@@ -169,6 +179,7 @@ def release_stage(
                     expected=judged,
                     report_digest=inputs["report"].digest,
                     policy=report.policy,
+                    approved=approved,
                 )
             verb = "now points" if move else "already pointed"
             transaction.update_stage(
@@ -201,13 +212,17 @@ def _turned_away(error: ConflictError, run_id: str, channel: str) -> tuple[Reaso
         return Reason.RECALLED, f"posttrain lineage {run_id}"
     if isinstance(error, PolicyError):
         return Reason.POLICY_NOT_MET, f"posttrain run RUN.yaml plans it under the policy of {channel}"
+    if isinstance(error, ApprovalError):
+        return Reason.APPROVAL_REJECTED, f"posttrain why {run_id}"
     if isinstance(error, ChannelClosedError):
         return Reason.CHANNEL_FROZEN, f"posttrain channel unfreeze {channel}, then posttrain promote {run_id}"
     return Reason.CHANNEL_MOVED, f"posttrain run RUN.yaml --again judges against what {channel} points at now"
 
 
-def refuse_unmet(stores: Stores, run: RunRecord, manifest: Manifest, report: GateReport, channel: str) -> None:
-    """Hold a report against the policy that a channel has now.
+def refuse_unmet(
+    stores: Stores, run: RunRecord, manifest: Manifest, report: GateReport, channel: str
+) -> PinnedPolicy | None:
+    """Hold a report against the policy that a channel has now, which is given back.
 
     Raises:
         PolicyError: it was judged under another, of another manifest, or its run is not what the policy asks.
@@ -216,7 +231,7 @@ def refuse_unmet(stores: Stores, run: RunRecord, manifest: Manifest, report: Gat
         raise PolicyError(f"run {run.id}: its gate report is about another manifest; judge again: --again")
     pinned = policy_of(stores, channel)
     if pinned is None:
-        return
+        return None
     if report.policy != pinned.digest:
         under = f"under {report.policy[:19]}…" if report.policy else "without a policy"
         raise PolicyError(
@@ -227,6 +242,7 @@ def refuse_unmet(stores: Stores, run: RunRecord, manifest: Manifest, report: Gat
         check_manifest(manifest, pinned)
     except InputError as error:
         raise PolicyError(f"run {run.id}: {error}") from error
+    return pinned
 
 
 def check_weights(blobs: BlobStore, digest: str, otherwise: str) -> None:

@@ -44,7 +44,9 @@ def look_again_after(
             times.append(_WAITS.get(stage.reason, NEVER))
         if stage.state == StageState.READY and stage.not_before is not None and stage.not_before > now:
             times.append(stage.not_before - now)
-        if waiting(stage):  # `not_before` of it, and until when its signal is waited for
+        if (
+            waiting(stage) and stage.reason != Reason.WAITING_FOR_APPROVAL
+        ):  # `not_before` of it, and until when its signal is waited for
             times += [at - now for at in due_times(wait_of(manifest, stage.name), stage) if at > now]
     for_devices = {stage.name for stage in stages if stage.reason == Reason.WAITING_FOR_DEVICES}  # signs: `Pulse`
     for attempt in attempts:

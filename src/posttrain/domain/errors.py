@@ -16,10 +16,12 @@
     │   ├── ChannelClosedError          9   the channel is frozen or protected
     │   ├── RecalledError               9   the model comes from something that was recalled
     │   ├── PolicyError                 9   not judged as the channel's policy asks
+    │   ├── ApprovalError               9   an approval is missing, or was refused
     │   └── StaleWriteError             9   a ledger row changed since it was read       (retryable)
     ├── WorkspaceError                 10   no workspace, read-only, disk full, newer schema
     ├── StoppedError                   11   the run was stopped by a person
-    └── DeadlineError                  12   a wait reached its deadline               (retryable)
+    ├── DeadlineError                  12   a wait reached its deadline               (retryable)
+    └── AccessError                    13   whoever asks may not do this
 
 Exit 0 is success, 1 an unexpected error (a bug in Posttrain), 130 a detached Ctrl-C. The message is one line: what,
 the constraint, the offending value, the next action. Whether a retry can help is in the type (`retryable`).
@@ -118,6 +120,10 @@ class PolicyError(ConflictError):
     """What was judged is not what the channel's policy asks now."""
 
 
+class ApprovalError(ConflictError):
+    """What was asked for needs approvals that are missing, or was rejected."""
+
+
 class StaleWriteError(ConflictError):
     """A ledger row changed since it was read: read again and decide again."""
 
@@ -139,6 +145,12 @@ class DeadlineError(PosttrainError):
 
     exit_code = 12
     retryable = True
+
+
+class AccessError(PosttrainError):
+    """Whoever asks may not do this."""
+
+    exit_code = 13
 
 
 class FailureClass(StrEnum):

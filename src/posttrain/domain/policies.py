@@ -5,7 +5,8 @@
       - {name: no-regression, metric: heldout/accuracy, not_worse_than: channel, margin: 0.02, if_channel_empty: pass}
     suites:
       heldout: {data: dataset:heldout@1, evaluators: [sha256:…]}     # as `posttrain plan` shows them; or any
-    approvers: [user:ann, user:bob]
+    approvers: [user:ann, user:bob, user:cy]
+    approvals: 2
     quarantine: {lift: reason}
 
 It is kept as canonical JSON, with the digest of every suite's data, and the channel's row names its digest.
@@ -60,7 +61,9 @@ class ChannelPolicy(Frozen):
     policy: Literal[1] = 1  # the form of this document
     gates: tuple[GateRule, ...]  # at least one, that every release must pass
     suites: dict[SuiteName, SuitePolicy]  # that every release must be measured on
-    approvers: tuple[str, ...] = Field(default=(), max_length=MOST_APPROVERS)  # user:NAME or service:NAME; recorded
+    approvers: tuple[str, ...] = Field(default=(), max_length=MOST_APPROVERS)  # who approves: user:NAME or service:NAME
+    approvals: int | None = Field(default=None, ge=1)  # how many of them every release needs; 1 where they are named
+    self_approval: bool | None = None  # whether whoever submitted the run, or asks, may approve too; false
     quarantine: QuarantinePolicy = QuarantinePolicy()  # of what was rolled back
 
     @model_validator(mode="after")
@@ -87,7 +90,23 @@ class ChannelPolicy(Frozen):
             raise ValueError(f"approvers: must be principals such as user:ann, got {wrong!r}; write user:NAME")
         if len(set(self.approvers)) < len(self.approvers):
             raise ValueError("approvers: must be different principals, got one twice; remove it")
+        self._approvable()
         return self
+
+    def _approvable(self) -> None:
+        asks = next((key for key in ("approvals", "self_approval") if getattr(self, key) is not None), None)
+        if self.quarantine.lift == "approval":
+            asks = "quarantine.lift: approval"
+        if asks is not None and not self.approvers:
+            raise ValueError(f"{asks}: must come with approvers, got none; name them, such as user:ann")
+        if self.needed > len(self.approvers):
+            few = f"approvals: must be at most the {len(self.approvers)} that approvers names"
+            raise ValueError(f"{few}, got {self.needed}; name more")
+
+    @property
+    def needed(self) -> int:
+        """How many approvals a release needs."""
+        return (self.approvals or 1) if self.approvers else 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON without what is not said; `ChannelPolicy.model_validate` is its inverse."""

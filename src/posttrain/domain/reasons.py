@@ -60,6 +60,12 @@ class Reason(StrEnum):
         "It waits until somebody sends its signal.",
         "`signal` lets it go on",
     )
+    WAITING_FOR_APPROVAL = (
+        "WaitingForApproval",
+        (_STAGE,),
+        "The channel's policy wants approvals of this release.",
+        "`approve`, by an approver that the policy names",
+    )
     BACK_OFF = "BackOff", (_STAGE,), "Its attempt was lost, and the next one starts after a pause.", _NOTHING
     RETRIED = "Retried", _ENDED, "A person asked for another try.", _NOTHING
 
@@ -148,6 +154,12 @@ class Reason(StrEnum):
         _ENDED,
         "What was judged is not what the channel's policy asks for now.",
         "`run` plans it under the policy",
+    )
+    APPROVAL_REJECTED = (
+        "ApprovalRejected",
+        _ENDED,
+        "An approver rejected the release.",
+        "`why` says who; `approve` by the same person takes it back, then `promote`",
     )
     RECALLED = (
         "Recalled",

@@ -108,8 +108,12 @@ def times(wait: Wait, stage: StageRecord) -> list[float]:
 
 
 def waiting(stage: StageRecord) -> bool:
-    """Whether a stage waits for a time or a signal now."""
-    return stage.state == StageState.READY and stage.reason in (Reason.WAITING_FOR_TIME, Reason.WAITING_FOR_SIGNAL)
+    """Whether a stage waits for a time, a signal or an approval now."""
+    return stage.state == StageState.READY and stage.reason in (
+        Reason.WAITING_FOR_TIME,
+        Reason.WAITING_FOR_SIGNAL,
+        Reason.WAITING_FOR_APPROVAL,
+    )
 
 
 def told(stage: StageRecord, wait: Wait, sent: Signal | None) -> tuple[Reason, str, str]:

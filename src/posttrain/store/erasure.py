@@ -24,7 +24,17 @@ from posttrain.store.audited import CHANGED, TABLES, Change
 from posttrain.store.envelopes import ERASED
 from posttrain.store.journal import Author, Journal, new_request
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import events, events_before, looks, payloads, principals, runs, work
+from posttrain.store.schema import (
+    approval_requests,
+    approvals,
+    events,
+    events_before,
+    looks,
+    payloads,
+    principals,
+    runs,
+    work,
+)
 
 NOBODY = "erased:"  # how the name of an erased principal begins; its id follows
 _KEPT: Mapping[str, set[str]] = {  # words without which nothing could be read or computed
@@ -71,9 +81,8 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
         if state in _GOING_ON:
             raise InputError(f"run {subject}: is {state} and goes on writing words; stop it, then erase")
         found = {one.id: one for one, _ in _told(connection, mine & _below(events.c.subject, subject))}
-        rows = {row for one in found.values() for row in one.rows if _belongs(row, subject)} | _looks(
-            connection, subject
-        )
+        rows = {row for one in found.values() for row in one.rows if _belongs(row, subject)}
+        rows |= _looks(connection, subject) | _approvals(connection, subject)
         elsewhere = mine & events.c.kind.in_(("ledger.baseline", "channel.looked"))
         for one, _ in _told(connection, elsewhere):
             its = {row for row in one.rows if row in rows or _belongs(row, subject)}
@@ -154,6 +163,13 @@ def _told(connection: Connection, where: Any = None) -> Iterator[tuple[_Told, st
 def _looks(connection: Connection, run_id: str) -> set[_Row]:
     key = (looks.c.project, looks.c.channel, looks.c.number)
     return {("looks", tuple(row)) for row in connection.execute(select(*key).where(looks.c.run_id == run_id))}
+
+
+def _approvals(connection: Connection, run_id: str) -> set[_Row]:
+    key = (approvals.c.project, approvals.c.request, approvals.c.principal)
+    same = (approval_requests.c.project == approvals.c.project) & (approval_requests.c.digest == approvals.c.request)
+    mine = select(*key).join(approval_requests, same).where(approval_requests.c.run_id == run_id)
+    return {("approvals", tuple(row)) for row in connection.execute(mine)}
 
 
 def _belongs(row: _Row, subject: str) -> bool:

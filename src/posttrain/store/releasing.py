@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.domain.errors import ChannelClosedError, ConflictError, PolicyError, QuarantinedError
-from posttrain.domain.records import Artifact, ChannelRecord, Look, ReleaseEntry
+from posttrain.domain.records import Artifact, ChannelRecord, Look, Quarantine, ReleaseEntry
 from posttrain.store.audited import Change
 from posttrain.store.rows import plain, to_columns
 from posttrain.store.schema import channels, deployments, looks, quarantine, releases
@@ -36,6 +36,7 @@ class ReleaseWriting(Writing):
         lift: str = "",
         policy: str | None = None,
         generation: int | None = None,
+        approved: str = "",
     ) -> ReleaseEntry:
         """Move a channel to another model: compare-and-set against the release that is live, appended to its history.
 
@@ -47,10 +48,11 @@ class ReleaseWriting(Writing):
             lift: why a model that is quarantined is promoted after all.
             policy: digest of the policy that a promotion was judged under; None: under none.
             generation: of the channel's row when it was decided that the model may come back; None: nobody asked that.
+            approved: digest of the request that was approved, where one was needed.
 
         Raises:
             QuarantinedError: the model was rolled back from this channel, and `lift` says nothing.
-            ChannelClosedError: it is frozen, or protected and a quarantine would be lifted.
+            ChannelClosedError: it is frozen, or protected and a quarantine would be lifted without approval.
             PolicyError: the channel has another policy now.
             ConflictError: something else is live.
         """
@@ -63,14 +65,14 @@ class ReleaseWriting(Writing):
             )
         if generation is not None and record.generation != generation:
             raise ConflictError(f"channel {channel} was changed meanwhile; look at it and decide again")
-        _pass_freeze(record, action)
+        pass_freeze(record, action)
         if action == "promote" and record.policy not in (None, policy):
             raise PolicyError(
                 f"channel {channel}: its policy is {str(record.policy)[:_SHOWN]}…, and this was judged under "
                 f"{f'{policy[:_SHOWN]}…' if policy else 'none'}; run its file again: posttrain run RUN.yaml"
             )
         sequence = found + 1
-        self._pass_quarantine(record, model_digest, action, lift, sequence)
+        self._pass_quarantine(record, model_digest, action, lift, sequence, approved)
         if action == "rollback" and live is not None:
             self._quarantine(channel, live.model_digest, sequence)
         entry = ReleaseEntry(
@@ -81,11 +83,18 @@ class ReleaseWriting(Writing):
         previous = live.model_digest if live else None
         changes = [self._added(releases, self._owned(entry, "actor"), what), self._serve(entry), touched]
         noted = self._edges.release(entry, previous)
-        self._journal.tell(f"channel.{action}", channel, *changes, *noted, facts={"previous": previous})
+        facts = {"previous": previous} | ({"approved": approved} if approved else {})
+        self._journal.tell(f"channel.{action}", channel, *changes, *noted, facts=facts)
         return entry
 
     def set_channel(
-        self, record: ChannelRecord, kind: str, said: str = "", size: int | None = None, **columns: Any
+        self,
+        record: ChannelRecord,
+        kind: str,
+        said: str = "",
+        size: int | None = None,
+        approved: str = "",
+        **columns: Any,
     ) -> ChannelRecord:
         """Change what holds for a channel, if nobody moved or changed it since `record` was read.
 
@@ -93,6 +102,7 @@ class ReleaseWriting(Writing):
             kind: of the event.
             said: why, in words that may be erased.
             size: bytes of a policy that is set.
+            approved: digest of the request that was approved, where one was needed.
             columns: fields of `ChannelRecord` to set.
 
         Raises:
@@ -101,12 +111,13 @@ class ReleaseWriting(Writing):
         new = replace(record, **columns, generation=record.generation + 1)
         policy = columns.get("policy")
         found = [Artifact(policy, "file", size, "policy", self._clock.now())] if policy else []
+        facts = {"set": columns, "was": {name: getattr(record, name) for name in columns}}
         self._journal.tell(
             kind,
             record.name,
             self._touched(record, new),
             *self._edges.note(found),
-            facts={"set": columns, "was": {name: getattr(record, name) for name in columns}},
+            facts=facts | ({"approved": approved} if approved else {}),
             said={"why": plain(said)} if said else None,
         )
         return new
@@ -124,6 +135,7 @@ class ReleaseWriting(Writing):
         columns = {"policy": (new or record).policy, "protected": int((new or record).protected)}
         columns |= {"frozen": (new or record).frozen}
         key = {"project": self._project, "name": record.name}
+        self._woken |= set(self.snapshot.runs_that_wait_for_approval(record.name))  # what they wait for is moot
         if not record.generation:
             return self._added(channels, {**key, **columns, "generation": 1}, f"channel {record.name}")
         change = self._moved(channels, key, record.generation, columns if new else {})
@@ -143,18 +155,18 @@ class ReleaseWriting(Writing):
             raise ConflictError(f"channel {entry.channel}: somebody moved it meanwhile; look at it again")
         return change
 
-    def _pass_quarantine(self, record: ChannelRecord, model: str, action: str, lift: str, sequence: int) -> None:
+    def _pass_quarantine(
+        self, record: ChannelRecord, model: str, action: str, lift: str, sequence: int, approved: str
+    ) -> None:
         channel = record.name
         barred = next((one for one in self.snapshot.quarantine(channel) if one.model_digest == model), None)
         if barred is None:
             return
         reason = lift or (f"rolled back to, by release {sequence}" if action == "rollback" else "")
         if not reason:
-            raise QuarantinedError(
-                f"channel {channel}: {model[:_SHOWN]}… was taken off it by release {barred.release} and is "
-                "quarantined; promote --lift-quarantine REASON says why it may come back"
-            )
-        refuse_protected(record, f"lifting the quarantine of {model[:_SHOWN]}…")
+            raise quarantined(barred)
+        if not approved:
+            refuse_protected(record, f"lifting the quarantine of {model[:_SHOWN]}…")
         key = {"project": self._project, "channel": channel, "model_digest": model}
         values = {"lifted_at": self._clock.now(), "reason": reason, "principal": self._journal.own}
         self._change(quarantine, key, values, "channel.quarantine_lifted", channel)
@@ -168,20 +180,33 @@ class ReleaseWriting(Writing):
             self._insert(quarantine, {**key, **values}, what, "channel.quarantined", channel)
 
 
+def quarantined(barred: Quarantine) -> QuarantinedError:
+    """That a model may not come back without a reason."""
+    return QuarantinedError(
+        f"channel {barred.channel}: {barred.model_digest[:_SHOWN]}… was taken off it by release {barred.release} and "
+        "is quarantined; promote --lift-quarantine REASON says why it may come back"
+    )
+
+
 def refuse_protected(record: ChannelRecord, what: str) -> None:
-    """Refuse what a protected channel lets happen by approval only.
+    """Refuse what a protected channel lets happen by approval only, where nobody is there who could approve.
 
     Raises:
-        ChannelClosedError: it is protected. Nobody can approve yet.
+        ChannelClosedError: it is protected.
     """
     if record.protected:
         raise ChannelClosedError(
-            f"channel {record.name}: is protected, so {what} needs an approval, and Posttrain cannot take approvals "
-            f"yet; posttrain channel unprotect {record.name} comes first"
+            f"channel {record.name}: is protected, so {what} needs an approval, and no policy of it names approvers; "
+            f"posttrain channel unprotect {record.name} comes first"
         )
 
 
-def _pass_freeze(record: ChannelRecord, action: str) -> None:
+def pass_freeze(record: ChannelRecord, action: str) -> None:
+    """Refuse to move a channel that is frozen.
+
+    Raises:
+        ChannelClosedError: it is.
+    """
     if record.frozen == "all" or (record.frozen and action == "promote"):
         still = "" if record.frozen == "all" else " (rollbacks go on)"
         raise ChannelClosedError(

@@ -216,6 +216,32 @@ quarantine = Table(
     Column("reason", Text, nullable=False),  # for lifting it
 )
 
+approval_requests = Table(
+    "approval_requests",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("digest", String(71), primary_key=True),  # of `asked`
+    Column("channel", String(128), nullable=False),
+    Column("run_id", String(64)),
+    Column("asked", JsonText, nullable=False),  # what is to be done, with everything that it would touch
+    Column("principal", String(32), nullable=False),  # whose request it is
+    Column("at", Float(53), nullable=False),
+    Index("approval_requests_by_channel", "project", "channel"),
+    Index("approval_requests_by_run", "run_id"),
+)
+
+approvals = Table(
+    "approvals",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("request", String(71), primary_key=True),
+    Column("principal", String(32), primary_key=True),
+    Column("verdict", String(16), nullable=False),  # approved | rejected
+    Column("at", Float(53), nullable=False),
+    Column("reason", Text, nullable=False),
+    ForeignKeyConstraint(["project", "request"], ["approval_requests.project", "approval_requests.digest"]),
+)
+
 looks = Table(
     "looks",
     metadata,

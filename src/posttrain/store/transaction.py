@@ -19,6 +19,7 @@ from sqlalchemy import Table, Update, bindparam, select, text, update
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition, is_final
 from posttrain.domain.records import Artifact, Asset, AssetStatus, AttemptRecord, RunRecord, Signal, StageRecord, Watch
+from posttrain.store.approving import ApprovalWriting
 from posttrain.store.audited import CHANGED, Change
 from posttrain.store.edges import Sizes, Told
 from posttrain.store.releasing import ReleaseWriting
@@ -36,7 +37,7 @@ _KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "sta
 _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempts}
 
 
-class Transaction(ReleaseWriting):
+class Transaction(ReleaseWriting, ApprovalWriting):
     """One write transaction of `actor`, open as long as the `with` block of `Ledger.transaction`."""
 
     def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord], artifacts: Sequence[Artifact] = ()) -> None:

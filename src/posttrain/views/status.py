@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from posttrain.control.budgets import spending
 from posttrain.control.resuming import trained_elsewhere
 from posttrain.control.selecting import choice_warnings, selection_words
+from posttrain.control.standings import standings
+from posttrain.domain.approvals import Standing
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
@@ -97,6 +99,7 @@ class RunStatus:
     trouble: str = ""  # one line when a part of it cannot be read
     warnings: tuple[str, ...] = ()  # of what its probes chose, one line each
     signals: tuple[Signal, ...] = ()  # that were sent to it
+    approvals: tuple[Standing, ...] = ()  # of what was asked for on its behalf
 
     @property
     def why(self) -> str:
@@ -146,6 +149,7 @@ class RunStatus:
             "seconds": round(self.seconds, 3),
             "tokens": self.tokens,
             "signals": [asdict(signal) for signal in self.signals],
+            "approvals": [one.to_json() for one in self.approvals],
             "stages": [stage.to_json() for stage in self.stages],
         }
 
@@ -183,6 +187,8 @@ class RunWatcher:
             for row in rows:
                 if self._changed.get(row.name, (-1, None))[0] != row.generation:
                     self._changed[row.name] = row.generation, ledger.last_said(f"{row.run_id}/{row.name}")
+        judged = any(kind_of(row.kind).ships and row.state != StageState.PENDING for row in rows)
+        asked = standings(self._workspace.stores, run_id=run.id) if judged and not self._brief else ()
         if self._manifest is None and not self._trouble:
             self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
         waiting_for = _waiting_for(self._manifest, rows) if self._manifest else {}
@@ -192,7 +198,7 @@ class RunWatcher:
         action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driver, rows)
         metrics = {row.name: row.metrics for row in rows}
         warnings = tuple(choice_warnings(self._manifest, metrics)) if self._manifest else ()
-        return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings, signals)
+        return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings, signals, asked)
 
     def watcher(self, stage: str) -> StageWatcher:
         """The facts of one stage that were read so far."""

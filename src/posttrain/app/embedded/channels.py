@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.api.values import ChannelView
+from posttrain.domain.approvals import APPROVED, REJECTED
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.spelling import nearest
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
     from posttrain.control.downstream import Downstream
     from posttrain.control.lineage import Node, VerifyReport
+    from posttrain.domain.approvals import Standing
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, ReleaseEntry
     from posttrain.trackers.tracking import TrackerState
@@ -77,9 +79,38 @@ class Channels:
         """See `Channels.rollback`."""
         return self._handle(channel).rollback(to, since=since)
 
-    def policy(self, name: str) -> PinnedPolicy | None:
+    def approve(self, what: str, channel: str | None, reason: str) -> Standing:
+        """See `Channels.approve`."""
+        return self._said(what, channel, APPROVED, reason)
+
+    def reject(self, what: str, channel: str | None, reason: str) -> Standing:
+        """See `Channels.reject`."""
+        return self._said(what, channel, REJECTED, reason)
+
+    def _said(self, what: str, channel: str | None, verdict: str, reason: str) -> Standing:
+        from posttrain.control.approving import find_release, find_request, say
+
+        stores = self.workspace.stores
+        named = what.startswith(DIGEST_PREFIX)
+        request = find_request(stores, what) if named else find_release(stores, what, channel)
+        found = say(stores, request, verdict, reason)
+        self.workspace.seal()
+        return found
+
+    def approval_requests(self, channel: str) -> list[Standing]:
+        """See `Channels.approval_requests`."""
+        from posttrain.control.standings import standings
+
+        found = standings(self.workspace.stores, channel=channel)
+        return [one for one in found if not (one.outdated or one.done)]
+
+    def policy(self, name: str, request: str | None = None) -> PinnedPolicy | None:
         """See `Channels.policy`."""
-        return self._handle(name).policy
+        if request is None:
+            return self._handle(name).policy
+        from posttrain.control.approving import asked_policy
+
+        return asked_policy(self.workspace.stores, name, request)
 
     def policies(self, name: str) -> list[Event]:
         """See `Channels.policies`."""

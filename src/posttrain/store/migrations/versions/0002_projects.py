@@ -38,6 +38,7 @@ def upgrade() -> None:
     _create_channels()
     _create_signals()
     _create_asset_status()
+    _create_approvals()
     _create_work()
     _create_watches()
 
@@ -53,6 +54,31 @@ def _create_asset_status() -> None:
         sa.Column("principal", _PRINCIPAL, nullable=False),
         sa.Column("at", _TIME, nullable=False),
         sa.Column("reason", sa.Text(), nullable=False),
+    )
+
+
+def _create_approvals() -> None:
+    op.create_table(
+        "approval_requests",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("digest", _DIGEST, primary_key=True),
+        sa.Column("channel", sa.String(128), nullable=False),
+        sa.Column("run_id", sa.String(64)),
+        sa.Column("asked", _JSON, nullable=False),
+        sa.Column("principal", _PRINCIPAL, nullable=False),
+        sa.Column("at", _TIME, nullable=False),
+    )
+    op.create_index("approval_requests_by_channel", "approval_requests", ["project", "channel"])
+    op.create_index("approval_requests_by_run", "approval_requests", ["run_id"])
+    op.create_table(
+        "approvals",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("request", _DIGEST, primary_key=True),
+        sa.Column("principal", _PRINCIPAL, primary_key=True),
+        sa.Column("verdict", sa.String(16), nullable=False),
+        sa.Column("at", _TIME, nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.ForeignKeyConstraint(["project", "request"], ["approval_requests.project", "approval_requests.digest"]),
     )
 
 

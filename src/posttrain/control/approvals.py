@@ -1,0 +1,200 @@
+"""Approvals: what a channel's policy leaves to people is asked for, approved or rejected, and counted when it is done.
+
+A request is known by the digest of what it would touch (`domain.approvals`). Whoever does the action works the same
+digest out again, from what holds then, and counts what was said of that; so nothing that was said of something else
+counts, whoever asks and however it is asked. The last count is in the transaction that acts, with the channel's row
+locked: no rejection is committed between the count and the act.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.control.stores import Stores
+from posttrain.domain.approvals import Action, ApprovalRequest, Standing, request_of, weigh
+from posttrain.domain.errors import ApprovalError
+from posttrain.domain.policies import PinnedPolicy
+from posttrain.domain.reasons import Reason
+from posttrain.domain.records import ChannelRecord, RunRecord, StageRecord
+from posttrain.store.releasing import pass_freeze, quarantined, refuse_protected
+from posttrain.store.snapshot import Snapshot
+from posttrain.store.transaction import Transaction
+
+_RUN_ACTIONS = (Action.RELEASE,)  # that a run names; the others are named by the digest of their request
+
+
+def release_request(
+    stores: Stores,
+    run: RunRecord,
+    channel: str,
+    pinned: PinnedPolicy | None,
+    *,
+    model: str,
+    report: str,
+    live: int,
+    lift: bool = False,
+) -> ApprovalRequest | None:
+    """The request for a release; None where the channel's policy names no approvers.
+
+    Args:
+        report: digest of the gate report.
+        live: sequence of the release that was live when the gate looked.
+        lift: the model is quarantined, and is to come back.
+    """
+    if pinned is None or not pinned.policy.approvers:
+        return None
+    with stores.ledger.snapshot() as now:
+        owner = now.submitter(run.id) or f"user:{run.owner}"
+    action = Action.LIFT if lift else Action.RELEASE
+    bound = {"project": stores.ledger.project, "model": model, "report": report, "policy": pinned.digest, "live": live}
+    return request_of(action, channel, owner, stores.clock.now(), run.id, **bound)
+
+
+def change_request(
+    stores: Stores, record: ChannelRecord, pinned: PinnedPolicy | None, action: Action, **bound: Any
+) -> ApprovalRequest | None:
+    """The request for a change of a protected channel; None where nobody could approve it."""
+    if pinned is None or not pinned.policy.approvers:
+        return None
+    bound |= {"project": stores.ledger.project, "policy": pinned.digest, "generation": record.generation}
+    return request_of(action, record.name, stores.actor, stores.clock.now(), **bound)
+
+
+def standing(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy) -> Standing:
+    """Where a request stands.
+
+    Args:
+        pinned: the policy that it names.
+    """
+    policy = pinned.policy
+    known = next(iter(now.approval_requests(prefix=request.digest)), request)  # whose it is, was said first
+    said = now.approvals(request.digest)
+    own, done = owners(now, known, pinned), _done(now, known)
+    return weigh(known, policy.approvers, policy.needed, own, said, outdated(now, known), done)
+
+
+def owners(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy) -> set[str]:
+    """Who may not approve a request, since it is theirs: who submitted the run and whom it names as its owner."""
+    if pinned.policy.self_approval:
+        return set()
+    return {request.actor} | ({f"user:{now.run(request.run_id).owner}"} if request.run_id else set())
+
+
+def outdated(now: Snapshot, request: ApprovalRequest) -> str:
+    """Why nothing that was said of a request counts any more; empty: it counts, or what was asked for is done."""
+    if _done(now, request):
+        return ""
+    record, live = now.channel_record(request.channel), now.channel(request.channel)
+    held = {"policy": record.policy, "live": live.sequence if live else 0, "generation": record.generation}
+    return request.outdated(held)
+
+
+def _done(now: Snapshot, request: ApprovalRequest) -> bool:
+    """Whether a channel serves what was asked for."""
+    live, model = now.channel(request.channel), request.asked.get("model")
+    return live is not None and model == live.model_digest and live.sequence == request.asked["live"] + 1
+
+
+# --- what is to be done -----------------------------------------------------------------------------------------------
+
+
+def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, pinned: PinnedPolicy) -> bool:
+    """Whether a release stage may go on; else it says what it waits for.
+
+    Raises:
+        ApprovalError: somebody rejected it.
+        ChannelClosedError, QuarantinedError: approvals would not help.
+    """
+    with stores.ledger.snapshot() as now:
+        refuse_closed(now, request.channel, str(request.asked["model"]))
+        found = standing(now, request, pinned)
+    if found.refusal is not None:
+        raise _refused(found)
+    if not found.missing:
+        return True
+    action = f"posttrain approve {request.run_id}"
+    if (stage.reason, stage.message, stage.next_action) == (Reason.WAITING_FOR_APPROVAL, found.words, action):
+        return False
+    with stores.ledger.transaction(stores.actor) as transaction:
+        transaction.ask_approval(request)
+        transaction.update_stage(stage, reason=Reason.WAITING_FOR_APPROVAL, message=found.words, next_action=action)
+    return False
+
+
+def require(stores: Stores, request: ApprovalRequest | None, pinned: PinnedPolicy | None) -> None:
+    """Refuse what is not approved yet, and write down that it was asked for.
+
+    Raises:
+        ApprovalError: approvals are missing, or somebody rejected it.
+    """
+    if request is None or pinned is None:
+        return
+    with stores.ledger.transaction(stores.actor) as transaction:
+        found = standing(transaction.snapshot, request, pinned)
+        if not (found.refusal or found.missing):
+            return
+        transaction.ask_approval(request)
+    raise _refused(found)
+
+
+def count(transaction: Transaction, request: ApprovalRequest | None, pinned: PinnedPolicy | None) -> str:
+    """The digest of a request that is approved, counted once more in the transaction that acts; empty: none is needed.
+
+    Raises:
+        ApprovalError: it is not approved any more.
+    """
+    if request is None or pinned is None:
+        return ""
+    transaction.lock_channel(request.channel)
+    found = standing(transaction.snapshot, request, pinned)
+    if found.refusal or found.missing:
+        raise _refused(found)
+    return request.digest
+
+
+def refuse_closed(now: Snapshot, channel: str, model: str, lift: str = "") -> bool:
+    """Whether a model is quarantined; refuse a release that no approval would let happen.
+
+    Args:
+        lift: why a model that was rolled back may come back.
+
+    Raises:
+        ChannelClosedError: the channel is frozen.
+        QuarantinedError: the model was rolled back from it, and `lift` says nothing.
+    """
+    pass_freeze(now.channel_record(channel), "promote")
+    barred = next((one for one in now.quarantine(channel) if one.model_digest == model), None)
+    if barred is not None and not lift:
+        raise quarantined(barred)
+    return barred is not None
+
+
+def lift_request(
+    stores: Stores, record: ChannelRecord, pinned: PinnedPolicy | None, model: str, live: int
+) -> ApprovalRequest | None:
+    """The request for a rollback to a quarantined model, where channel or policy leave that to approvals.
+
+    Raises:
+        ChannelClosedError: they do, and name nobody who could approve.
+    """
+    by_policy = pinned is not None and pinned.policy.quarantine.lift == "approval"
+    if not (record.protected or by_policy) or all(
+        one.model_digest != model for one in stores.ledger.quarantine(record.name)
+    ):
+        return None
+    bound = {"model": model, "live": live}
+    request = change_request(stores, record, pinned, Action.ROLLBACK, **bound)
+    if request is None:
+        refuse_protected(record, f"lifting the quarantine of {model[:19]}…")
+    return request
+
+
+def _refused(found: Standing) -> ApprovalError:
+    request = found.request
+    named = request.run_id if request.action in _RUN_ACTIONS else request.digest[:19]
+    what = f"channel {request.channel}: {request.words}"
+    if found.refusal is not None:
+        return ApprovalError(
+            f"{what} was {found.refusal.words}; posttrain approve {named} by the same person undoes it"
+        )
+    return ApprovalError(f"{what} {found.words}: posttrain approve {named}")

@@ -1,0 +1,127 @@
+"""What people say of what was asked for: they approve it, or reject it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.control.actions import judged_report
+from posttrain.control.approvals import outdated, owners, release_request, standing
+from posttrain.control.channels import policy_of
+from posttrain.control.judging import read_report, refuse_unmet
+from posttrain.control.stores import Stores
+from posttrain.decision.releases import judged_at, promotion
+from posttrain.domain.approvals import APPROVED, ApprovalRequest, Standing
+from posttrain.domain.canonical import DIGEST_PREFIX
+from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError
+from posttrain.domain.policies import PinnedPolicy
+
+_SHORTEST = len(DIGEST_PREFIX) + 8  # of a digest that names a request
+
+
+def find_request(stores: Stores, digest: str) -> ApprovalRequest:
+    """The request whose digest begins like this.
+
+    Raises:
+        InputError, NotFoundError: too short, or none, or several.
+    """
+    if len(digest) < _SHORTEST:
+        raise InputError(f"approval request {digest!r}: must have at least 8 digits, as get CHANNEL shows them")
+    with stores.ledger.snapshot() as now:
+        found = now.approval_requests(prefix=digest.rstrip("…"))
+    if not found:
+        raise NotFoundError(f"there is no approval request {digest!r}; posttrain get CHANNEL shows those of a channel")
+    if len(found) > 1:
+        raise InputError(f"approval request {digest!r} is ambiguous; write more of its digest")
+    return found[0]
+
+
+def asked_policy(stores: Stores, channel: str, digest: str) -> PinnedPolicy:
+    """The policy that a request asks for.
+
+    Raises:
+        InputError: it is a request for something else, or of another channel.
+    """
+    request = find_request(stores, digest)
+    wanted = request.asked.get("set")
+    if request.channel != channel or wanted is None:
+        raise InputError(f"approval request {digest}: must ask for a policy of channel {channel}, got {request.words}")
+    found = policy_of(stores, channel, str(wanted))
+    assert found is not None
+    return found
+
+
+def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRequest:
+    """The request for the release of a run's model, whether it was asked for yet or not.
+
+    Args:
+        channel: by default the one that its run file names.
+
+    Raises:
+        InputError: the run has no gate report, no channel, or is live; or nobody is asked on that channel.
+        GateRejectedError, GateInconclusiveError: its gates do not pass.
+        ConflictError: the channel moved since the gate looked, or has another policy.
+    """
+    run = stores.ledger.run(run_id)
+    manifest = stores.manifest(run)
+    digest = judged_report(stores, run, "approve")
+    name = channel or (manifest.release.channel if manifest.release else "")
+    if not name:
+        raise InputError(f"approve {run_id}: its run file names no channel; say which with --channel")
+    report = read_report(stores.blobs, digest)
+    live, judged = stores.ledger.channel(name), judged_at(report, name, stores.ledger.history(name))
+    if not promotion(live, judged, report.candidate, report):
+        raise InputError(f"run {run_id}: its model is live on channel {name} already, so nothing is left to approve")
+    pinned = refuse_unmet(stores, run, manifest, report, name)
+    bound: dict[str, Any] = {"model": report.candidate, "report": digest, "live": judged}
+    request = release_request(stores, run, name, pinned, **bound)
+    if request is None:
+        raise InputError(f"channel {name}: no approvals are asked for, since no policy of it names approvers")
+    with stores.ledger.snapshot() as now:
+        if any(one.model_digest == report.candidate for one in now.quarantine(name)):
+            raise InputError(
+                f"run {run_id}: its model is quarantined on channel {name}; posttrain promote {run_id} "
+                "--lift-quarantine REASON asks for an approval of that, by its digest"
+            )
+    return request
+
+
+def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = "") -> Standing:
+    """Approve or reject what was asked for, as the present actor; saying the same again changes nothing.
+
+    Args:
+        verdict: `approved` or `rejected`.
+
+    Returns:
+        Where it stands afterwards.
+
+    Raises:
+        AccessError: the channel's policy does not name the actor, or the request is the actor's own.
+        ConflictError: what it is about has changed since it was asked for.
+    """
+    pinned = policy_of(stores, request.channel)
+    with stores.ledger.transaction(stores.actor) as transaction:
+        transaction.lock_channel(request.channel)
+        now = transaction.snapshot
+        why = outdated(now, request)
+        if why or pinned is None or now.channel_record(request.channel).policy != pinned.digest:
+            why = why or "the policy is another now"
+            raise ConflictError(f"channel {request.channel}: {request.words}: {why}; ask for it again")
+        _refuse_stranger(stores.actor, standing(now, request, pinned), pinned, owners(now, request, pinned), verdict)
+        transaction.ask_approval(request)
+        before = next((one for one in now.approvals(request.digest) if one.actor == stores.actor), None)
+        if before is None or before.verdict != verdict or (reason and before.reason != reason):
+            transaction.say_approval(request, verdict, reason)
+        return standing(now, request, pinned)
+
+
+def _refuse_stranger(actor: str, found: Standing, pinned: PinnedPolicy, own: set[str], verdict: str) -> None:
+    channel, named = found.request.channel, pinned.policy.approvers
+    if actor not in named:
+        raise AccessError(
+            f"channel {channel}: only approvers of its policy may say that, got {actor}; they are {', '.join(named)}"
+        )
+    if verdict == APPROVED and actor in own | {found.request.actor} and not pinned.policy.self_approval:
+        raise AccessError(
+            f"channel {channel}: {found.request.words} must be approved by somebody else than whose it is, got "
+            f"{actor}; {' or '.join(found.may) or 'nobody else'} may"
+        )

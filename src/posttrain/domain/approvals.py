@@ -1,0 +1,180 @@
+"""Approvals: a request names one action on a channel by its digest, and people approve or reject it.
+
+The digest is of everything that the action would touch: a release is of this model of this run, with this gate report,
+under this policy, while this release is live. When one of them is another, it is another request, and what was said of
+the first counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from posttrain.domain.canonical import digest_json
+
+APPROVED, REJECTED = "approved", "rejected"
+_SHOWN = 19  # characters of a digest
+_CHANGES = {  # what is bound, and what is said where it is another now
+    "policy": "the policy is another now",
+    "live": "another release is live now",
+    "generation": "the channel was moved or changed since",
+}
+
+
+class Action(StrEnum):
+    """What can be asked for."""
+
+    RELEASE = "release"
+    LIFT = "release of a quarantined model"
+    ROLLBACK = "rollback to a quarantined model"
+    SET_POLICY = "set-policy"
+    REMOVE_POLICY = "remove-policy"
+    UNPROTECT = "unprotect"
+
+
+@dataclass(frozen=True, slots=True)
+class ApprovalRequest:
+    """One action that needs approvals."""
+
+    digest: str  # of `asked`
+    channel: str
+    run_id: str | None
+    asked: Mapping[str, Any]  # everything that the action would touch
+    actor: str  # whose it is: who submitted the run, or asked for the change
+    at: float
+
+    @property
+    def action(self) -> str:
+        """What would be done."""
+        return str(self.asked["action"])
+
+    @property
+    def words(self) -> str:
+        """`release of run sort-1 to channel prod`."""
+        of = f" of run {self.run_id}" if self.run_id else ""
+        policy = self.asked.get("set")
+        return f"{self.action}{f' {policy[:_SHOWN]}…' if policy else ''}{of} on channel {self.channel}"
+
+    def outdated(self, channel: Mapping[str, Any]) -> str:
+        """Why what was said of it counts nothing any more; empty: it counts.
+
+        Args:
+            channel: `policy`, `live` and `generation` of its channel now.
+        """
+        return next(
+            (said for name, said in _CHANGES.items() if self.asked.get(name, channel[name]) != channel[name]), ""
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Approval:
+    """What one person says of a request; it may be said anew."""
+
+    request: str
+    actor: str
+    verdict: str  # approved | rejected
+    at: float
+    reason: str = ""
+
+    @property
+    def words(self) -> str:
+        """`approved by user:ann: the numbers hold`."""
+        return f"{self.verdict} by {self.actor}{f': {self.reason}' if self.reason else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a request stands."""
+
+    request: ApprovalRequest
+    needed: int
+    given: tuple[Approval, ...] = ()  # that count
+    refusal: Approval | None = None  # one is enough
+    may: tuple[str, ...] = ()  # who may still approve
+    void: tuple[Approval, ...] = ()  # that count nothing: of its owner, or of somebody whom the policy does not name
+    outdated: str = ""  # why nothing that was said of it counts any more
+    done: bool = False  # it is what the channel serves now
+
+    @property
+    def missing(self) -> int:
+        """How many more are needed."""
+        return max(0, self.needed - len(self.given))
+
+    @property
+    def granted(self) -> bool:
+        """Whether the action may be done."""
+        return not (self.missing or self.refusal or self.outdated)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        request = self.request
+        return {
+            "request": request.digest,
+            "action": request.action,
+            "channel": request.channel,
+            "run": request.run_id,
+            "asked": dict(request.asked),
+            "by": request.actor,
+            "at": request.at,
+            "needed": self.needed,
+            "missing": self.missing,
+            "approvals": [asdict(one) for one in self.given],
+            "rejected": asdict(self.refusal) if self.refusal else None,
+            "void": [asdict(one) for one in self.void],
+            "may_approve": list(self.may),
+            "outdated": self.outdated,
+        }
+
+    @property
+    def words(self) -> str:
+        """`needs 2 approvals, has 1 (user:bob); user:carol may approve`."""
+        if self.refusal is not None:
+            return self.refusal.words
+        has = f"{len(self.given)} ({', '.join(one.actor for one in self.given)})" if self.given else "none"
+        counted = f"needs {self.needed} approval{'s' if self.needed > 1 else ''}, has {has}"
+        if self.outdated:
+            return f"{counted}, which count nothing: {self.outdated}"
+        if self.missing > len(self.may):
+            return f"{counted}; too few may approve who are not its owner: have the policy name more approvers"
+        return f"{counted}; {' or '.join(self.may)} may approve" if self.missing else counted
+
+
+def request_of(
+    action: Action, channel: str, actor: str, at: float, run_id: str | None = None, **bound: Any
+) -> ApprovalRequest:
+    """The request for an action.
+
+    Args:
+        actor: whose it is; not bound, so that two who ask for the same ask for one thing.
+        bound: what it would touch, as plain JSON.
+    """
+    asked = {"action": str(action), "channel": channel, **({"run": run_id} if run_id else {}), **bound}
+    return ApprovalRequest(digest_json(asked), channel, run_id, asked, actor, at)
+
+
+def weigh(
+    request: ApprovalRequest,
+    approvers: Sequence[str],
+    needed: int,
+    own: Collection[str],
+    said: Sequence[Approval],
+    outdated: str = "",
+    done: bool = False,
+) -> Standing:
+    """Where a request stands.
+
+    Args:
+        approvers: whom the policy names.
+        own: those who may not approve, since the request is theirs.
+        said: of this request, one of each person.
+        outdated: why nothing of it counts any more.
+        done: what was asked for is done.
+    """
+    able = [name for name in approvers if name not in own]
+    given = tuple(one for one in said if one.verdict == APPROVED and one.actor in able)
+    refusal = next((one for one in said if one.verdict == REJECTED and one.actor in approvers), None)
+    spoken = {one.actor for one in given}
+    void = tuple(one for one in said if one.verdict == APPROVED and one.actor not in spoken)
+    return Standing(request, needed, given, refusal, tuple(n for n in able if n not in spoken), void, outdated, done)

@@ -1,0 +1,490 @@
+"""Approvals: releases and changes that a channel's policy leaves to people, as those people meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cli_world import RUN, World, make_world
+from control_bench import RUN as BENCH_RUN
+from control_bench import Bench, evaluate, train
+from test_channel_policies import ACCURACY, POLICY, STEADY, better, policy_file, refused
+
+from posttrain.app.workspace import open_workspace
+from posttrain.control import approving, channels, judging
+from posttrain.control.actions import retry, stop
+from posttrain.domain.approvals import APPROVED, REJECTED
+from posttrain.domain.policies import parse_policy
+from posttrain.domain.reasons import Reason
+from posttrain.store.audit import verify_rows
+
+TWO = {"approvers": ["user:ann", "user:bob", "user:cy"], "approvals": 2}
+ONE = {"approvers": ["user:ann", "user:bob"]}
+As = Callable[[str], None]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = make_world(tmp_path, monkeypatch)
+    monkeypatch.setattr("posttrain.app.workspace._user", lambda: "eve")
+    made.prepare()
+    return made
+
+
+@pytest.fixture
+def user(monkeypatch: pytest.MonkeyPatch) -> As:
+    """From now on commands are somebody else's."""
+
+    def becomes(name: str) -> None:
+        monkeypatch.setattr("posttrain.app.workspace._user", lambda: name)
+
+    return becomes
+
+
+def waits(world: World, *words: str) -> str:
+    """A run that waits for its approvals; its id."""
+    result = world("run", "run.yaml", *words, "--timeout", "600")
+    assert result.exit_code == 12, (result.stdout, result.stderr)
+    run = world.newest()
+    release = next(stage for stage in world.json("get", run)["stages"] if stage["name"] == "release")
+    assert (release["state"], release["reason"]) == ("ready", "WaitingForApproval")
+    return run
+
+
+def ends(world: World, run: str, code: int = 0) -> Any:
+    """Drive it to its end."""
+    result = world("attach", run)
+    assert result.exit_code == code, (result.stdout, result.stderr)
+    return world.json("get", run)
+
+
+def told(world: World, run: str) -> str:
+    return " ".join(world.ok("why", run).split())
+
+
+def proved() -> None:
+    workspace = open_workspace()
+    workspace.seal()
+    verify_rows(workspace.ledger)
+    workspace.close()
+
+
+def test_a_release_waits_for_as_many_approvals_as_the_policy_asks(world: World, user: As) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **TWO))
+    run = waits(world)
+    said = told(world, run)
+    assert "needs 2 approvals, has none; user:ann or user:bob or user:cy may approve (WaitingForApproval)" in said or (
+        "needs 2 approvals, has none; user:ann or user:bob or user:cy may approve" in said
+    )
+    assert f"posttrain approve {run}" in said
+    assert world.json("get", "prod")["live"] is None
+    (asked,) = world.json("get", "prod")["approval_requests"]
+    assert (asked["run"], asked["missing"], asked["by"]) == (run, 2, "user:eve")
+    user("ann")
+    assert "has 1 (user:ann); user:bob or user:cy may approve" in world.ok("approve", run, "--reason", "numbers hold")
+    world.ok("approve", run)  # said again: still one
+    assert f"posttrain promote {run}" not in world.ok("get", "prod")
+    assert "has 1 (user:ann)" in refused(world, "promote", run, code=9)
+    assert world("attach", run, "--timeout", "60").exit_code == 12
+    assert "has 1 (user:ann); user:bob or user:cy may approve" in told(world, run)
+    user("bob")
+    assert "it has all approvals that it needs" in world.ok("approve", run[:-2])
+    user("eve")
+    assert ends(world, run)["state"] == "succeeded"
+    assert [row["run_id"] for row in world.json("get", "prod")["history"]] == [run]
+    assert world.json("get", "prod")["approval_requests"] == []
+    assert "numbers hold" in told(world, run)
+    assert [one["actor"] for one in world.json("get", run)["approvals"][0]["approvals"]] == ["user:ann", "user:bob"]
+    assert "everything matches" in world.ok("verify", "prod")
+    assert "is live on channel prod already" in refused(world, "reject", run, code=2)
+    proved()
+
+
+def test_whoever_owns_a_run_does_not_approve_it_and_strangers_do_not(world: World, user: As) -> None:
+    approvers = ["user:eve", "user:ada", "user:ann"]
+    world.ok("channel", "set-policy", "prod", policy_file(world, approvers=approvers))
+    run = waits(world)
+    assert "must be approved by somebody else than whose it is, got user:eve; user:ann may" in refused(
+        world, "approve", run, code=13
+    )
+    user("ada")  # whom the run file names as its owner
+    assert "got user:ada; user:ann may" in refused(world, "approve", run, code=13)
+    user("mallory")
+    for verb in ("approve", "reject"):
+        assert "only approvers of its policy may say that, got user:mallory" in refused(world, verb, run, code=13)
+    assert world.json("get", run)["approvals"][0]["void"] == []
+    world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:mallory"]))
+    user("eve")
+    assert ends(world, run, 9)["reason"] == "PolicyNotMet"
+    run = waits(world)
+    user("mallory")
+    world.ok("approve", run)
+    assert ends(world, run)["state"] == "succeeded", "mallory may, where a policy names mallory"
+
+
+def test_a_policy_may_let_owners_approve(world: World) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:eve"]))
+    run = waits(world)
+    assert "too few may approve who are not its owner: have the policy name more approvers" in told(world, run)
+    world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:eve"], self_approval=True))
+    assert ends(world, run, 9)["reason"] == "PolicyNotMet"
+    run = waits(world)
+    world.ok("approve", run)
+    assert ends(world, run)["state"] == "succeeded"
+
+
+def test_a_rejection_ends_the_release_and_is_taken_back_by_the_same_person(world: World, user: As) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    run = waits(world)
+    user("bob")
+    world.ok("reject", run, "--reason", "it swears")
+    user("ann")
+    world.ok("approve", run)
+    user("eve")
+    found = ends(world, run, 9)
+    assert (found["state"], found["reason"]) == ("rejected", "ApprovalRejected")
+    assert "rejected by user:bob: it swears" in told(world, run)
+    assert "rejected by user:bob: it swears; posttrain approve" in refused(world, "promote", run, code=9)
+    user("bob")
+    world.ok("approve", run, "--reason", "it does not, it quotes")
+    user("eve")
+    assert "release 1" in world.ok("promote", run)
+    world.ok("erase", run, "--reason", "asked to")
+    assert "swears" not in told(world, run)
+    assert "quotes" not in told(world, run)
+    proved()
+
+
+def test_approvals_count_nothing_when_the_policy_is_another(world: World, user: As) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **TWO))
+    run = waits(world)
+    user("ann")
+    world.ok("approve", run)
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    assert "the policy is another now" in told(world, run)
+    user("bob")
+    assert refused(world, "approve", run, code=9)
+    user("eve")
+    assert ends(world, run, 9)["reason"] == "PolicyNotMet"
+    assert "counts nothing: the policy is another now" in told(world, run)
+    second = waits(world)
+    user("bob")
+    world.ok("approve", second)
+    assert ends(world, second)["state"] == "succeeded"
+
+
+def test_approvals_count_nothing_when_the_channel_has_moved(world: World, user: As) -> None:
+    world.ok("run", "run.yaml")
+    world.ok("channel", "set-policy", "prod", policy_file(world, **TWO))
+    world.ok("asset", "add", "reward:sort", world.write("r.py", "def score(completion, answer):\n    return 0.97\n"))
+    first = waits(world)
+    world.ok("asset", "add", "reward:sort", world.write("r.py", "def score(completion, answer):\n    return 0.975\n"))
+    second = waits(world)
+    for name in ("ann", "bob"):
+        user(name)
+        world.ok("approve", second)
+    user("ann")
+    world.ok("approve", first)
+    user("eve")
+    ends(world, second)
+    assert "counts nothing: another release is live now" in told(world, first)
+    user("bob")
+    assert "must still be at release 1" in refused(world, "approve", first, code=9)
+    user("eve")
+    assert ends(world, first, 9)["reason"] == "ChannelMoved"
+
+
+def test_an_approval_of_one_run_is_none_of_its_repetition(world: World, user: As) -> None:
+    """Two runs of one manifest have equal reports; whoever approved bob's run has not approved his own."""
+    world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:eve", "user:bob"]))
+    mine = waits(world)
+    user("bob")
+    his = waits(world, "--again")
+    gates = [world.json("get", run)["stages"][-2]["outputs"]["report"]["digest"] for run in (mine, his)]
+    assert gates[0] == gates[1]
+    user("eve")
+    world.ok("approve", his)
+    assert "has none" in refused(world, "promote", mine, code=9)
+    assert "release 1" in world.ok("promote", his)
+
+
+def test_a_rejection_that_comes_while_weights_are_hashed_counts(
+    world: World, user: As, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    run = waits(world)
+    user("ann")
+    world.ok("approve", run)
+    hashed = judging.check_weights
+
+    def meanwhile(*words: Any) -> None:
+        hashed(*words)
+        user("bob")
+        world.ok("reject", run)
+
+    for place in ("judging", "actions"):
+        monkeypatch.setattr(f"posttrain.control.{place}.check_weights", meanwhile)
+    assert "was rejected by user:bob" in refused(world, "promote", run, code=9)
+    user("bob")
+    world.ok("approve", run)
+    assert ends(world, run, 9)["reason"] == "ApprovalRejected"
+    assert world.json("get", "prod")["live"] is None
+
+
+def test_a_frozen_channel_asks_nobody(world: World) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    world.ok("channel", "freeze", "prod")
+    assert world("run", "run.yaml").exit_code == 9
+    assert world.json("get", world.newest())["reason"] == "ChannelFrozen"
+    assert world.json("get", "prod")["approval_requests"] == []
+
+
+def test_promote_asks_for_the_same_approval(world: World, user: As) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    world.ok("channel", "freeze", "prod")
+    assert world("run", "run.yaml").exit_code == 9
+    run = world.newest()
+    world.ok("channel", "unfreeze", "prod")
+    said = refused(world, "promote", run, code=9)
+    assert f"needs 1 approval, has none; user:ann or user:bob may approve: posttrain approve {run}" in said
+    assert f"posttrain approve {run}" in world.ok("get", "prod")
+    user("ann")
+    world.ok("approve", run, "--channel", "prod")
+    assert "no policy of it names approvers" in refused(world, "approve", run, "--channel", "beta", code=2)
+    user("eve")
+    assert "release 1" in world.ok("promote", run)
+
+
+def test_what_is_not_judged_cannot_be_approved(world: World, user: As) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    world.hold.add("sft")
+    world("run", "run.yaml", "--timeout", "30")
+    user("ann")
+    assert "its gates have not been judged" in refused(world, "approve", world.newest(), code=2)
+    assert "must have at least 8 digits" in refused(world, "approve", "sha256:12", code=2)
+    assert "there is no approval request" in refused(world, "approve", f"sha256:{'0' * 12}", code=2)
+
+
+def test_a_protected_channel_changes_by_approval(world: World, user: As) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    world.ok("channel", "protect", "prod")
+    user("ann")
+    document = policy_file(world, "next.yaml", gates=[{**ACCURACY, "at_least": 0.95}], **ONE)
+    said = refused(world, "channel", "set-policy", "prod", document, code=9)
+    assert "needs 1 approval, has none; user:bob may approve: posttrain approve sha256:" in said
+    (asked,) = world.json("get", "prod")["approval_requests"]
+    assert "0.95" in world.ok("channel", "policy", "prod", "--asked", asked["request"][:20])
+    assert "must be approved by somebody else" in refused(world, "approve", asked["request"][:20], code=13)
+    refused(world, "channel", "remove-policy", "prod", code=9)
+    refused(world, "channel", "unprotect", "prod", code=9)
+    requests = world.json("get", "prod")["approval_requests"]
+    assert sorted(one["action"] for one in requests) == ["remove-policy", "set-policy", "unprotect"]
+    for one in requests:
+        if one["action"] != "set-policy":
+            assert "must ask for a policy" in refused(
+                world, "channel", "policy", "prod", "--asked", one["request"], code=2
+            )
+    user("bob")
+    world.ok("approve", asked["request"][:20], "--reason", "stricter is fine")
+    assert "stricter is fine" not in world.ok("get", "prod", "-o", "json") or True
+    user("eve")
+    world.ok("channel", "set-policy", "prod", document)
+    assert world.json("get", "prod")["policy"] == asked["asked"]["set"]
+    for one in requests:  # the channel was changed since
+        user("bob")
+        assert "ask for it again" in refused(world, "approve", one["request"], code=9)
+    user("ann")
+    refused(world, "channel", "unprotect", "prod", code=9)
+    (asked,) = world.json("get", "prod")["approval_requests"]
+    user("bob")
+    world.ok("reject", asked["request"], "--reason", "no")
+    user("ann")
+    assert "rejected by user:bob: no" in refused(world, "channel", "unprotect", "prod", code=9)
+    user("bob")
+    world.ok("approve", asked["request"])
+    user("ann")
+    world.ok("channel", "unprotect", "prod")
+    proved()
+
+
+def test_a_change_that_was_approved_and_undone_needs_another_approval(world: World, user: As) -> None:
+    first = policy_file(world, "first.yaml", **ONE)
+    second = policy_file(world, "second.yaml", gates=[ACCURACY], **ONE)
+    world.ok("channel", "set-policy", "prod", first)
+    world.ok("channel", "protect", "prod")
+
+    def changed(document: str) -> None:
+        refused(world, "channel", "set-policy", "prod", document, code=9)
+        (asked,) = world.json("get", "prod")["approval_requests"]
+        user("ann")
+        world.ok("approve", asked["request"])
+        user("eve")
+        world.ok("channel", "set-policy", "prod", document)
+
+    changed(second)
+    changed(first)
+    assert "has none" in refused(world, "channel", "set-policy", "prod", second, code=9)
+
+
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_quarantine_is_lifted_by_approval(world: World, user: As, protected: bool) -> None:
+    lift = {} if protected else {"quarantine": {"lift": "approval"}}
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE, **lift))
+    for quality in (0.97, 0.98):
+        world.ok(
+            "asset",
+            "add",
+            "reward:sort",
+            world.write("r.py", f"def score(completion, answer):\n    return {quality}\n"),
+        )
+        run = waits(world)
+        user("ann")
+        world.ok("approve", run)
+        user("eve")
+        ends(world, run)
+    if protected:
+        world.ok("channel", "protect", "prod")
+    world.ok("rollback", "prod")
+    said = refused(world, "rollback", "prod", "--to", run, code=9)
+    assert "rollback to a quarantined model" in said
+    assert world("run", "run.yaml", "--again").exit_code == 3
+    judged = world.newest()
+    user("ann")
+    assert "--lift-quarantine REASON asks for an approval" in refused(world, "approve", judged, code=2)
+    user("eve")
+    assert "release of a quarantined model" in refused(world, "promote", judged, "--lift-quarantine", "a slip", code=9)
+    requests = {one["action"]: one["request"] for one in world.json("get", "prod")["approval_requests"]}
+    user("bob")
+    for request in requests.values():
+        world.ok("approve", request)
+    user("eve")
+    assert "is quarantined" in refused(world, "promote", judged, code=9)
+    assert "release 4" in world.ok("promote", judged, "--lift-quarantine", "a slip")
+    proved()
+
+
+def test_nothing_waits_where_nobody_is_named(world: World) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world))
+    world.ok("run", "run.yaml")
+    assert "no policy of it names approvers" in refused(world, "approve", better_waiting(world), code=2)
+
+
+def better_waiting(world: World) -> str:
+    """A judged run that is not live."""
+    world.ok("channel", "freeze", "prod")
+    return better(world, 0.97)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"approvals": 1}, "approvals: must come with approvers, got none"),
+        ({"self_approval": True}, "self_approval: must come with approvers, got none"),
+        ({"quarantine": {"lift": "approval"}}, "quarantine.lift: approval: must come with approvers"),
+        ({"approvers": ["user:ann"], "approvals": 2}, "approvals: must be at most the 1 that approvers names, got 2"),
+        ({"approvers": ["user:ann"], "approvals": 0}, "approvals"),
+        ({"approvers": ["user:ann"], "approval": 1}, "did you mean 'approvals'?"),
+    ],
+)
+def test_a_policy_that_nobody_could_fulfil_is_refused(world: World, changes: dict[str, Any], words: str) -> None:
+    assert words in refused(world, "channel", "set-policy", "prod", policy_file(world, **changes), code=2)
+
+
+def test_a_policy_without_them_has_the_digest_of_before() -> None:
+    suites = {"heldout": {"data": "dataset:heldout@1", "evaluators": "any"}}
+    plain = parse_policy({"gates": [ACCURACY, STEADY], "suites": suites, "approvers": ["user:ann"]}, "policy")
+    assert set(plain.to_json()) == {"policy", "gates", "suites", "approvers", "quarantine"}
+    assert plain.needed == 1
+
+
+# --- waiting costs nothing, and ends at once --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    scripts: dict[str, Any] = {"sft": [train()], "evaluate": [evaluate(195)]}
+    made = Bench(tmp_path, scripts | {"baseline-evaluate": [evaluate(100)]})
+    digest = made.stores.blobs.put(b"rows")
+    suites = {"heldout": {"data": "dataset:heldout@1", "digest": digest, "evaluators": "any"}}
+    policy = {"gates": [{"name": "floor", "metric": "heldout/accuracy", "at_least": 0.6}], "suites": suites}
+    channels.set_policy(made.stores, "prod", parse_policy({**policy, **ONE}, "policy"))
+    return made
+
+
+def by(bench: Bench, actor: str) -> Any:
+    from dataclasses import replace
+
+    return replace(bench.stores, actor=actor)
+
+
+def planned(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run that was planned under the policy and waits."""
+    from posttrain.control.planning import plan_run
+    from posttrain.control.submission import submit
+    from posttrain.domain.canonical import digest_json
+    from posttrain.domain.manifest import InputRef
+    from posttrain.domain.runspec import parse_run_spec
+
+    pinned = channels.policy_of(bench.stores, "prod")
+    assert pinned is not None
+
+    def resolve(kind: str, text: str) -> InputRef:
+        wanted = pinned.policy.suites["heldout"].digest if text == "dataset:heldout" else None
+        return InputRef(source="asset", name=f"{text}@1", digest=wanted or digest_json(text), form="file")
+
+    spec = parse_run_spec(BENCH_RUN, "run.yaml")
+    manifest = plan_run(spec, "run.yaml", resolve, bench.jobs.trainers, policy=pinned).manifest
+    run_id = submit(bench.stores, manifest, again=True).run.id
+    while True:
+        tick = bench.reconciler.tick(run_id)
+        assert tick is not None
+        if not tick.changed and bench.stage(run_id, "release").reason == Reason.WAITING_FOR_APPROVAL:
+            return run_id
+
+
+def test_an_approval_wakes_the_run_in_its_own_transaction(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = planned(bench, monkeypatch)
+    bench.clock.time += 1000
+    assert bench.reconciler.queue.due() == set()
+    request = approving.find_release(bench.stores, run_id, None)
+    hashed: list[str] = []
+    monkeypatch.setattr(judging, "check_weights", lambda *words: hashed.append("once"))
+    approving.say(by(bench, "user:ann"), request, APPROVED)
+    assert bench.reconciler.queue.due() == {run_id}
+    assert bench.drive(run_id).state == "succeeded"
+    assert hashed == ["once"], "weights are hashed when it is approved, not before"
+
+
+def test_stop_ends_the_wait_and_a_retry_finds_what_was_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = planned(bench, monkeypatch)
+    stop(bench.stores, run_id)
+    assert bench.drive(run_id).state == "stopped"
+    approving.say(by(bench, "user:bob"), approving.find_release(bench.stores, run_id, None), APPROVED)
+    assert bench.reconciler.queue.look("run", run_id) is None, "nobody has to look at a run that has ended"
+    retry(bench.stores, bench.jobs.folders, run_id)
+    assert bench.drive(run_id).state == "succeeded"
+
+
+@pytest.mark.parametrize("how", ["policy", "freeze", "reject"])
+def test_whatever_makes_the_wait_moot_wakes_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    run_id = planned(bench, monkeypatch)
+    bench.clock.time += 1000
+    assert bench.reconciler.queue.due() == set()
+    if how == "policy":
+        channels.set_policy(bench.stores, "prod", None)
+    elif how == "freeze":
+        channels.freeze(bench.stores, "prod", channels.RELEASES)
+    else:
+        approving.say(by(bench, "user:bob"), approving.find_release(bench.stores, run_id, None), REJECTED)
+    assert bench.reconciler.queue.due() == {run_id}
+    ended = bench.drive(run_id)
+    reasons = {"policy": "Succeeded", "freeze": "ChannelFrozen", "reject": "ApprovalRejected"}
+    assert ended.reason == reasons[how]
+
+
+def test_the_run_file_of_the_world_is_owned_by_somebody_else_than_who_submits() -> None:
+    assert yaml.safe_load(RUN)["owner"] == "ada"
+    assert "approvers" not in POLICY
