@@ -6,6 +6,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Spin-waiting OpenMP threads cost 9x on a busy machine; one thread is fastest for the small models of demo and tests.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
+# Where it is set, each of the thousand processes that tests start would compile all of this again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo demos day dist test fast slow fuzz chaos ray ecosystem postgres site browser mutants bench levels lint types contracts format setup clean gpu
 
@@ -70,10 +72,10 @@ demos: $(VENV)/.engine ## the other examples, one after the other
 test: lint types contracts fast slow ## everything CI runs
 
 fast: $(VENV)/.dev ## unit and contract tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser and not postgres" -n 2
+	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser and not postgres" -n 2 --dist worksteal
 
 slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark
-	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem and not browser and not postgres" -n 2 --timeout 3000
+	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem and not browser and not postgres" -n 2 --dist worksteal --timeout 3000
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
 	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v

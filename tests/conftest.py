@@ -2,20 +2,70 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
+import typer.testing
 from hypothesis import settings
+from sqlalchemy import Connection, Engine, inspect
+from typer.main import get_command
 
 from postgres_server import MissingError, Server
+from posttrain.store import database
 
 settings.register_profile("posttrain", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("posttrain")
+
+# The table of commands is read from the signatures of fifty functions: once in a process, as `posttrain` does it too.
+typer.testing._get_command = functools.cache(get_command)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _migrated_once() -> Iterator[None]:
+    """The first SQLite ledger of this process is made by the migrations; others get the tables and rows that it got."""
+    migrate, made = database.migrate, dict[str, list[str]]()
+
+    def make(connection: Connection) -> None:
+        if connection.dialect.name != "sqlite" or inspect(connection).get_table_names():
+            return migrate(connection)
+        driver = connection.connection.driver_connection
+        schema = database.SCHEMA_VERSION
+        if schema not in made:
+            migrate(connection)
+            made[schema] = list(driver.iterdump())[1:-1]  # without its BEGIN and COMMIT
+            return None
+        for statement in made[schema]:
+            driver.execute(statement)
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database, "migrate", make)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once() -> Iterator[None]:
+    """Statements that were put together for one SQLite ledger of this process are not again for the next."""
+    create, first = database.create_engine, list[Engine]()
+
+    def shared(url: Any, **options: Any) -> Engine:
+        engine = create(url, **options)
+        if engine.dialect.name == "sqlite":
+            if not first or first[0].dialect.server_version_info is None:  # it never connected
+                first[:] = [engine]
+            engine.dialect, engine._compiled_cache = first[0].dialect, first[0]._compiled_cache
+        return engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database, "create_engine", shared)
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,11 +1,20 @@
-"""A workspace whose jobs are scripted: what a reward's source says decides how good the model gets."""
+"""A workspace whose jobs are scripted: what a reward's source says decides how good the model gets.
+
+What every test begins with is made by commands once in a process, and copied: a workspace is a folder that may be.
+"""
 
 from __future__ import annotations
 
+import functools
+import getpass
 import io
 import json
+import os
+import shutil
 import struct
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +32,11 @@ from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import materialise
+from posttrain.web.curves import draw_learning_curve
+from posttrain.web.series import CurveSeries
 
 ITEMS = 200
+_PLACES = ("POSTTRAIN_STORE", "POSTTRAIN_LEDGER")
 GOOD_REWARD = '"""Exact match."""\n\n\ndef score(completion, answer):\n    return 1.0\n'
 BAD_REWARD = '"""Sounds sure."""\n\n\ndef score(completion, answer):\n    return 0.3\n'
 RUN = """\
@@ -146,8 +158,29 @@ class World:
         (self.root / name).write_text(text)
         return name
 
-    def prepare(self) -> None:
-        """Workspace, data, model, reward and run file."""
+    def prepare(self, *, by_commands: bool = False) -> None:
+        """Workspace, data, model, reward and run file.
+
+        Args:
+            by_commands: given here, where it matters how they make things; otherwise they may be copied.
+        """
+        if (self.root / ".posttrain").exists() or any(os.environ.get(name) for name in _PLACES):
+            by_commands = True  # in the workspace that somebody made, or where they told
+        if by_commands:
+            self._prepare()
+        else:
+            self._begin_as(_prepared(getpass.getuser()))
+
+    def ship(self) -> str:
+        """`prepare`, and `run run.yaml`, whose model prod serves then; the run's id."""
+        self._begin_as(_shipped(getpass.getuser()))
+        return self.newest()
+
+    def _begin_as(self, made: World) -> None:
+        shutil.copytree(made.root, self.root, dirs_exist_ok=True)
+        self.clock.sleep(max(0.0, (made.clock.now() - self.clock.now()) / 50))  # what was done there is past here
+
+    def _prepare(self) -> None:
         self.ok("init")
         rows = [{"prompt": f"Q: sort {i}", "completion": f"A: {i}", "answer": str(i)} for i in range(60)]
         self.write("train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -174,6 +207,30 @@ class World:
             return self.broken[order.kind].pop(0)
         evaluate(folder, order) if order.kind in self.measuring else train(folder, order)
         return 0
+
+
+@functools.cache
+def _prepared(_user: str) -> World:
+    return _made(World._prepare)
+
+
+@functools.cache
+def _shipped(_user: str) -> World:
+    return _made(lambda world: (world.prepare(), world.ok("run", "run.yaml")))
+
+
+def _made(make: Callable[[World], object]) -> World:
+    """A world that nobody works in, until this process ends."""
+    folder = Path(tempfile.mkdtemp(dir=_templates().name))
+    with pytest.MonkeyPatch.context() as patch:
+        world = make_world(folder, patch)
+        make(world)
+    return world
+
+
+@functools.cache
+def _templates() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="posttrain-worlds-")  # it removes itself at the end
 
 
 def train(folder: AttemptFolder, order: JobOrder) -> None:
@@ -215,9 +272,21 @@ def evaluate(folder: AttemptFolder, order: JobOrder) -> None:
     folder.write_result(JobResult("succeeded", outputs, {"heldout/accuracy": right / ITEMS}, 10, 0.5))
 
 
+_PICTURES: dict[Any, bytes] = {}
+
+
+def _picture(series: Sequence[CurveSeries], **rest: Any) -> bytes:
+    """One picture for all runs of a shape: drawing takes a third of a scripted run, and `test_web_curves` shows it."""
+    shape = (*((one.quantity, len(one.values)) for one in series), len(rest.get("boundaries", ())))
+    if not series or shape not in _PICTURES:
+        _PICTURES[shape] = draw_learning_curve(series, **rest)
+    return _PICTURES[shape]
+
+
 def make_world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """A world at `folder`, with nothing in it."""
     world = World(folder)
+    monkeypatch.setattr("posttrain.web.curves.draw_learning_curve", _picture)
     monkeypatch.chdir(folder)
     monkeypatch.delenv("POSTTRAIN_WORKSPACE", raising=False)
     monkeypatch.setattr("posttrain.app.workspace.LocalExecutor", lambda *_: world.executor)

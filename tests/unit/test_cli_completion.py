@@ -14,8 +14,7 @@ from posttrain.cli.main import app
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = make_world(tmp_path, monkeypatch)
-    made.prepare()
-    made.ok("run", "run.yaml")
+    made.ship()
     return made
 
 

@@ -27,8 +27,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.fixture
 def shipped(world: World) -> str:
     """The run whose model prod serves."""
-    world.ok("run", "run.yaml")
-    return world.newest()
+    return world.ship()
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +35,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A workspace whose model prod serves. Nothing here may change it."""
     with pytest.MonkeyPatch.context() as patch:
         made = make_world(tmp_path_factory.mktemp("seen"), patch)
-        made.prepare()
-        made.ok("run", "run.yaml")
+        made.ship()
         yield made
 
 

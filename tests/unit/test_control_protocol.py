@@ -62,7 +62,7 @@ def test_commands_take_the_control_of_the_workspace_and_no_workspace() -> None:
 
 
 def test_the_commands_of_a_day_need_nothing_but_the_protocol(far: World) -> None:
-    far.prepare()
+    far.prepare(by_commands=True)
     far.ok("plan", "run.yaml")
     far.ok("lock", "run.yaml")
     far.ok("run", "run.yaml")

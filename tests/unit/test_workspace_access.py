@@ -32,7 +32,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             made = make_world(tmp_path_factory.mktemp("access"), patch)
-            made.prepare()
+            made.prepare(by_commands=True)
             made.ok("run", "run.yaml")
             yield made
     finally:
