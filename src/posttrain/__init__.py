@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 from posttrain._version import __version__
 
 if TYPE_CHECKING:
-    from posttrain.app.channels import Channel, channel
-    from posttrain.app.runs import Run, plan, run, submit
+    from posttrain.api.handles import Channel, Run
+    from posttrain.app.handles import channel, plan, run, submit
     from posttrain.app.workspace import Workspace, init_workspace, open_workspace
     from posttrain.domain.errors import PosttrainError
 
 _ROOMS = {
-    "Channel": "posttrain.app.channels",
+    "Channel": "posttrain.api.handles",
     "PosttrainError": "posttrain.domain.errors",
-    "Run": "posttrain.app.runs",
+    "Run": "posttrain.api.handles",
     "Workspace": "posttrain.app.workspace",
-    "channel": "posttrain.app.channels",
+    "channel": "posttrain.app.handles",
     "init_workspace": "posttrain.app.workspace",
     "open_workspace": "posttrain.app.workspace",
-    "plan": "posttrain.app.runs",
-    "run": "posttrain.app.runs",
-    "submit": "posttrain.app.runs",
+    "plan": "posttrain.app.handles",
+    "run": "posttrain.app.handles",
+    "submit": "posttrain.app.handles",
 }
 __all__ = [
     "Channel",

@@ -28,7 +28,7 @@ from fuzzing import BASELINE, STRIKES, Fuzz, Strike, dealt, has_baseline, table
 from tiny_run import RUN, once
 from workbench import Reference, Workbench
 
-from posttrain.app.channels import Channel
+from posttrain.app.handles import channel
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder
 
@@ -165,7 +165,7 @@ def check(fuzz: Fuzz, reference: Reference) -> None:
     bench.check(run_id)
     assert artifacts(bench, run_id) == artifacts(reference.bench, reference.run_id)
     with bench.open() as workspace:
-        verified = Channel(workspace, "prod").verify()
+        verified = channel("prod", workspace).verify()
         ours = [(e.run_id, e.action) for e in workspace.ledger.history("prod") if e.run_id == run_id]
         runs = Counter(run.manifest_digest for run in workspace.ledger.runs())
     assert ours == [(run_id, "promote")]

@@ -27,7 +27,7 @@ from tiny_run import make_template
 from workbench import Workbench
 
 from postgres_server import Server
-from posttrain.app.channels import Channel
+from posttrain.app.handles import channel
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import verify_chain
@@ -191,7 +191,7 @@ def check(bench: Workbench, expected: dict[str, str]) -> None:
         assert [run.id for run in workspace.ledger.runs() if run.name == "tiny"] == [run_id]
         assert [(entry.run_id, entry.action) for entry in workspace.ledger.history("prod")] == [(run_id, "promote")]
         address = workspace.ledger_address
-        verified = Channel(workspace, "prod").verify()
+        verified = channel("prod", workspace).verify()
     assert verified.problems == ()
     assert address is not None
     ledger = Ledger(Database(address, create=False))

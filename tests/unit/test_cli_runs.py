@@ -11,7 +11,7 @@ import cli_world
 import pytest
 from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
 
-from posttrain.app.runs import plan, submit
+from posttrain.app.handles import plan, submit
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder

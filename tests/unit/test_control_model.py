@@ -29,8 +29,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from posttrain.app.channels import Channel
-from posttrain.app.runs import Run
+from posttrain.api.handles import Channel, Run
+from posttrain.app.embedded.control import control_of
 from posttrain.app.workspace import Workspace
 from posttrain.control import approving, channels
 from posttrain.control.planning import plan_run
@@ -147,14 +147,14 @@ class People(RuleBasedStateMachine):
     def stops(self, which: int) -> None:
         """A run that has not ended."""
         run_id = self.pick(which)
-        self.same(self.runs[run_id].stop, lambda: Run(self.workspace, run_id).stop())
+        self.same(self.runs[run_id].stop, lambda: Run(control_of(self.workspace), run_id).stop())
 
     @precondition(lambda self: self.runs)
     @rule(which=WHICH)
     def retries(self, which: int) -> None:
         """A run that was stopped, or failed."""
         run_id = self.pick(which)
-        self.same(self.runs[run_id].retry, lambda: Run(self.workspace, run_id).retry())
+        self.same(self.runs[run_id].retry, lambda: Run(control_of(self.workspace), run_id).retry())
 
     @precondition(lambda self: self.runs)
     @rule(which=WHICH, lift=st.booleans())
@@ -164,17 +164,20 @@ class People(RuleBasedStateMachine):
         run = self.runs[run_id]
         name = next(name for name, channel in self.channels.items() if channel is run.channel)
         reason = "it is better than nothing" if lift else ""
-        self.same(lambda: run.promote(lift), lambda: Run(self.workspace, run_id).promote(name, lift_quarantine=reason))
+        self.same(
+            lambda: run.promote(lift),
+            lambda: Run(control_of(self.workspace), run_id).promote(name, lift_quarantine=reason),
+        )
 
     @rule(name=st.sampled_from(CHANNELS))
     def rolls_back(self, name: str) -> None:
         """To the model before."""
-        self.same(self.channels[name].rollback, lambda: Channel(self.workspace, name).rollback())
+        self.same(self.channels[name].rollback, lambda: Channel(control_of(self.workspace), name).rollback())
 
     @rule(name=st.sampled_from(CHANNELS), frozen=st.sampled_from(("", "", "releases", "all")))
     def freezes(self, name: str, frozen: str) -> None:
         """A channel, or lets it move again."""
-        at = Channel(self.workspace, name)
+        at = Channel(control_of(self.workspace), name)
         does = at.unfreeze if not frozen else lambda: at.freeze(rollbacks=frozen == "all")
         self.same(lambda: self.channels[name].change(frozen=frozen), does)
 
@@ -279,7 +282,7 @@ class People(RuleBasedStateMachine):
     def shows_channels(self) -> None:
         """The history of a channel, what is live, and what holds."""
         for name, expected in self.channels.items():
-            at = Channel(self.workspace, name)
+            at = Channel(control_of(self.workspace), name)
             history = [(entry.action, self.called(entry.model_digest)) for entry in at.history]
             assert history == expected.history
             live, record = at.live, at.record

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cli_world import World, make_world
 
+import posttrain
 from posttrain.api.control import Control
 from posttrain.app.embedded import control as embedded
 from posttrain.app.embedded.control import Embedded, open_control
@@ -80,3 +81,55 @@ def test_the_commands_of_a_day_need_nothing_but_the_protocol(far: World) -> None
     far.ok("asset", "ls")
     found = json.loads(far.ok("ls", "-o", "json"))
     assert [run["state"] for run in found["runs"]][:1] == ["succeeded"]
+
+
+def test_a_day_in_python_needs_nothing_but_the_protocol(far: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    far.prepare()
+    monkeypatch.chdir(far.root)
+    client: Any = Far()
+    planned = posttrain.plan("run.yaml", client)
+    assert planned.existing is None
+    run = posttrain.submit("run.yaml", workspace=client)
+    assert (run.attached, run.state, run.manifest.digest) == (False, "pending", planned.manifest.digest)
+    seen: list[str] = []
+    assert run.wait(check=True, watch=lambda now: seen.append(now.state)).state == "succeeded"
+    assert seen[-1] == "succeeded"
+    assert posttrain.submit("run.yaml", workspace=client).attached
+    assert run.metrics["evaluate/heldout/accuracy"] > 0
+    assert run.why().status.run == run.record
+    assert run.diff(posttrain.run(run.id[:-2], client)) == []
+    prod = posttrain.channel("prod", client)
+    assert prod.live is not None
+    assert (prod.live.run_id, [move.sequence for move in prod.history]) == (run.id, [1])
+    assert prod.states == {prod.live.model_digest: "live"}
+    assert prod.freeze(why="a look").frozen == "releases"
+    assert prod.told("channel.frozen") is not None
+    assert prod.unfreeze().frozen == ""
+    assert (prod.policy, prod.policies, prod.record.frozen) == (None, [], "")
+    assert prod.lineage() == client.lineage("prod")
+    assert prod.verify().problems == ()
+    with pytest.raises(posttrain.PosttrainError, match="has no earlier model"):
+        prod.rollback()
+
+
+def test_python_handles_find_the_nearest_workspace(far: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    far.prepare()
+    monkeypatch.chdir(far.root)
+    run = posttrain.submit("run.yaml")
+    run.stop()
+    assert posttrain.run(run.id).wait().state == "stopped"
+    with pytest.raises(posttrain.PosttrainError, match="stopped"):
+        run.wait(check=True)
+    assert run.retry().wait(check=True).state == "succeeded"
+    again = posttrain.channel("other").record
+    assert again.generation == 0
+    assert run.promote("prod") == posttrain.channel("prod").live
+
+
+def test_a_channel_is_told_from_a_run_of_its_name(far: World) -> None:
+    far.prepare()
+    far.ok("run", "run.yaml")
+    assert far.ok("lineage", "channel:prod") == far.ok("lineage", "prod")
+    far.ok("verify", "channel:prod")
+    name = far.newest().rpartition("-")[0]
+    assert "is unknown" in far("lineage", f"channel:{name}").stderr

@@ -17,8 +17,9 @@ from test_preflight_fitting import Bench as Plans
 from test_preflight_fitting import Change
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.app.handles import submit
 from posttrain.app.planning import view_plan
-from posttrain.app.runs import plan, submit
+from posttrain.app.runs import plan
 from posttrain.control.judging import read_evidence
 from posttrain.control.responses import Responses
 from posttrain.control.scores import Measured

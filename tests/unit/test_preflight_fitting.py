@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from posttrain.app.handles import submit
 from posttrain.app.planning import view_plan
-from posttrain.app.runs import plan, submit
+from posttrain.app.runs import plan
 from posttrain.app.workspace import init_workspace
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.engine.config import InitModelConfig

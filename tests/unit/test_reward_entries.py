@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from test_preflight_fitting import Bench, Change
 
+from posttrain.app.handles import submit
 from posttrain.app.planning import view_plan
-from posttrain.app.runs import plan, submit
+from posttrain.app.runs import plan
 from posttrain.control.compare import compare
 from posttrain.control.lineage import _input_node
 from posttrain.control.origins import Origins

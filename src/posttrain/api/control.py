@@ -1,4 +1,4 @@
-"""`Control`: everything that the command line asks of Posttrain, in process or, to come, of a server.
+"""`Control`: everything that the command line and the Python API ask of Posttrain, in process or, to come, of a server.
 
 What is asked for is words, numbers and files of this machine; what is answered are values (`api.values`, `domain`).
 Nobody on this side of the wall knows whether there is a ledger. `posttrain.app.embedded` answers in this process.
@@ -271,6 +271,9 @@ class Channels(Protocol):
     def policies(self, name: str) -> list[Event]:
         """Every time its policy was set or removed, oldest first."""
 
+    def channel_events(self, name: str, kind: str) -> list[Event]:
+        """What was told of it of one kind, such as `channel.frozen`, oldest first."""
+
     def set_policy(self, name: str, path: Path) -> tuple[PinnedPolicy, list[str]]:
         """Let it have the policy in a YAML file from now on; with what that does not do, in words."""
 
@@ -291,7 +294,11 @@ class Records(Protocol):
     """The proof, and what a person mends."""
 
     def lineage(self, target: str) -> Node:
-        """Of a channel, a run or an asset: from its weights back to what they were made from."""
+        """Of a channel, a run or an asset: from its weights back to what they were made from.
+
+        Args:
+            target: `channel:NAME` is a channel whatever else has that name.
+        """
 
     def downstream(self, target: str) -> Downstream:
         """What was made from an asset, from bytes, from what a channel serves, from a run."""

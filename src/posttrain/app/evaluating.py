@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.api.values import Submitted
 from posttrain.app.naming import model_word, named_model
-from posttrain.app.runs import Run, plan_spec, submit_planned
+from posttrain.app.runs import plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
 from posttrain.data.fitting import context_length
 from posttrain.data.refs import NAME
@@ -33,7 +34,7 @@ def submit_evaluation(
     reward: Mapping[str, Any] | None = None,
     seed: int = 0,
     again: bool = False,
-) -> Run:
+) -> Submitted:
     """Record a run that measures `model` on each of `suites`; the same question attaches to the run that answers it.
 
     Args:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.app.runs import Run, plan_spec, submit_planned
+from posttrain.app.runs import drive_run, plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
+from posttrain.control.explain import outcome_error
 from posttrain.domain.errors import InputError
 from posttrain.domain.records import Asset, RunRecord
 from posttrain.domain.runspec import parse_run_spec, read_yaml
@@ -22,7 +23,7 @@ class Created:
     """The registered model and the run that made it."""
 
     asset: Asset
-    run: Run
+    run_id: str
 
 
 def create_model(
@@ -58,10 +59,14 @@ def create_model(
         "stages": {STAGE: {"kind": "init_model", **params}},
     }
     spec = parse_run_spec(raw, str(config))
-    run = submit_planned(plan_spec(spec, workspace, config), workspace)
-    run.wait(check=True, watch=watch)
-    digest = next(row.outputs["model"]["digest"] for row in workspace.ledger.stages(run.id) if row.name == STAGE)
+    run_id = submit_planned(plan_spec(spec, workspace, config), workspace).run.id
+    record = drive_run(workspace, run_id, watch=watch)
+    rows = tuple(workspace.ledger.stages(run_id))
+    error = outcome_error(record, rows)
+    if error:
+        raise error
+    digest = next(row.outputs["model"]["digest"] for row in rows if row.name == STAGE)
     folder = materialise(workspace.blobs, digest, workspace.root / "cache")
-    asset = workspace.catalog.add_model(folder, name, origin={"run": run.id})
+    asset = workspace.catalog.add_model(folder, name, origin={"run": run_id})
     workspace.seal()
-    return Created(asset, run)
+    return Created(asset, run_id)

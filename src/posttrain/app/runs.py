@@ -1,31 +1,30 @@
-"""The Python face: submit and follow runs, move channels. The CLI prints what these return."""
+"""From run files to runs: plan them, submit them, drive them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from posttrain.app.workspace import Workspace, open_workspace
-from posttrain.control import actions, approving, channels, compare, explain
+from posttrain.api.values import Submitted
+from posttrain.app.workspace import Workspace
+from posttrain.control import actions, channels
 from posttrain.control.models import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
 from posttrain.control.recalls import recall_of, refuse_recalled
 from posttrain.control.submission import submit as submit_manifest
 from posttrain.data.refs import Source, parse_ref
-from posttrain.domain.approvals import APPROVED, REJECTED, ApprovalRequest, Standing
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.overrides import Setting
-from posttrain.domain.records import ReleaseEntry, RunRecord, Signal
+from posttrain.domain.records import RunRecord
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
-from posttrain.drivers.detaching import detach
-from posttrain.drivers.requests import RunDriver, forget_request
+from posttrain.drivers.requests import forget_request
 from posttrain.preflight.confinement import check_confinement
 from posttrain.preflight.counting import counter
 from posttrain.preflight.fitting import check_fit
@@ -33,7 +32,6 @@ from posttrain.preflight.locks import is_lock, read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placing import refuse_infeasible, refuse_oversized
 from posttrain.trackers.following import Scribe
-from posttrain.trackers.registering import announce
 from posttrain.trackers.tracking import check_trackers, of_workspace, record_trackers, resolved
 
 JUDGING = (
@@ -49,130 +47,40 @@ _MOVED = "a model that the run file names is another by now; this run goes on wi
 MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A handle on one run."""
+def drive_run(
+    workspace: Workspace,
+    run_id: str,
+    timeout: float | None = None,
+    watch: Callable[[RunRecord], None] | None = None,
+) -> RunRecord:
+    """Drive a run in this process until it ends (or watch, while another process drives it).
 
-    workspace: Workspace
-    id: str
-    attached: bool = False  # submitted before: this submit started nothing
-    warnings: tuple[str, ...] = ()  # of the plan that this submit made, or of what it attached to
+    Args:
+        timeout: seconds; None: as long as it takes. Only a `wall_clock` budget bounds the jobs then.
+        watch: called about ten times a second with the run.
 
-    @property
-    def record(self) -> RunRecord:
-        """The run as it is now."""
-        return self.workspace.ledger.run(self.id)
+    Raises:
+        DeadlineError: `timeout` passed; the run is not stopped by that.
+    """
+    if any(kind_of(stage.kind).judges for stage in workspace.ledger.stages(run_id)):
+        load_ahead(JUDGING)
+    reconciler, scribe = workspace.reconciler, Scribe(workspace, run_id)
 
-    @property
-    def state(self) -> str:
-        """`pending`, `running`, `succeeded`, `rejected`, `failed`, `stopping` or `stopped`."""
-        return self.record.state
+    def look(now: RunRecord) -> None:
+        scribe.keep()
+        if watch:
+            watch(now)
 
-    @property
-    def manifest(self) -> Manifest:
-        """The locked manifest."""
-        return self.workspace.stores.manifest(self.record)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """`stage/metric` → value, of every stage that has ended."""
-        stages = self.workspace.ledger.stages(self.id)
-        return {f"{stage.name}/{name}": value for stage in stages for name, value in stage.metrics.items()}
-
-    def wait(
-        self, timeout: float | None = None, *, check: bool = False, watch: Callable[[RunRecord], None] | None = None
-    ) -> RunRecord:
-        """Drive the run in this process until it ends (or watch, while another process drives it).
-
-        Args:
-            timeout: seconds; None: as long as it takes. Only a `wall_clock` budget bounds the jobs then.
-            check: raise when it did not succeed.
-            watch: called about ten times a second with the run.
-
-        Raises:
-            DeadlineError: `timeout` passed; the run is not stopped by that.
-            PosttrainError: with `check`, the error of the run's outcome.
-        """
-        if any(kind_of(stage.kind).judges for stage in self.workspace.ledger.stages(self.id)):
-            load_ahead(JUDGING)
-        reconciler, scribe = self.workspace.reconciler, Scribe(self.workspace, self.id)
-
-        def look(now: RunRecord) -> None:
-            scribe.keep()
-            if watch:
-                watch(now)
-
-        try:
-            record = reconciler.drive(self.id, timeout=timeout, watch=look)
-        finally:
-            reconciler.release(self.id)
-            self.workspace.seal()
-        forget_request(self.workspace.root, self.id)
-        error = explain.outcome_error(record, tuple(self.workspace.ledger.stages(self.id)))
-        if check and error:
-            raise error
-        return record
-
-    def detach(self) -> RunDriver:
-        """Have a background process of this machine drive the run to its end; returns as soon as it has the run.
-
-        Raises:
-            InputError: the run has ended.
-            WorkspaceError: the workspace cannot be written.
-            InfrastructureError: no driver could be started; nothing is left of it.
-        """
-        return detach(self.workspace, self.id)
-
-    def why(self) -> explain.Explanation:
-        """Where it is and why."""
-        return explain.explain_run(self.workspace.stores, self.id)
-
-    def signal(self, name: str, reason: str = "") -> tuple[Signal, bool]:
-        """Let it go on where it waits for this signal; see `control.actions.send_signal`."""
-        return actions.send_signal(self.workspace.stores, self.id, name, reason)
-
-    def stop(self) -> RunRecord:
-        """Ask it to stop; whoever drives it carries that out."""
-        return actions.stop(self.workspace.stores, self.id)
-
-    def retry(self) -> Run:
-        """Let a stopped or failed run go on; then `wait()`."""
-        actions.retry(self.workspace.stores, self.workspace.jobs.folders, self.id)
-        return self
-
-    def diff(self, other: Run) -> list[compare.Difference]:
-        """What differs in the manifests."""
-        return compare.compare(self.workspace.ledger, self.manifest, other.manifest)
-
-    def approve(self, reason: str = "", *, channel: str | None = None) -> Standing:
-        """Approve the release of its model, as the workspace's actor; see `control.approving.say`.
-
-        Args:
-            channel: another one than its run file names.
-        """
-        return approving.say(self.workspace.stores, self._release(channel), APPROVED, reason)
-
-    def reject(self, reason: str = "", *, channel: str | None = None) -> Standing:
-        """Reject it; as `approve`."""
-        return approving.say(self.workspace.stores, self._release(channel), REJECTED, reason)
-
-    def _release(self, channel: str | None) -> ApprovalRequest:
-        return approving.find_release(self.workspace.stores, self.id, channel)
-
-    def promote(self, channel: str, *, lift_quarantine: str = "") -> ReleaseEntry:
-        """Point a channel at this run's model, if its gates pass.
-
-        Args:
-            lift_quarantine: why a model that was rolled back from the channel may come back.
-        """
-        entry = actions.promote(self.workspace.stores, self.id, channel, lift_quarantine)
-        announce(self.workspace, channel)
-        return entry
+    try:
+        record = reconciler.drive(run_id, timeout=timeout, watch=look)
+    finally:
+        reconciler.release(run_id)
+        workspace.seal()
+    forget_request(workspace.root, run_id)
+    return record
 
 
-def plan(
-    path: str | Path, workspace: Workspace | None = None, *, seed: int | None = None, setting: Setting = ()
-) -> Planned:
+def plan(path: str | Path, workspace: Workspace, *, seed: int | None = None, setting: Setting = ()) -> Planned:
     """Validate a run file and resolve it to a manifest. Writes nothing.
 
     Args:
@@ -182,9 +90,9 @@ def plan(
     Raises:
         InputError: naming file, field, constraint and value.
     """
-    at, source = workspace or open_workspace(), Path(path)
+    source = Path(path)
     refuse_lock(source)
-    return plan_spec(load_run_spec(source, setting), at, source, seed=seed)
+    return plan_spec(load_run_spec(source, setting), workspace, source, seed=seed)
 
 
 def plan_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int | None = None) -> Planned:
@@ -310,29 +218,28 @@ def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
 
 def submit(
     path: str | Path,
+    workspace: Workspace,
     *,
     again: bool = False,
-    workspace: Workspace | None = None,
     seed: int | None = None,
     setting: Setting = (),
-) -> Run:
+) -> Submitted:
     """Record a run of a run file or of a locked manifest; one that was submitted before attaches to its run.
-
-    Nothing computes until somebody drives the run: `run.wait()`, or `posttrain run` in any terminal.
 
     Raises:
         InputError: as `plan` and `read_lock`; a seed or a setting for a manifest that is locked already.
     """
-    at, source = workspace or open_workspace(), Path(path)
+    source = Path(path)
     if is_lock(source) and seed is not None:
         raise InputError(f"{path}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
     if is_lock(source) and setting:
         raise InputError(f"{path}: --set cannot change a locked manifest, got {setting[0][0]}; lock the run file anew")
-    planned = read_lock(source, at, again=again) if is_lock(source) else plan(source, at, seed=seed, setting=setting)
-    return submit_planned(planned, at, again=again, exact=is_lock(source))
+    lock = is_lock(source)
+    planned = read_lock(source, workspace, again=again) if lock else plan(source, workspace, seed=seed, setting=setting)
+    return submit_planned(planned, workspace, again=again, exact=lock)
 
 
-def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Run:
+def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Submitted:
     """Record a run of an already resolved manifest. A stopped run of it goes on. See `control.submission.submit`."""
     workspace.catalog.publish(planned.manifest)
     submitted = submit_manifest(workspace.stores, planned.manifest, again=again, exact=exact)
@@ -342,20 +249,11 @@ def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = Fals
     if submitted.run.state == RunState.STOPPED:
         actions.retry(workspace.stores, workspace.jobs.folders, submitted.run.id)
     warnings = () if submitted.attached else planned.warnings
-    return Run(workspace, submitted.run.id, submitted.attached, (_MOVED,) if submitted.moved else warnings)
+    now = workspace.ledger.run(submitted.run.id)
+    return Submitted(now, submitted.attached, (_MOVED,) if submitted.moved else warnings)
 
 
 def load_ahead(modules: Iterable[str]) -> None:
     """Import what a driver will need at the end: sources and libraries may be replaced under one of days."""
     for module in modules:
         import_module(module)
-
-
-def run(prefix: str, workspace: Workspace | None = None) -> Run:
-    """A run by id, by a prefix of it, or the newest of a name.
-
-    Raises:
-        NotFoundError: no such run. InputError: the prefix names several.
-    """
-    at = workspace or open_workspace()
-    return Run(at, at.ledger.find_run(prefix).id, attached=True)

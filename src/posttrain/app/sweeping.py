@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.api.values import Point, Ranked, Sweep
-from posttrain.app.runs import MAX_SEED, Run, plan_spec, submit_planned
+from posttrain.api.values import Point, Ranked, Submitted, Sweep
+from posttrain.app.runs import MAX_SEED, plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
 from posttrain.control.sweeping import metric_direction, rank_runs, swept_metric, swept_model
@@ -73,7 +73,7 @@ def plan_sweep(
     return Sweep(source, tuple(points), name, direction, model, notes)
 
 
-def submit_point(point: Point, workspace: Workspace) -> Run:
+def submit_point(point: Point, workspace: Workspace) -> Submitted:
     """The run of a point: a new one, or the one that exists."""
     return submit_planned(point.planned, workspace)
 

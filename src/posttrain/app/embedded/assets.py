@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api.values import Asked, Submitted
+from posttrain.api.values import Asked
 
 if TYPE_CHECKING:
-    from posttrain.api.values import Exported, Marked, Point, Ranked, Sweep
+    from posttrain.api.values import Exported, Marked, Point, Ranked, Submitted, Sweep
     from posttrain.app.workspace import Workspace
     from posttrain.data.importing import Curve, Imported
     from posttrain.domain.overrides import Override
@@ -39,7 +39,7 @@ class Assets:
         from posttrain.app.models import create_model
 
         made = create_model(self.workspace, name, config, seed=seed)
-        return made.asset, made.run.id
+        return made.asset, made.run_id
 
     def assets(self, kind: str | None) -> list[Asset]:
         """See `Assets.assets`."""
@@ -150,8 +150,7 @@ class Models:
         """See `Models.submit_point`."""
         from posttrain.app.sweeping import submit_point
 
-        made = submit_point(point, self.workspace)
-        return Submitted(made.record, made.attached, made.warnings)
+        return submit_point(point, self.workspace)
 
     def rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
         """See `Models.rank`."""

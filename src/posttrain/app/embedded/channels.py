@@ -10,10 +10,10 @@ from posttrain.domain.approvals import APPROVED, REJECTED
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.spelling import nearest
+from posttrain.store.releasing import POLICY_SET
 
 if TYPE_CHECKING:
     from posttrain.api.values import Dead, Erasure
-    from posttrain.app.channels import Channel
     from posttrain.app.workspace import Workspace
     from posttrain.control.downstream import Downstream
     from posttrain.control.lineage import Node, VerifyReport
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, ReleaseEntry
     from posttrain.trackers.tracking import TrackerState
+
+_CHANNEL = "channel:"  # before the name of one, where a run or an asset could be meant too
 
 
 class Channels:
@@ -43,17 +45,24 @@ class Channels:
 
     def channel(self, name: str) -> ChannelView:
         """See `Channels.channel`."""
-        one, ledger = self._handle(name), self.workspace.ledger
+        from posttrain.decision.releases import release_states
+
+        ledger = self.workspace.ledger
+        record, history = ledger.channel_record(name), ledger.history(name)
         return ChannelView(
-            one.record,
-            one.live,
-            tuple(one.history),
-            one.states,
+            record,
+            ledger.channel(name),
+            tuple(history),
+            release_states(history),
             tuple(ledger.deployments(name)),
             tuple(ledger.quarantine(name)),
             tuple(ledger.looks(name)),
-            one.told("channel.frozen") if one.record.frozen else None,
+            next(reversed(self.channel_events(name, "channel.frozen")), None) if record.frozen else None,
         )
+
+    def channel_events(self, name: str, kind: str) -> list[Event]:
+        """See `Channels.channel_events`."""
+        return self.workspace.ledger.channel_events(name, kind)
 
     def channel_trackers(self, name: str) -> list[TrackerState]:
         """See `Channels.channel_trackers`."""
@@ -69,15 +78,23 @@ class Channels:
 
     def promote(self, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
         """See `Channels.promote`."""
-        from posttrain.app.runs import Run
+        from posttrain.control.actions import promote
+        from posttrain.trackers.registering import announce
 
-        entry = Run(self.workspace, run_id).promote(channel, lift_quarantine=lift_quarantine)
+        entry = promote(self.workspace.stores, run_id, channel, lift_quarantine)
+        announce(self.workspace, channel)
         self.workspace.seal()
         return entry
 
     def rollback(self, channel: str, to: str | None, since: int | None) -> ReleaseEntry:
         """See `Channels.rollback`."""
-        return self._handle(channel).rollback(to, since=since)
+        from posttrain.control.actions import rollback
+        from posttrain.trackers.registering import announce
+
+        entry = rollback(self.workspace.stores, channel, to, since=since)
+        self.workspace.seal()
+        announce(self.workspace, channel)
+        return entry
 
     def approve(self, what: str, channel: str | None, reason: str) -> Standing:
         """See `Channels.approve`."""
@@ -107,45 +124,58 @@ class Channels:
     def policy(self, name: str, request: str | None = None) -> PinnedPolicy | None:
         """See `Channels.policy`."""
         if request is None:
-            return self._handle(name).policy
+            from posttrain.control.channels import policy_of
+
+            return policy_of(self.workspace.stores, name)
         from posttrain.control.approving import asked_policy
 
         return asked_policy(self.workspace.stores, name, request)
 
     def policies(self, name: str) -> list[Event]:
         """See `Channels.policies`."""
-        return self._handle(name).policies
+        return self.channel_events(name, POLICY_SET)
 
     def set_policy(self, name: str, path: Path) -> tuple[PinnedPolicy, list[str]]:
         """See `Channels.set_policy`."""
-        from posttrain.app.channels import policy_notes
+        from posttrain.app.channels import pinned_policy, policy_notes
+        from posttrain.control.channels import set_policy
+        from posttrain.domain.policies import load_policy
 
         known = [record.name for record in self.channels()]
-        self._handle(name).set_policy(path)
+        policy = pinned_policy(load_policy(path), path, self.workspace)
+        self._changed(set_policy(self.workspace.stores, name, policy))
         pinned = self.policy(name)
         assert pinned is not None
         return pinned, list(policy_notes(pinned, known))
 
     def remove_policy(self, name: str) -> ChannelRecord:
         """See `Channels.remove_policy`."""
-        return self._handle(name).remove_policy()
+        from posttrain.control.channels import set_policy
+
+        return self._changed(set_policy(self.workspace.stores, name, None))
 
     def protect(self, name: str, *, protected: bool, why: str) -> ChannelRecord:
         """See `Channels.protect`."""
-        return self._handle(name).protect(protected=protected, why=why)
+        from posttrain.control.channels import protect
+
+        return self._changed(protect(self.workspace.stores, name, protected=protected, why=why))
 
     def freeze(self, name: str, *, rollbacks: bool, why: str) -> ChannelRecord:
         """See `Channels.freeze`."""
-        return self._handle(name).freeze(rollbacks=rollbacks, why=why)
+        from posttrain.control.channels import EVERYTHING, RELEASES, freeze
+
+        frozen = EVERYTHING if rollbacks else RELEASES
+        return self._changed(freeze(self.workspace.stores, name, frozen, why))
 
     def unfreeze(self, name: str, *, why: str) -> ChannelRecord:
         """See `Channels.unfreeze`."""
-        return self._handle(name).unfreeze(why=why)
+        from posttrain.control.channels import freeze
 
-    def _handle(self, name: str) -> Channel:
-        from posttrain.app.channels import channel
+        return self._changed(freeze(self.workspace.stores, name, "", why))
 
-        return channel(name, self.workspace)
+    def _changed(self, record: ChannelRecord) -> ChannelRecord:
+        self.workspace.seal()
+        return record
 
 
 class Records:
@@ -163,8 +193,8 @@ class Records:
             raise InputError(f"{target[:24]}: a digest alone is followed downstream only; add --downstream")
         if target.partition(":")[0] in KINDS:
             return asset_lineage(workspace.stores, workspace.catalog.find(target))
-        if target in workspace.ledger.channels():
-            return release_lineage(workspace.stores, target)
+        if target.startswith(_CHANNEL) or target in workspace.ledger.channels():
+            return release_lineage(workspace.stores, target.removeprefix(_CHANNEL))
         return run_lineage(workspace.stores, self._run_id(target))
 
     def downstream(self, target: str) -> Downstream:
@@ -178,9 +208,10 @@ class Records:
         if target.partition(":")[0] in KINDS:
             asset = workspace.catalog.find(target)
             return of_bytes(workspace.ledger, asset.digest, asset.ref)
-        live = workspace.ledger.channel(target)
+        name = target.removeprefix(_CHANNEL)
+        live = workspace.ledger.channel(name)
         if live is not None:
-            return of_bytes(workspace.ledger, live.model_digest, f"channel:{target}@{live.sequence}")
+            return of_bytes(workspace.ledger, live.model_digest, f"{_CHANNEL}{name}@{live.sequence}")
         return of_run(workspace.ledger, self._run_id(target))
 
     def verify(self, target: str) -> VerifyReport:

@@ -1,4 +1,4 @@
-"""Where the command line gets what it asks: a `Control` over the nearest workspace."""
+"""Where the command line and the Python API get what they ask: a `Control` over a workspace."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ class Embedded(Submissions, Runs, Channels, Records, Assets, Models):
     def close(self) -> None:
         """See `Control.close`."""
         self.workspace.close()
+
+
+def control_of(given: Workspace | Control) -> Control:
+    """Over an open workspace; one that is a `Control` already stays what it is."""
+    from posttrain.app.workspace import Workspace
+
+    return Embedded(given) if isinstance(given, Workspace) else given
 
 
 def open_control() -> Control:

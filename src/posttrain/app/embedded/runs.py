@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api.values import Locked, RunDiff, Submitted, Why
+from posttrain.api.values import Locked, RunDiff, Why
 
 if TYPE_CHECKING:
     from posttrain.api.control import Vigil as AnyVigil
-    from posttrain.app.runs import Run
+    from posttrain.api.values import Submitted
     from posttrain.app.workspace import Workspace
     from posttrain.control.comparing import Comparison
     from posttrain.control.scores import Scores
@@ -50,7 +50,7 @@ class Submissions:
         """See `Submissions.submit`."""
         from posttrain.app.runs import submit
 
-        return _submitted(submit(path, again=again, workspace=self.workspace, seed=seed, setting=setting))
+        return submit(path, self.workspace, again=again, seed=seed, setting=setting)
 
     def evaluate(
         self,
@@ -66,10 +66,8 @@ class Submissions:
         """See `Submissions.evaluate`."""
         from posttrain.app.evaluating import submit_evaluation
 
-        return _submitted(
-            submit_evaluation(
-                self.workspace, model, suites, settings=settings, runtime=runtime, reward=reward, seed=seed, again=again
-            )
+        return submit_evaluation(
+            self.workspace, model, suites, settings=settings, runtime=runtime, reward=reward, seed=seed, again=again
         )
 
     def drive(
@@ -81,11 +79,11 @@ class Submissions:
         report: bool = False,
     ) -> RunRecord:
         """See `Submissions.drive`."""
-        from posttrain.app.runs import REPORTING, Run, load_ahead
+        from posttrain.app.runs import REPORTING, drive_run, load_ahead
 
         if report:
             load_ahead(REPORTING)
-        return Run(self.workspace, run_id).wait(timeout, watch=watch)
+        return drive_run(self.workspace, run_id, timeout, watch)
 
     def detach(self, run_id: str) -> RunDriver:
         """See `Submissions.detach`."""
@@ -178,11 +176,17 @@ class Runs:
 
     def diff(self, first: str, second: str) -> RunDiff:
         """See `Runs.diff`."""
-        from posttrain.app.runs import run
+        from posttrain.control.compare import compare
 
-        one, two = run(first, self.workspace), run(second, self.workspace)
-        measured = frozenset(stage.name for stage in one.manifest.stages if stage.measures)
-        return RunDiff(one.id, two.id, tuple(one.diff(two)), (one.metrics, two.metrics), measured)
+        one, two = self.run(first).id, self.run(second).id
+        manifest = self.manifest(one)
+        differences = compare(self.workspace.ledger, manifest, self.manifest(two))
+        measured = frozenset(stage.name for stage in manifest.stages if stage.measures)
+        return RunDiff(one, two, tuple(differences), (self._metrics(one), self._metrics(two)), measured)
+
+    def _metrics(self, run_id: str) -> dict[str, float]:
+        stages = self.workspace.ledger.stages(run_id)
+        return {f"{stage.name}/{name}": value for stage in stages for name, value in stage.metrics.items()}
 
     def compare(self, words: Sequence[str], page: Path | None = None) -> Comparison:
         """See `Runs.compare`."""
@@ -268,7 +272,3 @@ class Runs:
 
         self.workspace.close()  # one of each thread's own takes its place
         follow(partial(open_workspace, self.workspace.root), run_id)
-
-
-def _submitted(run: Run) -> Submitted:
-    return Submitted(run.record, run.attached, run.warnings)

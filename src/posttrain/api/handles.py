@@ -1,0 +1,214 @@
+"""Handles of the Python API: a run and a release channel, over whatever `Control` they are given.
+
+A handle holds a name and asks when it is touched, so it never tells of a moment that is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from posttrain.api.control import Control
+    from posttrain.api.values import ChannelView, Difference, Node, RunDriver, VerifyReport, Why
+    from posttrain.domain.approvals import Standing
+    from posttrain.domain.lifecycle import ReleaseState
+    from posttrain.domain.manifest import Manifest
+    from posttrain.domain.policies import PinnedPolicy
+    from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry, RunRecord, Signal
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A handle on one run."""
+
+    control: Control
+    id: str
+    attached: bool = False  # submitted before: this submit started nothing
+    warnings: tuple[str, ...] = ()  # of the plan that this submit made, or of what it attached to
+
+    @property
+    def record(self) -> RunRecord:
+        """The run as it is now."""
+        return self.control.run(self.id)
+
+    @property
+    def state(self) -> str:
+        """`pending`, `running`, `succeeded`, `rejected`, `failed`, `stopping` or `stopped`."""
+        return self.record.state
+
+    @property
+    def manifest(self) -> Manifest:
+        """The locked manifest."""
+        return self.control.manifest(self.id)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`stage/metric` → value, of every stage that has ended."""
+        stages = [stage.record for stage in self.control.status(self.id).stages]
+        return {f"{stage.name}/{name}": value for stage in stages for name, value in stage.metrics.items()}
+
+    def wait(
+        self, timeout: float | None = None, *, check: bool = False, watch: Callable[[RunRecord], None] | None = None
+    ) -> RunRecord:
+        """Drive the run until it ends (or watch, while somebody else drives it).
+
+        Args:
+            timeout: seconds; None: as long as it takes. Only a `wall_clock` budget bounds the jobs then.
+            check: raise when it did not succeed.
+            watch: called about ten times a second with the run.
+
+        Raises:
+            DeadlineError: `timeout` passed; the run is not stopped by that.
+            PosttrainError: with `check`, the error of the run's outcome.
+        """
+        record = self.control.drive(self.id, timeout=timeout, watch=watch)
+        error = self.control.outcome(self.control.status(self.id)) if check else None
+        if error:
+            raise error
+        return record
+
+    def detach(self) -> RunDriver:
+        """Have a background process drive the run to its end; returns as soon as it has the run.
+
+        Raises:
+            InputError: the run has ended.
+            WorkspaceError: the workspace cannot be written.
+            InfrastructureError: no driver could be started; nothing is left of it.
+        """
+        return self.control.detach(self.id)
+
+    def why(self) -> Why:
+        """Where it is and why."""
+        return self.control.why(self.id)
+
+    def signal(self, name: str, reason: str = "") -> tuple[Signal, bool]:
+        """Let it go on where it waits for this signal; and whether it was sent for the first time."""
+        return self.control.signal(self.id, name, reason)
+
+    def stop(self) -> RunRecord:
+        """Ask it to stop; whoever drives it carries that out."""
+        return self.control.stop(self.id)
+
+    def retry(self) -> Run:
+        """Let a stopped or failed run go on; then `wait()`."""
+        self.control.retry(self.id)
+        return self
+
+    def diff(self, other: Run) -> list[Difference]:
+        """What differs in the manifests."""
+        return list(self.control.diff(self.id, other.id).differences)
+
+    def approve(self, reason: str = "", *, channel: str | None = None) -> Standing:
+        """Approve the release of its model, as whoever the control takes you for.
+
+        Args:
+            channel: another one than its run file names.
+        """
+        return self.control.approve(self.id, channel, reason)
+
+    def reject(self, reason: str = "", *, channel: str | None = None) -> Standing:
+        """Reject it; as `approve`."""
+        return self.control.reject(self.id, channel, reason)
+
+    def promote(self, channel: str, *, lift_quarantine: str = "") -> ReleaseEntry:
+        """Point a channel at this run's model, if its gates pass.
+
+        Args:
+            lift_quarantine: why a model that was rolled back from the channel may come back.
+        """
+        return self.control.promote(self.id, channel, lift_quarantine)
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A handle on one release channel; it need not exist yet."""
+
+    control: Control
+    name: str
+
+    @property
+    def _view(self) -> ChannelView:
+        return self.control.channel(self.name)
+
+    @property
+    def live(self) -> ReleaseEntry | None:
+        """What it points at; None when nothing was ever promoted."""
+        return self._view.live
+
+    @property
+    def history(self) -> list[ReleaseEntry]:
+        """Every move, oldest first."""
+        return list(self._view.history)
+
+    @property
+    def states(self) -> Mapping[str, ReleaseState]:
+        """Model digest → `live`, `superseded` or `rolled_back`."""
+        return self._view.states
+
+    @property
+    def record(self) -> ChannelRecord:
+        """Whether it is protected or frozen, and the digest of its policy."""
+        return self.control.channel_record(self.name)
+
+    @property
+    def policy(self) -> PinnedPolicy | None:
+        """What every release of it must pass; None: what its run says."""
+        return self.control.policy(self.name)
+
+    @property
+    def policies(self) -> list[Event]:
+        """Every time its policy was set or removed, oldest first: `payload["set"]["policy"]` is the digest."""
+        return self.control.policies(self.name)
+
+    def told(self, kind: str) -> Event | None:
+        """The last event of one kind about it, such as `channel.frozen`."""
+        return next(reversed(self.control.channel_events(self.name, kind)), None)
+
+    def set_policy(self, path: str | Path) -> ChannelRecord:
+        """Let it have the policy in a YAML file from now on. Asking twice changes nothing.
+
+        Raises:
+            InputError: naming file, field, constraint and value.
+            ChannelClosedError: it is protected.
+        """
+        self.control.set_policy(self.name, Path(path))
+        return self.record
+
+    def remove_policy(self) -> ChannelRecord:
+        """Take its policy away: releases pass what their runs say."""
+        return self.control.remove_policy(self.name)
+
+    def protect(self, *, protected: bool = True, why: str = "") -> ChannelRecord:
+        """Let its policy and quarantine be changed by approval only; `protected=False` takes that back."""
+        return self.control.protect(self.name, protected=protected, why=why)
+
+    def freeze(self, *, rollbacks: bool = False, why: str = "") -> ChannelRecord:
+        """Let nothing be released to it.
+
+        Args:
+            rollbacks: let it not be rolled back either.
+        """
+        return self.control.freeze(self.name, rollbacks=rollbacks, why=why)
+
+    def unfreeze(self, *, why: str = "") -> ChannelRecord:
+        """Let it move again."""
+        return self.control.unfreeze(self.name, why=why)
+
+    def rollback(self, to: str | None = None, *, since: int | None = None) -> ReleaseEntry:
+        """Point it back at the model before, or at `to` (release number, run id, digest prefix).
+
+        Args:
+            since: the release that must be live now; makes a bare rollback safe to repeat.
+        """
+        return self.control.rollback(self.name, to, since)
+
+    def lineage(self) -> Node:
+        """From its weights back to prompts, reward source, base model and manifest."""
+        return self.control.lineage(f"channel:{self.name}")
+
+    def verify(self) -> VerifyReport:
+        """Hash all of the lineage again."""
+        return self.control.verify(f"channel:{self.name}")
