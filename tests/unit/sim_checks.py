@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sim_ports import Rows, SimBlobs
@@ -19,6 +19,22 @@ from posttrain.store.trees import tree_digest, verify_tree
 
 HEEDED_SECONDS = 600.0  # from a stop to its end, once no fault comes any more
 _FINAL = ("succeeded", "failed", "rejected", "stopped")
+
+
+class Unheard:
+    """Stages that wait for a signal which was sent: since when they are seen to."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def check(self, world: World, rows: Rows, signals: Collection[str]) -> None:
+        """None waits long."""
+        query = "SELECT run_id FROM stages WHERE name = 'approval' AND state = 'ready'"
+        waiting = {run_id for (run_id,) in rows.all(query) if run_id in signals}
+        self._since = {run_id: self._since.get(run_id, world.time) for run_id in waiting}
+        for run_id, since in self._since.items():
+            late = world.time - max(since, world.calm_after)
+            world.must(late < HEEDED_SECONDS, f"{run_id} waits {late:.0f} s for a signal that was sent")
 
 
 def check_now(world: World, rows: Rows, stops: dict[str, float], living: set[str]) -> None:
@@ -54,6 +70,15 @@ def check_end(world: World, stores: Stores, folders: AttemptFolders, rows: Rows,
         name: int(rows.one(f"SELECT count(*) FROM {name}"))
         for name in ("runs", "stages", "attempts", "releases", "events")
     }
+
+
+def check_budgets(world: World, rows: Rows, stores: Stores, spent: Mapping[str, int]) -> None:
+    """No run's jobs spent more than it declared, and what they spent is billed."""
+    for run_id, tokens in spent.items():
+        budget = stores.manifest(stores.ledger.run(run_id)).budget.tokens
+        world.must(budget is None or tokens <= budget, f"{run_id} spent {tokens} of {budget} tokens")
+        billed = rows.one("SELECT sum(tokens) FROM attempts WHERE run_id = ?", run_id)
+        world.must(billed >= tokens, f"{run_id} spent {tokens} tokens and is billed {billed}")
 
 
 def check_told(world: World, rows: Rows, told: Sequence[tuple[str, ...]], answered: Sequence[str]) -> None:
@@ -112,7 +137,7 @@ def _outputs(
         if winners and blob["form"] == "tree":
             left = tree_digest(folders.of(winners[0]).outputs / output)
             world.must(left == blob["digest"], f"{name}: {output} is not what {winners[0].name} left")
-    if name.rpartition("/")[2] not in ("gate", "release"):
+    if name.rpartition("/")[2] not in ("gate", "approval", "release"):
         world.must(len(winners) == (0 if cached else 1), f"{name} succeeded by {len(winners)} attempts, from {cached}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
-from sim_checks import check_end, check_now, check_told
+from sim_checks import Unheard, check_budgets, check_end, check_now, check_told
 from sim_jobs import Jobs
 from sim_people import Drivers, Faults, People
 from sim_ports import Outside, Process, Rows, SimBlobs, SimDatabase, SimExecutor, SimFolder, Weather, sim_folders
@@ -70,8 +70,9 @@ class Simulation:
         self.drivers = Drivers(world, lambda: self.rows, self._process, alike=dice.random() < 0.5)
         self.people = People(world, lambda: self.rows, self._process, most=dice.randint(3, 6))
         self.executor.doubted = self.people.lose_patience
+        self.drivers.looks = self.people.meddle
         self.faults = Faults(world, weather, self.drivers, self.executor, lambda: self.jobs.strike(dice))
-        self._event = 0
+        self._event, self._unheard = 0, Unheard()
         self._leases: dict[str, tuple[str | None, float]] = {}
         self.database.committed = self._committed
         world.before_jump = self._look
@@ -100,6 +101,7 @@ class Simulation:
                 world.close()
                 end = self._process("end")
                 counts = check_end(world, end.stores, end.jobs.folders, self.rows, self.blobs)
+                check_budgets(world, self.rows, end.stores, self.jobs.spent)
                 check_told(world, self.rows, self.people.told, self.jobs.answered)
         except Exception as error:
             raise DayFailedError(
@@ -158,6 +160,7 @@ class Simulation:
 
     def _look(self) -> None:
         check_now(self.world, self.rows, self.people.stops, set(self.drivers.living))
+        self._unheard.check(self.world, self.rows, self.people.signals)
 
 
 @functools.cache

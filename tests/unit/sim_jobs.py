@@ -17,12 +17,13 @@ from posttrain.domain.errors import FailureClass, InfrastructureError
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import ANOTHER_RUNS, Cause, CheckpointCommit, Failure, JobOrder, JobResult, Output
 from posttrain.domain.requests import JobRequest
-from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
 from posttrain.store.channel import ControlKind
 from posttrain.store.trees import file_digest
 
 T = TypeVar("T")
 _ITEMS = 200
+TOKENS = 10  # of a step
 _TRIES = 20  # of a job at a channel that does not answer
 
 
@@ -49,6 +50,7 @@ class Jobs:
         self.changed: Callable[[str], None] = lambda run_id: None  # a job of a run moved
         self.rates: dict[str, float] = {}
         self.answered: list[str] = []  # names of attempts whose job said that it succeeded
+        self.spent: dict[str, int] = {}  # run → tokens that its jobs really spent, those of steps cut short too
         self.long = 3000.0  # seconds that a job computes at most
         self._tables: dict[int, bytes] = {}
 
@@ -133,21 +135,34 @@ class Jobs:
         steps = 6 if trains else 2
         breaks = not self._world.calm and dice.random() < self.rates.get("breaks", 0.0)
         broken_at = dice.randrange(steps) if breaks else None
-        for step in range(min(order.resumed_step, steps), steps):
-            self._world.pause(length / steps)
-            state = self._rows().one("SELECT state FROM attempts WHERE name = ?", job.name)
-            self._world.must(state in ("planned", "launched"), f"{job.name} computes and its attempt is {state}")
-            told = self._patiently(folder.channel.controls)
-            if step == broken_at:
-                return self._broken(dice)
-            if trains and (step % 2 or told):
-                self._checkpoint(folder, step + 1, job.name)
-            progress = Progress(step + 1, steps, order.kind, 10 * (step + 1), 0.0)
-            self._patiently(lambda progress=progress: self._say(folder, progress))  # type: ignore[misc]
-            if any(control.kind is ControlKind.STOP for control in told) and dice.random() < 0.9:
-                self._patiently(lambda: folder.acknowledge(ControlKind.STOP))
-                return JobResult("stopped", tokens=10 * (step + 1))
+        with SpendingMeter(folder) as meter:
+            for step in range(min(order.resumed_step, steps), steps):
+                over = self._spend(job, order, meter, TOKENS * step)
+                if over is not None:
+                    return over
+                self._world.pause(length / steps)
+                state = self._rows().one("SELECT state FROM attempts WHERE name = ?", job.name)
+                self._world.must(state in ("planned", "launched"), f"{job.name} computes and its attempt is {state}")
+                told = self._patiently(folder.channel.controls)
+                if step == broken_at:
+                    return self._broken(dice)
+                if trains and (step % 2 or told):
+                    self._checkpoint(folder, step + 1, job.name)
+                progress = Progress(step + 1, steps, order.kind, TOKENS * (step + 1), 0.0)
+                self._patiently(lambda progress=progress: self._say(folder, progress))  # type: ignore[misc]
+                if any(control.kind is ControlKind.STOP for control in told) and dice.random() < 0.9:
+                    self._patiently(lambda: folder.acknowledge(ControlKind.STOP))
+                    return JobResult("stopped", tokens=TOKENS * (step + 1))
         return self._trained(folder, job) if trains else self._evaluated(folder, job)
+
+    def _spend(self, job: SimJob, order: JobOrder, meter: SpendingMeter, done: int) -> JobResult | None:
+        """Begin a step, as trainers do: never one that would exceed the allowance."""
+        if order.token_allowance is not None and done + TOKENS > order.token_allowance:
+            return JobResult("failed", tokens=done, failure=Failure(FailureClass.BUDGET, "tokens are spent", "budget"))
+        meter(done, TOKENS)
+        run_id = job.stage.partition("/")[0]
+        self.spent[run_id] = self.spent.get(run_id, 0) + TOKENS
+        return None
 
     def _say(self, folder: AttemptFolder, progress: Progress) -> None:
         sink = EventWriter(folder, seconds=0)
@@ -164,7 +179,7 @@ class Jobs:
         place.mkdir(parents=True, exist_ok=True)
         (place / "model.safetensors").write_text(f"{words} {step}")
         self._world.point()
-        (place / "state.json").write_text(json.dumps({"step": step, "tokens": 10 * step}))
+        (place / "state.json").write_text(json.dumps({"step": step, "tokens": TOKENS * step}))
         self._world.point()
         shards = {name: file_digest(place / name) for name in ("model.safetensors", "state.json")}
         (place / "COMMIT").write_text(json.dumps(CheckpointCommit(step, shards).to_json()))

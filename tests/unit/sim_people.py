@@ -22,6 +22,11 @@ from posttrain.store.sealer import seal
 CHANNELS = ("prod", "beta")
 _FINAL = "('succeeded', 'failed', 'rejected', 'stopped')"
 _UNFINISHED = f"SELECT id FROM runs WHERE state NOT IN {_FINAL} ORDER BY id"
+_WAITING = (
+    "SELECT runs.id FROM runs JOIN stages ON stages.run_id = runs.id AND stages.name = 'approval' "
+    f"WHERE runs.state NOT IN {_FINAL} ORDER BY runs.id"
+)
+_WAITING_NOW = "SELECT run_id FROM stages WHERE name = 'approval' AND state = 'ready'"
 _DUE = (
     "SELECT lease_owner FROM work JOIN runs ON runs.id = work.object "
     f"WHERE dead_at IS NULL AND due_at <= ? AND state NOT IN {_FINAL}"
@@ -29,6 +34,11 @@ _DUE = (
 _UNSEEN = 60.0  # seconds between looks that found nothing to do
 _CONTENT = 0.75  # share of moments at which a driver sees that another one has a run, and does not try to take it
 _BROAD = 0.4  # share of runs with two trainings side by side
+_WAITS = 0.4  # share of runs that wait for a person's signal
+_GO = "go"
+_BUDGETED = 0.3  # share of runs with a budget
+_BUDGETS = (100, 120, 160, 400)  # tokens; a run needs 100 where nothing breaks
+_MEDDLES = 0.5  # share of looks at a run that waits for a signal at which somebody sends it, or stops the run
 _IMPATIENT = 0.2  # share of unanswered submissions of which somebody has enough
 _BACKOFF = 5.0  # seconds of a driver that could not look at a run
 
@@ -41,9 +51,11 @@ class Driven(Reconciler):
         self._rows, self._clock = rows, process.stores.clock
         self.again: dict[str, float] = {}
         self.refused: set[str] = set()  # runs that another had at the last look
+        self.looks: Callable[[str], None] = lambda run_id: None  # told before each pass over a run
 
     def tick(self, run_id: str) -> Tick | None:
         """See `Reconciler.tick`."""
+        self.looks(run_id)
         found = super().tick(run_id)
         if found is None:
             query = "SELECT lease_until FROM work WHERE kind = 'run' AND object = ? AND lease_owner IS NOT NULL"
@@ -66,6 +78,7 @@ class Drivers:
     def __init__(self, world: World, rows: Callable[[], Rows], wire: Callable[[str], Process], alike: bool) -> None:
         self._world, self._rows, self._wire, self._alike = world, rows, wire, alike
         self.living: dict[str, Actor] = {}  # owner → who
+        self.looks: Callable[[str], None] = lambda run_id: None
         self._count = 0
 
     def start(self, after: float) -> None:
@@ -103,6 +116,7 @@ class Drivers:
         world, rows = self._world, self._rows()
         process = self._wire(owner)
         reconciler = Driven(process, owner, lambda other: self._alive(owner, other), rows)
+        reconciler.looks = self.looks
         while True:
             changed, later = False, FOREVER
             for (run_id,) in rows.all(_UNFINISHED):
@@ -161,6 +175,7 @@ class People:
         self._submitted: list[dict[str, Any]] = []
         self._count = 0
         self.stops: dict[str, float] = {}  # run → when a person was told that it will stop
+        self.signals: set[str] = set()  # runs of which a person was told that their signal was sent
         self.told: list[tuple[str, ...]] = []  # what a person was told that there is: a run, or a release and its model
 
     def live(self) -> None:
@@ -171,6 +186,8 @@ class People:
             action = world.random.choice(self._choices())
             world.add(f"person {self._count}", lambda action=action: self._act(action))  # type: ignore[misc]
             world.pause(world.random.expovariate(1 / 1500))
+        for (run_id,) in self._rows().all(_WAITING):  # nobody acts after this
+            self._act(lambda process, run_id=run_id: self._signal(process, run_id), "signal")  # type: ignore[misc]
 
     def lose_patience(self, run_id: str) -> None:
         """Somebody may stop a run of which nobody knows whether its job was submitted."""
@@ -178,11 +195,19 @@ class People:
             at = self._world.random.uniform(0.0, 60.0)
             self._world.add("impatient", lambda: self._act(lambda process: self._stop(process, run_id), "stop"), at)
 
+    def meddle(self, run_id: str) -> None:
+        """Somebody may act on a run in the very moment in which a driver looks at it."""
+        if self._world.random.random() >= _MEDDLES or not self._rows().all(f"{_WAITING_NOW} AND run_id = ?", run_id):
+            return
+        action = self._signal if self._world.random.random() < 0.5 else self._stop
+        name = action.__name__.strip("_")
+        self._world.add("meddler", lambda: self._act(lambda process: action(process, run_id), name))
+
     def _choices(self) -> Sequence[Callable[[Process], object]]:
         if not self._submitted:
             return [self._submit_new]
         new = [self._submit_new] * 2 if len(self._submitted) < self._most else []
-        return [*new, self._again, self._stop, self._retry, self._retry, self._promote, self._rollback]
+        return [*new, self._again, self._stop, self._retry, self._retry, self._promote, self._rollback, self._signal]
 
     def _act(self, action: Callable[[Process], object], name: str = "") -> None:
         name = name or action.__name__.strip("_")
@@ -194,8 +219,17 @@ class People:
     def _submit_new(self, process: Process) -> object:
         dice = self._world.random
         changes = {"seed": len(self._submitted) % 5, "release": {"channel": dice.choice(CHANNELS), "model": "sft"}}
+        stages = dict(RUN["stages"])
         if dice.random() < _BROAD:
-            changes["stages"] = {**RUN["stages"], "more": {**RUN["stages"]["sft"], "steps": 4}}
+            stages["more"] = {**stages["sft"], "steps": 4}
+        if dice.random() < _WAITS:
+            stages["approval"] = {"kind": "wait", "signal": _GO, "after": "gate"}
+            if dice.random() < 0.4:
+                stages["approval"]["within"] = dice.choice((3600, 14400))
+            changes["release"] |= {"after": "approval"}
+        if dice.random() < _BUDGETED:
+            changes["budget"] = {"tokens": dice.choice(_BUDGETS)}
+        changes["stages"] = stages
         self._submitted.append(changes)
         return self._submit(process, changes, again=False)
 
@@ -220,6 +254,12 @@ class People:
         run_id = self._one("SELECT id FROM runs WHERE state IN ('failed', 'stopped') ORDER BY id")
         actions.retry(process.stores, process.jobs.folders, run_id)
         self.stops.pop(run_id, None)
+        return run_id
+
+    def _signal(self, process: Process, run_id: str = "") -> object:
+        run_id = run_id or self._one(_WAITING)
+        actions.send_signal(process.stores, run_id, _GO)
+        self.signals.add(run_id)
         return run_id
 
     def _promote(self, process: Process) -> object:
