@@ -29,7 +29,7 @@ As = Callable[[str], None]
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = make_world(tmp_path, monkeypatch)
-    monkeypatch.setattr("posttrain.app.workspace._user", lambda: "eve")
+    monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: "eve")
     made.prepare()
     return made
 
@@ -39,7 +39,7 @@ def user(monkeypatch: pytest.MonkeyPatch) -> As:
     """From now on commands are somebody else's."""
 
     def becomes(name: str) -> None:
-        monkeypatch.setattr("posttrain.app.workspace._user", lambda: name)
+        monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: name)
 
     return becomes
 

@@ -29,7 +29,7 @@ OLD = Path(__file__).parent / "fixtures" / "workspace-0001.tar.gz"
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr("posttrain.app.workspace._user", lambda: WHO)
+    monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: WHO)
     made = make_world(tmp_path, monkeypatch)
     made.prepare()
     made.write("run.yaml", RUN.replace("owner: ada", f"owner: {WHO}"))
@@ -143,7 +143,7 @@ def test_who_dies_in_the_middle_has_erased_all_or_nothing(
         after = list(connection.iterdump())
     assert (after == before) == (place == "erase.before_commit")
     proved(world)
-    monkeypatch.setattr("posttrain.app.workspace._user", lambda: "admin")
+    monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: "admin")
     (name,) = {row["created_by"] for row in world.json("asset", "ls")}
     assert name.startswith("erased:") == (WHO not in "\n".join(after)) == (after != before)
     world.ok("erase", name, "--reason", "they left")  # again: the file is written anew

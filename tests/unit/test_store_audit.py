@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from posttrain.domain.approvals import Action, request_of
 from posttrain.domain.errors import IntegrityError
-from posttrain.domain.records import Asset, AttemptRecord, Look, RunRecord, StageRecord
+from posttrain.domain.records import Asset, AttemptRecord, Look, RunRecord, StageRecord, Token
+from posttrain.domain.roles import Role
 from posttrain.store.audit import verify_rows
 from posttrain.store.audited import TABLES
 from posttrain.store.database import Database
@@ -51,6 +53,14 @@ def fill(ledger: Ledger) -> None:
         transaction.ask_approval(request)
         transaction.say_approval(request, "rejected", "not yet")
         transaction.say_approval(request, "approved", "now")
+        transaction.set_role("user:bob", Role.ADMIN)
+        transaction.set_role("user:cy", Role.VIEWER)
+        transaction.set_role("user:cy", Role.APPROVER)
+        token = Token("t1", "user:cy", {"default": "viewer"}, 4.0, 5.0)
+        transaction.add_token(token, OTHER)
+        transaction.add_token(replace(token, id="t2", replaces="t1"), MODEL)
+        transaction.revoke_token("t1")
+        transaction.set_role("user:cy", None)
         transaction.record_look(Look("prod", OTHER, MODEL, MODEL, "run1", "pass", "ann", 4.0))
 
 
@@ -66,16 +76,15 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 def test_what_happened_is_what_the_rows_say(ledger: Ledger) -> None:
     before = verify_rows(ledger)
     # project, principals, run, stage, attempt, signal, asset, its status, releases, channel, deployment, quarantine,
-    # look, cache, request, approval; artifacts, edges, holds
-    assert before == 1 + 3 + 1 + 1 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 3 + 9 + 2
+    # look, cache, request, approval, role, tokens; artifacts, edges, holds
+    assert before == 1 + 4 + 1 + 1 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 2 + 3 + 9 + 2
     with ledger.transaction("user:ann") as transaction:
         transaction.append_release("prod", MODEL, "run1", "promote", expected=3, lift="it was not the model")
     assert verify_rows(ledger) == before + 2  # not sealed yet: a release, and what it serves
 
 
-JSON = ("inputs", "outputs", "metrics", "meta", "parents", "asked")
-NOBODYS = ("roles", "tokens")  # nothing is written to them yet
-COLUMNS = [(name, column) for name, one in TABLES.items() if name not in NOBODYS for column in one.columns]
+JSON = ("inputs", "outputs", "metrics", "meta", "parents", "asked", "scopes")
+COLUMNS = [(name, column) for name, one in TABLES.items() for column in one.columns]
 
 
 def lie(table: str, column: str) -> str:

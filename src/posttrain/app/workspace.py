@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import pwd
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.access.authenticators.system import SystemUser
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.owners import process_alive
 from posttrain.control.stores import Stores
@@ -66,7 +66,7 @@ class Workspace(OpenWorkspace):
         if not create and not has_ledger(self.root):
             raise WorkspaceError(f"{self.root}: is no workspace; run `posttrain init`, or set {VARIABLE} to one")
         clock = SystemClock()
-        self.actor = actor or f"user:{_user()}"
+        self.actor = actor or SystemUser().authenticate().principal
         store = _store(self.root)
         place = ledger_place(self.root, read_json(self.root / SETTINGS), ledger)
         # first: a server or a store that cannot be reached leaves no half workspace
@@ -260,11 +260,3 @@ def _refuse_lost_ledger(root: Path) -> None:
     if not (ledger.exists() and ledger.stat().st_size) and holds_runs(root):
         what = "is empty" if ledger.exists() else "is gone"
         raise WorkspaceError(f"{root}: holds runs, but its ledger {what}; restore ledger.db from a copy")
-
-
-def _user() -> str:
-    """The user that the operating system knows, and not what LOGNAME says: anybody may set that."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a container without a passwd entry
-        return str(os.getuid())

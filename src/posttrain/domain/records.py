@@ -194,6 +194,19 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True)
+class Token:
+    """What is known of a token that somebody shows."""
+
+    id: str
+    actor: str  # who shows it
+    scopes: Mapping[str, str]  # project → the most that may be done there with it
+    created_at: float
+    expires_at: float
+    revoked_at: float | None = None
+    replaces: str | None = None  # the token that it took the place of
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """A judgement of a channel's gates: items that were looked at often prove less."""
 

@@ -42,6 +42,7 @@ class Ledger:
 
     Args:
         project: what is read and written belongs to it; nothing of another is seen.
+        auth: how whoever acts through it was known, as events say it.
         entropy: so many random bytes, for ids and salts.
     """
 
@@ -52,10 +53,11 @@ class Ledger:
         *,
         project: str = DEFAULT_PROJECT,
         entropy: Entropy = os.urandom,
+        auth: str = "os",
     ) -> None:
         self.database = database
         self.clock: Clock = clock or SystemClock()
-        self.project, self.entropy = project, entropy
+        self.project, self.entropy, self.auth = project, entropy, auth
         self._principals: dict[str, str] = {}
 
     @contextmanager
@@ -70,7 +72,7 @@ class Ledger:
         Raises:
             InfrastructureError: the connection was lost and nothing was written.
         """
-        author = Author(actor, new_request(self.entropy), entropy=self.entropy, known=self._principals)
+        author = Author(actor, new_request(self.entropy), self.auth, self.entropy, self._principals)
         try:
             with self.database.write() as connection:
                 transaction = Transaction(connection, author, self.clock, self.project)

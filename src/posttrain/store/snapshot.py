@@ -34,6 +34,7 @@ from posttrain.domain.records import (
 )
 from posttrain.domain.spelling import meant
 from posttrain.store.approvals import ApprovalReading
+from posttrain.store.principals import PrincipalReading
 from posttrain.store.rows import Record, to_event, to_record
 from posttrain.store.schema import (
     artifacts,
@@ -82,7 +83,7 @@ _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals,
 _RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
 
 
-class Snapshot(ApprovalReading):
+class Snapshot(ApprovalReading, PrincipalReading):
     """Reads of one project over one connection.
 
     Inside a `Transaction` it sees the rows which that transaction has written so far. What belongs to another project

@@ -22,6 +22,7 @@ from posttrain.domain.records import Artifact, Asset, AssetStatus, AttemptRecord
 from posttrain.store.approving import ApprovalWriting
 from posttrain.store.audited import CHANGED, Change
 from posttrain.store.edges import Sizes, Told
+from posttrain.store.granting import GrantWriting
 from posttrain.store.releasing import ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import asset_status, assets, attempts, projects, runs, signals, stage_cache, stages
@@ -37,7 +38,7 @@ _KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "sta
 _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempts}
 
 
-class Transaction(ReleaseWriting, ApprovalWriting):
+class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting):
     """One write transaction of `actor`, open as long as the `with` block of `Ledger.transaction`."""
 
     def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord], artifacts: Sequence[Artifact] = ()) -> None:

@@ -25,10 +25,16 @@ class Embedded(Submissions, Runs, Channels, Records, Assets, Models):
 
 
 def control_of(given: Workspace | Control) -> Control:
-    """Over an open workspace; one that is a `Control` already stays what it is."""
+    """Over an open workspace, for the user that the operating system knows; what is a `Control` stays what it is."""
+    from posttrain.access.ports import OS, Identity
+    from posttrain.access.roles import role_of
+    from posttrain.api.guarding import guarded
     from posttrain.app.workspace import Workspace
 
-    return Embedded(given) if isinstance(given, Workspace) else given
+    if not isinstance(given, Workspace):
+        return given
+    known, ledger = Identity(given.actor, OS), given.ledger
+    return guarded(Embedded(given), given.actor, ledger.project, lambda: role_of(ledger, known))
 
 
 def open_control() -> Control:
@@ -39,4 +45,4 @@ def open_control() -> Control:
     """
     from posttrain.app.workspace import open_workspace
 
-    return Embedded(open_workspace())
+    return control_of(open_workspace())

@@ -1,0 +1,73 @@
+"""The one place where it is checked whether somebody may do what they ask: in front of `Control`, verb by verb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from posttrain.domain.errors import AccessError
+from posttrain.domain.roles import Role
+
+if TYPE_CHECKING:
+    from posttrain.api.control import Control
+
+_LOOK = (
+    *("plan", "lock", "ids", "run", "manifest", "ls", "status", "scores", "outcome", "driver", "why", "diff"),
+    *("compare", "watcher", "vigil", "logs", "write_report", "write_trace", "samples", "sample", "trackers"),
+    *("channels", "live", "channel_record", "channel", "channel_trackers", "policy", "policies"),
+    *("approval_requests", "lineage", "downstream", "verify", "dead", "assets", "asset", "asset_status", "recalled"),
+    *("curves", "plan_sweep", "rank"),
+)
+_RUN = (
+    *("submit", "evaluate", "drive", "detach", "signal", "stop", "retry", "track", "follow", "track_channel"),
+    *("look_again", "assume_dead", "add_dataset", "add_model", "add_reward", "create_model", "import_trl_output"),
+    *("import_mlflow", "import_wandb_export", "ask", "export", "submit_point"),
+)
+_ANSWER_FOR = ("approve", "reject", "promote", "rollback", "freeze", "unfreeze", "mark")
+_RULE = ("set_policy", "remove_policy", "protect", "erase")
+NEEDS: Mapping[str, Role | None] = {  # verb → the least role that it needs; a verb that is not here is refused
+    "close": None,
+    **dict.fromkeys(_LOOK, Role.VIEWER),
+    **dict.fromkeys(_RUN, Role.SUBMITTER),
+    **dict.fromkeys(_ANSWER_FOR, Role.APPROVER),
+    **dict.fromkeys(_RULE, Role.ADMIN),
+}
+
+
+class Guarded:
+    """A `Control` that asks for every verb whether whoever is behind it may.
+
+    Args:
+        who: as errors name them.
+        role: their role at this moment; None: they have none.
+    """
+
+    def __init__(self, control: Control, who: str, project: str, role: Callable[[], Role | None]) -> None:
+        self._control, self._who, self._project, self._role = control, who, project, role
+
+    def __getattr__(self, verb: str) -> Any:
+        if verb not in NEEDS:
+            raise AttributeError(f"Control has no {verb}")
+        does, needed = getattr(self._control, verb), NEEDS[verb]
+        if needed is None:
+            return does
+
+        def asked(*words: Any, **options: Any) -> Any:
+            self._refuse(verb, needed)
+            return does(*words, **options)
+
+        return asked
+
+    def _refuse(self, verb: str, needed: Role) -> None:
+        role = self._role()
+        if role is None or not role.covers(needed):
+            has = f"is {role}" if role else "has no role"
+            raise AccessError(
+                f"project {self._project}: {verb.replace('_', ' ')} needs the role {needed}, and {self._who} {has} "
+                "there; ask an admin of it"
+            )
+
+
+def guarded(control: Control, who: str, project: str, role: Callable[[], Role | None]) -> Control:
+    """See `Guarded`: each verb that whoever is behind it may not do raises AccessError."""
+    return cast("Control", Guarded(control, who, project, role))

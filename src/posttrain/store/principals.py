@@ -1,0 +1,35 @@
+"""Reading who may do what: roles in the project, tokens of everybody."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, select
+
+from posttrain.domain.records import Token
+from posttrain.domain.roles import Role
+from posttrain.store.rows import to_record
+from posttrain.store.schema import principals, roles, tokens
+
+_TOKENS = select(tokens, principals.c.name.label("actor")).join(principals, principals.c.id == tokens.c.principal)
+
+
+class PrincipalReading:
+    """The part of a snapshot that is about access."""
+
+    _connection: Connection
+    _project: str
+
+    def roles(self) -> dict[str, Role]:
+        """Principal → role in this project; empty: nobody was given one."""
+        query = select(principals.c.name, roles.c.role).join(principals, principals.c.id == roles.c.principal)
+        query = query.where(roles.c.project == self._project).order_by(principals.c.name)
+        return {name: Role(role) for name, role in self._connection.execute(query)}
+
+    def tokens(self) -> list[Token]:
+        """Every token that was issued, oldest first."""
+        query = _TOKENS.order_by(tokens.c.created_at, tokens.c.id)
+        return [to_record(Token, row) for row in self._connection.execute(query)]
+
+    def token_of(self, secret_digest: str) -> Token | None:
+        """The token whose secret has this digest; None: there is none."""
+        row = self._connection.execute(_TOKENS.where(tokens.c.secret_digest == secret_digest)).one_or_none()
+        return None if row is None else to_record(Token, row)

@@ -1,0 +1,187 @@
+"""What every authenticator must do, and how roles and tokens are kept: SQLite here, PostgreSQL by `make postgres`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ledger_workers as work
+import pytest
+from control_bench import ManualClock
+
+from posttrain.access.authenticators import system
+from posttrain.access.authenticators.fake import FakeAuthenticator
+from posttrain.access.authenticators.system import SystemUser
+from posttrain.access.authenticators.token import LONGEST, PREFIX, TokenAuthenticator, issue, rotate
+from posttrain.access.ports import Authenticator, Identity
+from posttrain.access.roles import role_of
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError
+from posttrain.domain.roles import Role
+from posttrain.store.audit import verify_rows
+from posttrain.store.erasure import erase_principal
+from posttrain.store.ledger import Ledger
+from posttrain.store.sealer import seal, verify_chain
+
+DAY = 86400.0
+HERE = {"default": Role.SUBMITTER}
+
+
+@pytest.fixture
+def ledger(ledger_at: str) -> Iterator[Ledger]:
+    with work.opened(ledger_at) as ledger:
+        ledger.clock = ManualClock()
+        yield ledger
+
+
+@dataclass
+class Bench:
+    """An authenticator, and what it knows."""
+
+    authenticator: Authenticator
+    good: str
+    principal: str
+    bad: tuple[str, ...]
+
+
+@pytest.fixture(params=["system", "token", "fake"])
+def bench(request: pytest.FixtureRequest, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    if request.param == "system":
+        monkeypatch.setattr(system, "login_name", lambda: "ann")
+        return Bench(SystemUser(), "", "user:ann", ("ann", "user:ann", "swordfish"))
+    if request.param == "fake":
+        known = {"swordfish": Identity("user:ann", "fake")}
+        return Bench(FakeAuthenticator(known), "swordfish", "user:ann", ("", "sword", "swordfish "))
+    good, _ = issue(ledger, "user:ann", "service:ci", HERE, DAY)
+    changed = good[:-1] + ("A" if good[-1] != "A" else "B")
+    stored = digest_bytes(good.encode())
+    return Bench(
+        TokenAuthenticator(ledger), good, "service:ci",
+        ("", good[:-1], good + "A", good.upper(), f" {good}", changed, stored, "user:ann", PREFIX + "' OR 1=1 --" * 4),
+    )  # fmt: skip
+
+
+def test_who_shows_what_is_good_is_the_same_each_time(bench: Bench) -> None:
+    found = bench.authenticator.authenticate(bench.good)
+    assert found == bench.authenticator.authenticate(bench.good)
+    assert (found.principal, found.auth) == (bench.principal, bench.authenticator.auth)
+    assert 0 < len(found.auth) <= 16
+
+
+def test_anything_else_is_refused_in_a_line_that_does_not_say_it(bench: Bench) -> None:
+    for proof in bench.bad:
+        with pytest.raises(AccessError) as caught:
+            bench.authenticator.authenticate(proof)
+        said = str(caught.value)
+        assert "\n" not in said
+        assert not proof or proof not in said
+
+
+def everything(ledger: Ledger) -> str:
+    """All that a ledger holds, as text."""
+    from sqlalchemy import select
+
+    from posttrain.store.schema import metadata
+
+    with ledger.database.read() as connection:
+        rows = [list(map(str, row)) for table in metadata.sorted_tables for row in connection.execute(select(table))]
+    return json.dumps(rows)
+
+
+def test_a_token_is_kept_as_its_digest_only(ledger: Ledger) -> None:
+    secret, token = issue(ledger, "user:ann", "service:ci", HERE, DAY)
+    assert len(secret) == len(PREFIX) + 43, "256 bits"
+    assert secret != issue(ledger, "user:ann", "service:ci", HERE, DAY)[0]
+    seal(ledger)
+    kept = everything(ledger)
+    assert secret not in kept
+    assert secret.removeprefix(PREFIX) not in kept
+    assert digest_bytes(secret.encode()) in kept
+    assert (token.expires_at - token.created_at, token.revoked_at) == (DAY, None)
+    assert [event.kind for event in ledger.events(subject_prefix=token.id)] == ["token.issued"]
+    assert verify_chain(ledger).pending == 0
+    verify_rows(ledger)
+
+
+def test_a_token_ends_when_it_expires_and_when_it_is_revoked(ledger: Ledger) -> None:
+    known = TokenAuthenticator(ledger)
+    short, _ = issue(ledger, "user:ann", "service:ci", HERE, 60.0)
+    long, token = issue(ledger, "user:ann", "service:ci", HERE, LONGEST)
+    ledger.clock.time += 59.0  # type: ignore[attr-defined]
+    assert known.authenticate(short).principal == "service:ci"
+    ledger.clock.time += 1.0  # type: ignore[attr-defined]
+    with pytest.raises(AccessError, match="has expired"):
+        known.authenticate(short)
+    assert known.authenticate(long).scopes == HERE
+    with ledger.transaction("user:ann") as transaction:
+        assert transaction.revoke_token(token.id)
+    with pytest.raises(AccessError, match="was revoked"):
+        known.authenticate(long)
+    with ledger.transaction("user:ann") as transaction:
+        assert not transaction.revoke_token(token.id)
+        assert not transaction.revoke_token("t0")
+    for seconds in (0.0, -1.0, LONGEST + 1, float("nan")):
+        with pytest.raises(InputError, match="must be good for at most 366 days"):
+            issue(ledger, "user:ann", "service:ci", HERE, seconds)
+    with pytest.raises(InputError, match="must have a scope"):
+        issue(ledger, "user:ann", "service:ci", {}, DAY)
+    verify_rows(ledger)
+
+
+def test_a_rotated_token_is_good_for_nothing_at_once(ledger: Ledger) -> None:
+    known = TokenAuthenticator(ledger)
+    first, one = issue(ledger, "user:ann", "service:ci", HERE, DAY)
+    second, two = rotate(ledger, "user:bob", one.id, 2 * DAY)
+    assert (two.actor, two.scopes, two.replaces) == ("service:ci", {"default": "submitter"}, one.id)
+    with pytest.raises(AccessError, match="was revoked"):
+        known.authenticate(first)
+    assert known.authenticate(second).principal == "service:ci"
+    with pytest.raises(InputError, match="was revoked before"):
+        rotate(ledger, "user:bob", one.id, DAY)
+    with pytest.raises(NotFoundError, match="there is no token"):
+        rotate(ledger, "user:bob", "t0", DAY)
+    assert len([one for one in ledger.pending_events() if one.kind.startswith("token.")]) == 3
+    erase_principal(ledger, "user:bob", "service:ci", "it is gone")
+    with pytest.raises(AccessError, match="is not known here"):
+        known.authenticate(second)
+
+
+def test_who_has_no_role_is_admin_only_where_nobody_has_one_and_the_system_lets_them_in(ledger: Ledger) -> None:
+    ann, eve = Identity("user:ann", "os"), Identity("user:eve", "os")
+    with_token = Identity("user:ann", "token", {"default": Role.ADMIN})
+    assert (role_of(ledger, ann), role_of(ledger, eve), role_of(ledger, with_token)) == (Role.ADMIN, Role.ADMIN, None)
+    with ledger.transaction("user:ann") as transaction:
+        transaction.set_role("user:bob", Role.SUBMITTER)
+    assert (role_of(ledger, ann), role_of(ledger, eve)) == (Role.ADMIN, None), "whoever gives the first one is admin"
+    assert role_of(ledger, Identity("user:bob", "os")) is Role.SUBMITTER
+    assert role_of(ledger, with_token) is Role.ADMIN
+    for scopes, role in (
+        ({"default": Role.VIEWER}, Role.VIEWER),
+        ({"default": Role.ADMIN}, Role.SUBMITTER),
+        ({"other": Role.ADMIN}, None),
+        ({}, None),
+    ):
+        assert role_of(ledger, Identity("user:bob", "token", scopes)) is role, "never more than the role, nor the scope"
+    last = pytest.raises(ConflictError, match="must have an admin, got user:ann as the last")
+    with last, ledger.transaction("user:bob") as transaction:
+        transaction.set_role("user:ann", Role.VIEWER)
+    with ledger.transaction("user:ann") as transaction:
+        transaction.set_role("user:bob", Role.ADMIN)
+        transaction.set_role("user:ann", None)
+    assert (role_of(ledger, ann), role_of(ledger, Identity("user:bob", "os"))) == (None, Role.ADMIN)
+    kinds = [one.kind for one in ledger.pending_events() if one.kind.startswith("role.")]
+    assert kinds == ["role.granted", "role.granted", "role.granted", "role.withdrawn"]
+    assert "ann" not in {one.subject for one in ledger.pending_events() if one.kind.startswith("role.")}
+    seal(ledger)
+    verify_rows(ledger)
+
+
+def test_events_say_how_whoever_acted_was_known(ledger: Ledger) -> None:
+    secret, _ = issue(ledger, "user:ann", "service:ci", HERE, DAY)
+    found = TokenAuthenticator(ledger).authenticate(secret)
+    theirs = Ledger(ledger.database, ledger.clock, auth=found.auth)
+    with theirs.transaction(found.principal) as transaction:
+        transaction.append_event("note", "x", {})
+    told = {(one.kind, one.actor, one.auth) for one in ledger.pending_events() if one.kind in ("note", "token.issued")}
+    assert told == {("token.issued", "user:ann", "os"), ("note", "service:ci", "token")}
