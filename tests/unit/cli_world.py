@@ -6,7 +6,6 @@ What every test begins with is made by commands once in a process, and copied: a
 from __future__ import annotations
 
 import functools
-import getpass
 import io
 import json
 import os
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from posttrain.access.authenticators import system
 from posttrain.cli.main import app
 from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import JobOrder, JobResult, Output
@@ -169,11 +169,11 @@ class World:
         if by_commands:
             self._prepare()
         else:
-            self._begin_as(_prepared(getpass.getuser()))
+            self._begin_as(_prepared(system.login_name()))
 
     def ship(self) -> str:
         """`prepare`, and `run run.yaml`, whose model prod serves then; the run's id."""
-        self._begin_as(_shipped(getpass.getuser()))
+        self._begin_as(_shipped(system.login_name()))
         return self.newest()
 
     def _begin_as(self, made: World) -> None:

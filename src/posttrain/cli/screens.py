@@ -69,7 +69,7 @@ def signal_lines(status: RunStatus) -> Iterator[Text]:
 def approval_lines(standings: Iterable[Standing]) -> Iterator[Text]:
     """What was said of what was asked for, and what that counts."""
     for one in standings:
-        what = f"{one.request.words} ({digest(one.request.digest)})"
+        what = f"channel {one.request.channel}, {one.request.words} ({digest(one.request.digest)}):"
         said = [*one.given, *([one.refusal] if one.refusal else [])]
         for approval in said:
             void = f"; counts nothing: {one.outdated}" if one.outdated else ""

@@ -10,7 +10,7 @@ from posttrain.control.channels import policy_of
 from posttrain.control.judging import read_report, refuse_unmet
 from posttrain.control.stores import Stores
 from posttrain.decision.releases import judged_at, promotion
-from posttrain.domain.approvals import APPROVED, ApprovalRequest, Standing
+from posttrain.domain.approvals import APPROVED, ApprovalRequest, Standing, one_of
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError
 from posttrain.domain.policies import PinnedPolicy
@@ -123,5 +123,5 @@ def _refuse_stranger(actor: str, found: Standing, pinned: PinnedPolicy, own: set
     if verdict == APPROVED and actor in own | {found.request.actor} and not pinned.policy.self_approval:
         raise AccessError(
             f"channel {channel}: {found.request.words} must be approved by somebody else than whose it is, got "
-            f"{actor}; {' or '.join(found.may) or 'nobody else'} may"
+            f"{actor}; {one_of(found.may) or 'nobody else'} may"
         )

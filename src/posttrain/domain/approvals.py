@@ -52,10 +52,10 @@ class ApprovalRequest:
 
     @property
     def words(self) -> str:
-        """`release of run sort-1 to channel prod`."""
+        """`release of run sort-1`; of which channel is for whoever says it."""
         of = f" of run {self.run_id}" if self.run_id else ""
         policy = self.asked.get("set")
-        return f"{self.action}{f' {policy[:_SHOWN]}…' if policy else ''}{of} on channel {self.channel}"
+        return f"{self.action}{f' {policy[:_SHOWN]}…' if policy else ''}{of}"
 
     def outdated(self, channel: Mapping[str, Any]) -> str:
         """Why what was said of it counts nothing any more; empty: it counts.
@@ -138,7 +138,12 @@ class Standing:
             return f"{counted}, which count nothing: {self.outdated}"
         if self.missing > len(self.may):
             return f"{counted}; too few may approve who are not its owner: have the policy name more approvers"
-        return f"{counted}; {' or '.join(self.may)} may approve" if self.missing else counted
+        return f"{counted}; {one_of(self.may)} may approve" if self.missing else counted
+
+
+def one_of(names: Sequence[str]) -> str:
+    """`user:ann, user:bob or user:cy`."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def request_of(

@@ -5,14 +5,14 @@ report show. Reads only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.control.budgets import spending
 from posttrain.control.resuming import trained_elsewhere
 from posttrain.control.selecting import choice_warnings, selection_words
 from posttrain.control.standings import standings
-from posttrain.domain.approvals import Standing
+from posttrain.domain.approvals import Action, Standing
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
@@ -187,10 +187,12 @@ class RunWatcher:
             for row in rows:
                 if self._changed.get(row.name, (-1, None))[0] != row.generation:
                     self._changed[row.name] = row.generation, ledger.last_said(f"{row.run_id}/{row.name}")
-        judged = any(kind_of(row.kind).ships and row.state != StageState.PENDING for row in rows)
-        asked = standings(self._workspace.stores, run_id=run.id) if judged and not self._brief else ()
+        asked = self._asked(run.id, rows)
         if self._manifest is None and not self._trouble:
             self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
+        if self._manifest is not None and self._manifest.release is not None:
+            own = [one for one in asked if one.request.channel == self._manifest.release.channel]
+            rows = [_as_it_stands(row, own) for row in rows]
         waiting_for = _waiting_for(self._manifest, rows) if self._manifest else {}
         driver = run_driver(self._workspace.root, run, now)
         stages = tuple(self._stage(run, row, own, waiting_for, now) for row, own in zip(rows, attempts, strict=True))
@@ -199,6 +201,11 @@ class RunWatcher:
         metrics = {row.name: row.metrics for row in rows}
         warnings = tuple(choice_warnings(self._manifest, metrics)) if self._manifest else ()
         return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings, signals, asked)
+
+    def _asked(self, run_id: str, rows: Sequence[StageRecord]) -> tuple[Standing, ...]:
+        waits = any(row.reason == Reason.WAITING_FOR_APPROVAL for row in rows)
+        judged = any(kind_of(row.kind).ships and row.state != StageState.PENDING for row in rows)
+        return standings(self._workspace.stores, run_id=run_id) if waits or (judged and not self._brief) else ()
 
     def watcher(self, stage: str) -> StageWatcher:
         """The facts of one stage that were read so far."""
@@ -294,6 +301,14 @@ def baseline_run(workspace: OpenWorkspace, manifest: Manifest, report: GateRepor
         return None
     history = workspace.ledger.history(manifest.release.channel)
     return next((e.run_id for e in reversed(history) if e.model_digest == report.baseline and e.run_id), None)
+
+
+def _as_it_stands(row: StageRecord, asked: Sequence[Standing]) -> StageRecord:
+    """A stage that waits for approvals with what is said of it by now, which its driver need not have looked at."""
+    if row.state != StageState.READY or row.reason != Reason.WAITING_FOR_APPROVAL:
+        return row
+    found = [one.words for one in asked if one.request.action == Action.RELEASE]
+    return replace(row, message=found[-1]) if found else row
 
 
 def _waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:
