@@ -104,6 +104,14 @@ class Jobs:
         self._world.say(f"{short} is {request.name} (its start {number})")
 
     def _run(self, request: JobRequest, job: SimJob) -> None:
+        try:
+            self._live(request, job)
+        except InfrastructureError as error:  # the channel was away for longer than a job waits
+            self._world.say(f"{job.name} gives up: {error}")
+            job.computes = False
+            self.executor.finish(job.name, 1, job.number)
+
+    def _live(self, request: JobRequest, job: SimJob) -> None:
         folder = self._folder(Path(request.attempt_dir))
         held = self._patiently(lambda: folder.channel.start(request.epoch, job.process))
         self._world.say(f"{request.name} {'begins' if held is None else 'finds another start'}")
