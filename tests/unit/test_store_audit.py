@@ -64,11 +64,21 @@ def fill(ledger: Ledger) -> None:
         transaction.record_look(Look("prod", OTHER, MODEL, MODEL, "run1", "pass", "ann", 4.0))
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    ledger = Ledger(Database(tmp_path / "ledger.db"))
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a ledger in which all of that happened, and is sealed."""
+    path = tmp_path_factory.mktemp("filled") / "ledger.db"
+    ledger = Ledger(Database(path))
     fill(ledger)
     seal(ledger)
+    ledger.close()
+    return path.read_bytes()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, filled: bytes) -> Iterator[Ledger]:
+    (tmp_path / "ledger.db").write_bytes(filled)
+    ledger = Ledger(Database(tmp_path / "ledger.db"))
     yield ledger
     ledger.close()
 
