@@ -24,7 +24,7 @@ def _empty_ledger(postgres: Server) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _benches_in_postgres(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _benches_in_postgres(request: pytest.FixtureRequest) -> Iterator[None]:
     """With `--ledger postgresql`, each bench has a database of its own in a real server."""
     if request.config.getoption("--ledger") != "postgresql":
         yield
@@ -40,8 +40,9 @@ def _benches_in_postgres(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
             made[root] = server.create(like=empty)
         return made[root]
 
-    monkeypatch.setattr(control_bench, "ledger_place", place)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control_bench, "ledger_place", place)
+        yield
     for address in made.values():
         server.drop(address)
 
