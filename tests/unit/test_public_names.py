@@ -61,7 +61,9 @@ COMMANDS = {
     "import mlflow": ["--name", "--output", "--run", "-o", "DIR|URI"],
     "import wandb-export": ["--name", "--output", "-o", "DIR"],
     "import trl-output": ["--name", "--output", "-o", "DIR"],
-    "asset add": ["--dialect", "--entry", "--guideline", "KIND:NAME", "PATH..."],
+    "asset add": [
+        *("--checksum", "--dialect", "--entry", "--external", "--guideline", "--version", "KIND:NAME", "PATH..."),
+    ],
     "asset create": ["--seed", "MODEL.yaml", "model:NAME"],
     "asset ls": ["--output", "-o", "[KIND]"],
     "asset get": ["--output", "-o", "ref"],

@@ -325,6 +325,9 @@ class Assets(Protocol):
     def add_dataset(self, path: Path, name: str, *more: Path) -> Asset:
         """Register a data set: a file, a folder, or several files."""
 
+    def add_external(self, uri: str, name: str, *, checksum: str, version: str) -> Asset:
+        """Register a data set that stays where it is: one object, its checksum, its version in its store or empty."""
+
     def add_model(self, folder: Path, name: str) -> Asset:
         """Register a model's folder."""
 

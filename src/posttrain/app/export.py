@@ -39,7 +39,7 @@ _CAST = "posttrain.jobs.cast"
 _CAST_SECONDS = 21600.0
 _CARD, _LINEAGE = "README.md", "lineage.json"
 _PARTIAL = ".posttrain-export-"  # what a killed one left, the next one in the same place sweeps
-_PRIVATE = ("by", "owner", "registered by")
+_PRIVATE = ("by", "owner", "registered by", "uri")
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
 

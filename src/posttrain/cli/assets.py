@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KINDS = ("dataset", "model", "reward")  # that `add` registers
 _LISTED = (*KINDS, "history")
-_SHOWN = ("rows", "architecture", "parameters", "entry", "source_digest", "metrics", "points", "run")
+_SHOWN = ("uri", "rows", "architecture", "parameters", "entry", "source_digest", "metrics", "points", "run")
 app = typer.Typer(
     help="Register and look up versioned data sets, models and rewards.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -36,14 +36,19 @@ ReasonOption = Annotated[str, typer.Option(help="Why; kept in the event log.", s
 def add(
     ref: Annotated[str, typer.Argument(metavar="KIND:NAME", help="dataset:NAME, model:NAME or reward:NAME.")],
     path: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             help="A data file or several, or their folder; a model folder; a Python file.", metavar="PATH..."
         ),
-    ],
+    ] = None,
     entry: Annotated[str | None, typer.Option(help="Reward: the function, or FILE.py:FUNCTION.")] = None,
     dialect: Annotated[str, typer.Option(help="Reward: how it is called, when its parameters do not tell.")] = "auto",
     guideline: Annotated[Path | None, typer.Option(help="Reward: a text file that says what it rewards.")] = None,
+    external: Annotated[
+        str, typer.Option(metavar="URI", help="Data set: one object that stays where it is.", show_default=False)
+    ] = "",
+    checksum: Annotated[str, typer.Option(help="External: sha256:… of its bytes.", show_default=False)] = "",
+    version: Annotated[str, typer.Option(help="External: its version in its store.", show_default=False)] = "",
 ) -> None:
     """Register a version; the same content again is the same version."""
     from posttrain.app.embedded.control import open_control
@@ -51,12 +56,16 @@ def add(
     kind, name = _split(ref)
     if kind != "reward" and (entry or guideline or dialect != "auto"):
         raise InputError(f"asset add {ref}: --entry, --dialect and --guideline are for rewards only, got a {kind}")
+    _refuse_external(ref, kind, path, external, checksum, version)
+    path = path or []
     if kind != "dataset" and len(path) > 1:
         raise InputError(
             f"asset add {ref}: a {kind} must be one file or folder, got {len(path)} paths; give its folder"
         )
     control = open_control()
-    if kind == "dataset":
+    if external:
+        asset = control.add_external(external, name, checksum=checksum, version=version)
+    elif kind == "dataset":
         asset = control.add_dataset(path[0], name, *path[1:])
     elif kind == "model":
         asset = control.add_model(path[0], name)
@@ -64,6 +73,22 @@ def add(
         asset = control.add_reward(path[0], name, entry=entry, dialect=dialect, guideline=guideline)
     say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}")
     control.close()
+
+
+def _refuse_external(
+    ref: str, kind: str, path: Sequence[Path] | None, external: str, checksum: str, version: str
+) -> None:
+    """Refuse what says both where a file is here and where it is elsewhere, or neither."""
+    if external and kind != "dataset":
+        raise InputError(f"asset add {ref}: --external is for data sets only, got a {kind}; give its PATH")
+    if external and path:
+        raise InputError(f"asset add {ref}: give --external URI or PATH, got both; leave {path[0]} out")
+    if external and not checksum:
+        raise InputError(f"asset add {ref}: --external needs --checksum sha256:…; sha256sum tells that of a file")
+    if not external and (checksum or version):
+        raise InputError(f"asset add {ref}: --checksum and --version are of --external URI, got none; leave them out")
+    if not external and not path:
+        raise InputError(f"asset add {ref}: must be given a PATH, or --external URI, got neither")
 
 
 @app.command("create")

@@ -115,8 +115,9 @@ def verify(
         events = f"{report.events} sealed events{older}{erased}"
         say(f"{target}: hashed {report.checked} artifacts again ({size}) and {events}")
         say(*(f"  problem: {problem}" for problem in report.problems))
+        say(*(f"  not verified here: {line}" for line in report.elsewhere))
         if not report.problems:
-            say("everything matches")
+            say("everything else matches" if report.elsewhere else "everything matches")
     if report.problems:
         raise IntegrityError(f"{target}: {len(report.problems)} problem(s), the first: {report.problems[0]}")
 

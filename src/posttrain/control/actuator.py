@@ -94,7 +94,9 @@ def _launch(stores: Stores, jobs: Jobs, view: View, order: Launch) -> None:
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
         attempts.end_damaged(stores, jobs, stage, attempt, f"the job cannot be launched: {error}")
         return
-    if failure:
+    if failure and not failure.kind.retried:
+        attempts.end_refused(stores, jobs, stage, attempt, failure)
+    elif failure:
         act(stores, jobs, view, not_launched(view, stage, attempt, failure))
 
 

@@ -53,6 +53,11 @@ def end_damaged(stores: Stores, jobs: Jobs, stage: StageRecord, attempt: Attempt
     _end(stores, jobs, stage, attempt, JobResult("failed", failure=failure), {})
 
 
+def end_refused(stores: Stores, jobs: Jobs, stage: StageRecord, attempt: AttemptRecord, failure: Failure) -> None:
+    """End an attempt whose job was never submitted, for a reason that another try would not change."""
+    _end(stores, jobs, stage, attempt, JobResult("failed", failure=failure), {})
+
+
 def try_again(stores: Stores, jobs: Jobs, order: TryAgain) -> None:
     """End an attempt that infrastructure broke, and say when the next one follows, or why none does."""
     stage, attempt, failure, said = order.stage, order.attempt, order.failure, order.said

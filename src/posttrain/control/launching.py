@@ -8,8 +8,16 @@ from posttrain.control.requests import job_of, request_of
 from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens_in, tokens_taken_over
 from posttrain.control.stalls import phase_seconds, stall_after
 from posttrain.control.stores import Stores
+from posttrain.data.external import external_versions, local_copy
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import CapacityError, FailureClass, InfrastructureError, WorkspaceError
+from posttrain.domain.errors import (
+    CapacityError,
+    FailureClass,
+    InfrastructureError,
+    InputError,
+    IntegrityError,
+    WorkspaceError,
+)
 from posttrain.domain.jobs import Failure, InputBlob, JobOrder, Observation, Unknown
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
@@ -61,6 +69,9 @@ def launch_attempt(
     folder = jobs.folders.of(attempt)
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
         return None
+    refused = _fetch_elsewhere(stores, jobs, stage)
+    if refused:
+        return refused
     # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
     order = _order(stores, jobs, manifest, stage, attempt)
     if not jobs.folders.root.is_dir():  # nothing is made where a workspace was
@@ -163,6 +174,23 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
         channel=jobs.folders.channel(attempt),
         phase_seconds=phase_seconds(stall_after(manifest, stage.name)),
     )
+
+
+def _fetch_elsewhere(stores: Stores, jobs: Jobs, stage: StageRecord) -> Failure | None:
+    """Put what a job reads and what lies elsewhere where jobs look first: a job gets no key to anybody's store.
+
+    Returns:
+        Why that cannot be done; None when it is.
+    """
+    for blob in stage.inputs.values():
+        versions = external_versions(stores.ledger, blob["digest"], blob.get("name", ""))
+        try:
+            if versions and not stores.blobs.has(blob["digest"]):
+                local_copy(versions, jobs.folders.root / "cache")
+        except (InfrastructureError, InputError, IntegrityError) as error:
+            passes = isinstance(error, InfrastructureError)
+            return Failure(FailureClass.INFRASTRUCTURE if passes else FailureClass.BAD_INPUT, str(error), "launch")
+    return None
 
 
 def _resumes(stage: StageRecord, found: Found) -> str:

@@ -13,17 +13,19 @@ from posttrain.control.models import MadeModel
 from posttrain.control.origins import Origins
 from posttrain.control.selecting import selected
 from posttrain.control.stores import Stores
+from posttrain.data.external import check_where_it_lies, external_versions, place_of
 from posttrain.data.importing import begins_at
 from posttrain.decision.releases import release_states
 from posttrain.domain.contracts import BEST, METRICS, MODEL
 from posttrain.domain.edges import IMPORT, ORIGIN, stage_of
-from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
+from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import model_output
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset, Edge, ReleaseEntry, StageRecord
 from posttrain.domain.spelling import nearest
 from posttrain.store.audit import verify_rows
+from posttrain.store.external import EXTERNAL, URI, VERSION
 from posttrain.store.sealer import verify_chain
 from posttrain.store.trees import read_json, verify_tree
 
@@ -57,6 +59,7 @@ class VerifyReport:
     pending: int = 0  # events that no sealer has passed yet: they are believed
     before: int = 0  # events of before an upgrade of the ledger, by the rule of then
     erased: int = 0  # events whose words were erased
+    elsewhere: tuple[str, ...] = field(default=())  # what lies elsewhere and could not be verified from here
 
 
 def release_lineage(stores: Stores, channel: str) -> Node:
@@ -261,7 +264,7 @@ def _kept(
 
 
 def _asset_details(asset: Asset) -> tuple[tuple[str, str], ...]:
-    shown = ("rows", "source_digest", "guideline", "parameters", "architecture", "prompts_digest")
+    shown = (URI, VERSION, "rows", "source_digest", "guideline", "parameters", "architecture", "prompts_digest")
     return (*((key, str(asset.meta[key])) for key in shown if key in asset.meta), ("registered by", asset.created_by))
 
 
@@ -271,6 +274,7 @@ def verify(stores: Stores, tree: Node, progress: Callable[[int], None] = lambda 
     Problems are collected, not raised.
     """
     problems: list[str] = []
+    elsewhere: list[str] = []
     seen: set[str] = set()
     size = 0
     for node in tree.walk():
@@ -278,9 +282,10 @@ def verify(stores: Stores, tree: Node, progress: Callable[[int], None] = lambda 
             continue
         seen.add(node.digest)
         try:
-            size += verify_tree(stores.blobs, node.digest) if node.form == "tree" else stores.blobs.check(node.digest)
+            size += _hashed(stores, node.digest, node.form, node.name, elsewhere)
         except (IntegrityError, NotFoundError) as error:
-            problems.append(f"{node.kind} {node.name}: {error}")
+            told = str(error)
+            problems.append(told if told.startswith(node.name) else f"{node.kind} {node.name}: {told}")
         progress(len(seen))
     events = pending = before = erased = 0
     try:
@@ -290,4 +295,22 @@ def verify(stores: Stores, tree: Node, progress: Callable[[int], None] = lambda 
         verify_rows(stores.ledger)
     except (IntegrityError, WorkspaceError) as error:  # the second: the database refuses to read on
         problems.append(str(error))
-    return VerifyReport(len(seen), size, events, tuple(problems), pending, before, erased)
+    return VerifyReport(
+        len(seen) - len(elsewhere), size, events, tuple(problems), pending, before, erased, tuple(elsewhere)
+    )
+
+
+def _hashed(stores: Stores, digest: str, form: str, name: str, unseen: list[str]) -> int:
+    """Hash something again, if need be where it lies; its bytes. What cannot be had from here is told in `unseen`."""
+    if form != EXTERNAL or stores.blobs.has(digest):
+        return verify_tree(stores.blobs, digest) if form == "tree" else stores.blobs.check(digest)
+    for asset in external_versions(stores.ledger, digest, name)[:1]:
+        try:
+            return check_where_it_lies(asset)
+        except InfrastructureError as error:
+            unseen.append(str(error))
+        except NotFoundError as error:
+            if not place_of(asset).of_this_machine:
+                raise
+            unseen.append(f"{error}; it may be on another machine")
+    return 0

@@ -18,7 +18,7 @@ from posttrain.data.assets import (
 from posttrain.data.modules import SOURCE, imported_reward
 from posttrain.data.parts import data_files, together
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
-from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef, Manifest
@@ -26,6 +26,7 @@ from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset
 from posttrain.domain.rewards import AS_FOUND, AUTO, Called, source_name
 from posttrain.domain.spelling import nearest
+from posttrain.store.external import EXTERNAL, URI, VERSION, ChangedError, External, fetch_external
 from posttrain.store.ledger import Ledger
 from posttrain.store.trees import (
     file_digest,
@@ -68,6 +69,31 @@ class Catalog:
         """
         files = together((path, *more), f"dataset:{name}") if more else data_files(path)
         return self._register("dataset", name, path, inspect_dataset(files), form=_form(files), files=files)
+
+    def add_external(self, place: External, checksum: str, name: str, scratched: Path) -> Asset:
+        """Register a data set that lies elsewhere. It is read once, hashed and checked; nothing of it is stored.
+
+        Args:
+            checksum: of its bytes, `sha256:…`.
+            scratched: a folder for the file while its rows are looked at.
+
+        Raises:
+            InputError: as `add_dataset`; no checksum, or that of other bytes.
+            NotFoundError: there is no such object. InfrastructureError: its store does not answer.
+        """
+        refuse_name("dataset", name)
+        if not is_digest(checksum):
+            raise InputError(f"checksum must be sha256: and 64 hex digits, got {checksum!r}; sha256sum tells a file's")
+        path = scratched / place.name
+        try:
+            fetch_external(place, checksum, path)
+        except ChangedError as error:
+            raise InputError(f"{error}; check the URI, or write --checksum {error.found}") from error
+        where = {URI: place.uri, **({VERSION: place.version} if place.version else {})}
+        meta = {**inspect_dataset({place.name: path}), **where}
+        new = self.version("dataset", name, checksum, EXTERNAL, meta)
+        with self._ledger.transaction(self._actor) as transaction:
+            return transaction.insert_asset(new, {checksum: path.stat().st_size})
 
     def add_reward(
         self, path: Path, name: str, *, entry: str | None = None, dialect: str = "auto", guideline: Path | None = None
@@ -201,6 +227,8 @@ class Catalog:
         return found
 
     def _pinned(self, asset: Asset, called: Called = AS_FOUND) -> InputRef:
+        if asset.form == EXTERNAL:  # whoever reads it verifies it; where it lies decides no result
+            return InputRef(source="asset", name=asset.ref, digest=asset.digest, form="file")
         if not self._blobs.has(asset.digest):
             raise NotFoundError(
                 f"{asset.ref}: its bytes ({asset.digest}) are missing from the store; register it again"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from posttrain.control.planning import Planned
+from posttrain.data.external import external_versions, local_copy
 from posttrain.data.files import read_file
 from posttrain.data.fitting import (
     PlanTokenizer,
@@ -126,12 +127,15 @@ def read_dataset(workspace: OpenWorkspace, ref: InputRef, word: str | None, fold
 
 
 def _stored(workspace: OpenWorkspace, ref: InputRef, scratched: Path) -> Path:
-    """A data set of the store as a file or a folder of files."""
+    """A data set of the store, or one that lies elsewhere, as a file or a folder of files."""
     with bytes_of(ref):
         if ref.form == "tree":
             return materialise(workspace.blobs, str(ref.digest), scratched)
-        workspace.blobs.fetch(str(ref.digest), scratched / "rows")
-        return scratched / "rows"
+        versions = external_versions(workspace.ledger, str(ref.digest), ref.name)
+        if not versions or workspace.blobs.has(str(ref.digest)):
+            workspace.blobs.fetch(str(ref.digest), scratched / "rows")
+            return scratched / "rows"
+    return local_copy(versions, scratched if workspace.read_only else workspace.root / "cache")
 
 
 def first_row(workspace: OpenWorkspace, ref: InputRef) -> Row:

@@ -12,6 +12,7 @@ from posttrain.control.channels import policy_of
 from posttrain.control.codes import called, present_code
 from posttrain.control.conforming import check_manifest
 from posttrain.control.planning import Planned
+from posttrain.data.external import external_versions
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.contracts import StageContract
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
@@ -123,7 +124,8 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
         elif kind_of(each.kind).driver is Driver.WAIT:
             contracts[each.name] = wait_contract(each.params, f"{path}: stages.{each.name}")
     for stage, slot, ref in manifest.assets():
-        if not workspace.blobs.has(str(ref.digest)):
+        digest = str(ref.digest)
+        if not (workspace.blobs.has(digest) or external_versions(workspace.ledger, digest)):
             raise NotFoundError(
                 f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "
                 "register it with posttrain asset add"

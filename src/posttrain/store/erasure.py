@@ -22,6 +22,7 @@ from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.lifecycle import RunState
 from posttrain.store.audited import CHANGED, TABLES, Change
 from posttrain.store.envelopes import ERASED
+from posttrain.store.external import URI, VERSION
 from posttrain.store.journal import Author, Journal, new_request
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import (
@@ -40,7 +41,19 @@ NOBODY = "erased:"  # how the name of an erased principal begins; its id follows
 _KEPT: Mapping[str, set[str]] = {  # words without which nothing could be read or computed
     "attempts": {"folder", "handle"},
     "holds": {"reason"},
-    "assets": {"entry", "dialect", "source", "source_digest", "prompts_digest", "run", "stage", "output", IMPORTED},
+    "assets": {
+        "entry",
+        "dialect",
+        "source",
+        "source_digest",
+        "prompts_digest",
+        "run",
+        "stage",
+        "output",
+        IMPORTED,
+        URI,
+        VERSION,
+    },
 }
 _NEVER = ("workspace.bound", ERASED)  # whose database it is; why words were erased
 _GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)

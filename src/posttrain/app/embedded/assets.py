@@ -25,6 +25,15 @@ class Assets:
         """See `Assets.add_dataset`."""
         return self._sealed(self.workspace.catalog.add_dataset(path, name, *more))
 
+    def add_external(self, uri: str, name: str, *, checksum: str, version: str) -> Asset:
+        """See `Assets.add_external`."""
+        from posttrain.store.external import external
+        from posttrain.store.scratch import scratch
+
+        place = external(uri, version)
+        with scratch(self.workspace.root / "cache" / "scratch", "posttrain-external-") as scratched:
+            return self._sealed(self.workspace.catalog.add_external(place, checksum, name, scratched))
+
     def add_model(self, folder: Path, name: str) -> Asset:
         """See `Assets.add_model`."""
         return self._sealed(self.workspace.catalog.add_model(folder, name))
