@@ -31,7 +31,7 @@ OLD = Path(__file__).parent / "fixtures" / "workspace-0001.tar.gz"
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: WHO)
     made = make_world(tmp_path, monkeypatch)
-    made.prepare()
+    made.prepare(by_commands=True)  # by this person
     made.write("run.yaml", RUN.replace("owner: ada", f"owner: {WHO}"))
     made.ok("asset", "add", "reward:sort", made.write("reward.py", GOOD_REWARD.replace("Exact match.", SAID)))
     return made
