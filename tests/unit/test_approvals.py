@@ -176,7 +176,7 @@ def test_approvals_count_nothing_when_the_policy_is_another(world: World, user: 
 
 
 def test_approvals_count_nothing_when_the_channel_has_moved(world: World, user: As) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     world.ok("channel", "set-policy", "prod", policy_file(world, **TWO))
     world.ok("asset", "add", "reward:sort", world.write("r.py", "def score(completion, answer):\n    return 0.97\n"))
     first = waits(world)

@@ -58,7 +58,7 @@ def test_nothing_begins_with_what_was_recalled(world: World) -> None:
 
 
 def test_what_was_made_from_it_is_told_and_neither_ships_nor_is_trained_on(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     first = world.newest()
     assert f"({first!r} is a run, and its stages are shown with it)" in refused(world, "get", f"{first}/grpo", code=2)
     assert "(did you mean 'sort'?)" in refused(world, "get", "srot", code=2)
@@ -120,7 +120,7 @@ def test_the_reason_of_a_recall_can_be_erased(world: World) -> None:
 
 
 def test_bytes_are_followed_under_any_name(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     (made,) = (world.root / ".posttrain" / "runs").glob("*/grpo/*/outputs/model")
     world.ok("asset", "add", "model:mine", str(made))
     world.write("other.jsonl", (world.root / "train.jsonl").read_text().replace("sort 1", "sort 77"))

@@ -411,7 +411,7 @@ def test_a_forged_run_that_went_past_the_plan_does_not_ship(world: World, monkey
 
 def test_a_channel_that_came_back_takes_no_old_report(world: World) -> None:
     """A is live, C is judged against it, B ships and is rolled back: A is live again, and C's report is old."""
-    world.ok("run", "run.yaml")
+    world.ship()
     world.ok("channel", "freeze", "prod", "--reason", "an incident")
     judged = better(world, 0.97)
     assert world.json("get", judged)["reason"] == "ChannelFrozen"
@@ -427,7 +427,7 @@ def test_a_channel_that_came_back_takes_no_old_report(world: World) -> None:
 
 
 def test_of_two_who_promote_at_once_one_does(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     world.ok("channel", "freeze", "prod")
     one, two = better(world, 0.97), better(world, 0.975)
     world.ok("channel", "unfreeze", "prod")
@@ -446,7 +446,7 @@ def test_of_two_who_promote_at_once_one_does(world: World, monkeypatch: pytest.M
 
 
 def test_a_report_about_one_channel_promotes_to_another_only_where_it_holds(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     run = world.newest()
     world.ok("channel", "set-policy", "stage", policy_file(world))
     said = refused(world, "promote", run, "--channel", "stage", code=9)
@@ -456,7 +456,7 @@ def test_a_report_about_one_channel_promotes_to_another_only_where_it_holds(worl
 
 
 def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     second = better(world, 0.97)
     assert "rollbacks go on" in world.ok("channel", "freeze", "prod", "--reason", "the fair")
     twice = world("channel", "freeze", "prod", "--reason", "another")
@@ -517,7 +517,7 @@ def test_a_policy_may_keep_what_was_rolled_back_off_for_good(world: World) -> No
 def test_a_policy_that_is_set_while_somebody_rolls_back_is_not_passed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     second = better(world, 0.97)
     world.ok("rollback", "prod")
     document, real = policy_file(world, quarantine={"lift": "never"}), actions.refuse_lift

@@ -70,7 +70,7 @@ def test_what_breaks_again_and_again_is_set_aside_told_and_goes_on(world: World,
     ],
 )
 def test_what_was_not_set_aside_is_told_in_one_line(world: World, words: tuple[str, ...], code: int, said: str) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     ended = world(*words)
     assert (ended.exit_code, said in ended.stderr) == (code, True), ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1

@@ -38,7 +38,7 @@ def below(world: World, target: str) -> dict[str, str]:
 
 
 def test_what_used_a_data_set_is_found_to_its_releases(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     first = world.newest()
     found = world.json("lineage", "dataset:train", "--downstream")
     assert (found["runs"], found["releases"], found["live"]) == ([first], ["channel:prod@1"], ["prod"])
@@ -54,7 +54,7 @@ def test_what_used_a_data_set_is_found_to_its_releases(world: World) -> None:
 
 
 def test_a_run_that_reused_a_stage_is_downstream_of_who_computed_it(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     first = world.newest()
     world.write("reward.py", BAD_REWARD)
     world.ok("asset", "add", "reward:sort", "reward.py")
@@ -99,7 +99,7 @@ def test_what_names_nothing_is_refused_in_one_line(world: World) -> None:
 
 
 def test_artifacts_know_their_bytes(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     workspace = open_workspace()
     with workspace.ledger.snapshot() as now:
         made = now.made(*(f"run:{row.run_id}/{row.name}" for row in now.stages(world.newest())))
@@ -127,7 +127,7 @@ def statements() -> Iterator[list[str]]:
 
 
 def test_what_a_lineage_costs_does_not_grow_with_other_runs(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     words = (("lineage", "prod"), ("lineage", "dataset:train", "--downstream"), ("verify", "prod"))
 
     def cost() -> list[int]:

@@ -146,7 +146,7 @@ def test_an_empty_channel_that_fails_the_gate_is_said_first(world: World) -> Non
 
 
 def test_what_was_submitted_before_is_attached_to_and_cached_stages_cost_nothing(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     world.write("run.yaml", RUN + "budget: {tokens: 10}\n")
     world.ok("plan", "run.yaml")  # every stage comes from the cache
     world.ok("run", "run.yaml")
@@ -271,7 +271,7 @@ def test_a_lock_that_cannot_succeed_is_refused_in_another_workspace(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was written where what it costs was there already."""
-    world.ok("run", "run.yaml")
+    world.ship()
     world.ok("lock", world.write("small.yaml", RUN + "budget: {tokens: 10}\n"))
     world.ok("lock", world.write("enough.yaml", RUN + f"budget: {{tokens: {LEAST}}}\n"))
     (world.root / "other").mkdir()

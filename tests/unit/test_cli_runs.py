@@ -62,7 +62,7 @@ def test_a_run_prints_stages_verdicts_and_where_its_report_is(world: World) -> N
 
 
 def test_the_same_file_attaches_and_again_starts_another(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     first = world.newest()
     assert f"attached to run {first}: succeeded" in world.ok("run", "run.yaml")
     assert world.newest() == first
@@ -73,7 +73,7 @@ def test_the_same_file_attaches_and_again_starts_another(world: World) -> None:
 
 
 def test_another_seed_is_another_run(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     first = world.newest()
     world.ok("run", "run.yaml", "--seed", "18")
     assert world.newest() != first
@@ -107,7 +107,7 @@ def test_a_plan_shows_graph_cache_cost_and_power_and_writes_nothing(world: World
 
 
 def test_a_plan_after_a_run_knows_what_is_cached_and_what_it_costs(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     run = world.newest()
     view = {stage["name"]: stage for stage in world.json("plan", "run.yaml")["stages"]}
     assert view["sft"]["cached_from"] == f"{run}/sft"
@@ -184,7 +184,7 @@ def test_lineage_verify_rollback_promote(story: tuple[World, dict[str, str]]) ->
 
 
 def test_a_corrupt_blob_is_exit_8(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     digest = world.json("asset", "get", "reward:sort")["digest"].removeprefix("sha256:")
     blob = world.root / ".posttrain" / "blobs" / "sha256" / digest[:2] / digest[2:]
     blob.chmod(0o644)
@@ -202,7 +202,7 @@ def spoil(world: World, digest: str) -> None:
 
 
 def test_one_unreadable_manifest_hides_no_other_run(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     bad = world.newest()
     spoil(world, world.json("get", bad)["manifest"])
     world.ok("plan", "run.yaml", "--seed", "18")
@@ -312,7 +312,7 @@ def test_a_failed_run_says_what_to_do(world: World) -> None:
 
 
 def test_reports_are_made_again_and_short_ids_do(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     run = world.newest()
     report = world.root / ".posttrain" / "runs" / run / "report.html"
     report.unlink()
@@ -355,7 +355,7 @@ def test_being_left_alone_is_told_once_each_time(world: World, monkeypatch: pyte
 
 
 def test_watching_an_ended_run_returns(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     assert "succeeded" in world.ok("get", "sort", "--watch")
     assert "grpo says hello" in world.ok("logs", "sort", "-f")
 

@@ -58,7 +58,7 @@ def test_base_and_earlier_stage_are_befores_and_no_rows_of_their_own(world: Worl
 
 
 def test_the_channels_model_comes_first_and_a_reused_stage_has_its_scores(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     world.write("again.yaml", RUN.replace("steps: 6", "steps: 5").replace(EVALUATE, BASE + EVALUATE))
     world.ok("run", "again.yaml")
     (row,) = world.json("get", world.newest())["scores"]["rows"]

@@ -43,7 +43,7 @@ def reward(world: World, source: str) -> None:
 
 
 def test_every_stage_that_trained_has_a_version(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     run = world.newest()
     found = models(world)
     assert list(found) == ["model:sort/grpo@1", "model:sort/sft@1", "model:tiny@1"]
@@ -61,7 +61,7 @@ def test_every_stage_that_trained_has_a_version(world: World) -> None:
 
 
 def test_repeated_runs_of_a_name_make_versions_and_the_same_bytes_none(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     reward(world, BAD_REWARD)
     assert world("run", "run.yaml").exit_code == 3  # its sft is taken from the cache
     assert list(models(world)) == ["model:sort/grpo@1", "model:sort/grpo@2", "model:sort/sft@1", "model:tiny@1"]
@@ -76,7 +76,7 @@ def test_repeated_runs_of_a_name_make_versions_and_the_same_bytes_none(world: Wo
 
 @pytest.mark.parametrize("word", ["model:sort/grpo@1", "model:sort/grpo", "run:sort/grpo", "channel:prod@1"])
 def test_whatever_it_is_called_it_is_one_model(world: World, word: str) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     first = world.newest()
     world.ok("run", on(world, "model:sort/grpo@1", "other"))
     other = world.newest()
@@ -93,7 +93,7 @@ def test_whatever_it_is_called_it_is_one_model(world: World, word: str) -> None:
 
 
 def test_a_name_without_a_version_is_pinned_when_it_is_submitted(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     plan = world.json("plan", on(world, "model:sort/grpo"))
     meta = plan["manifest"]["stages"][0]["inputs"]["model"]
     assert (meta["name"], meta["meta"]) == ("model:sort/grpo@1", {"named": "model:sort/grpo"})
@@ -104,7 +104,7 @@ def test_a_name_without_a_version_is_pinned_when_it_is_submitted(world: World) -
 
 
 def test_models_are_made_by_runs_or_by_people_never_both(world: World) -> None:
-    world.ok("run", "run.yaml")
+    world.ship()
     refused = world("asset", "add", "model:sort/grpo", "base")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1), refused.stderr
     write_model(world.root / "other", 0.2)
