@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,12 @@ settings.load_profile("posttrain")
 
 # The table of commands is read from the signatures of fifty functions: once in a process, as `posttrain` does it too.
 typer.testing._get_command = functools.cache(get_command)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not look through a million objects again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -218,6 +218,7 @@ def test_a_lock_file_is_for_every_user_whatever_the_umask(locks: Path) -> None:
     taken.close()
 
 
+@pytest.mark.slow
 def test_three_drivers_in_two_workspaces_share_two_devices_and_lose_nothing_to_kills(
     locks: Path, tmp_path: Path
 ) -> None:

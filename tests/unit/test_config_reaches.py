@@ -249,6 +249,12 @@ def cases() -> tuple[list[Case], list[Case], list[str]]:
 
 
 MOVED, UNMOVED_CASES, FORGOTTEN = cases()
+SLOW = ("reward_model", "ppo", "dataflow")  # beside sft and grpo
+
+
+def tried(case: Case) -> Any:
+    """Kinds that share most of their fields with another one are among the slow tests."""
+    return pytest.param(case, marks=[pytest.mark.slow] if case.kind in SLOW else [])
 
 
 def changed(kind: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,7 +394,7 @@ def test_the_bases_run(shop: Shop, kind: str) -> None:
     assert result.failure is None
 
 
-@pytest.mark.parametrize("case", [c for c in MOVED if c.path not in PLANNED], ids=str)
+@pytest.mark.parametrize("case", [tried(c) for c in MOVED if c.path not in PLANNED], ids=str)
 def test_a_field_that_claims_to_matter_changes_the_result(shop: Shop, case: Case) -> None:
     slot = next((slot for slot, path in WRITTEN.items() if path == case.path), case.path) if case.swap else ""
     changes = dict(case.beside) if case.swap else {**case.beside, **case.alone, case.path: case.value}
@@ -400,6 +406,6 @@ def test_a_field_of_placement_changes_the_plan(case: Case) -> None:
     assert _planned(case.kind, {case.path: case.value}) != _planned(case.kind, {})
 
 
-@pytest.mark.parametrize("case", [c for c in UNMOVED_CASES if f"{c.path}={c.value}" not in SKIPPED], ids=str)
+@pytest.mark.parametrize("case", [tried(c) for c in UNMOVED_CASES if f"{c.path}={c.value}" not in SKIPPED], ids=str)
 def test_a_field_that_by_design_does_not_matter_changes_nothing(shop: Shop, case: Case) -> None:
     assert shop.result(case.kind, {case.path: case.value}) == shop.result(case.kind, {})

@@ -359,13 +359,17 @@ def replace_run(run: control_model.Run) -> control_model.Run:
     return control_model.Run(run.model, run.good, run.channel, run.policy, done=len(JOBS))
 
 
-def test_people_get_what_the_model_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "histories",
+    [int(os.environ["SEEDS"])] if os.environ.get("SEEDS") else [4, pytest.param(12, marks=pytest.mark.slow)],
+)
+def test_people_get_what_the_model_says(histories: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda handle: None)
     Workspace(tmp_path / "empty", create=True).close()
     run_state_machine_as_test(
         lambda: People(tmp_path),
         settings=settings(
-            max_examples=int(os.environ.get("SEEDS") or 12),
+            max_examples=histories,
             stateful_step_count=30,
             derandomize=True,
             phases=list(Phase) if os.environ.get("SEEDS") else [Phase.generate],  # the shortest history takes long

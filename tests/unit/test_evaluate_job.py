@@ -378,6 +378,7 @@ def test_a_table_of_an_earlier_version_is_not_judged_without_its_range() -> None
     assert "has no declared range" in verdict.reason
 
 
+@pytest.mark.slow
 def test_same_bytes_again_and_as_a_process(bench: Bench, answered: Answered) -> None:
     first, _ = answered(bench.order())
     attempt = bench.attempt("as-a-process", bench.order())

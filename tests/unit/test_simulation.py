@@ -1,6 +1,6 @@
 """The control plane on a virtual clock: whatever dies, freezes, answers late or not at all, its promises hold.
 
-Five days are among the fast tests, fifteen more among the slow ones. `make chaos` tries 200; SEED=7 make chaos tries
+Four days are among the fast tests, sixteen more among the slow ones. `make chaos` tries 200; SEED=7 make chaos tries
 one, and prints its history when it fails.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from sim_day import Day, chosen_seeds, simulate
 
-FAST = 5
+FAST = 4
 CHOSEN = any(os.environ.get(name) for name in ("SEED", "SEEDS"))  # by a person, who wants all of them
 
 

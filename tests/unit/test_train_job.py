@@ -90,6 +90,7 @@ def model_digest(attempt: AttemptFolder) -> str:
 
 
 class TestJobs:
+    @pytest.mark.slow
     def test_killed_process_resumed_elsewhere_gives_the_same_file(self, shop: Shop) -> None:
         """A real process dies inside a shard of its second checkpoint; another attempt takes up the first."""
         whole = shop.sft("whole")

@@ -309,6 +309,7 @@ def test_weights_decide_the_model(shop: Shop) -> None:
     assert model_digest(one) != model_digest(other)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_with_weights_gives_the_same_file(shop: Shop) -> None:
     weights = {"right": 1.0, "brief": 0.25}
     whole, lost = grpo(shop, "whole", weights), grpo(shop, "lost", weights)
