@@ -11,14 +11,18 @@ import yaml
 from cli_world import RUN, World, make_world
 from control_bench import RUN as BENCH_RUN
 from control_bench import Bench, evaluate, train
+from test_app_background import Driven, ask
 from test_channel_policies import ACCURACY, POLICY, STEADY, better, policy_file, refused
 
+from posttrain.app.background import Background
 from posttrain.app.workspace import open_workspace
 from posttrain.control import approving, channels, judging
 from posttrain.control.actions import retry, stop
 from posttrain.domain.approvals import APPROVED, REJECTED
 from posttrain.domain.policies import parse_policy
 from posttrain.domain.reasons import Reason
+from posttrain.drivers.requests import runs_folder
+from posttrain.store.atomic import make_folder
 from posttrain.store.audit import verify_rows
 
 TWO = {"approvers": ["user:ann", "user:bob", "user:cy"], "approvals": 2}
@@ -74,6 +78,7 @@ def proved() -> None:
 
 def test_a_release_waits_for_as_many_approvals_as_the_policy_asks(world: World, user: As) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, **TWO))
+    assert "approve:  the release waits for 2 of user:ann, user:bob, user:cy" in world.ok("plan", "run.yaml")
     run = waits(world)
     said = told(world, run)
     assert "release needs 2 approvals, has none; user:ann, user:bob or user:cy may approve" in said
@@ -98,6 +103,7 @@ def test_a_release_waits_for_as_many_approvals_as_the_policy_asks(world: World, 
     assert "numbers hold" in told(world, run)
     assert [one["actor"] for one in world.json("get", run)["approvals"][0]["approvals"]] == ["user:ann", "user:bob"]
     assert "everything matches" in world.ok("verify", "prod")
+    assert "approved by: user:ann, user:bob" in world.ok("lineage", "prod")
     assert "is live on channel prod already" in refused(world, "reject", run, code=2)
     proved()
 
@@ -374,6 +380,29 @@ def better_waiting(world: World) -> str:
     """A judged run that is not live."""
     world.ok("channel", "freeze", "prod")
     return better(world, 0.97)
+
+
+def test_a_background_driver_keeps_a_run_that_waits_and_goes_on_when_it_is_approved(
+    world: World, user: As, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    run = waits(world)
+    workspace, rests = open_workspace(), list[str]()
+    make_folder(runs_folder(workspace.root))
+    ask(workspace, run)
+
+    def rest(driver: Background, seconds: float) -> None:
+        workspace.ledger.clock.sleep(1.0)
+        rests.append(workspace.ledger.run(run).state)
+        if len(rests) == 5:
+            user("ann")
+            world.ok("approve", run)
+
+    monkeypatch.setattr(Background, "_rest", rest)
+    Driven(workspace).to_the_end()
+    assert rests[:5] == ["running"] * 5
+    assert workspace.ledger.run(run).state == "succeeded"
+    workspace.close()
 
 
 @pytest.mark.parametrize(

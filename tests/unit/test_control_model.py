@@ -102,13 +102,18 @@ class People(RuleBasedStateMachine):
 
     # --- what people do
 
-    @initialize(first=st.lists(st.sampled_from(CHANNELS), min_size=1, max_size=4), point=st.sampled_from(DEADLY))
-    def begins(self, first: list[str], point: str) -> None:
-        """With some releases, and a process that dies."""
+    @initialize(
+        first=st.lists(st.sampled_from(CHANNELS), min_size=1, max_size=4),
+        point=st.sampled_from(DEADLY),
+        asked=st.sampled_from(CHANNELS),
+    )
+    def begins(self, first: list[str], point: str, asked: str) -> None:
+        """With some releases, a channel that asks somebody, and a process that dies."""
         self.doom = point
         for channel in first:
             self.submits(channel, True)
             self.goes_through(-1)
+        self.sets_policy(asked, ASKING)
         self.submits(CHANNELS[0], True)
         self.all_are_driven()
 

@@ -66,8 +66,10 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
     trackers = tuple(describe(planned.trackers or of_workspace(workspace)))
     gates = tuple((rule.name, origin(rule, planned.policy)) for rule in planned.manifest.gates if planned.policy)
     evaluators = tuple(_evaluators(planned.manifest))
+    policy = planned.policy.policy if planned.policy else None
+    asked = (policy.needed, policy.approvers) if policy else (0, ())
     return PlanView(
-        planned.manifest, stages, ahead.power, tuple(warnings), ahead.changes, trackers, run, gates, evaluators
+        planned.manifest, stages, ahead.power, tuple(warnings), ahead.changes, trackers, run, gates, evaluators, *asked
     )
 
 

@@ -349,6 +349,8 @@ def plan_lines(view: PlanView) -> Iterator[Text]:
     yield from _stall_lines(view)
     for name, whose in view.gates:
         yield Text(f"gate:     {name}: {whose}")
+    if view.approvals:
+        yield Text(f"approve:  the release waits for {view.approvals} of {', '.join(view.approvers)}")
     for suite, evaluator in view.evaluators:
         yield Text(f"measure:  suite {suite}: evaluator {evaluator}", style="dim")
     for kind, where in view.trackers:

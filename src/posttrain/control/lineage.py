@@ -16,6 +16,7 @@ from posttrain.control.stores import Stores
 from posttrain.data.external import check_where_it_lies, external_versions, place_of
 from posttrain.data.importing import begins_at
 from posttrain.decision.releases import release_states
+from posttrain.domain.approvals import APPROVED
 from posttrain.domain.contracts import BEST, METRICS, MODEL
 from posttrain.domain.edges import IMPORT, ORIGIN, stage_of
 from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, WorkspaceError
@@ -27,6 +28,7 @@ from posttrain.domain.spelling import nearest
 from posttrain.store.audit import verify_rows
 from posttrain.store.external import EXTERNAL, URI, VERSION
 from posttrain.store.sealer import verify_chain
+from posttrain.store.snapshot import Snapshot
 from posttrain.store.trees import read_json, verify_tree
 
 
@@ -122,8 +124,17 @@ def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
         children += _evaluations(origins, entry.run_id, entry.model_digest)
         children.append(_manifest_node(origins, entry.run_id))
     state = release_states(origins.now.history(entry.channel))[entry.model_digest]
-    details = (("release", str(entry.sequence)), ("action", entry.action), ("by", entry.actor), ("state", str(state)))
-    return Node("release", entry.channel, None, details=details, children=tuple(children))
+    details = [("release", str(entry.sequence)), ("action", entry.action), ("by", entry.actor), ("state", str(state))]
+    approved = ", ".join(_approvers(origins.now, entry))
+    details += [("approved by", approved)] if approved else []
+    return Node("release", entry.channel, None, details=tuple(details), children=tuple(children))
+
+
+def _approvers(now: Snapshot, entry: ReleaseEntry) -> Iterator[str]:
+    """Who approved a release, where its channel's policy asked for that."""
+    for asked in now.approval_requests(entry.channel, entry.run_id) if entry.run_id else ():
+        if asked.asked.get("live") == entry.sequence - 1 and asked.asked.get("model") == entry.model_digest:
+            yield from (said.actor for said in now.approvals(asked.digest) if said.verdict == APPROVED)
 
 
 def _report_node(blobs: BlobStore, digest: str) -> Node:

@@ -45,6 +45,8 @@ class PlanView:
     existing: RunRecord | None  # a run of this very manifest: submitting attaches to it
     gates: tuple[tuple[str, str], ...] = ()  # name, where it comes from; empty: all of them from the run file
     evaluators: tuple[tuple[str, str], ...] = ()  # suite, digest of what measures it of the released model
+    approvals: int = 0  # that its release will wait for
+    approvers: tuple[str, ...] = ()  # who may give them
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -59,6 +61,8 @@ class PlanView:
             "trackers": [{"kind": kind, "where": where} for kind, where in self.trackers],
             "gates": [{"name": name, "from": whose} for name, whose in self.gates],
             "evaluators": dict(self.evaluators),
+            "approvals": self.approvals,
+            "approvers": list(self.approvers),
             "manifest": self.manifest.to_json(),
         }
 
