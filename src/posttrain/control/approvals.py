@@ -116,6 +116,7 @@ def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, 
     if (stage.reason, stage.message, stage.next_action) == (Reason.WAITING_FOR_APPROVAL, found.words, action):
         return False
     with stores.ledger.transaction(stores.actor) as transaction:
+        transaction.lock_channel(request.channel)  # whoever asks for the same comes after
         transaction.ask_approval(request)
         transaction.update_stage(stage, reason=Reason.WAITING_FOR_APPROVAL, message=found.words, next_action=action)
     return False
@@ -130,6 +131,7 @@ def require(stores: Stores, request: ApprovalRequest | None, pinned: PinnedPolic
     if request is None or pinned is None:
         return
     with stores.ledger.transaction(stores.actor) as transaction:
+        transaction.lock_channel(request.channel)
         found = standing(transaction.snapshot, request, pinned)
         if not (found.refusal or found.missing):
             return
