@@ -135,7 +135,7 @@ def _summary(report: GateReport) -> str:
     """One line: how many gates decided, and the first one's numbers."""
     total = len(report.verdicts)
     if report.outcome is Outcome.PASS:
-        return f"all {total} gates pass"
+        return "the gate passes" if total == 1 else f"all {total} gates pass"
     if not report.decisive:
         return "no gate was judged, so nothing may ship"
     first, count = report.decisive[0], len(report.decisive)
