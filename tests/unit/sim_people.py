@@ -140,7 +140,7 @@ class Drivers:
                 world.pause(0.1)
                 continue
             held = rows.one("SELECT count(*) FROM work WHERE lease_owner = ?", owner)
-            rest = min(later - world.now(), world.lease / 3 if held else FOREVER)
+            rest = min(later - world.now(), world.lease / 3 if held else _UNSEEN)  # others' leases may run out
             if any(holder in (None, owner) for (holder,) in rows.all(_DUE, world.now())):
                 rest = min(rest, 0.6)  # a driver asks the queue twice a second
             world.pause(max(0.1, rest), listening=True)
@@ -252,8 +252,13 @@ class People:
 
     def _retry(self, process: Process) -> object:
         run_id = self._one("SELECT id FROM runs WHERE state IN ('failed', 'stopped') ORDER BY id")
-        actions.retry(process.stores, process.jobs.folders, run_id)
-        self.stops.pop(run_id, None)
+        asked = self.stops.pop(run_id, None)  # before: it may go on before this command has heard of it
+        try:
+            actions.retry(process.stores, process.jobs.folders, run_id)
+        except BaseException:
+            if asked is not None:
+                self.stops[run_id] = asked
+            raise
         return run_id
 
     def _signal(self, process: Process, run_id: str = "") -> object:
