@@ -50,7 +50,7 @@ def user(monkeypatch: pytest.MonkeyPatch) -> As:
 
 def waits(world: World, *words: str) -> str:
     """A run that waits for its approvals; its id."""
-    result = world("run", "run.yaml", *words, "--timeout", "600")
+    result = world("run", "run.yaml", *words, "--timeout", "200")
     assert result.exit_code == 12, (result.stdout, result.stderr)
     run = world.newest()
     release = next(stage for stage in world.json("get", run)["stages"] if stage["name"] == "release")
