@@ -146,7 +146,7 @@ def test_a_run_reads_it_and_its_jobs_need_no_key(
         return bytes(body.input("data").read_bytes())
 
     monkeypatch.setattr(world.executor, "_on_launch", job)
-    world.ok("run", "run.yaml")
+    world.ok("attach", submit(world))
     assert seen == [rows()]
     assert SECRET.encode() not in everything(world)
     tree = world.ok("lineage", "prod")
