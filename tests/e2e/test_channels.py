@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
 import urllib.request
 from collections.abc import Iterator
@@ -49,6 +51,30 @@ def test_a_run_in_a_workspace_with_a_channel_in_a_store(bench: Workbench) -> Non
     assert attempt.state == "succeeded"
     assert not {path.name for path in (bench.root / attempt.folder).iterdir()} & SAID
     assert bench.steps(attempt)[-1] == 4
+    bench.check(run_id)
+
+
+def test_a_real_job_trains_on_rows_that_stay_in_their_store(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(3)
+    rows = "".join(f"{_line(dice)}\n" for _ in range(16)).encode()
+    checksum = "sha256:" + hashlib.sha256(rows).hexdigest()
+    place = "{}/bucket/rows/train.jsonl".format(os.environ["AWS_ENDPOINT_URL"])
+    put = urllib.request.Request(place, rows, {"Content-Type": "application/octet-stream"}, method="PUT")
+    urllib.request.urlopen(put).close()
+    bench.write("model.yaml", MODEL)
+    stage = {"kind": "sft", "data": "train", "steps": 2, "batch_size": 4}
+    run = {"name": "far", "owner": "e2e", "seed": 5, "model": "model:tiny", "data": {"train": "dataset:rows"}}
+    bench.write("run.yaml", run | {"stages": {"sft": stage}})
+    bench.run("init")
+    bench.run("asset", "create", "model:tiny", "model.yaml", "--seed", "3")
+    words = ("--external", "s3://bucket/rows/train.jsonl", "--checksum", checksum)
+    bench.run("asset", "add", "dataset:rows", *words)
+    bench.run("run", "run.yaml")
+    run_id = bench.run_id()
+    [attempt] = bench.attempts(run_id, "sft")
+    assert (attempt.state, bench.steps(attempt)[-1]) == ("succeeded", 2)
+    blobs = [path for path in (bench.root / "blobs").rglob("*") if path.is_file()]
+    assert rows not in [path.read_bytes() for path in blobs], "the rows are nobody's copy"
     bench.check(run_id)
 
 
