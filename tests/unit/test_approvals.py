@@ -432,6 +432,11 @@ def test_a_policy_without_them_has_the_digest_of_before() -> None:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
+    return made_bench(tmp_path)
+
+
+def made_bench(tmp_path: Path) -> Bench:
+    """A bench whose channel asks ann or bob."""
     scripts: dict[str, Any] = {"sft": [train()], "evaluate": [evaluate(195)]}
     made = Bench(tmp_path, scripts | {"baseline-evaluate": [evaluate(100)]})
     digest = made.stores.blobs.put(b"rows")
@@ -447,8 +452,8 @@ def by(bench: Bench, actor: str) -> Any:
     return replace(bench.stores, actor=actor)
 
 
-def planned(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run that was planned under the policy and waits."""
+def submitted(bench: Bench) -> str:
+    """A run that was planned under the policy."""
     from posttrain.control.planning import plan_run
     from posttrain.control.submission import submit
     from posttrain.domain.canonical import digest_json
@@ -464,7 +469,12 @@ def planned(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
 
     spec = parse_run_spec(BENCH_RUN, "run.yaml")
     manifest = plan_run(spec, "run.yaml", resolve, bench.jobs.trainers, policy=pinned).manifest
-    run_id = submit(bench.stores, manifest, again=True).run.id
+    return submit(bench.stores, manifest, again=True).run.id
+
+
+def planned(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run that was planned under the policy and waits."""
+    run_id = submitted(bench)
     while True:
         tick = bench.reconciler.tick(run_id)
         assert tick is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.control.stores import Stores
 from posttrain.domain.approvals import Action, ApprovalRequest, Standing, request_of, weigh
-from posttrain.domain.errors import ApprovalError
+from posttrain.domain.errors import ApprovalError, StaleWriteError
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import ChannelRecord, RunRecord, StageRecord
@@ -104,22 +104,39 @@ def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, 
     Raises:
         ApprovalError: somebody rejected it.
         ChannelClosedError, QuarantinedError: approvals would not help.
+        StaleWriteError: the channel changed meanwhile; decide again.
     """
     with stores.ledger.snapshot() as now:
-        refuse_closed(now, request.channel, str(request.asked["model"]))
-        found = standing(now, request, pinned)
-    if found.refusal is not None:
-        raise _refused(found)
+        found = _may_come(now, request, pinned)
     if not found.missing:
         return True
     action = f"posttrain approve {request.run_id}"
     if (stage.reason, stage.message, stage.next_action) == (Reason.WAITING_FOR_APPROVAL, found.words, action):
         return False
     with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.lock_channel(request.channel)  # whoever asks for the same comes after
+        transaction.lock_channel(request.channel)  # whoever asks for the same, or moves it, comes before or after
+        found = _may_come(transaction.snapshot, request, pinned)
+        if not found.missing:
+            return True
         transaction.ask_approval(request)
         transaction.update_stage(stage, reason=Reason.WAITING_FOR_APPROVAL, message=found.words, next_action=action)
     return False
+
+
+def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy) -> Standing:
+    """Where a release stands that approvals would let happen.
+
+    Raises:
+        StaleWriteError: the channel has changed since the request was made of it.
+        ApprovalError, ChannelClosedError, QuarantinedError: as `await_release`.
+    """
+    refuse_closed(now, request.channel, str(request.asked["model"]))
+    found = standing(now, request, pinned)
+    if found.outdated:
+        raise StaleWriteError(f"channel {request.channel}: {found.outdated}; look at it and decide again")
+    if found.refusal is not None:
+        raise _refused(found)
+    return found
 
 
 def require(stores: Stores, request: ApprovalRequest | None, pinned: PinnedPolicy | None) -> None:

@@ -135,12 +135,14 @@ class ReleaseWriting(Writing):
         columns = {"policy": (new or record).policy, "protected": int((new or record).protected)}
         columns |= {"frozen": (new or record).frozen}
         key = {"project": self._project, "name": record.name}
-        self._woken |= set(self.snapshot.runs_that_wait_for_approval(record.name))  # what they wait for is moot
-        if not record.generation:
-            return self._added(channels, {**key, **columns, "generation": 1}, f"channel {record.name}")
-        change = self._moved(channels, key, record.generation, columns if new else {})
+        if record.generation:
+            change = self._moved(channels, key, record.generation, columns if new else {})
+        else:
+            change = self._added(channels, {**key, **columns, "generation": 1}, f"channel {record.name}")
         if change is None:
             raise ConflictError(f"channel {record.name}: somebody moved or changed it meanwhile; look at it again")
+        # what they wait for is moot; read after the row is written, for whose lock who begins to wait waits
+        self._woken |= set(self.snapshot.runs_that_wait_for_approval(record.name))
         return change
 
     def _serve(self, entry: ReleaseEntry) -> Change:
