@@ -89,7 +89,7 @@ sights = st.builds(
 def views(draw: Any) -> View:
     """A run in any state that its tables allow, with attempts that fit its stages."""
     manifest = draw(st.sampled_from([MANIFEST, LIMITED, PAUSED]))
-    run_state = draw(st.sampled_from([RunState.PENDING, RunState.RUNNING, RunState.STOPPING]))
+    run_state = draw(st.sampled_from(RunState))
     desired = draw(st.sampled_from(["running", "stopped"]))
     run = RunRecord("r", "r", manifest.digest, run_state, "ada", 0.0, desired=desired)
     stages, attempts = [], []
@@ -133,9 +133,11 @@ def test_whatever_is_decided_is_allowed_and_decided_again(view: View, sight: Sig
         assert order == decide_stage(view, stage.name, seen, now)
         if order is not None:
             assert not is_final("stage", stage.state)
+            assert not is_final("run", view.run.state), "another driver ended it"
             _allowed(view, stage, sight, order, now)
     end = settle(view)
     if end is not None:
+        assert not is_final("run", view.run.state)
         assert end.state in {*RUN_TABLE[view.run.state], RunState.SUCCEEDED, RunState.REJECTED}
         assert not any(stage.state == StageState.RUNNING for stage in view.stages)
 

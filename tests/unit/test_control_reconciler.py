@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from control_bench import TRAIN_ONLY, Bench, evaluate, fail, train, vanish
+from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, fail, train, vanish
 
 from posttrain.control import actions
 from posttrain.control.decide import STOP_GRACE_SECONDS
@@ -298,3 +298,26 @@ def test_rollback_returns_to_the_model_before(bench: Bench) -> None:
     assert [e.action for e in bench.ledger.history("prod")] == ["promote"] * 2 + ["rollback"] * 3
     with pytest.raises(NotFoundError, match="did you mean 'prod'"):
         actions.rollback(bench.stores, "prd")
+
+
+def test_nothing_starts_in_a_run_that_another_driver_ended_a_moment_ago(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a driver's look at the run and its claim another one rejects it, while one of its stages backs off."""
+    more = {"stages": {**RUN["stages"], "more": {**RUN["stages"]["sft"], "steps": 4}}}
+    bench.scripts |= {"evaluate": [evaluate(10)], "more": [vanish(), vanish(), None]}
+    run_id = bench.submit(**more)
+    late = Reconciler(bench.stores, bench.jobs, "there")
+    claim = late._claim
+
+    def claim_late(name: str) -> object:
+        bench.reconciler.drive(name, interval=0.01)
+        bench.reconciler.release(name)
+        bench.clock.sleep(3600)
+        return claim(name)
+
+    monkeypatch.setattr(late, "_claim", claim_late)
+    late.tick(run_id)
+    run, stage = bench.ledger.run(run_id), bench.stage(run_id, "more")
+    assert (run.state, stage.state) == ("rejected", "ready"), "it was waiting for its next attempt"
+    assert bench.reconciler.queue.look("run", run_id) is None

@@ -105,7 +105,7 @@ def decide_stage(view: View, name: str, sight: Sight | None, now: float) -> Orde
         sight: of its live attempt, where it is running.
     """
     stage = view.stage(name)
-    if is_final("stage", stage.state):
+    if is_final("stage", stage.state) or is_final("run", view.run.state):  # another driver may have ended it just now
         return None
     if stage.state == StageState.RUNNING:
         assert sight is not None
@@ -132,7 +132,7 @@ def decide_stage(view: View, name: str, sight: Sight | None, now: float) -> Orde
 def settle(view: View) -> MoveRun | None:
     """How a run ends, where it does."""
     run, stages = view.run, view.stages
-    if any(stage.state == StageState.RUNNING for stage in stages):
+    if is_final("run", run.state) or any(stage.state == StageState.RUNNING for stage in stages):
         return None
     for state, target in ((StageState.FAILED, RunState.FAILED), (StageState.REJECTED, RunState.REJECTED)):
         culprit = next((stage for stage in stages if stage.state == state), None)
