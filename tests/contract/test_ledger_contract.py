@@ -18,6 +18,7 @@ from posttrain.domain.errors import (
     ChannelClosedError,
     ConflictError,
     DeadlineError,
+    IntegrityError,
     NotFoundError,
     PosttrainError,
     StaleWriteError,
@@ -284,7 +285,9 @@ def test_a_request_and_what_was_said_of_it_is_read_back_and_proved(ledger: Ledge
         assert now.approval_requests("beta") == now.approval_requests(run_id="run2") == []
         said = [(one.actor, one.verdict, one.reason) for one in now.approvals(request.digest)]
         assert said == [("user:bob", "approved", "now"), ("user:cy", "approved", "")]
-        assert (now.submitter("run1"), now.submitter("run2")) == ("ann", "")
+        assert now.submitter("run1") == "ann"
+        with pytest.raises(IntegrityError, match="no event tells who submitted it"):
+            now.submitter("run2")
     queue = WorkQueue(ledger, "h:1:0")
     for one in queue.claim():
         queue.give_back(one, 1000.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ from test_channel_policies import ACCURACY, POLICY, STEADY, better, policy_file,
 from posttrain.app.background import Background
 from posttrain.app.workspace import open_workspace
 from posttrain.control import approving, channels, judging
-from posttrain.control.actions import retry, stop
-from posttrain.domain.approvals import APPROVED, REJECTED
+from posttrain.control.actions import promote, retry, stop
+from posttrain.domain.approvals import APPROVED, REJECTED, Standing
+from posttrain.domain.errors import AccessError, ApprovalError, InputError
 from posttrain.domain.policies import parse_policy
 from posttrain.domain.reasons import Reason
+from posttrain.domain.runspec import parse_run_spec
 from posttrain.drivers.requests import runs_folder
 from posttrain.store.atomic import make_folder
 from posttrain.store.audit import verify_rows
+from posttrain.store.erasure import erase_principal, erase_subject
+from posttrain.store.ledger import Ledger
 
 TWO = {"approvers": ["user:ann", "user:bob", "user:cy"], "approvals": 2}
 ONE = {"approvers": ["user:ann", "user:bob"]}
@@ -427,6 +432,95 @@ def test_a_policy_without_them_has_the_digest_of_before() -> None:
     assert plain.needed == 1
 
 
+# --- whose it is ------------------------------------------------------------------------------------------------------
+
+
+def erased(bench: Bench, name: str) -> None:
+    """Somebody's name is erased, who acts again from another process."""
+    erase_principal(bench.ledger, "user:root", name, "asked to")
+    bench.stores = replace(bench.stores, ledger=Ledger(bench.ledger.database, bench.clock))
+
+
+def said(bench: Bench, actor: str, run_id: str, verdict: str = APPROVED) -> Standing:
+    return approving.say(by(bench, actor), approving.find_release(bench.stores, run_id, None), verdict)
+
+
+def test_who_submitted_a_run_does_not_approve_it_once_that_name_was_erased(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.stores = replace(bench.stores, actor="user:ann")
+    run_id = planned(bench, monkeypatch)
+    erased(bench, "user:ann")
+    for name in ("user:ann", "user:bob"):
+        with pytest.raises(AccessError, match="nobody may approve it, since the name of its owner was erased; submit"):
+            said(bench, name, run_id)
+    bench.reconciler.tick(run_id)
+    release = bench.stage(run_id, "release")
+    assert (release.state, release.reason) == ("ready", Reason.WAITING_FOR_APPROVAL)
+    assert "the name of its owner was erased; submit the run again" in release.message
+    verify_rows(bench.ledger)
+
+
+def test_whom_a_run_names_as_owner_does_not_approve_it_once_its_words_were_erased(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BENCH_RUN, "owner", "ann")
+    bench.stores = replace(bench.stores, actor="service:ci")
+    run_id = planned(bench, monkeypatch)
+    stop(bench.stores, run_id)
+    bench.drive(run_id)
+    erase_subject(bench.ledger, "user:root", run_id, "asked to")
+    with pytest.raises(AccessError, match="nobody may approve it, since the name of its owner was erased; submit"):
+        said(bench, "user:ann", run_id)
+
+
+def test_a_rejection_counts_once_the_name_of_whoever_rejected_was_erased(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = planned(bench, monkeypatch)
+    said(bench, "user:ann", run_id)
+    said(bench, "user:bob", run_id, REJECTED)
+    erased(bench, "user:bob")
+    assert bench.drive(run_id).reason == "ApprovalRejected"
+    with pytest.raises(ApprovalError, match=r"was rejected by erased:[0-9a-f]+; submit the run again"):
+        promote(bench.stores, run_id, "prod")
+    verify_rows(bench.ledger)
+
+
+@pytest.mark.parametrize("owner", ["user:ann", "Ann", "service:ann", "User: ann", "\uff41\uff4e\uff4e", "a\u200dnn"])
+def test_an_owner_does_not_approve_whichever_way_the_run_file_writes_the_name(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    monkeypatch.setitem(BENCH_RUN, "owner", owner)
+    name = "service:ann" if owner.startswith("service") else "user:ann"
+    pinned = channels.policy_of(bench.stores, "prod")
+    assert pinned is not None
+    named = pinned.policy.model_copy(update={"approvers": (name, "user:bob")})
+    channels.set_policy(bench.stores, "prod", named)
+    bench.stores = replace(bench.stores, actor="service:ci")
+    run_id = planned(bench, monkeypatch)
+    with pytest.raises(AccessError, match="must be approved by somebody else than whose it is"):
+        said(bench, name, run_id)
+    said(bench, "user:bob", run_id)
+    assert bench.drive(run_id).state == "succeeded"
+
+
+@pytest.mark.parametrize(
+    "owner", ["ann ", " ann", "ann\n", "an\x07n", "\u202eann", "a\u2028b", "a\u0085b", "\ufeffann"]
+)
+def test_an_owner_that_reads_like_another_is_refused(owner: str) -> None:
+    with pytest.raises(InputError, match="owner: must be a name without spaces around it and without line breaks"):
+        parse_run_spec({**BENCH_RUN, "owner": owner}, "run.yaml")
+
+
+@pytest.mark.parametrize(
+    "owner",
+    ["ada", "ada@example.org", "Ada King", "team: sorting", "山田\u3000太郎", "می\u200cخواهم", "user:ada", "a/b", "7"],
+)
+def test_an_owner_of_before_is_taken_as_it_is(owner: str) -> None:
+    assert parse_run_spec({**BENCH_RUN, "owner": owner}, "run.yaml").owner == owner
+
+
 # --- waiting costs nothing, and ends at once --------------------------------------------------------------------------
 
 
@@ -447,8 +541,6 @@ def made_bench(tmp_path: Path) -> Bench:
 
 
 def by(bench: Bench, actor: str) -> Any:
-    from dataclasses import replace
-
     return replace(bench.stores, actor=actor)
 
 
@@ -458,7 +550,6 @@ def submitted(bench: Bench) -> str:
     from posttrain.control.submission import submit
     from posttrain.domain.canonical import digest_json
     from posttrain.domain.manifest import InputRef
-    from posttrain.domain.runspec import parse_run_spec
 
     pinned = channels.policy_of(bench.stores, "prod")
     assert pinned is not None

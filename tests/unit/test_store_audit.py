@@ -135,6 +135,7 @@ def test_any_edited_column_of_any_row_is_named(tmp_path: Path, ledger: Ledger, t
         ("UPDATE stages SET metrics = '{\"loss\": 0.5}'", "stage run1/sft: metrics must be {'loss': 'nan'}"),
         ("UPDATE attempts SET seconds = 61", "attempt run1/sft/1: seconds must be 90.25"),
         ("UPDATE runs SET owner = 'eve'", "run run1: owner must be 'ann'"),
+        ("DELETE FROM approval_requests", "approval request sha256:"),
         ("DELETE FROM attempts", "attempt run1/sft/1: an event tells of it, but it is gone"),
         ("INSERT INTO projects VALUES ('other', 1)", "project other: stands in the ledger, but no event tells of it"),
     ],
@@ -158,6 +159,12 @@ def test_every_table_that_holds_state_is_told() -> None:
 
     log = {"events", "payloads", "unsealed", "leaves", "tiles", "tree_head", "events_before", "chain_head"}
     assert set(metadata.tables) == set(TABLES) | log | {"work", "watches"}  # which are made again
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_row_that_is_gone_is_named_by_its_key(table: str) -> None:
+    spec = TABLES[table]
+    assert spec.name({column: f"<{column}>" for column in spec.key})
 
 
 def test_another_project_is_not_there(tmp_path: Path, ledger: Ledger) -> None:

@@ -8,7 +8,8 @@ from posttrain.api.values import Erasure
 from posttrain.app.workspace import Workspace
 from posttrain.data.refs import KINDS
 from posttrain.domain.errors import InputError
-from posttrain.store.erasure import NOBODY, Erased, erase_principal, erase_subject
+from posttrain.domain.principals import NOBODY
+from posttrain.store.erasure import Erased, erase_principal, erase_subject
 from posttrain.trackers.tracking import describe, of_workspace
 
 _PERSON = ("user:", NOBODY)

@@ -14,6 +14,7 @@ from posttrain.control.stores import Stores
 from posttrain.domain.approvals import Action, ApprovalRequest, Standing, request_of, weigh
 from posttrain.domain.errors import ApprovalError, StaleWriteError
 from posttrain.domain.policies import PinnedPolicy
+from posttrain.domain.principals import NOBODY, canonical, meant
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import ChannelRecord, RunRecord, StageRecord
 from posttrain.store.releasing import pass_freeze, quarantined, refuse_protected
@@ -44,7 +45,7 @@ def release_request(
     if pinned is None or not pinned.policy.approvers:
         return None
     with stores.ledger.snapshot() as now:
-        owner = now.submitter(run.id) or f"user:{run.owner}"
+        owner = now.submitter(run.id)
     action = Action.LIFT if lift else Action.RELEASE
     bound = {"project": stores.ledger.project, "model": model, "report": report, "policy": pinned.digest, "live": live}
     return request_of(action, channel, owner, stores.clock.now(), run.id, **bound)
@@ -74,10 +75,11 @@ def standing(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy) -> S
 
 
 def owners(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy) -> set[str]:
-    """Who may not approve a request, since it is theirs: who submitted the run and whom it names as its owner."""
+    """Canonical names of those whose request it is: who submitted the run, and whom its run file names as its owner."""
     if pinned.policy.self_approval:
         return set()
-    return {request.actor} | ({f"user:{now.run(request.run_id).owner}"} if request.run_id else set())
+    named = meant(now.run(request.run_id).owner or NOBODY) if request.run_id else set()
+    return {canonical(request.actor)} | named
 
 
 def outdated(now: Snapshot, request: ApprovalRequest) -> str:
@@ -213,7 +215,7 @@ def _refused(found: Standing) -> ApprovalError:
     named = request.run_id if request.action in _RUN_ACTIONS else request.digest[:19]
     what = f"channel {request.channel}: {request.words}"
     if found.refusal is not None:
-        return ApprovalError(
-            f"{what} was {found.refusal.words}; posttrain approve {named} by the same person undoes it"
-        )
+        erased = found.refusal.actor.startswith(NOBODY)
+        undo = request.anew if erased else f"posttrain approve {named} by the same person undoes it"
+        return ApprovalError(f"{what} was {found.refusal.words}; {undo}")
     return ApprovalError(f"{what} {found.words}: posttrain approve {named}")

@@ -14,6 +14,7 @@ from posttrain.domain.approvals import APPROVED, ApprovalRequest, Standing, one_
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError
 from posttrain.domain.policies import PinnedPolicy
+from posttrain.domain.principals import canonical
 
 _SHORTEST = len(DIGEST_PREFIX) + 8  # of a digest that names a request
 
@@ -106,7 +107,8 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         if why or pinned is None or now.channel_record(request.channel).policy != pinned.digest:
             why = why or "the policy is another now"
             raise ConflictError(f"channel {request.channel}: {request.words}: {why}; ask for it again")
-        _refuse_stranger(stores.actor, standing(now, request, pinned), pinned, owners(now, request, pinned), verdict)
+        found = standing(now, request, pinned)
+        _refuse_stranger(stores.actor, found, pinned, owners(now, found.request, pinned), verdict)
         transaction.ask_approval(request)
         before = next((one for one in now.approvals(request.digest) if one.actor == stores.actor), None)
         if before is None or before.verdict != verdict or (reason and before.reason != reason):
@@ -120,7 +122,12 @@ def _refuse_stranger(actor: str, found: Standing, pinned: PinnedPolicy, own: set
         raise AccessError(
             f"channel {channel}: only approvers of its policy may say that, got {actor}; they are {', '.join(named)}"
         )
-    if verdict == APPROVED and actor in own | {found.request.actor} and not pinned.policy.self_approval:
+    if verdict == APPROVED and found.ownerless:
+        raise AccessError(
+            f"channel {channel}: {found.request.words}: nobody may approve it, since the name of its owner was erased; "
+            f"{found.request.anew}"
+        )
+    if verdict == APPROVED and canonical(actor) in own:
         raise AccessError(
             f"channel {channel}: {found.request.words} must be approved by somebody else than whose it is, got "
             f"{actor}; {one_of(found.may) or 'nobody else'} may"

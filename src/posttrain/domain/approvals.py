@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.principals import NOBODY, canonical
 
 APPROVED, REJECTED = "approved", "rejected"
 _SHOWN = 19  # characters of a digest
@@ -57,6 +58,11 @@ class ApprovalRequest:
         policy = self.asked.get("set")
         return f"{self.action}{f' {policy[:_SHOWN]}…' if policy else ''}{of}"
 
+    @property
+    def anew(self) -> str:
+        """What to do where nothing can be said of it any more."""
+        return "submit the run again: posttrain run RUN.yaml --again" if self.run_id else "set another policy first"
+
     def outdated(self, channel: Mapping[str, Any]) -> str:
         """Why what was said of it counts nothing any more; empty: it counts.
 
@@ -96,16 +102,12 @@ class Standing:
     void: tuple[Approval, ...] = ()  # that count nothing: of its owner, or of somebody whom the policy does not name
     outdated: str = ""  # why nothing that was said of it counts any more
     done: bool = False  # it is what the channel serves now
+    ownerless: bool = False  # whose it is was erased, so nobody can tell who may approve it
 
     @property
     def missing(self) -> int:
         """How many more are needed."""
         return max(0, self.needed - len(self.given))
-
-    @property
-    def granted(self) -> bool:
-        """Whether the action may be done."""
-        return not (self.missing or self.refusal or self.outdated)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -136,6 +138,8 @@ class Standing:
         counted = f"needs {self.needed} approval{'s' if self.needed > 1 else ''}, has {has}"
         if self.outdated:
             return f"{counted}, which count nothing: {self.outdated}"
+        if self.ownerless:
+            return f"{counted}; nobody may approve, since the name of its owner was erased; {self.request.anew}"
         if self.missing > len(self.may):
             return f"{counted}; too few may approve who are not its owner: have the policy name more approvers"
         return f"{counted}; {one_of(self.may)} may approve" if self.missing else counted
@@ -172,14 +176,18 @@ def weigh(
 
     Args:
         approvers: whom the policy names.
-        own: those who may not approve, since the request is theirs.
+        own: canonical names of those who may not approve, since the request is theirs. Once one of them is erased,
+            nobody may: whoever acts under that name again is somebody else to the ledger.
         said: of this request, one of each person.
         outdated: why nothing of it counts any more.
         done: what was asked for is done.
     """
-    able = [name for name in approvers if name not in own]
+    ownerless = any(name.startswith(NOBODY) for name in own)
+    able = [name for name in approvers if canonical(name) not in own and not ownerless]
     given = tuple(one for one in said if one.verdict == APPROVED and one.actor in able)
-    refusal = next((one for one in said if one.verdict == REJECTED and one.actor in approvers), None)
+    rejected = [one for one in said if one.verdict == REJECTED]  # by an approver, whoever that is by now
+    refusal = next((one for one in rejected if one.actor in approvers or one.actor.startswith(NOBODY)), None)
     spoken = {one.actor for one in given}
     void = tuple(one for one in said if one.verdict == APPROVED and one.actor not in spoken)
-    return Standing(request, needed, given, refusal, tuple(n for n in able if n not in spoken), void, outdated, done)
+    may = tuple(name for name in able if name not in spoken)
+    return Standing(request, needed, given, refusal, may, void, outdated, done, ownerless)

@@ -24,11 +24,11 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.gates import CHANNEL, GateRule
+from posttrain.domain.principals import FORM, is_principal
 from posttrain.domain.runspec import read_yaml
 from posttrain.domain.validation import Frozen, explain
 
 MOST_APPROVERS = 100
-_PRINCIPAL = re.compile(r"(user|service):[^\s:][^\x00-\x1f\x7f]{0,199}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 Digest = Annotated[str, Field(pattern=f"^{_DIGEST.pattern}$")]
 SuiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
@@ -85,9 +85,9 @@ class ChannelPolicy(Frozen):
                     f"gates.{gate.name}: must compare with channel or with a number, got {gate.rival!r}, which every "
                     "run file gives a meaning of its own"
                 )
-        wrong = next((name for name in self.approvers if not _PRINCIPAL.fullmatch(name)), None)
+        wrong = next((name for name in self.approvers if not is_principal(name)), None)
         if wrong is not None:
-            raise ValueError(f"approvers: must be principals such as user:ann, got {wrong!r}; write user:NAME")
+            raise ValueError(f"approvers: must be principals such as user:ann, got {wrong!a}; write {FORM}")
         if len(set(self.approvers)) < len(self.approvers):
             raise ValueError("approvers: must be different principals, got one twice; remove it")
         self._approvable()

@@ -40,6 +40,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateRule
 from posttrain.domain.kinds import ADDED, kind_names
 from posttrain.domain.overrides import Setting, overridden, setting_words
+from posttrain.domain.principals import is_plain
 from posttrain.domain.rewards import AUTO, DIALECTS, Called
 from posttrain.domain.spelling import nearest
 from posttrain.domain.trackers import Trackers
@@ -105,6 +106,12 @@ class ReleaseSpec(Ordered):
 _MOST_HOSTS = 64
 _LONGEST_WORD = 60  # characters of a wrong word that an error shows
 _ADDRESS = re.compile(r"^[0-9.]+:")
+
+
+def _plain(value: str) -> str:
+    if not is_plain(value):
+        raise ValueError(f"must be a name without spaces around it and without line breaks, got {value!a}; write it so")
+    return value
 
 
 def _known_dialect(value: str) -> str:
@@ -176,7 +183,7 @@ class RunSpec(Frozen):
     """The whole file."""
 
     name: Name
-    owner: str = Field(min_length=1)
+    owner: Annotated[str, Field(min_length=1), AfterValidator(_plain)]  # a name, an address, user:NAME or service:NAME
     seed: int = Field(ge=0, lt=2**53)
     model: str | None = None  # the base model's ref; stages name it `base`
     data: dict[Name, str] = Field(default_factory=dict)

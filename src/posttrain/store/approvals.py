@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from sqlalchemy import Connection, func, select
 
 from posttrain.domain.approvals import Approval, ApprovalRequest
+from posttrain.domain.errors import IntegrityError
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.reasons import Reason
 from posttrain.store.rows import to_record
-from posttrain.store.schema import approval_requests, approvals, events, events_before, principals, stages
+from posttrain.store.schema import approval_requests, approvals, events, principals, stages
 
 _ASKED = select(approval_requests, principals.c.name.label("actor")).join(
     principals, principals.c.id == approval_requests.c.principal
@@ -45,16 +46,17 @@ class ApprovalReading:
         return [to_record(Approval, row) for row in self._connection.execute(query)]
 
     def submitter(self, run_id: str) -> str:
-        """Who submitted a run, by the event of its submission; empty: no event tells."""
+        """Who submitted a run, by the event of its submission.
+
+        Raises:
+            IntegrityError: no event tells.
+        """
         told = select(principals.c.name).join(events, events.c.principal == principals.c.id)
-        told = told.where(events.c.project == self._project)
-        before = select(events_before.c.actor)
-        for query, table in ((told, events), (before, events_before)):
-            query = query.where(table.c.subject == run_id, table.c.kind == "run.pending").order_by(table.c.id)
-            found = self._connection.execute(query.limit(1)).scalar()
-            if found is not None:
-                return str(found)
-        return ""
+        told = told.where(events.c.project == self._project, events.c.subject == run_id, events.c.kind == "run.pending")
+        found = self._connection.execute(told.order_by(events.c.id).limit(1)).scalar()
+        if found is None:
+            raise IntegrityError(f"run {run_id}: no event tells who submitted it; restore the ledger from a copy")
+        return str(found)
 
     def runs_that_wait_for_approval(self, channel: str) -> Sequence[str]:
         """Ids of runs whose release to a channel waits for an approval."""

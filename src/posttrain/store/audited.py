@@ -79,7 +79,7 @@ TABLES: Mapping[str, Audited] = {
         Audited(schema.channels, "channel {name}"),
         Audited(schema.deployments, "{role} deployment of channel {channel}"),
         Audited(schema.quarantine, "quarantine of {model_digest} on channel {channel}", frozenset({"reason"})),
-        Audited(schema.approval_requests, "approval request {digest} on channel {channel}"),
+        Audited(schema.approval_requests, "approval request {digest}"),
         Audited(schema.approvals, "approval of {request} by {principal}", frozenset({"reason"})),
         Audited(schema.looks, "look {number} of channel {channel}", frozenset({"owner"})),
         Audited(schema.stage_cache, "cache entry {cache_key}"),

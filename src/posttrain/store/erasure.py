@@ -20,6 +20,7 @@ from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.lifecycle import RunState
+from posttrain.domain.principals import NOBODY
 from posttrain.store.audited import CHANGED, TABLES, Change
 from posttrain.store.envelopes import ERASED
 from posttrain.store.external import URI, VERSION
@@ -37,7 +38,6 @@ from posttrain.store.schema import (
     work,
 )
 
-NOBODY = "erased:"  # how the name of an erased principal begins; its id follows
 _KEPT: Mapping[str, set[str]] = {  # words without which nothing could be read or computed
     "attempts": {"folder", "handle"},
     "holds": {"reason"},
@@ -156,7 +156,7 @@ def _empty_work(connection: Connection, where: Any) -> None:
 
 
 def _journal(connection: Connection, ledger: Ledger, actor: str) -> Journal:
-    author = Author(actor, new_request(ledger.entropy), entropy=ledger.entropy)
+    author = Author(actor, new_request(ledger.entropy), ledger.auth, ledger.entropy)
     journal = Journal(connection, author, ledger.clock, ledger.project)
     assert journal.own  # read before it may be erased
     return journal

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from posttrain.access.ports import Identity
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, InputError, NotFoundError
+from posttrain.domain.principals import NOBODY
 from posttrain.domain.records import Token
 from posttrain.domain.roles import Role
-from posttrain.store.erasure import NOBODY
 from posttrain.store.ledger import Ledger
 from posttrain.store.transaction import Transaction
 

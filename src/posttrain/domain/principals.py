@@ -1,0 +1,40 @@
+"""Principals, who act: `user:ann`, `service:ci`. What their names must be, and whom a person's word may mean."""
+
+from __future__ import annotations
+
+import unicodedata
+
+NOBODY = "erased:"  # how the name of an erased principal begins; its id follows
+FORM = "user:NAME or service:NAME, without spaces around it and without line breaks"
+_KINDS = ("user", "service")
+_LONGEST = 200  # characters of a name
+
+
+def is_principal(name: str) -> bool:
+    """Whether a policy, a token or a role may name somebody like this."""
+    kind, _, rest = name.partition(":")
+    return kind in _KINDS and 0 < len(rest) <= _LONGEST and rest[0] != ":" and is_plain(rest)
+
+
+def is_plain(word: str) -> bool:
+    """Whether two people who read it read the same: no spaces around it, and nothing that is not seen.
+
+    What joins letters (U+200C, U+200D) is part of how some languages are written.
+    """
+    hidden = any(unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\u200c\u200d" for c in word)
+    return word == word.strip() and not hidden
+
+
+def canonical(name: str) -> str:
+    """A name without what two spellings of it may differ in: case, width, spaces around it, and what is not seen."""
+    seen = "".join(c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c)[0] != "C")
+    kind, colon, rest = " ".join(seen.casefold().split()).partition(":")
+    return f"{kind.strip()}{colon}{rest.strip()}"
+
+
+def meant(word: str) -> set[str]:
+    """Whom the owner of a run file may be, as canonical names: `ada` is user:ada or service:ada."""
+    name = canonical(word)
+    return (
+        {name} if name.startswith((*(f"{kind}:" for kind in _KINDS), NOBODY)) else {f"{kind}:{name}" for kind in _KINDS}
+    )
