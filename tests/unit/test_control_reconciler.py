@@ -303,7 +303,7 @@ def test_rollback_returns_to_the_model_before(bench: Bench) -> None:
 def test_nothing_starts_in_a_run_that_another_driver_ended_a_moment_ago(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between a driver's look at the run and its claim another one rejects it, while one of its stages backs off."""
+    """A driver is suspended after its claim; another one rejects the run, while one of its stages backs off."""
     more = {"stages": {**RUN["stages"], "more": {**RUN["stages"]["sft"], "steps": 4}}}
     bench.scripts |= {"evaluate": [evaluate(10)], "more": [vanish(), vanish(), None]}
     run_id = bench.submit(**more)
@@ -311,10 +311,11 @@ def test_nothing_starts_in_a_run_that_another_driver_ended_a_moment_ago(
     claim = late._claim
 
     def claim_late(name: str) -> object:
+        held = claim(name)
+        bench.clock.sleep(LEASE_SECONDS + 1)
         bench.reconciler.drive(name, interval=0.01)
-        bench.reconciler.release(name)
         bench.clock.sleep(3600)
-        return claim(name)
+        return held
 
     monkeypatch.setattr(late, "_claim", claim_late)
     late.tick(run_id)
