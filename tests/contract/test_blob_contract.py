@@ -107,7 +107,7 @@ def test_what_is_not_there_is_not_found(place: Place, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "sha256:12", "../../etc/passwd", ABSENT.upper(), "md5:" + "0" * 64])
 def test_what_is_no_digest_is_refused(place: Place, name: str) -> None:
-    with pytest.raises(InputError, match="64 hex digits"):
+    with pytest.raises(IntegrityError, match="64 hex digits"):
         place.blobs.get(name)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cli_world import BAD_REWARD, World, make_world
+from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
 from sqlalchemy import Engine, event
 
 from posttrain.app.workspace import open_workspace
@@ -85,6 +86,41 @@ def test_files_that_only_a_run_file_names_are_found_by_their_digest(world: World
     spec["data"]["train"] = "./train.jsonl"
     world.ok("run", world.write("paths.yaml", yaml.safe_dump(spec)))
     assert world.json("lineage", "dataset:train", "--downstream")["live"] == ["prod"]
+
+
+@pytest.mark.parametrize(
+    ("altered", "command", "said"),
+    [
+        (
+            "UPDATE releases SET report_digest = 'sha256:00'",
+            "verify",
+            "as the event log says, got 'sha256:00'; restore the ledger",
+        ),
+        ("UPDATE releases SET model_digest = 'xyz'", "verify", "as the event log says, got 'xyz'; restore the ledger"),
+        ("UPDATE stages SET outputs = '{oops'", "get", "holds '{oops' where JSON was written: a row was altered"),
+    ],
+)
+def test_an_altered_row_is_told_as_what_it_is(world: World, altered: str, command: str, said: str) -> None:
+    world.ship()
+    run_id = world.newest()
+    with closing(sqlite3.connect(world.root / ".posttrain" / "ledger.db")) as connection, connection:
+        connection.execute(altered)
+    result = world(command, "prod" if command == "verify" else run_id)
+    assert result.exit_code == 8, "corrupt"
+    assert said in result.stdout + result.stderr
+    assert "bug" not in result.stderr
+
+
+def test_a_rollback_is_offered_where_there_is_something_to_go_back_to(world: World) -> None:
+    offered = []
+    for value in ("0.94", "1.0"):
+        world.write("reward.py", f"def score(completion, answer):\n    return {value}\n")
+        world.ok("asset", "add", "reward:sort", "reward.py")
+        world.ok("run", "run.yaml")
+        offered.append("posttrain rollback prod, " in world.ok("get", "prod"))
+    world.ok("rollback", "prod")
+    offered.append("posttrain rollback prod, " in world.ok("get", "prod"))
+    assert offered == [False, True, False], "after the rollback there is nothing below"
 
 
 def test_what_names_nothing_is_refused_in_one_line(world: World) -> None:

@@ -26,6 +26,7 @@ from posttrain.cli.console import (
 from posttrain.cli.driving import RunArgument, TimeoutOption
 from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
+from posttrain.domain.lifecycle import ReleaseState
 from posttrain.domain.reasons import meaning
 
 if TYPE_CHECKING:
@@ -174,7 +175,8 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
         told |= {"approval_requests": [one.to_json() for one in asked]}
         emit_json({**told, "trackers": [one.to_json() for one in trackers]})
         return
-    back = f"posttrain rollback {name}, " if len({entry.model_digest for entry in history}) > 1 else ""
+    earlier = ReleaseState.SUPERSEDED in states.values()  # what a rollback goes back to
+    back = f"posttrain rollback {name}, " if earlier else ""
     lines: list[Any] = [*channel_lines(record, channel.frozen, recall), *release_lines(barred, looks)]
     lines += [*request_lines(asked), *tracker_lines(trackers)]
     if not history:

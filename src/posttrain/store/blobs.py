@@ -254,7 +254,10 @@ class ObjectBlobs:
 
 def _key(digest: str) -> str:
     if not is_digest(digest):
-        raise InputError(f"a digest must be sha256: and 64 hex digits, got {digest!r}")
+        raise IntegrityError(
+            f"a digest must be sha256: and 64 hex digits, got {digest!r}; a row that names it was altered: posttrain "
+            "doctor says which"
+        )
     body = digest.removeprefix(DIGEST_PREFIX)
     return f"sha256/{body[:2]}/{body[2:]}"
 

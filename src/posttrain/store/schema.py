@@ -28,8 +28,14 @@ from sqlalchemy import (
     TypeDecorator,
 )
 
+from posttrain.domain.errors import IntegrityError
+
 SCHEMA_VERSION = "0002"  # the newest revision in migrations/versions; revisions are counted, so they compare as text
 VERSION_TABLE = "schema_version"
+
+
+class UnreadableColumnError(IntegrityError, ValueError):
+    """A column that holds JSON was altered, and cannot be read."""
 
 
 class JsonText(TypeDecorator[Any]):
@@ -46,7 +52,12 @@ class JsonText(TypeDecorator[Any]):
         return None if value is None else json.dumps(value, sort_keys=True, ensure_ascii=False)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
-        return None if value is None else json.loads(value)
+        try:
+            return None if value is None else json.loads(value)
+        except ValueError as error:
+            raise UnreadableColumnError(
+                f"the ledger holds {value!r:.40} where JSON was written: a row was altered; posttrain doctor says which"
+            ) from error
 
 
 _Counter = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts only in a column declared INTEGER

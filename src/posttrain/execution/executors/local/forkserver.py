@@ -206,7 +206,10 @@ def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) ->
             if child == 0:
                 _intermediate(attempt, theirs, start)
             _, status = os.waitpid(child, 0)
-            theirs.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            try:
+                theirs.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            except OSError:  # its driver was killed, and the job that it asked for goes on
+                return
 
 
 def _intermediate(attempt: Path, theirs: socket.socket, start: supervisor.Start) -> NoReturn:
