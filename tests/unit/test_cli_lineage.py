@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
+from cli_world import BAD_REWARD, World, make_world
 from sqlalchemy import Engine, event
 
 from posttrain.app.workspace import open_workspace
@@ -94,9 +94,9 @@ def test_files_that_only_a_run_file_names_are_found_by_their_digest(world: World
         (
             "UPDATE releases SET report_digest = 'sha256:00'",
             "verify",
-            "as the event log says, got 'sha256:00'; restore the ledger",
+            "log says, got 'sha256:00'; restore",
         ),
-        ("UPDATE releases SET model_digest = 'xyz'", "verify", "as the event log says, got 'xyz'; restore the ledger"),
+        ("UPDATE releases SET model_digest = 'xyz'", "verify", "log says, got 'xyz'; restore"),
         ("UPDATE stages SET outputs = '{oops'", "get", "holds '{oops' where JSON was written: a row was altered"),
     ],
 )
