@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from test_channel_policies import ACCURACY, POLICY, STEADY, better, policy_file,
 
 from posttrain.app.background import Background
 from posttrain.app.workspace import open_workspace
+from posttrain.cli.screens import approval_lines
 from posttrain.control import approving, channels, judging
 from posttrain.control.actions import promote, retry, stop
-from posttrain.domain.approvals import APPROVED, REJECTED, Standing
+from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, Standing, request_of, weigh
 from posttrain.domain.errors import AccessError, ApprovalError, InputError
 from posttrain.domain.policies import parse_policy
 from posttrain.domain.reasons import Reason
@@ -61,6 +63,13 @@ def waits(world: World, *words: str) -> str:
     release = next(stage for stage in world.json("get", run)["stages"] if stage["name"] == "release")
     assert (release["state"], release["reason"]) == ("ready", "WaitingForApproval")
     return run
+
+
+def pasted(world: World, said: str) -> str:
+    """Type every `posttrain approve` that a screen or an error names, as it is written there; what the last says."""
+    commands = re.findall(r"posttrain (approve \S+(?: --channel \S+)?)", said)
+    assert commands
+    return [world.ok(*command.split()) for command in commands][-1]
 
 
 def ends(world: World, run: str, code: int = 0) -> Any:
@@ -157,7 +166,9 @@ def test_a_rejection_ends_the_release_and_is_taken_back_by_the_same_person(world
     found = ends(world, run, 9)
     assert (found["state"], found["reason"]) == ("rejected", "ApprovalRejected")
     assert "rejected by user:bob: it swears" in told(world, run)
-    assert "rejected by user:bob: it swears; posttrain approve" in refused(world, "promote", run, code=9)
+    assert f"it swears; user:bob may take that back: posttrain approve {run} --channel prod" in refused(
+        world, "promote", run, code=9
+    )
     user("bob")
     world.ok("approve", run, "--reason", "it does not, it quotes")
     user("eve")
@@ -166,6 +177,51 @@ def test_a_rejection_ends_the_release_and_is_taken_back_by_the_same_person(world
     assert "swears" not in told(world, run)
     assert "quotes" not in told(world, run)
     proved()
+
+
+def test_a_rejection_of_ones_own_run_is_taken_back_and_approves_nothing(world: World, user: As) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:eve", "user:ann"]))
+    run = waits(world)
+    world.ok("reject", run, "--reason", "wait, a slip")
+    ends(world, run, 9)
+    said = refused(world, "promote", run, code=9)
+    assert "rejection withdrawn; needs 1 approval, has none; user:ann may approve" in pasted(world, said)
+    world.ok("approve", run)  # said again
+    assert "rejection withdrawn by user:eve" in told(world, run)
+    assert "counts nothing: it takes a rejection back" in told(world, run)
+    assert "needs 1 approval, has none; user:ann may approve" in refused(world, "promote", run, code=9)
+    user("ann")
+    world.ok("approve", run)
+    user("eve")
+    assert "release 1" in world.ok("promote", run)
+    assert "approved by: user:ann " in f"{' '.join(world.ok('lineage', 'prod').split())} "
+    proved()
+
+
+def test_what_is_live_is_neither_approved_nor_rejected_any_more(world: World, user: As) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    run = waits(world)
+    (asked,) = world.json("get", "prod")["approval_requests"]
+    user("ann")
+    world.ok("approve", run)
+    user("eve")
+    ends(world, run)
+    user("bob")
+    for verb in ("approve", "reject"):
+        said = refused(world, verb, asked["request"], code=2)
+        assert "is done, so nothing is left to say of it; posttrain rollback prod takes the model off" in said
+    assert [one["rejected"] for one in world.json("get", run)["approvals"]] == [None]
+
+
+def test_why_an_approval_counts_nothing_is_said(world: World, user: As) -> None:
+    request = request_of(Action.RELEASE, "prod", "user:eve", 0.0, "sort-1", live=0)
+    said = [Approval(request.digest, name, APPROVED, 0.0) for name in ("user:eve", "user:bob", "user:ann")]
+    found = weigh(request, ["user:eve", "user:ann"], 1, {"user:eve"}, said)
+    assert [one.actor for one in found.given] == ["user:ann"]
+    assert [why for _, why in found.void] == ["it is its owner's", "the policy does not name user:bob"]
+    lines = [line.plain for line in approval_lines([found])]
+    assert lines[1].endswith("; counts nothing: it is its owner's")
+    assert lines[2].endswith("; counts nothing: the policy does not name user:bob")
 
 
 def test_approvals_count_nothing_when_the_policy_is_another(world: World, user: As) -> None:
@@ -260,12 +316,27 @@ def test_promote_asks_for_the_same_approval(world: World, user: As) -> None:
     world.ok("channel", "unfreeze", "prod")
     said = refused(world, "promote", run, code=9)
     assert f"needs 1 approval, has none; user:ann or user:bob may approve: posttrain approve {run}" in said
-    assert f"posttrain approve {run}" in world.ok("get", "prod")
     user("ann")
-    world.ok("approve", run, "--channel", "prod")
+    pasted(world, world.ok("get", "prod"))
     assert "no policy of it names approvers" in refused(world, "approve", run, "--channel", "beta", code=2)
     user("eve")
     assert "release 1" in world.ok("promote", run)
+
+
+def test_what_promote_names_approves_the_channel_that_it_was_asked_for(world: World, user: As) -> None:
+    """Not the one that the run file names, whose release waits too."""
+    document = policy_file(world, gates=[ACCURACY], **ONE)
+    for channel in ("prod", "beta"):
+        world.ok("channel", "set-policy", channel, document)
+    run = waits(world)
+    said = refused(world, "promote", run, "--channel", "beta", code=9)
+    assert f"posttrain approve {run} --channel beta" in world.ok("get", "beta"), said
+    user("ann")
+    assert "channel beta: release of run" in pasted(world, said)
+    user("eve")
+    assert world("attach", run, "--timeout", "60").exit_code == 12, "prod still waits"
+    assert "release 1" in world.ok("promote", run, "--channel", "beta")
+    assert world.json("get", "prod")["live"] is None
 
 
 def test_what_is_not_judged_cannot_be_approved(world: World, user: As) -> None:
@@ -286,7 +357,10 @@ def test_a_protected_channel_changes_by_approval(world: World, user: As) -> None
     said = refused(world, "channel", "set-policy", "prod", document, code=9)
     assert "needs 1 approval, has none; user:bob may approve: posttrain approve sha256:" in said
     (asked,) = world.json("get", "prod")["approval_requests"]
-    assert "0.95" in world.ok("channel", "policy", "prod", "--asked", asked["request"][:20])
+    lines = [line.split() for line in world.ok("get", "prod").splitlines() if line.strip().startswith("posttrain ")]
+    assert [words[1] for words in lines] == ["channel", "approve"], "a command a line"
+    assert "0.95" in world.ok(*lines[0][1:])
+    assert lines[1][2] in said
     assert "must be approved by somebody else" in refused(world, "approve", asked["request"][:20], code=13)
     refused(world, "channel", "remove-policy", "prod", code=9)
     refused(world, "channel", "unprotect", "prod", code=9)
@@ -365,10 +439,10 @@ def test_a_quarantine_is_lifted_by_approval(world: World, user: As, protected: b
     assert "--lift-quarantine REASON asks for an approval" in refused(world, "approve", judged, code=2)
     user("eve")
     assert "release of a quarantined model" in refused(world, "promote", judged, "--lift-quarantine", "a slip", code=9)
-    requests = {one["action"]: one["request"] for one in world.json("get", "prod")["approval_requests"]}
+    assert len(world.json("get", "prod")["approval_requests"]) == 2
+    shown = world.ok("get", "prod")
     user("bob")
-    for request in requests.values():
-        world.ok("approve", request)
+    pasted(world, shown)
     user("eve")
     assert "is quarantined" in refused(world, "promote", judged, code=9)
     assert "release 4" in world.ok("promote", judged, "--lift-quarantine", "a slip")

@@ -8,6 +8,7 @@ import typer
 
 from posttrain.cli.console import say
 from posttrain.cli.shell import lazily
+from posttrain.domain.approvals import WITHDRAWN
 from posttrain.domain.canonical import DIGEST_PREFIX
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def approve(what: WhatArgument, channel: ChannelOption = None, reason: ReasonOpt
     found = control.approve(_named(control, what), channel, reason)
     control.close()
     missing = f"; {found.words}" if found.missing else ": it has all approvals that it needs"
-    say(f"{_what(found)} approved{missing}", *([_next(found)] if not found.missing else []))
+    said = "rejection withdrawn" if found.said == WITHDRAWN else found.said
+    say(f"{_what(found)} {said}{missing}", *([_next(found)] if not found.missing else []))
 
 
 def reject(what: WhatArgument, channel: ChannelOption = None, reason: ReasonOption = "") -> None:

@@ -74,18 +74,19 @@ def approval_lines(standings: Iterable[Standing]) -> Iterator[Text]:
         for approval in said:
             void = f"; counts nothing: {one.outdated}" if one.outdated else ""
             yield Text(f"approval: {what} {approval.words}, {ago(approval.at)}{void}")
-        for approval in one.void:
-            yield Text(f"approval: {what} {approval.words}, {ago(approval.at)}; counts nothing: it is its owner's")
+        for approval, why in one.void:
+            yield Text(f"approval: {what} {approval.words}, {ago(approval.at)}; counts nothing: {one.outdated or why}")
 
 
 def request_lines(standings: Iterable[Standing]) -> Iterator[Text]:
     """What waits for approvals on a channel, and who may give them."""
     for one in standings:
-        request, named = one.request, one.request.run_id or digest(one.request.digest)
+        request = one.request
         told = f"asked:  {request.words}, by {request.actor} {ago(request.at)}: {one.words}"
         yield Text(told, style=style("warn"))
-        policy = f", posttrain channel policy {request.channel} --asked {named}" if "set" in request.asked else ""
-        yield Text(f"        posttrain approve {named}{policy}", style="dim")
+        if "set" in request.asked:
+            yield Text(f"        posttrain channel policy {request.channel} --asked {request.digest[:19]}", style="dim")
+        yield Text(f"        {request.command}", style="dim")
 
 
 def warning_lines(status: RunStatus) -> Iterator[Text]:

@@ -21,8 +21,6 @@ from posttrain.store.releasing import pass_freeze, quarantined, refuse_protected
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
 
-_RUN_ACTIONS = (Action.RELEASE,)  # that a run names; the others are named by the digest of their request
-
 
 def release_request(
     stores: Stores,
@@ -112,7 +110,7 @@ def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, 
         found = _may_come(now, request, pinned)
     if not found.missing:
         return True
-    action = f"posttrain approve {request.run_id}"
+    action = request.command
     if (stage.reason, stage.message, stage.next_action) == (Reason.WAITING_FOR_APPROVAL, found.words, action):
         return False
     with stores.ledger.transaction(stores.actor) as transaction:
@@ -212,10 +210,9 @@ def lift_request(
 
 def _refused(found: Standing) -> ApprovalError:
     request = found.request
-    named = request.run_id if request.action in _RUN_ACTIONS else request.digest[:19]
     what = f"channel {request.channel}: {request.words}"
     if found.refusal is not None:
         erased = found.refusal.actor.startswith(NOBODY)
-        undo = request.anew if erased else f"posttrain approve {named} by the same person undoes it"
+        undo = request.anew if erased else f"{found.refusal.actor} may take that back: {request.command}"
         return ApprovalError(f"{what} was {found.refusal.words}; {undo}")
-    return ApprovalError(f"{what} {found.words}: posttrain approve {named}")
+    return ApprovalError(f"{what} {found.words}: {request.command}")

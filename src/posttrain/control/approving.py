@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from posttrain.control.actions import judged_report
@@ -10,7 +11,7 @@ from posttrain.control.channels import policy_of
 from posttrain.control.judging import read_report, refuse_unmet
 from posttrain.control.stores import Stores
 from posttrain.decision.releases import judged_at, promotion
-from posttrain.domain.approvals import APPROVED, ApprovalRequest, Standing, one_of
+from posttrain.domain.approvals import APPROVED, WITHDRAWN, ApprovalRequest, Standing, one_of
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError
 from posttrain.domain.policies import PinnedPolicy
@@ -81,13 +82,15 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
         if any(one.model_digest == report.candidate for one in now.quarantine(name)):
             raise InputError(
                 f"run {run_id}: its model is quarantined on channel {name}; posttrain promote {run_id} "
-                "--lift-quarantine REASON asks for an approval of that, by its digest"
+                f"--channel {name} --lift-quarantine REASON asks for an approval of that, by its digest"
             )
     return request
 
 
 def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = "") -> Standing:
     """Approve or reject what was asked for, as the present actor; saying the same again changes nothing.
+
+    Whoever rejected it and may not approve it, since it is theirs, takes the rejection back by approving.
 
     Args:
         verdict: `approved` or `rejected`.
@@ -98,6 +101,7 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
     Raises:
         AccessError: the channel's policy does not name the actor, or the request is the actor's own.
         ConflictError: what it is about has changed since it was asked for.
+        InputError: it is done.
     """
     pinned = policy_of(stores, request.channel)
     with stores.ledger.transaction(stores.actor) as transaction:
@@ -107,13 +111,26 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         if why or pinned is None or now.channel_record(request.channel).policy != pinned.digest:
             why = why or "the policy is another now"
             raise ConflictError(f"channel {request.channel}: {request.words}: {why}; ask for it again")
-        found = standing(now, request, pinned)
-        _refuse_stranger(stores.actor, found, pinned, owners(now, found.request, pinned), verdict)
-        transaction.ask_approval(request)
         before = next((one for one in now.approvals(request.digest) if one.actor == stores.actor), None)
+        found = standing(now, request, pinned)
+        own = owners(now, found.request, pinned)
+        if verdict == APPROVED and before and before.verdict != APPROVED and canonical(stores.actor) in own:
+            verdict = WITHDRAWN
+        _refuse_done(found)
+        _refuse_stranger(stores.actor, found, pinned, own, verdict)
+        transaction.ask_approval(request)
         if before is None or before.verdict != verdict or (reason and before.reason != reason):
             transaction.say_approval(request, verdict, reason)
-        return standing(now, request, pinned)
+        return replace(standing(now, request, pinned), said=verdict)
+
+
+def _refuse_done(found: Standing) -> None:
+    if found.done:
+        channel = found.request.channel
+        raise InputError(
+            f"channel {channel}: {found.request.words} is done, so nothing is left to say of it; posttrain rollback "
+            f"{channel} takes the model off"
+        )
 
 
 def _refuse_stranger(actor: str, found: Standing, pinned: PinnedPolicy, own: set[str], verdict: str) -> None:

@@ -16,6 +16,7 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.principals import NOBODY, canonical
 
 APPROVED, REJECTED = "approved", "rejected"
+WITHDRAWN = "withdrawn"  # a rejection, by somebody who may not approve
 _SHOWN = 19  # characters of a digest
 _CHANGES = {  # what is bound, and what is said where it is another now
     "policy": "the policy is another now",
@@ -52,6 +53,12 @@ class ApprovalRequest:
         return str(self.asked["action"])
 
     @property
+    def command(self) -> str:
+        """What approves it: by run and channel where a run's model would be released, by its digest otherwise."""
+        by_run = self.action == Action.RELEASE
+        return f"posttrain approve {f'{self.run_id} --channel {self.channel}' if by_run else self.digest[:_SHOWN]}"
+
+    @property
     def words(self) -> str:
         """`release of run sort-1`; of which channel is for whoever says it."""
         of = f" of run {self.run_id}" if self.run_id else ""
@@ -80,14 +87,15 @@ class Approval:
 
     request: str
     actor: str
-    verdict: str  # approved | rejected
+    verdict: str  # approved | rejected | withdrawn
     at: float
     reason: str = ""
 
     @property
     def words(self) -> str:
         """`approved by user:ann: the numbers hold`."""
-        return f"{self.verdict} by {self.actor}{f': {self.reason}' if self.reason else ''}"
+        said = f"rejection {WITHDRAWN}" if self.verdict == WITHDRAWN else self.verdict
+        return f"{said} by {self.actor}{f': {self.reason}' if self.reason else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +107,11 @@ class Standing:
     given: tuple[Approval, ...] = ()  # that count
     refusal: Approval | None = None  # one is enough
     may: tuple[str, ...] = ()  # who may still approve
-    void: tuple[Approval, ...] = ()  # that count nothing: of its owner, or of somebody whom the policy does not name
+    void: tuple[tuple[Approval, str], ...] = ()  # that count nothing, and why
     outdated: str = ""  # why nothing that was said of it counts any more
     done: bool = False  # it is what the channel serves now
     ownerless: bool = False  # whose it is was erased, so nobody can tell who may approve it
+    said: str = ""  # what somebody said of it just now: approved | rejected | withdrawn
 
     @property
     def missing(self) -> int:
@@ -124,7 +133,7 @@ class Standing:
             "missing": self.missing,
             "approvals": [asdict(one) for one in self.given],
             "rejected": asdict(self.refusal) if self.refusal else None,
-            "void": [asdict(one) for one in self.void],
+            "void": [{**asdict(one), "why": why} for one, why in self.void],
             "may_approve": list(self.may),
             "outdated": self.outdated,
         }
@@ -188,6 +197,17 @@ def weigh(
     rejected = [one for one in said if one.verdict == REJECTED]  # by an approver, whoever that is by now
     refusal = next((one for one in rejected if one.actor in approvers or one.actor.startswith(NOBODY)), None)
     spoken = {one.actor for one in given}
-    void = tuple(one for one in said if one.verdict == APPROVED and one.actor not in spoken)
+    void = tuple((one, _void(one, own)) for one in said if one.verdict != REJECTED and one.actor not in spoken)
     may = tuple(name for name in able if name not in spoken)
     return Standing(request, needed, given, refusal, may, void, outdated, done, ownerless)
+
+
+def _void(said: Approval, own: Collection[str]) -> str:
+    """Why it counts nothing."""
+    if said.verdict == WITHDRAWN:
+        return "it takes a rejection back"
+    if canonical(said.actor) in own:
+        return "it is its owner's"
+    if any(name.startswith(NOBODY) for name in own):
+        return "the name of its owner was erased"
+    return f"the policy does not name {said.actor}"

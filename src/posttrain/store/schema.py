@@ -247,7 +247,7 @@ approvals = Table(
     Column("project", String(63), primary_key=True),
     Column("request", String(71), primary_key=True),
     Column("principal", String(32), primary_key=True),
-    Column("verdict", String(16), nullable=False),  # approved | rejected
+    Column("verdict", String(16), nullable=False),  # approved | rejected | withdrawn
     Column("at", Float(53), nullable=False),
     Column("reason", Text, nullable=False),
     ForeignKeyConstraint(["project", "request"], ["approval_requests.project", "approval_requests.digest"]),
