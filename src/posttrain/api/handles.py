@@ -6,7 +6,7 @@ A handle holds a name and asks when it is touched, so it never tells of a moment
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Run:
     """A handle on one run."""
 
-    control: Control
+    control: Control = field(repr=False)
     id: str
     attached: bool = False  # submitted before: this submit started nothing
     warnings: tuple[str, ...] = ()  # of the plan that this submit made, or of what it attached to
@@ -126,7 +126,7 @@ class Run:
 class Channel:
     """A handle on one release channel; it need not exist yet."""
 
-    control: Control
+    control: Control = field(repr=False)
     name: str
 
     @property
