@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.store.channel import EVENTS, PACK, AttemptChannel, ChannelObjects, ControlKind, Summary
 from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.channels.objects import ObjectStoreObjects
+from s3_server import s3_server
 
 HERE = Path(__file__).parent
 PATIENCE = 300.0  # seconds; a machine may be as busy as it likes
@@ -31,14 +31,8 @@ PATIENCE = 300.0  # seconds; a machine may be as busy as it likes
 @pytest.fixture(scope="module")
 def store() -> Iterator[str]:
     """The endpoint of an S3 server of this process, on loopback, with a bucket."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    endpoint = "http://{}:{}".format(*server.get_host_and_port())
-    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT")).close()
-    yield endpoint
-    server.stop()
+    with s3_server("bucket") as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(params=["folder", "objects"])

@@ -14,6 +14,8 @@ import pytest
 from tiny_run import MODEL, training_row
 from workbench import Workbench
 
+from s3_server import s3_server
+
 pytestmark = pytest.mark.slow
 SAID = {"start.json", "summary.json", "result.json", "controls"}
 
@@ -21,19 +23,13 @@ SAID = {"start.json", "summary.json", "result.json", "controls"}
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
     """A folder whose commands know an S3 server on loopback."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    address = "http://{}:{}".format(*server.get_host_and_port())
-    urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
     made = Workbench(tmp_path)
-    known = {"ENDPOINT_URL": address, "ALLOW_HTTP": "true", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y"}
-    for name, value in {**known, "REGION": "r"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    yield made
-    made.clean()
-    server.stop()
+    with s3_server("bucket") as address:
+        known = {"ENDPOINT_URL": address, "ALLOW_HTTP": "true", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y"}
+        for name, value in {**known, "REGION": "r"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        yield made
+        made.clean()
 
 
 def test_a_run_in_a_workspace_with_a_channel_in_a_store(bench: Workbench) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from posttrain.store import external as external_store
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
 from posttrain.store.external import External, external
+from s3_server import s3_server
 
 SECRET = "sixteen-letters-and-more"
 
@@ -32,15 +32,8 @@ SECRET = "sixteen-letters-and-more"
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     """An S3 server of this process, on loopback, with a bucket and one that keeps versions."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    address = "http://{}:{}".format(*server.get_host_and_port())
-    for name in ("bucket", "kept"):
-        urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT")).close()
-    yield address
-    server.stop()
+    with s3_server("bucket", "kept") as address:
+        yield address
 
 
 class Elsewhere:

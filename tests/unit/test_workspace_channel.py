@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.channels import objects
 from posttrain.store.channels.objects import ObjectStoreObjects
 from posttrain.workspace.settings import SETTINGS
+from s3_server import s3_server
 
 SECRET = "sixteen-letters-and-more"
 
@@ -29,14 +29,8 @@ SECRET = "sixteen-letters-and-more"
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     """An S3 server of this process, on loopback, with a bucket."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    address = "http://{}:{}".format(*server.get_host_and_port())
-    urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
-    yield address
-    server.stop()
+    with s3_server("bucket") as address:
+        yield address
 
 
 @pytest.fixture
