@@ -412,6 +412,32 @@ def test_a_change_that_was_approved_and_undone_needs_another_approval(world: Wor
     assert "has none" in refused(world, "channel", "set-policy", "prod", second, code=9)
 
 
+def test_a_freeze_wipes_nothing_that_was_said_of_a_change(bench: Bench) -> None:
+    channels.protect(bench.stores, "prod", protected=True)
+    eve, ann, bob = (by(bench, f"user:{name}") for name in ("eve", "ann", "bob"))
+
+    def unprotects(says: str) -> None:
+        with pytest.raises(ApprovalError, match=says):
+            channels.protect(eve, "prod", protected=False)
+
+    def frozen_for_a_while() -> None:
+        channels.freeze(eve, "prod", channels.RELEASES)
+        channels.freeze(eve, "prod", "")
+
+    unprotects("has none")
+    with bench.ledger.snapshot() as now:
+        (request,) = now.approval_requests("prod")
+    approving.say(bob, request, REJECTED, "never")
+    approving.say(ann, request, APPROVED)
+    frozen_for_a_while()
+    unprotects("was rejected by user:bob: never")
+    approving.say(bob, request, APPROVED)
+    frozen_for_a_while()
+    assert not channels.protect(eve, "prod", protected=False).protected, "what was approved still is"
+    channels.protect(eve, "prod", protected=True)
+    unprotects("has none")
+
+
 @pytest.mark.parametrize("protected", [True, False])
 def test_a_quarantine_is_lifted_by_approval(world: World, user: As, protected: bool) -> None:
     lift = {} if protected else {"quarantine": {"lift": "approval"}}

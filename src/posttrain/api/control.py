@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Written,
         WrittenTrace,
     )
+    from posttrain.api.watching import Vigil, Watcher
     from posttrain.domain.approvals import Standing
     from posttrain.domain.errors import PosttrainError
     from posttrain.domain.manifest import Manifest
@@ -56,23 +57,6 @@ if TYPE_CHECKING:
         RunRecord,
         Signal,
     )
-
-
-class Watcher(Protocol):
-    """Looks at one run again and again."""
-
-    def read(self) -> RunStatus:
-        """The run as it is now."""
-
-
-class Vigil(Protocol):
-    """Waits for a run that somebody else drives."""
-
-    def look(self) -> RunRecord:
-        """The run as it is now. Raises DeadlineError when the time is up."""
-
-    def rest(self, seconds: float) -> None:
-        """Until the next look."""
 
 
 class Submissions(Protocol):

@@ -118,6 +118,9 @@ class Run:
 
         Args:
             lift_quarantine: why a model that was rolled back from the channel may come back.
+
+        Raises:
+            ApprovalError: the channel's policy names approvers, who have not approved it; it is asked for then.
         """
         return self.control.promote(self.id, channel, lift_quarantine)
 
@@ -172,17 +175,22 @@ class Channel:
 
         Raises:
             InputError: naming file, field, constraint and value.
-            ChannelClosedError: it is protected.
+            ApprovalError: it is protected, and approvers have not approved the change yet; it is asked for then.
+            ChannelClosedError: it is protected, and nobody is named who could approve.
         """
         self.control.set_policy(self.name, Path(path))
         return self.record
 
     def remove_policy(self) -> ChannelRecord:
-        """Take its policy away: releases pass what their runs say."""
+        """Take its policy away: releases pass what their runs say. Raises as `set_policy`."""
         return self.control.remove_policy(self.name)
 
     def protect(self, *, protected: bool = True, why: str = "") -> ChannelRecord:
-        """Let its policy and quarantine be changed by approval only; `protected=False` takes that back."""
+        """Let its policy and quarantine be changed by approval only; `protected=False` takes that back.
+
+        Raises:
+            ApprovalError: the policy's approvers have not approved that it is unprotected yet; it is asked for then.
+        """
         return self.control.protect(self.name, protected=protected, why=why)
 
     def freeze(self, *, rollbacks: bool = False, why: str = "") -> ChannelRecord:
@@ -202,6 +210,9 @@ class Channel:
 
         Args:
             since: the release that must be live now; makes a bare rollback safe to repeat.
+
+        Raises:
+            ApprovalError: the model is quarantined, and may come back once that is approved.
         """
         return self.control.rollback(self.name, to, since)
 

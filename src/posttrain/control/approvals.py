@@ -55,7 +55,7 @@ def change_request(
     """The request for a change of a protected channel; None where nobody could approve it."""
     if pinned is None or not pinned.policy.approvers:
         return None
-    bound |= {"project": stores.ledger.project, "policy": pinned.digest, "generation": record.generation}
+    bound |= {"project": stores.ledger.project, "policy": pinned.digest, "revision": record.revision}
     return request_of(action, record.name, stores.actor, stores.clock.now(), **bound)
 
 
@@ -85,7 +85,7 @@ def outdated(now: Snapshot, request: ApprovalRequest) -> str:
     if _done(now, request):
         return ""
     record, live = now.channel_record(request.channel), now.channel(request.channel)
-    held = {"policy": record.policy, "live": live.sequence if live else 0, "generation": record.generation}
+    held = {"policy": record.policy, "live": live.sequence if live else 0, "revision": record.revision}
     return request.outdated(held)
 
 

@@ -171,15 +171,9 @@ def release_stage(
                 transaction.lock_recalls()
                 refuse_release(transaction.snapshot, channel, candidate)
                 approved = approvals.count(transaction, request, pinned)
+                under: dict[str, Any] = {"policy": report.policy, "approved": approved}
                 live = transaction.append_release(
-                    channel,
-                    candidate,
-                    run.id,
-                    "promote",
-                    expected=judged,
-                    report_digest=inputs["report"].digest,
-                    policy=report.policy,
-                    approved=approved,
+                    channel, candidate, run.id, "promote", judged, inputs["report"].digest, **under
                 )
             verb = "now points" if move else "already pointed"
             transaction.update_stage(
@@ -192,16 +186,16 @@ def release_stage(
     except StaleWriteError:  # the stage's own row, not the channel: look again
         raise
     except ConflictError as error:
-        reason, action = _turned_away(error, run.id, channel)
-        with stores.ledger.transaction(stores.actor) as transaction:
-            transaction.update_stage(
-                stage,
-                state=StageState.REJECTED,
-                reason=reason,
-                message=str(error),
-                next_action=action,
-            )
+        _turn_away(stores, stage, channel, error)
     crashpoint("promote.after_commit")
+
+
+def _turn_away(stores: Stores, stage: StageRecord, channel: str, error: ConflictError) -> None:
+    """End a release stage that may not release."""
+    reason, action = _turned_away(error, stage.run_id, channel)
+    with stores.ledger.transaction(stores.actor) as transaction:
+        ends: dict[str, Any] = {"reason": reason, "message": str(error), "next_action": action}
+        transaction.update_stage(stage, state=StageState.REJECTED, **ends)
 
 
 def _turned_away(error: ConflictError, run_id: str, channel: str) -> tuple[Reason, str]:

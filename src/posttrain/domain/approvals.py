@@ -21,7 +21,7 @@ _SHOWN = 19  # characters of a digest
 _CHANGES = {  # what is bound, and what is said where it is another now
     "policy": "the policy is another now",
     "live": "another release is live now",
-    "generation": "the channel was moved or changed since",
+    "revision": "the policy or the protection of the channel was changed since",
 }
 
 
@@ -74,7 +74,7 @@ class ApprovalRequest:
         """Why what was said of it counts nothing any more; empty: it counts.
 
         Args:
-            channel: `policy`, `live` and `generation` of its channel now.
+            channel: `policy`, `live` and `revision` of its channel now.
         """
         return next(
             (said for name, said in _CHANGES.items() if self.asked.get(name, channel[name]) != channel[name]), ""

@@ -166,6 +166,7 @@ class ChannelRecord:
     policy: str | None = None  # digest of what every release must pass; None: what its run says
     protected: bool = False  # policy and quarantine are changed by approval only
     frozen: str = ""  # what may not move it: nothing | releases | all (rollbacks too)
+    revision: int = 0  # every change of its policy or protection is one
     generation: int = 0  # 0: nobody has used it yet
 
 

@@ -108,7 +108,8 @@ class ReleaseWriting(Writing):
         Raises:
             ConflictError: somebody did.
         """
-        new = replace(record, **columns, generation=record.generation + 1)
+        revision = record.revision + int(bool({"policy", "protected"} & columns.keys()))
+        new = replace(record, **columns, revision=revision, generation=record.generation + 1)
         policy = columns.get("policy")
         found = [Artifact(policy, "file", size, "policy", self._clock.now())] if policy else []
         facts = {"set": columns, "was": {name: getattr(record, name) for name in columns}}
@@ -133,7 +134,7 @@ class ReleaseWriting(Writing):
     def _touched(self, record: ChannelRecord, new: ChannelRecord | None = None) -> Change:
         """The channel's row one generation further; made when it is used for the first time."""
         columns = {"policy": (new or record).policy, "protected": int((new or record).protected)}
-        columns |= {"frozen": (new or record).frozen}
+        columns |= {"frozen": (new or record).frozen, "revision": (new or record).revision}
         key = {"project": self._project, "name": record.name}
         if record.generation:
             change = self._moved(channels, key, record.generation, columns if new else {})

@@ -199,6 +199,7 @@ channels = Table(
     Column("policy", String(71)),  # digest of the document that says what a release must pass; NULL: there is none
     Column("protected", Integer, nullable=False),  # 1: its policy and its quarantine are changed by approval only
     Column("frozen", String(16), nullable=False),  # what may not move it: empty | releases | all
+    Column("revision", Integer, nullable=False),  # every change of its policy or protection is one
     Column("generation", Integer, nullable=False),  # every release and every change of the columns before is one
 )
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from posttrain.api.values import Locked, RunDiff, Why
 
 if TYPE_CHECKING:
-    from posttrain.api.control import Vigil as AnyVigil
     from posttrain.api.values import Submitted
+    from posttrain.api.watching import Vigil as AnyVigil
     from posttrain.app.workspace import Workspace
     from posttrain.control.comparing import Comparison
     from posttrain.control.scores import Scores

@@ -348,6 +348,7 @@ def _create_channels() -> None:
         sa.Column("policy", _DIGEST),
         sa.Column("protected", sa.Integer(), nullable=False),
         sa.Column("frozen", sa.String(16), nullable=False),
+        sa.Column("revision", sa.Integer(), nullable=False),
         sa.Column("generation", sa.Integer(), nullable=False),
     )
     op.create_table(
@@ -362,8 +363,8 @@ def _create_channels() -> None:
     )
     # the newest release of a channel is what is live on it; there was no policy, and nothing was frozen
     op.execute(
-        "INSERT INTO channels (project, name, policy, protected, frozen, generation) "
-        "SELECT DISTINCT project, channel, NULL, 0, '', 1 FROM releases"
+        "INSERT INTO channels (project, name, policy, protected, frozen, revision, generation) "
+        "SELECT DISTINCT project, channel, NULL, 0, '', 0, 1 FROM releases"
     )
     op.execute(
         "INSERT INTO deployments (project, channel, role, release_sequence, weight, generation) "
