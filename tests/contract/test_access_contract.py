@@ -177,6 +177,59 @@ def test_who_has_no_role_is_admin_only_where_nobody_has_one_and_the_system_lets_
     verify_rows(ledger)
 
 
+def test_a_token_is_of_the_project_whose_admin_issues_it(ledger: Ledger) -> None:
+    _, token = issue(ledger, "user:ann", "service:ci", HERE, DAY)
+    other = Ledger(ledger.database, ledger.clock, project="other")
+    with pytest.raises(NotFoundError, match="there is no token"):
+        rotate(other, "user:mallory", token.id, DAY)
+    with other.transaction("user:mallory") as transaction:
+        assert not transaction.revoke_token(token.id)
+        assert transaction.snapshot.tokens() == []
+    for scopes in (HERE, {**HERE, "other": Role.ADMIN}):
+        with pytest.raises(InputError, match="must be for project other, whose admin issues it, got default"):
+            issue(other, "user:mallory", "user:mallory", scopes, DAY)
+    with ledger.snapshot() as now:
+        assert [one.revoked_at for one in now.tokens()] == [None]
+
+
+@pytest.mark.parametrize("name", ["user:bob\nroot", "bob", "user: bob", "erased:12"])
+def test_a_token_is_for_somebody_who_can_be_named(ledger: Ledger, name: str) -> None:
+    with pytest.raises(InputError, match="token: must be for user:NAME or service:NAME, without spaces"):
+        issue(ledger, "user:ann", name, HERE, DAY)
+
+
+def test_what_has_expired_is_not_rotated(ledger: Ledger) -> None:
+    _, token = issue(ledger, "user:ann", "service:ci", HERE, DAY)
+    ledger.clock.sleep(DAY)
+    with pytest.raises(InputError, match="has expired, so nothing takes its place; issue another one"):
+        rotate(ledger, "user:ann", token.id, DAY)
+
+
+def test_who_is_erased_has_neither_role_nor_token_and_the_last_admin_is_not_erased(ledger: Ledger) -> None:
+    with ledger.transaction("user:root") as transaction:
+        transaction.set_role("user:sue", Role.SUBMITTER)
+    with pytest.raises(ConflictError, match="must have an admin, and this is the last; name another first"):
+        erase_principal(ledger, "user:sue", "user:root", "asked to")
+    with ledger.transaction("user:root") as transaction:
+        transaction.set_role("user:sue", Role.ADMIN)
+    _, token = issue(ledger, "user:sue", "user:root", HERE, DAY)
+    erase_principal(ledger, "user:root", "user:root", "asked to")
+    with ledger.snapshot() as now:
+        assert now.roles() == {"user:sue": Role.ADMIN}
+        assert [one.revoked_at for one in now.tokens() if one.id == token.id] == [ledger.clock.now()]
+    seal(ledger)
+    verify_chain(ledger)
+    verify_rows(ledger)
+
+
+def test_an_erasure_says_how_whoever_erased_was_known(ledger: Ledger) -> None:
+    theirs = Ledger(ledger.database, ledger.clock, auth="token")
+    with theirs.transaction("user:cy") as transaction:
+        transaction.append_event("note", "x", {})
+    erase_principal(theirs, "user:root", "user:cy", "asked to")
+    assert {one.auth for one in ledger.pending_events() if one.kind == "words.erased"} == {"token"}
+
+
 def test_events_say_how_whoever_acted_was_known(ledger: Ledger) -> None:
     secret, _ = issue(ledger, "user:ann", "service:ci", HERE, DAY)
     found = TokenAuthenticator(ledger).authenticate(secret)

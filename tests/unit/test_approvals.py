@@ -25,6 +25,7 @@ from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, Sta
 from posttrain.domain.errors import AccessError, ApprovalError, InputError
 from posttrain.domain.policies import parse_policy
 from posttrain.domain.reasons import Reason
+from posttrain.domain.roles import Role
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.drivers.requests import runs_folder
 from posttrain.store.atomic import make_folder
@@ -585,6 +586,46 @@ def test_a_rejection_counts_once_the_name_of_whoever_rejected_was_erased(
     with pytest.raises(ApprovalError, match=r"was rejected by erased:[0-9a-f]+; submit the run again"):
         promote(bench.stores, run_id, "prod")
     verify_rows(bench.ledger)
+
+
+def test_an_approval_counts_nothing_while_whoever_gave_it_is_no_approver_of_the_project(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = planned(bench, monkeypatch)
+    grant(bench, "user:bob", Role.APPROVER)
+    said(bench, "user:bob", run_id)
+    grant(bench, "user:bob", Role.SUBMITTER)
+    while (tick := bench.reconciler.tick(run_id)) is not None and tick.changed:
+        pass
+    lacking = (
+        "too few may approve who are not its owner: have the policy name more approvers, or give user:ann or user:bob"
+    )
+    assert f"has none; {lacking} the role approver" in bench.stage(run_id, "release").message
+    with pytest.raises(ApprovalError, match="has none"):
+        promote(bench.stores, run_id, "prod")
+    bench.clock.time += 1000
+    assert bench.reconciler.queue.due() == set()
+    grant(bench, "user:bob", Role.APPROVER)
+    assert bench.reconciler.queue.due() == {run_id}, "a role wakes who waits for it"
+    assert bench.drive(run_id).state == "succeeded"
+    verify_rows(bench.ledger)
+
+
+def grant(bench: Bench, name: str, role: Role) -> None:
+    with bench.ledger.transaction("user:root") as transaction:
+        transaction.set_role(name, role)
+
+
+@pytest.mark.parametrize(
+    "name", ["user:ann ", "user:\u202eann", "user:a\u2028b", "user:a\u0085b", "user:", "ann", "x:ann"]
+)
+def test_a_name_that_reads_like_another_is_nobodys(bench: Bench, name: str) -> None:
+    pinned = channels.policy_of(bench.stores, "prod")
+    assert pinned is not None
+    with pytest.raises(InputError, match="approvers: must be principals such as user:ann"):
+        parse_policy({**pinned.policy.to_json(), "approvers": [name]}, "policy")
+    with pytest.raises(InputError, match="role viewer: must be of user:NAME or service:NAME"):
+        grant(bench, name, Role.VIEWER)
 
 
 @pytest.mark.parametrize("owner", ["user:ann", "Ann", "service:ann", "User: ann", "\uff41\uff4e\uff4e", "a\u200dnn"])

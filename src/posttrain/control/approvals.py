@@ -13,10 +13,11 @@ from typing import Any
 from posttrain.control.stores import Stores
 from posttrain.domain.approvals import Action, ApprovalRequest, Standing, request_of, weigh
 from posttrain.domain.errors import ApprovalError, StaleWriteError
-from posttrain.domain.policies import PinnedPolicy
+from posttrain.domain.policies import ChannelPolicy, PinnedPolicy
 from posttrain.domain.principals import NOBODY, canonical, meant
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import ChannelRecord, RunRecord, StageRecord
+from posttrain.domain.roles import Role
 from posttrain.store.releasing import pass_freeze, quarantined, refuse_protected
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
@@ -69,7 +70,14 @@ def standing(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy) -> S
     known = next(iter(now.approval_requests(prefix=request.digest)), request)  # whose it is, was said first
     said = now.approvals(request.digest)
     own, done = owners(now, known, pinned), _done(now, known)
-    return weigh(known, policy.approvers, policy.needed, own, said, outdated(now, known), done)
+    return weigh(known, policy.approvers, policy.needed, own, said, outdated(now, known), done, _roleless(now, policy))
+
+
+def _roleless(now: Snapshot, policy: ChannelPolicy) -> tuple[str, ...]:
+    """Approvers of a policy whom the project, where it has roles, gave none that lets them approve."""
+    roles = now.roles()
+    able = {name for name, role in roles.items() if role.covers(Role.APPROVER)}
+    return tuple(name for name in policy.approvers if roles and name not in able)
 
 
 def owners(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy) -> set[str]:

@@ -111,6 +111,7 @@ class Standing:
     outdated: str = ""  # why nothing that was said of it counts any more
     done: bool = False  # it is what the channel serves now
     ownerless: bool = False  # whose it is was erased, so nobody can tell who may approve it
+    roleless: tuple[str, ...] = ()  # approvers of the policy who are not approvers of the project
     said: str = ""  # what somebody said of it just now: approved | rejected | withdrawn
 
     @property
@@ -150,8 +151,13 @@ class Standing:
         if self.ownerless:
             return f"{counted}; nobody may approve, since the name of its owner was erased; {self.request.anew}"
         if self.missing > len(self.may):
-            return f"{counted}; too few may approve who are not its owner: have the policy name more approvers"
+            few = "too few may approve who are not its owner: have the policy name more approvers"
+            return f"{counted}; {few}{self._lacking}"
         return f"{counted}; {one_of(self.may)} may approve" if self.missing else counted
+
+    @property
+    def _lacking(self) -> str:
+        return f", or give {one_of(self.roleless)} the role approver" if self.roleless else ""
 
 
 def one_of(names: Sequence[str]) -> str:
@@ -180,6 +186,7 @@ def weigh(
     said: Sequence[Approval],
     outdated: str = "",
     done: bool = False,
+    roleless: Collection[str] = (),
 ) -> Standing:
     """Where a request stands.
 
@@ -190,19 +197,22 @@ def weigh(
         said: of this request, one of each person.
         outdated: why nothing of it counts any more.
         done: what was asked for is done.
+        roleless: those of the approvers who are not approvers of the project.
     """
     ownerless = any(name.startswith(NOBODY) for name in own)
-    able = [name for name in approvers if canonical(name) not in own and not ownerless]
+    able = [name for name in approvers if not (ownerless or canonical(name) in own or name in roleless)]
     given = tuple(one for one in said if one.verdict == APPROVED and one.actor in able)
     rejected = [one for one in said if one.verdict == REJECTED]  # by an approver, whoever that is by now
     refusal = next((one for one in rejected if one.actor in approvers or one.actor.startswith(NOBODY)), None)
     spoken = {one.actor for one in given}
-    void = tuple((one, _void(one, own)) for one in said if one.verdict != REJECTED and one.actor not in spoken)
+    void = tuple(
+        (one, _void(one, own, roleless)) for one in said if one.verdict != REJECTED and one.actor not in spoken
+    )
     may = tuple(name for name in able if name not in spoken)
-    return Standing(request, needed, given, refusal, may, void, outdated, done, ownerless)
+    return Standing(request, needed, given, refusal, may, void, outdated, done, ownerless, tuple(roleless))
 
 
-def _void(said: Approval, own: Collection[str]) -> str:
+def _void(said: Approval, own: Collection[str], roleless: Collection[str]) -> str:
     """Why it counts nothing."""
     if said.verdict == WITHDRAWN:
         return "it takes a rejection back"
@@ -210,4 +220,6 @@ def _void(said: Approval, own: Collection[str]) -> str:
         return "it is its owner's"
     if any(name.startswith(NOBODY) for name in own):
         return "the name of its owner was erased"
+    if said.actor in roleless:
+        return f"{said.actor} is no approver of the project any more"
     return f"the policy does not name {said.actor}"

@@ -58,9 +58,11 @@ class ApprovalReading:
             raise IntegrityError(f"run {run_id}: no event tells who submitted it; restore the ledger from a copy")
         return str(found)
 
-    def runs_that_wait_for_approval(self, channel: str) -> Sequence[str]:
-        """Ids of runs whose release to a channel waits for an approval."""
+    def runs_that_wait_for_approval(self, channel: str | None = None) -> Sequence[str]:
+        """Ids of runs whose release, to this channel or any, waits for an approval."""
         query = select(stages.c.run_id).join(approval_requests, approval_requests.c.run_id == stages.c.run_id)
-        query = query.where(approval_requests.c.project == self._project, approval_requests.c.channel == channel)
+        query = query.where(approval_requests.c.project == self._project)
+        if channel is not None:
+            query = query.where(approval_requests.c.channel == channel)
         query = query.where(stages.c.state == StageState.READY, stages.c.reason == Reason.WAITING_FOR_APPROVAL)
         return list(self._connection.execute(query.distinct()).scalars())

@@ -24,6 +24,7 @@ from posttrain.domain.principals import NOBODY
 from posttrain.store.audited import CHANGED, TABLES, Change
 from posttrain.store.envelopes import ERASED
 from posttrain.store.external import URI, VERSION
+from posttrain.store.granting import end_access
 from posttrain.store.journal import Author, Journal, new_request
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import (
@@ -115,9 +116,12 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
 def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erased:
     """Erase a principal's name (`user:ada`: `ada`) wherever an event or a row says it as a word.
 
+    Their roles and tokens end with it: a name that nobody has any more must not be able to do anything.
+
     Raises:
         NotFoundError: there is no principal of that name.
         InputError: the reason says it.
+        ConflictError: they are the last admin of a project.
     """
     word = re.compile(rf"(?<!\w){re.escape(name.partition(':')[2])}(?!\w)")
     if word.search(reason):
@@ -129,6 +133,7 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
                 f"there is no principal {name!r}; `posttrain asset ls` and `get CHANNEL` show who acted"
             )
         principal = str(found)
+        end_access(connection, _author(ledger, actor), ledger.clock, principal)
         journal = _journal(connection, ledger, actor)
         mentioning = [one for one, body in _told(connection) if word.search(body)]
 
@@ -155,9 +160,12 @@ def _empty_work(connection: Connection, where: Any) -> None:
     connection.execute(update(work).where(where).values(error="", traceback=""))
 
 
+def _author(ledger: Ledger, actor: str) -> Author:
+    return Author(actor, new_request(ledger.entropy), ledger.auth, ledger.entropy)
+
+
 def _journal(connection: Connection, ledger: Ledger, actor: str) -> Journal:
-    author = Author(actor, new_request(ledger.entropy), ledger.auth, ledger.entropy)
-    journal = Journal(connection, author, ledger.clock, ledger.project)
+    journal = Journal(connection, _author(ledger, actor), ledger.clock, ledger.project)
     assert journal.own  # read before it may be erased
     return journal
 

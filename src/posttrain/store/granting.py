@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from sqlalchemy import delete, select
+from sqlalchemy import Connection, delete, select, update
 
-from posttrain.domain.errors import ConflictError
+from posttrain.domain.errors import ConflictError, InputError
+from posttrain.domain.ports import Clock
+from posttrain.domain.principals import FORM, is_principal
 from posttrain.domain.records import Token
 from posttrain.domain.roles import Role
-from posttrain.store.audited import REMOVED, Change
-from posttrain.store.schema import projects, roles, tokens
+from posttrain.store.audited import CHANGED, REMOVED, Change
+from posttrain.store.journal import Author, Journal
+from posttrain.store.schema import channels, projects, roles, tokens
+from posttrain.store.snapshot import Snapshot
 from posttrain.store.writing import Writing
 
 
@@ -22,9 +26,11 @@ class GrantWriting(Writing):
 
         Raises:
             ConflictError: nobody would be an admin any more.
+            InputError: a name that no policy could name either.
         """
-        if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
-            self._connection.execute(select(projects.c.id).where(projects.c.id == self._project).with_for_update())
+        if role is not None and not is_principal(name):
+            raise InputError(f"role {role}: must be of {FORM}, got {name!a}")
+        _lock(self._connection, self._project)
         known, own = self.snapshot.roles(), self._journal.author.name
         after: dict[str, Role | None] = {**(known or {own: Role.ADMIN}), name: role}
         if Role.ADMIN not in after.values():
@@ -34,6 +40,7 @@ class GrantWriting(Writing):
                 self._set_role(self._journal.principal(one), wanted)
 
     def _set_role(self, principal: str, role: Role | None) -> None:
+        self._woken |= set(self.snapshot.runs_that_wait_for_approval())  # whose approvals count is another now
         key = {"project": self._project, "principal": principal}
         if role is None:
             here = (roles.c.project == self._project) & (roles.c.principal == principal)
@@ -57,8 +64,45 @@ class GrantWriting(Writing):
         self._insert(tokens, columns, f"token {token.id}", "token.issued", token.id)
 
     def revoke_token(self, token_id: str) -> bool:
-        """Let a token be good for nothing from now on; False: it was revoked before, or there is none."""
+        """Let a token be good for nothing from now on; False: it was revoked before, or the project has none."""
+        if all(one.id != token_id for one in self.snapshot.tokens()):
+            return False
         live = select(tokens.c.id).where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
         if self._connection.execute(live.with_for_update()).first() is None:
             return False
         return self._change(tokens, {"id": token_id}, {"revoked_at": self._clock.now()}, "token.revoked", token_id)
+
+
+def end_access(connection: Connection, author: Author, clock: Clock, principal: str) -> None:
+    """Take every role from a principal, in every project, and revoke their tokens.
+
+    Raises:
+        ConflictError: a project would have no admin any more.
+    """
+    held = connection.execute(select(roles.c.project, roles.c.role).where(roles.c.principal == principal)).all()
+    for project, role in sorted((str(row[0]), Role(row[1])) for row in held):
+        _lock(connection, project)
+        here = (roles.c.project == project) & (roles.c.principal == principal)
+        others = select(roles.c.role).where(roles.c.project == project, roles.c.principal != principal)
+        if role is Role.ADMIN and Role.ADMIN not in connection.execute(others).scalars().all():
+            raise ConflictError(f"project {project}: must have an admin, and this is the last; name another first")
+        connection.execute(delete(roles).where(here))
+        journal = Journal(connection, author, clock, project)
+        gone = Change(REMOVED, "roles", {"project": project, "principal": principal}, {})
+        journal.tell("role.withdrawn", principal, gone)
+        journal.flush(Snapshot(connection, project).runs_that_wait_for_approval())
+    live = select(tokens.c.id, tokens.c.scopes).where(tokens.c.principal == principal, tokens.c.revoked_at.is_(None))
+    for token, scopes in connection.execute(live.with_for_update()).all():
+        now = {"revoked_at": clock.now()}
+        connection.execute(update(tokens).where(tokens.c.id == token).values(**now))
+        journal = Journal(connection, author, clock, next(iter(scopes)))
+        journal.tell("token.revoked", str(token), Change(CHANGED, "tokens", {"id": token}, now))
+        journal.flush()
+
+
+def _lock(connection: Connection, project: str) -> None:
+    """Lock a project's roles until the end of the transaction, and who begins to wait for an approval meanwhile."""
+    if connection.dialect.name == "postgresql":  # on SQLite one writes at a time
+        connection.execute(select(projects.c.id).where(projects.c.id == project).with_for_update())
+        mine = select(channels.c.name).where(channels.c.project == project)
+        connection.execute(mine.order_by(channels.c.name).with_for_update())

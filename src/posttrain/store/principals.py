@@ -1,4 +1,4 @@
-"""Reading who may do what: roles in the project, tokens of everybody."""
+"""Reading who may do what: roles in the project, and tokens for it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class PrincipalReading:
         return {name: Role(role) for name, role in self._connection.execute(query)}
 
     def tokens(self) -> list[Token]:
-        """Every token that was issued, oldest first."""
+        """Every token that is for this project, oldest first."""
         query = _TOKENS.order_by(tokens.c.created_at, tokens.c.id)
-        return [to_record(Token, row) for row in self._connection.execute(query)]
+        found = [to_record(Token, row) for row in self._connection.execute(query)]
+        return [one for one in found if self._project in one.scopes]
 
     def token_of(self, secret_digest: str) -> Token | None:
         """The token whose secret has this digest; None: there is none."""

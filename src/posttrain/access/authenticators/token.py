@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from posttrain.access.ports import Identity
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, InputError, NotFoundError
-from posttrain.domain.principals import NOBODY
+from posttrain.domain.principals import FORM, NOBODY, is_principal
 from posttrain.domain.records import Token
 from posttrain.domain.roles import Role
 from posttrain.store.ledger import Ledger
@@ -51,16 +51,22 @@ def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, Role]
     Args:
         actor: who issues it.
         principal: who will show it.
-        scopes: project → the most that may be done there with it.
+        scopes: the ledger's project → the most that may be done there with it.
         seconds: that it is good for.
 
     Raises:
-        InputError: a time that is not from now to a year from now; no scope.
+        InputError: a time that is not from now to a year from now; no scope, or one of another project; no principal.
     """
-    if not 0 < seconds <= LONGEST:
-        raise InputError(f"token: must be good for at most {LONGEST / 86400:g} days, got {seconds / 86400:g}")
+    _refuse_long(seconds)
+    if not is_principal(principal):
+        raise InputError(f"token: must be for {FORM}, got {principal!a}")
     if not scopes:
         raise InputError("token: must have a scope, got none; name a project and the role that it may have there")
+    if set(scopes) != {ledger.project}:
+        got = ", ".join(sorted(scopes))
+        raise InputError(
+            f"token: must be for project {ledger.project}, whose admin issues it, got {got}; issue it there"
+        )
     with ledger.transaction(actor) as transaction:
         return _add(ledger, transaction, principal, {name: str(role) for name, role in scopes.items()}, seconds)
 
@@ -69,18 +75,24 @@ def rotate(ledger: Ledger, actor: str, token_id: str, seconds: float) -> tuple[s
     """A token in the place of another one, which is good for nothing from this moment on.
 
     Raises:
-        InputError: as `issue`; or the other was revoked before.
-        NotFoundError: there is none.
+        InputError: as `issue`; or the other was revoked before, or has expired.
+        NotFoundError: the project has none.
     """
-    if not 0 < seconds <= LONGEST:
-        raise InputError(f"token: must be good for at most {LONGEST / 86400:g} days, got {seconds / 86400:g}")
+    _refuse_long(seconds)
     with ledger.transaction(actor) as transaction:
         old = next((one for one in transaction.snapshot.tokens() if one.id == token_id), None)
         if old is None:
             raise NotFoundError(f"there is no token {token_id!r}")
+        if ledger.clock.now() >= old.expires_at:
+            raise InputError(f"token {token_id} has expired, so nothing takes its place; issue another one")
         if not transaction.revoke_token(token_id):
             raise InputError(f"token {token_id} was revoked before, so nothing takes its place; issue another one")
         return _add(ledger, transaction, old.actor, old.scopes, seconds, old.id)
+
+
+def _refuse_long(seconds: float) -> None:
+    if not 0 < seconds <= LONGEST:
+        raise InputError(f"token: must be good for at most {LONGEST / 86400:g} days, got {seconds / 86400:g}")
 
 
 def _add(
