@@ -222,6 +222,17 @@ def test_who_is_erased_has_neither_role_nor_token_and_the_last_admin_is_not_eras
     verify_rows(ledger)
 
 
+def test_whoever_has_an_erased_name_is_somebody_else_in_the_same_process_too(ledger: Ledger) -> None:
+    for _ in range(2):
+        with ledger.transaction("user:cy") as transaction:
+            transaction.append_event("note", "x", {})
+    gone = erase_principal(ledger, "user:root", "user:cy", "asked to").subject
+    with ledger.transaction("user:cy") as transaction:
+        transaction.append_event("note", "x", {})
+    told = [one.actor for one in ledger.pending_events() if one.kind == "note"]
+    assert told == [f"erased:{gone}", f"erased:{gone}", "user:cy"]
+
+
 def test_an_erasure_says_how_whoever_erased_was_known(ledger: Ledger) -> None:
     theirs = Ledger(ledger.database, ledger.clock, auth="token")
     with theirs.transaction("user:cy") as transaction:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from cli_world import GOOD_REWARD, RUN, World, make_world
 from sqlalchemy import select
+from test_channel_policies import policy_file
 
 from posttrain.app.workspace import open_workspace
 from posttrain.store.audit import verify_rows
@@ -70,6 +71,15 @@ def test_a_persons_name_is_nowhere_afterwards(world: World) -> None:
     world.ok("asset", "add", "reward:sort", "reward.py")  # who acts again is named again, as another
     assert {row["created_by"] for row in world.json("asset", "ls")} == {f"user:{WHO}", f"erased:{done['subject']}"}
     proved(world)
+
+
+def test_policies_that_name_a_person_are_told_of(world: World) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, approvers=[f"user:{WHO}", "user:ann"]))
+    world.ok("channel", "set-policy", "beta", policy_file(world, approvers=["user:ann"]))
+    left = world.json("erase", f"user:{WHO}", "--reason", "they left")["left"]
+    (told,) = [line for line in left if "policy of channel" in line]
+    assert told.startswith("the policy of channel prod, which names them")
+    assert "posttrain channel set-policy prod POLICY.yaml" in told
 
 
 def test_what_was_said_of_a_run_goes_and_the_run_stays(world: World) -> None:

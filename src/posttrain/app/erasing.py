@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from posttrain.api.values import Erasure
 from posttrain.app.workspace import Workspace
+from posttrain.control.channels import policy_of
 from posttrain.data.refs import KINDS
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.principals import NOBODY
 from posttrain.store.erasure import Erased, erase_principal, erase_subject
 from posttrain.trackers.tracking import describe, of_workspace
@@ -59,6 +60,20 @@ def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[s
         yield f"the run's folder, with logs, facts and report: {folder}"
     if run or what.startswith(_PERSON):
         yield "manifests in the store, whose owner is part of their digest, and models' cards that were exported"
+        yield from _policies(workspace, what)
         yield from (f"tracker {kind}: {where}" for kind, where in describe(of_workspace(workspace)))
     if not run and not what.startswith(_PERSON):
         yield f"the bytes of {what} in the store"
+
+
+def _policies(workspace: Workspace, who: str) -> Iterator[str]:
+    """Policies that name a person, or cannot be read: what waits for approvals under them says the name again."""
+    for record in workspace.ledger.channel_records():
+        try:
+            pinned = policy_of(workspace.stores, record.name)
+        except IntegrityError:
+            yield f"the policy of channel {record.name}, which cannot be read"
+            continue
+        if pinned is not None and who in pinned.policy.approvers:
+            remedy = f"posttrain channel set-policy {record.name} POLICY.yaml without it"
+            yield f"the policy of channel {record.name}, which names them: while it does, what waits says so; {remedy}"

@@ -148,6 +148,7 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
             _empty_work(connection, work.c.id.in_(part))
         done = _erase(connection, journal, principal, reason, mentioning, left)
         before = _before(connection, lambda said: any(word.search(text) for text in said))
+    ledger.forget_principals()
     return _finish(ledger, principal, done, before)
 
 

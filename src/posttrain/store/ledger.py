@@ -86,6 +86,10 @@ class Ledger:
                 ) from error
         self._principals.update(transaction.principals)
 
+    def forget_principals(self) -> None:
+        """Look up the ids of principals anew: a name was erased, and whoever has it from now on is somebody else."""
+        self._principals.clear()
+
     def _committed(self, request: str) -> bool:
         """Whether a transaction whose answer was lost is there."""
         with self.snapshot() as now:
