@@ -7,10 +7,12 @@ from itertools import pairwise
 import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, fail, train, vanish
 
-from posttrain.control import actions
+from posttrain.control import actions, launching
 from posttrain.control.decide import STOP_GRACE_SECONDS
 from posttrain.control.explain import explain_run
+from posttrain.control.jobs import AttemptFolders
 from posttrain.control.reconciler import LEASE_SECONDS, Reconciler
+from posttrain.control.stores import Stores
 from posttrain.domain.errors import (
     BudgetExceededError,
     DeadlineError,
@@ -23,6 +25,7 @@ from posttrain.domain.errors import (
     StoppedError,
 )
 from posttrain.domain.jobs import JobResult
+from posttrain.domain.records import StageRecord
 from posttrain.store.attempts import AttemptFolder
 
 
@@ -322,3 +325,25 @@ def test_nothing_starts_in_a_run_that_another_driver_ended_a_moment_ago(
     run, stage = bench.ledger.run(run_id), bench.stage(run_id, "more")
     assert (run.state, stage.state) == ("rejected", "ready"), "it was waiting for its next attempt"
     assert bench.reconciler.queue.look("run", run_id) is None
+
+
+def test_stages_of_a_run_with_a_budget_never_run_side_by_side_whoever_starts_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver is suspended while it starts a stage; another one takes the run over, and starts another stage."""
+    more = {"stages": {**RUN["stages"], "more": {**RUN["stages"]["sft"], "steps": 4}}, "budget": {"tokens": 1000}}
+    bench.scripts |= {"sft": [vanish(), None], "more": [None]}
+    run_id = bench.submit(**more)
+    look, suspended = launching.find_checkpoint, []
+
+    def suspends(stores: Stores, folders: AttemptFolders, stage: StageRecord, *words: object) -> object:
+        if stage.name == "more" and not suspended:
+            suspended.append(stage.name)
+            bench.clock.sleep(LEASE_SECONDS + 1)
+            Reconciler(bench.stores, bench.jobs, "there").tick(run_id)
+        return look(stores, folders, stage, *words)
+
+    monkeypatch.setattr(launching, "find_checkpoint", suspends)
+    while not suspended:
+        bench.reconciler.tick(run_id)
+    assert [one.name for one in bench.ledger.stages(run_id) if one.state == "running"] == ["sft"]

@@ -84,6 +84,7 @@ def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:
     attempts, manifest = stores.ledger.attempts(run.id), stores.manifest(run)
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls()
+        transaction.lock_run(run.id)
         refuse_recalled(transaction.snapshot, manifest, f"run {run.id}")
         environments.accept(folders, run.id)  # before a driver may look at the run
         transaction.look_again(run.id)

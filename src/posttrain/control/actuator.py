@@ -137,6 +137,7 @@ def _move_run(stores: Stores, order: MoveRun) -> None:
     if is_final("run", order.state):
         columns["finished_at"] = stores.clock.now()
     with stores.ledger.transaction(stores.actor) as transaction:
+        transaction.lock_run(order.run.id)
         for stage in order.not_reached:
             assert order.culprit is not None
             said = f"not reached: stage {order.culprit.name} {order.culprit.state}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posttrain.control import budgets, environments
+from posttrain.control.decide import hold_back
 from posttrain.control.jobs import Jobs
 from posttrain.control.requests import job_of, request_of
 from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens_in, tokens_taken_over
@@ -12,6 +13,7 @@ from posttrain.data.external import external_versions, local_copy
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import (
     CapacityError,
+    ConflictError,
     FailureClass,
     InfrastructureError,
     InputError,
@@ -19,15 +21,20 @@ from posttrain.domain.errors import (
     WorkspaceError,
 )
 from posttrain.domain.jobs import Failure, InputBlob, JobOrder, Observation, Unknown
-from posttrain.domain.lifecycle import AttemptState, StageState
+from posttrain.domain.lifecycle import AttemptState, RunState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.execution.ports import Trainer
 
 
-def plan_attempt(stores: Stores, jobs: Jobs, stage: StageRecord, key: str) -> None:
-    """Commit the intent: an attempt with a deterministic external name. Launching it is the next tick's work."""
+def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, key: str) -> None:
+    """Commit the intent: an attempt with a deterministic external name. Launching it is the next tick's work.
+
+    Raises:
+        ConflictError: another driver ended the run, or started what this stage has to wait for, since the rows were
+            read: side by side two stages would each be handed all that is left of a budget.
+    """
     earlier = stores.ledger.attempts(stage.run_id, stage.name)
     number = len(earlier) + 1
     found = find_checkpoint(stores, jobs.folders, stage, key, earlier)
@@ -46,6 +53,13 @@ def plan_attempt(stores: Stores, jobs: Jobs, stage: StageRecord, key: str) -> No
         created_at=now,
     )
     with stores.ledger.transaction(stores.actor) as transaction:
+        transaction.lock_run(stage.run_id)
+        state = transaction.snapshot.run(stage.run_id).state
+        others = {one.name: one for one in transaction.snapshot.stages(stage.run_id)}
+        held = hold_back(manifest, stage, others, jobs.slots)
+        if held or state != RunState.RUNNING:
+            why = held[1] if held else f"the run is {state}"
+            raise ConflictError(f"{stage.run_id}/{stage.name}: is not started now: {why}")
         transaction.insert_attempt(attempt)
         transaction.update_stage(
             stage,

@@ -170,6 +170,11 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting):
             held = select(projects.c.id).where(projects.c.id == self._project).with_for_update(read=not exclusive)
             self._connection.execute(held)
 
+    def lock_run(self, run_id: str) -> None:
+        """Lock a run's row until the end of this transaction: of several drivers one begins or ends something of it."""
+        if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
+            self._connection.execute(select(runs.c.id).where(runs.c.id == run_id).with_for_update())
+
     def set_asset_status(self, asset: Asset, status: str, reason: str = "") -> AssetStatus:
         """Say what is thought of a version; an empty status takes back what was said.
 
