@@ -22,6 +22,7 @@ DECIDES_NOTHING = {
     "domain/overrides.py": "applied before the manifest is made",
     "domain/plugins.py": "finds what is installed, whose own digest is in the cache key",
     "domain/ports.py": "forms only",
+    "domain/principals.py": "what people's names must be",
     "domain/runspec.py": "what it holds is in the cache key",
     "domain/time_limit.py": "ends what takes too long, and changes no result",
     "domain/trackers.py": "where metrics are copied to",
