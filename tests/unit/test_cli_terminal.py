@@ -66,7 +66,14 @@ def test_what_a_job_and_a_file_say_is_shown_as_pictures(world: World, monkeypatc
 def test_errors_and_usage_errors_too(world: World) -> None:
     world.write("bad.yaml", RUN.replace("steps: 4", f"steps: {json.dumps(ESCAPE)}"))
     world.write("owner.yaml", RUN.replace("owner: ada", f"owner: {json.dumps(ESCAPE)}"))
-    for words in (("plan", "bad.yaml"), ("plan", "owner.yaml"), ("get", ESCAPE), (ESCAPE,), ("asset", "ls", ESCAPE), ("ls", f"--{ESCAPE}")):
+    for words in (
+        ("plan", "bad.yaml"),
+        ("plan", "owner.yaml"),
+        ("get", ESCAPE),
+        (ESCAPE,),
+        ("asset", "ls", ESCAPE),
+        ("ls", f"--{ESCAPE}"),
+    ):
         result = world(*words)
         assert result.exit_code == 2
         quiet(result.stderr)
