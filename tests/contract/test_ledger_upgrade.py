@@ -1,14 +1,16 @@
-"""A ledger of schema 0001 is upgraded on every database: SQLite in the fast suite, PostgreSQL by `make postgres`."""
+"""An older ledger is upgraded on every database: SQLite in the fast suite, PostgreSQL by `make postgres`."""
 
 from __future__ import annotations
 
 import json
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, make_url, text
+from sqlalchemy import Connection, MetaData, create_engine, insert, make_url, text
 
 from posttrain.domain.errors import IntegrityError, WorkspaceError
 from posttrain.domain.records import ChannelRecord, Deployment
@@ -18,9 +20,11 @@ from posttrain.store.chain import GENESIS, event_hash
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.postgres import with_driver
-from posttrain.store.sealer import verify_chain
+from posttrain.store.schema import VERSION_TABLE
+from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.upgrade import upgrade_ledger
 
+SECOND = Path(__file__).parents[1] / "unit" / "fixtures" / "workspace-0002.tar.gz"
 MODEL, MANIFEST = (f"sha256:{digit * 64}" for digit in "ab")
 _RUN = (
     "INSERT INTO runs VALUES (:id, 'sort', :manifest, 'succeeded', 'ann', :at, 3, 'Succeeded', 'done', '', NULL, NULL, "
@@ -85,7 +89,7 @@ def old(ledger_at: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_what_was_there_is_there_and_proved(old: str) -> None:
-    with pytest.raises(WorkspaceError, match="has schema 0001, this Posttrain needs 0002; run `posttrain upgrade`"):
+    with pytest.raises(WorkspaceError, match="has schema 0001, this Posttrain needs 0003; run `posttrain upgrade`"):
         Database(old)
     done = upgrade_ledger(old, lambda owner: True)
     assert (done.came_from, done.runs, done.events) == ("0001", 2, 4)
@@ -114,3 +118,75 @@ def test_a_row_that_the_old_events_tell_otherwise_is_named_and_nothing_changed(o
         upgrade_ledger(old, lambda owner: True)
     with pytest.raises(WorkspaceError, match="has schema 0001"):
         Database(old)
+
+
+@pytest.fixture
+def second(ledger_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the last commit of schema 0002 wrote, row by row."""
+    made = tmp_path / "made"
+    with tarfile.open(SECOND) as archive:
+        archive.extractall(made, filter="data")
+    with opened(ledger_at) as connection, opened(str(made / ".posttrain" / "ledger.db")) as source:
+        with monkeypatch.context() as then:
+            then.setattr(database, "SCHEMA_VERSION", "0002")
+            database.migrate(connection)
+        tables = MetaData()
+        tables.reflect(connection)
+        for name in ("tree_head", "projects"):  # which a revision fills
+            connection.execute(tables.tables[name].delete())
+        for table in tables.sorted_tables:
+            names = ", ".join(column.name for column in table.columns)
+            rows = [dict(row) for row in source.execute(text(f"SELECT {names} FROM {table.name}")).mappings()]
+            if rows and table.name != VERSION_TABLE:
+                connection.execute(insert(table), rows)
+        if connection.dialect.name == "postgresql":
+            for name in ("events", "work"):
+                connection.execute(text(f"SELECT setval('{name}_id_seq', (SELECT max(id) FROM {name}))"))
+    return ledger_at
+
+
+def test_a_ledger_of_0002_goes_on(second: str) -> None:
+    with pytest.raises(WorkspaceError, match="has schema 0002, this Posttrain needs 0003; run `posttrain upgrade`"):
+        Database(second)
+    done = upgrade_ledger(second, lambda owner: True)
+    assert (done.came_from, done.schema, done.runs, done.events) == ("0002", "0003", 3, 0)
+    assert done.copy
+    ledger = Ledger(Database(second))
+    assert (verify_chain(ledger).sealed, verify_chain(ledger).pending) == (122, 0)
+    assert [entry.action for entry in ledger.history("prod")] == ["promote", "promote", "rollback"]
+    with ledger.transaction("user:bob") as transaction:
+        transaction.append_release("prod", MODEL, None, "promote", expected=3)
+    verify_rows(ledger)
+    ledger.close()
+    assert upgrade_ledger(second, lambda owner: True).copy == ""
+
+
+def test_who_writes_while_a_ledger_of_0002_is_upgraded_goes_on(second: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver of the release before holds the ledger open all the time."""
+    with monkeypatch.context() as then:
+        then.setattr(database, "SCHEMA_VERSION", "0002")
+        older = Ledger(Database(second))
+    upgrade_ledger(second, lambda owner: True)
+    with older.transaction("user:bob") as transaction:
+        transaction.append_release("prod", MODEL, None, "promote", expected=3)
+    older.close()
+    ledger = Ledger(Database(second))
+    seal(ledger)
+    assert verify_chain(ledger).pending == 0
+    verify_rows(ledger)
+    ledger.close()
+
+
+def test_a_release_that_may_use_a_newer_ledger_uses_it(second: str) -> None:
+    upgrade_ledger(second, lambda owner: True)
+    with opened(second) as connection:
+        connection.execute(text("UPDATE schema_version SET version_num = '0004', usable_since = '0003'"))
+    ledger = Ledger(Database(second))
+    with ledger.transaction("user:bob") as transaction:
+        transaction.append_release("prod", MODEL, None, "promote", expected=3)
+    verify_rows(ledger)
+    ledger.close()
+    with opened(second) as connection:
+        connection.execute(text("UPDATE schema_version SET usable_since = '0004'"))
+    with pytest.raises(WorkspaceError, match=r"0004 is newer than this Posttrain \(0003\)"):
+        Database(second)

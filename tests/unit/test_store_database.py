@@ -18,11 +18,15 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
-from posttrain.domain.errors import ConflictError, DeadlineError, InputError, WorkspaceError
+from posttrain.domain.errors import ConflictError, DeadlineError, InputError, IntegrityError, WorkspaceError
 from posttrain.domain.records import Asset, AttemptRecord, Event, ReleaseEntry, RunRecord, StageRecord
 from posttrain.store import schema
+from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
+from posttrain.store.erasure import erase_principal
 from posttrain.store.ledger import Ledger
+from posttrain.store.sealer import seal, verify_chain
+from posttrain.store.upgrade import upgrade_ledger
 
 NOBODY = 65534
 
@@ -80,11 +84,62 @@ def test_a_newer_schema_is_refused_and_an_unmigrated_file_migrated(tmp_path: Pat
     sqlite3.connect(path).close()  # an empty file: no schema yet
     Database(path).close()
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE schema_version SET version_num = '0007'")
+        connection.execute("UPDATE schema_version SET version_num = '0007', usable_since = '0005'")
     connection.close()
     with pytest.raises(WorkspaceError) as caught:
         Database(path)
-    assert str(caught.value) == "workspace schema 0007 is newer than this Posttrain (0002); upgrade posttrain"
+    assert str(caught.value) == "workspace schema 0007 is newer than this Posttrain (0003); upgrade posttrain"
+
+
+def made_newer(path: Path, usable_since: str) -> None:
+    """A ledger as a release of schema 0004 leaves it: with a column and a table that this one does not know."""
+    ledger = Ledger(Database(path))
+    rows = [["+", "extras", ["one"], {"value": 7}]]
+    with ledger.transaction("ann") as transaction:
+        transaction.append_event("extra.added", "one", {"rows": rows})
+    ledger.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE extras (name TEXT PRIMARY KEY, value INTEGER)")
+        connection.execute("INSERT INTO extras VALUES ('one', 7)")
+        connection.execute("ALTER TABLE projects ADD COLUMN colour TEXT")
+        connection.execute("UPDATE schema_version SET version_num = '0004', usable_since = ?", (usable_since,))
+    connection.close()
+
+
+def test_a_newer_schema_says_whether_this_release_may_still_use_it(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    made_newer(path, schema.SCHEMA_VERSION)
+    database = Database(path)
+    ledger = Ledger(database)
+    write(database)
+    seal(ledger)
+    assert verify_chain(ledger).pending == 0
+    assert verify_rows(ledger)
+    with pytest.raises(WorkspaceError, match=r"has schema 0004, and this Posttrain \(0003\) does not know all"):
+        erase_principal(ledger, "user:ann", "user:bob", "asked")
+    database.close()
+    done = upgrade_ledger(path, lambda owner: True)
+    assert (done.came_from, done.schema, done.copy) == ("0004", "0004", "")
+
+
+def test_what_a_newer_schema_took_away_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    made_newer(path, "0004")
+    for use in (Database, lambda place: upgrade_ledger(place, lambda owner: True)):
+        with pytest.raises(WorkspaceError, match=r"0004 is newer than this Posttrain \(0003\); upgrade posttrain"):
+            use(path)
+
+
+def test_a_table_that_there_is_not_is_missed(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    made_newer(path, schema.SCHEMA_VERSION)
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE schema_version SET version_num = '0003'")
+    connection.close()
+    ledger = Ledger(Database(path))
+    with pytest.raises(IntegrityError, match="tells of a table 'extras', which there is not"):
+        verify_rows(ledger)
+    ledger.close()
 
 
 def test_two_processes_may_open_a_new_ledger_at_once(tmp_path: Path) -> None:

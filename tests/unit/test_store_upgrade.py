@@ -23,13 +23,22 @@ from posttrain.store.sealer import verify_chain
 
 MADE = Path(__file__).parent / "fixtures" / "workspace-0001.tar.gz"  # three runs, a rollback, `held` under way
 LINEAGES = Path(__file__).parent / "fixtures" / "lineages-0001.json"  # as the Posttrain before edges printed them
+SECOND = MADE.with_name("workspace-0002.tar.gz")  # the same, by the last commit that had schema 0002
 HELD, FIRST = "held-669de2d6", "sort-4d49a10e"
+HELD_SECOND = "held-ljgyz2wp"
 OLD_EVENTS = 143
 
 
 @pytest.fixture
 def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     with tarfile.open(MADE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return make_world(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    with tarfile.open(SECOND) as archive:
         archive.extractall(tmp_path, filter="data")
     return make_world(tmp_path, monkeypatch)
 
@@ -44,14 +53,14 @@ def test_an_older_ledger_is_not_touched_by_any_other_command(old: World) -> None
     for words in (("ls",), ("run", "run.yaml"), ("get", "prod"), ("init",)):
         refused = old(*words)
         assert (refused.exit_code, refused.stderr.count("\n")) == (10, 1), words
-        assert "has schema 0001, this Posttrain needs 0002; run `posttrain upgrade`" in refused.stderr
+        assert "has schema 0001, this Posttrain needs 0003; run `posttrain upgrade`" in refused.stderr
     assert ledger_bytes(old) == before
 
 
 def test_runs_lineage_and_proofs_still_hold(old: World) -> None:
     before = ledger_bytes(old)
     done = old.json("upgrade")
-    assert (done["came_from"], done["schema"], done["runs"], done["events"]) == ("0001", "0002", 4, OLD_EVENTS)
+    assert (done["came_from"], done["schema"], done["runs"], done["events"]) == ("0001", "0003", 4, OLD_EVENTS)
     kept = Path(done["copy"])
     assert kept.parent == old.root / ".posttrain"
     assert kept.stat().st_mode & 0o777 == 0o600
@@ -178,3 +187,74 @@ def test_rows_that_the_old_events_do_not_tell_are_not_made_the_truth(old: World,
     assert words in refused.stderr
     assert ledger_bytes(old) == before
     assert not list((old.root / ".posttrain").glob("ledger-*"))
+
+
+def test_a_ledger_of_0002_keeps_its_log(second: World) -> None:
+    before = ledger_bytes(second)
+    for words in (("ls",), ("get", "prod")):
+        refused = second(*words)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (10, 1), words
+        assert "has schema 0002, this Posttrain needs 0003; run `posttrain upgrade`" in refused.stderr
+    done = second.json("upgrade")
+    assert (done["came_from"], done["schema"], done["runs"], done["events"]) == ("0002", "0003", 3, 0)
+    with closing(sqlite3.connect(done["copy"])) as copy:
+        assert "\n".join(copy.iterdump()).encode() == before
+    workspace = rooms.open_workspace()
+    assert verify_chain(workspace.ledger).sealed == 122
+    assert [event.kind for event in workspace.ledger.events() if event.subject == "ledger"][-1:] == ["ledger.upgraded"]
+    workspace.close()
+    assert "everything matches" in second.ok("verify", "prod")
+    assert [entry["action"] for entry in second.json("get", "prod")["history"]] == ["promote", "promote", "rollback"]
+    assert second.json("upgrade")["copy"] == ""
+
+
+def test_a_run_of_0002_goes_on_after_the_upgrade(second: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    second.ok("upgrade")
+    workspace = rooms.open_workspace()
+    locked = workspace.stores.manifest(workspace.ledger.run(HELD_SECOND)).code["native"]
+    workspace.close()
+    monkeypatch.setattr(NativeTrainer, "code_digest", lambda self: locked)  # sources have changed since
+    second("attach", HELD_SECOND)
+    assert second.json("get", HELD_SECOND)["state"] in ("succeeded", "rejected")
+    assert "everything matches" in second.ok("verify", HELD_SECOND)
+
+
+def test_a_driver_of_0002_goes_on_through_the_upgrade(second: World) -> None:
+    """Only tables are added, so what it writes afterwards is what it wrote before."""
+    held = sqlite3.connect(second.root / ".posttrain" / "ledger.db", isolation_level=None)
+    alive = ("UPDATE work SET lease_owner = ?, lease_until = 9e9", (process_name(),))
+    held.execute(*alive)
+    second.ok("upgrade")
+    assert held.execute("SELECT lease_owner FROM work").fetchall()[0] == (process_name(),)
+    held.execute("UPDATE work SET lease_owner = NULL, lease_until = NULL")
+    held.close()
+    assert "everything matches" in second.ok("verify", "prod")
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("UPDATE stages SET tokens = 7 WHERE name = 'sft'", "/sft: tokens must be 400"),
+        ("UPDATE events SET at = 1 WHERE id = 9", "event log is broken at sequence 9"),
+    ],
+)
+def test_a_ledger_of_0002_that_does_not_hold_is_not_upgraded(second: World, statement: str, words: str) -> None:
+    with closing(sqlite3.connect(second.root / ".posttrain" / "ledger.db")) as connection, connection:
+        connection.execute(statement)
+    before = ledger_bytes(second)
+    refused = second("upgrade")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (8, 1)
+    assert words in refused.stderr
+    assert ledger_bytes(second) == before
+    assert not list((second.root / ".posttrain").glob("ledger-*"))
+
+
+@pytest.mark.parametrize("place", ["upgrade.after_copy", "upgrade.before_commit"])
+def test_an_upgrade_from_0002_killed_in_the_middle_is_made_again(second: World, place: str) -> None:
+    before = ledger_bytes(second)
+    environment = {**os.environ, "POSTTRAIN_CRASHPOINT": place, "POSTTRAIN_WORKSPACE": str(second.root / ".posttrain")}
+    died = subprocess.run([sys.executable, "-m", "posttrain", "upgrade"], env=environment, check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert ledger_bytes(second) == before
+    assert Path(second.json("upgrade")["copy"]).name == "ledger-0002-2.db"
+    assert "everything matches" in second.ok("verify", "prod")

@@ -27,6 +27,7 @@ class Audited:
     table: Table
     title: str  # of a row, by its columns
     words: frozenset[str] = frozenset()  # free text and personal data
+    since: str = "0002"  # the revision that made it
 
     @functools.cached_property
     def key(self) -> tuple[str, ...]:
@@ -86,6 +87,7 @@ TABLES: Mapping[str, Audited] = {
         Audited(schema.artifacts, "artifact {digest}"),
         Audited(schema.edges, "edge {producer} → {consumer} {slot}"),
         Audited(schema.holds, "hold of {holder} on {digest}", frozenset({"reason"})),
+        Audited(schema.sinks, "sink {name}", frozenset({"settings"}), since="0003"),
     )
 }
 

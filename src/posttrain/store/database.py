@@ -53,8 +53,9 @@ class Database:
         older: whether a ledger of an older schema is opened, to be upgraded.
 
     Raises:
-        WorkspaceError: missing, cut short, full, not a database, out of reach, or of another schema than this
-            Posttrain's (an older one is upgraded by `store.upgrade`). A ledger that may not be written can be read.
+        WorkspaceError: missing, cut short, full, not a database, out of reach, of an older schema than this Posttrain's
+            (`store.upgrade` upgrades it), or of a newer one that this may not use. One that may not be written can be
+            read.
         InputError: the URL holds a password.
         DeadlineError: another process holds the database for longer than `busy_seconds`.
     """
@@ -217,10 +218,12 @@ class Database:
             self._use_write_ahead_log()
         with self.read() as connection:
             version = schema_version(connection)
-            if version == SCHEMA_VERSION and not self._sqlite:
-                self.read_only = not postgres.may_write(connection, events.name)
-        _refuse_newer(version)
-        if version == SCHEMA_VERSION or (version is not None and self._older):
+            if version is not None and version >= SCHEMA_VERSION:
+                _refuse_newer(connection, version)
+                if not self._sqlite:
+                    self.read_only = not postgres.may_write(connection, events.name)
+                return
+        if version is not None and self._older:
             return
         if version is not None:
             raise WorkspaceError(
@@ -371,8 +374,16 @@ def schema_version(connection: Connection) -> str | None:
     return None if found is None else str(found)
 
 
-def _refuse_newer(version: str | None) -> None:
-    if version is not None and version > SCHEMA_VERSION:
+def _refuse_newer(connection: Connection, version: str) -> None:
+    """A newer release says in the ledger whose code may work beside it.
+
+    Raises:
+        WorkspaceError: this release's may not.
+    """
+    if version == SCHEMA_VERSION:
+        return
+    since = connection.execute(text(f"SELECT usable_since FROM {VERSION_TABLE}")).scalar()
+    if since is None or since > SCHEMA_VERSION:
         raise WorkspaceError(
             f"workspace schema {version} is newer than this Posttrain ({SCHEMA_VERSION}); upgrade posttrain"
         )

@@ -18,16 +18,18 @@ from sqlalchemy import Connection, Select, Text, bindparam, delete, func, or_, s
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.edges import IMPORTED
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.principals import NOBODY
 from posttrain.store.audited import CHANGED, TABLES, Change
+from posttrain.store.database import schema_version
 from posttrain.store.envelopes import ERASED
 from posttrain.store.external import URI, VERSION
 from posttrain.store.granting import end_access
 from posttrain.store.journal import Author, Journal, new_request
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import (
+    SCHEMA_VERSION,
     approval_requests,
     approvals,
     events,
@@ -88,9 +90,11 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
 
     Raises:
         InputError: a run that has not ended.
+        WorkspaceError: a newer release upgraded the ledger.
     """
     mine = events.c.project == ledger.project
     with ledger.database.write() as connection:
+        _refuse_newer(connection)
         state = connection.execute(select(runs.c.state).where(runs.c.id == subject)).scalar()
         if state in _GOING_ON:
             raise InputError(f"run {subject}: is {state} and goes on writing words; stop it, then erase")
@@ -122,11 +126,13 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
         NotFoundError: there is no principal of that name.
         InputError: the reason says it.
         ConflictError: they are the last admin of a project.
+        WorkspaceError: a newer release upgraded the ledger.
     """
     word = re.compile(rf"(?<!\w){re.escape(name.partition(':')[2])}(?!\w)")
     if word.search(reason):
         raise InputError(f"the reason must not say {name!r}, which is erased; write it without")
     with ledger.database.write() as connection:
+        _refuse_newer(connection)
         found = connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
         if found is None:
             raise NotFoundError(
@@ -150,6 +156,20 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
         before = _before(connection, lambda said: any(word.search(text) for text in said))
     ledger.forget_principals()
     return _finish(ledger, principal, done, before)
+
+
+def _refuse_newer(connection: Connection) -> None:
+    """A newer release may keep words in tables that this one does not know.
+
+    Raises:
+        WorkspaceError: it has upgraded the ledger.
+    """
+    found = schema_version(connection)
+    if found is not None and found > SCHEMA_VERSION:
+        raise WorkspaceError(
+            f"the ledger has schema {found}, and this Posttrain ({SCHEMA_VERSION}) does not know all of its words; "
+            "erase with the release that upgraded it"
+        )
 
 
 def _below(column: Any, subject: str) -> Any:

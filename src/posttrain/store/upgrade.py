@@ -1,8 +1,8 @@
 """A ledger of an older schema, brought to this one. A copy of how it was is kept.
 
 Everything happens in one transaction under the write lock: whoever dies in the middle leaves the ledger as it was, and
-perhaps a copy. Events of before stay as they are; the new log begins with an event that names their last hash, and
-tells every row as it is at this moment.
+perhaps a copy. From schema 0001 the events of before stay as they are; the new log begins with an event that names
+their last hash, and tells every row as it is at this moment. Later schemas keep their log, which goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, func, select, text
+from sqlalchemy import Connection, func, inspect, select, text
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError, WorkspaceError
@@ -25,11 +25,14 @@ from posttrain.store.before import verify_rows_before
 from posttrain.store.chain import seal_before, verify_before
 from posttrain.store.database import Database, hold_off_others, migrate, schema_version
 from posttrain.store.edges import fill_edges
+from posttrain.store.envelopes import UPGRADED
+from posttrain.store.journal import Author, Journal, new_request
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE, runs
+from posttrain.store.schema import SCHEMA_VERSION, runs
 from posttrain.store.sealer import seal, verify_chain
 
-_TABLES = ("runs", "stages", "attempts", "assets", "releases", "stage_cache", "events", "chain_head", VERSION_TABLE)
+_FIRST = "0001"
+_ACTOR = "service:posttrain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +53,24 @@ def upgrade_ledger(location: str | Path, alive: Callable[[str], bool]) -> Upgrad
         alive: whether a holder of a lease (`host:pid:start`) may still live.
 
     Raises:
-        ConflictError: a driver of the older version is at work.
+        ConflictError: a driver is at work whose version cannot use the new schema.
         IntegrityError: the log of before does not hold, or rows are not what it told; nothing is changed.
         WorkspaceError: no ledger, a newer one, or no room for the copy.
     """
     database = Database(location, create=False, older=True)
     try:
-        came_from, kept = SCHEMA_VERSION, ""
+        ledger = Ledger(database)
+        _verify_newer(ledger)
         with database.write() as connection:
             hold_off_others(connection)
-            found = schema_version(connection)
-            if found is not None and found != SCHEMA_VERSION:
-                came_from = found
-                _refuse_driven(connection, database.clock.now(), alive)
-                seal_before(connection)
-                chain = verify_before(connection, upgraded=False)
-                verify_rows_before(connection)
-                kept = _keep(connection, database.place, came_from)
-                crashpoint("upgrade.after_copy")
-                migrate(connection)
-                fill_edges(connection)
-                tell_rows(connection, database.clock, os.urandom, came_from, chain)
+            came_from, kept = schema_version(connection) or SCHEMA_VERSION, ""
+            if came_from < SCHEMA_VERSION:
+                if came_from == _FIRST:
+                    _refuse_driven(connection, database.clock.now(), alive)
+                    kept = _begin_log(connection, database)
+                else:
+                    kept = _go_on(connection, ledger, came_from)
                 crashpoint("upgrade.before_commit")
-        ledger = Ledger(database)
         seal(ledger)
         report = verify_chain(ledger)
         verify_rows(ledger)
@@ -80,7 +78,41 @@ def upgrade_ledger(location: str | Path, alive: Callable[[str], bool]) -> Upgrad
             count = connection.execute(select(func.count()).select_from(runs)).scalar_one()
     finally:
         database.close()
-    return Upgraded(came_from, SCHEMA_VERSION, kept, count, report.before)
+    return Upgraded(came_from, max(came_from, SCHEMA_VERSION), kept, count, report.before)
+
+
+def _verify_newer(ledger: Ledger) -> None:
+    """A log that goes on must hold. Before the transaction, in which a server would not let us be silent so long."""
+    with ledger.database.read() as connection:
+        schema = schema_version(connection)
+    if schema is not None and _FIRST < schema < SCHEMA_VERSION:
+        verify_chain(ledger)
+        verify_rows(ledger)
+
+
+def _begin_log(connection: Connection, database: Database) -> str:
+    """From the schema whose log told less: it ends, and another begins. Where the copy is."""
+    seal_before(connection)
+    chain = verify_before(connection, upgraded=False)
+    verify_rows_before(connection)
+    kept = _keep(connection, database.place, _FIRST)
+    crashpoint("upgrade.after_copy")
+    migrate(connection)
+    fill_edges(connection)
+    tell_rows(connection, database.clock, os.urandom, _FIRST, chain)
+    return kept
+
+
+def _go_on(connection: Connection, ledger: Ledger, came_from: str) -> str:
+    """From a schema whose code can use this one, so what it drives goes on meanwhile. Where the copy is."""
+    kept = _keep(connection, ledger.database.place, came_from)
+    crashpoint("upgrade.after_copy")
+    migrate(connection)
+    author = Author(_ACTOR, new_request(ledger.entropy), ledger.auth, ledger.entropy)
+    journal = Journal(connection, author, ledger.clock, ledger.project)
+    journal.tell(UPGRADED, "ledger", facts={"from": came_from, "to": SCHEMA_VERSION})
+    journal.flush()
+    return kept
 
 
 def _refuse_driven(connection: Connection, now: float, alive: Callable[[str], bool]) -> None:
@@ -98,12 +130,13 @@ def _keep(connection: Connection, place: str | None, schema: str) -> str:
     """Copy the ledger as it is under the write lock; where the copy is."""
     if connection.dialect.name == "sqlite":
         return str(_keep_file(Path(str(place)), schema))
+    connection.execute(text("LOCK TABLE events IN SHARE MODE"))  # whoever changes a row tells it there, and waits
     number = 1
     there = text("SELECT 1 FROM pg_namespace WHERE nspname = :name")
     while connection.execute(there, {"name": (name := f"before_{schema}_upgrade_{number}")}).first():
         number += 1
     connection.execute(text(f'CREATE SCHEMA "{name}"'))
-    for table in _TABLES:
+    for table in inspect(connection).get_table_names():
         connection.execute(text(f'CREATE TABLE "{name}"."{table}" AS TABLE "{table}"'))
     return f"database schema {name}"
 

@@ -1,0 +1,56 @@
+"""What a server needs: answers to repeated requests, and where events are sent on to. Only new tables.
+
+The ledger says from here on which revision's code may still use it, so that two releases can work side by side.
+"""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+
+_PROJECT, _PRINCIPAL, _TIME = sa.String(63), sa.String(32), sa.Float(53)
+
+
+def upgrade() -> None:
+    """Create what is new."""
+    op.create_table(
+        "requests",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("principal", _PRINCIPAL, primary_key=True),
+        sa.Column("key", sa.String(64), primary_key=True),
+        sa.Column("verb", sa.String(64), nullable=False),
+        sa.Column("body", sa.String(71), nullable=False),
+        sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("owner", sa.Text(), nullable=False),
+        sa.Column("status", sa.Integer()),
+        sa.Column("answer", sa.Text()),
+        sa.Column("at", _TIME, nullable=False),
+    )
+    op.create_index("requests_by_time", "requests", ["at"])
+    op.create_table(
+        "sinks",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("name", sa.String(63), primary_key=True),
+        sa.Column("kind", sa.String(16), nullable=False),
+        sa.Column("settings", sa.Text(), nullable=False),
+        sa.Column("rules", sa.Text(), nullable=False),
+        sa.Column("created_at", _TIME, nullable=False),
+        sa.Column("principal", _PRINCIPAL, nullable=False),
+        sa.Column("paused", sa.String(16), nullable=False),
+    )
+    op.create_table(
+        "cursors",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("sink", sa.String(63), primary_key=True),
+        sa.Column("sequence", sa.BigInteger(), nullable=False),
+        sa.Column("failures", sa.Integer(), nullable=False),
+        sa.Column("error", sa.Text(), nullable=False),
+        sa.Column("failed_since", _TIME),
+        sa.Column("not_before", _TIME),
+        sa.Column("at", _TIME),
+        sa.Column("lease_owner", sa.Text()),
+        sa.Column("lease_until", _TIME),
+    )
+    op.add_column("schema_version", sa.Column("usable_since", sa.String(32)))
+    op.execute("UPDATE schema_version SET usable_since = '0002'")

@@ -1,0 +1,72 @@
+"""What a crash may leave in any state: told by no event, made again from the other tables, or expired."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Column, Float, Index, Integer, String, Table, Text
+
+from posttrain.store.schema.columns import Counter, metadata
+
+work = Table(
+    "work",
+    metadata,
+    Column("id", Counter, primary_key=True, autoincrement=True),
+    Column("project", String(63), nullable=False),
+    Column("kind", String(16), nullable=False),  # run | stage | sweep
+    Column("object", Text, nullable=False),
+    Column("affinity", Text),  # the host that alone may look at it
+    Column("due_at", Float(53), nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("wanted_version", BigInteger, nullable=False),  # counts who woke it
+    Column("lease_owner", Text),
+    Column("lease_token", String(32)),
+    Column("lease_until", Float(53)),
+    Column("failures", Integer, nullable=False),
+    Column("failed_since", Float(53)),
+    Column("error", Text, nullable=False),
+    Column("traceback", Text, nullable=False),
+    Column("dead_at", Float(53)),
+    Index("work_by_object", "project", "kind", "object", unique=True),
+    Index("work_by_time", "project", "due_at"),
+)
+
+watches = Table(  # of jobs: how long they have been silent
+    "watches",
+    metadata,
+    Column("attempt", Text, primary_key=True),  # its name
+    Column("run_id", String(64), nullable=False),
+    Column("progress", Text, nullable=False),
+    Column("quiet", Float(53), nullable=False),
+    Column("at", Float(53), nullable=False),
+    Index("watches_by_run", "run_id"),
+)
+
+requests = Table(  # what was answered, for whoever asks the same again because they heard nothing
+    "requests",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("principal", String(32), primary_key=True),
+    Column("key", String(64), primary_key=True),  # given by whoever asks
+    Column("verb", String(64), nullable=False),
+    Column("body", String(71), nullable=False),  # digest of what was asked
+    Column("state", String(16), nullable=False),  # begun | done
+    Column("owner", Text, nullable=False),  # process that began it
+    Column("status", Integer),
+    Column("answer", Text),
+    Column("at", Float(53), nullable=False),
+    Index("requests_by_time", "at"),
+)
+
+cursors = Table(  # how far each sink is
+    "cursors",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("sink", String(63), primary_key=True),
+    Column("sequence", BigInteger, nullable=False),  # of the last sealed event that was delivered
+    Column("failures", Integer, nullable=False),
+    Column("error", Text, nullable=False),
+    Column("failed_since", Float(53)),
+    Column("not_before", Float(53)),
+    Column("at", Float(53)),  # of the last delivery
+    Column("lease_owner", Text),
+    Column("lease_until", Float(53)),
+)
