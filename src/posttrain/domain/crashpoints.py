@@ -25,6 +25,7 @@ CRASHPOINTS = frozenset(
         "sealer.before_commit", "upgrade.after_copy", "upgrade.before_commit",
         "erase.before_commit", "erase.after_commit",
         "track.after_begin", "track.inside_log", "track.after_log", "track.before_end", "track.after_end",
+        "sink.after_send",
         "detach.after_request", "detach.after_start", "driver.after_taken", "driver.before_done",
         # execution
         "supervisor.before_spawn", "supervisor.after_spawn", "supervisor.before_exit_record",

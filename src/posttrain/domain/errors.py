@@ -91,6 +91,10 @@ class TrackerError(InfrastructureError):
     """A tracker could not be written; the run is not touched by that."""
 
 
+class SinkError(InfrastructureError):
+    """A sink did not take an event; it is sent again, and nothing else is touched by that."""
+
+
 class IntegrityError(PosttrainError):
     """Bytes do not match their digest, or a chain is broken."""
 

@@ -14,7 +14,13 @@ from pathlib import Path
 
 HEARTBEAT_SECONDS = 0.25  # between two signs of life of a supervisor
 LEAVING_SECONDS = 60.0  # that a job may take to go once its result is there: freeing a GPU, leaving a cluster
-_CONTROLS = ("WANDB_", "MLFLOW_", "PGPASS", "POSTTRAIN_LEDGER")  # keys and addresses that are the control side's
+_CONTROLS = (
+    "WANDB_",
+    "MLFLOW_",
+    "PGPASS",
+    "POSTTRAIN_LEDGER",
+    "POSTTRAIN_SINK",
+)  # keys and addresses that are the control side's
 _PROC = Path("/proc")
 _DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
 

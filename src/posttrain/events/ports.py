@@ -1,0 +1,142 @@
+"""The port of sinks, and what every back-end of it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from posttrain.domain.errors import InputError, SinkError
+from posttrain.domain.sinks import Notice
+
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 10.0  # without a byte
+WHOLE_SECONDS = 30.0  # of one delivery: a receiver that answers a byte now and then is slow, too
+_MOST_SECRET = 4096  # bytes of a file that holds one
+# Whether an address may be connected to: empty, or why not. A workspace asks nobody; a server has its own policy.
+Admit = Callable[[str], str]
+
+
+def anywhere(address: str) -> str:
+    """See `Admit`: every address will do."""
+    return ""
+
+
+class Sink(Protocol):
+    """One place that is told of events.
+
+    Every implementation: `send` returns when the place has all of them for good (a file: on the disk; a server: it
+    said so), raises `SinkError` in any other case, and comes back within about half a minute. Some may have arrived
+    before it raised: whoever delivers sends all again, and each has its id, by which the receiver drops doubles. Errors
+    are one line, in which no secret stands.
+    """
+
+    kind: ClassVar[str]
+    most: ClassVar[int]  # notices in one `send`
+
+    @property
+    def where(self) -> str:
+        """For a person: the file or address, without what could be a secret."""
+
+    def send(self, notices: Sequence[Notice]) -> None:
+        """Deliver these, in their order.
+
+        Raises:
+            SinkError: not all of them are there for good.
+        """
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+
+
+def encoded(notice: Notice) -> bytes:
+    """The notice for a machine: one line of JSON in ASCII, the same bytes each time."""
+    return json.dumps(notice.body, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def one_line(text: str, most: int = 200) -> str:
+    """Words of others on one line, printable ones, not too many."""
+    flat = " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
+    return flat if len(flat) <= most else f"{flat[: most - 1]}…"
+
+
+def secret(env: str | None, file: str | None, where: str) -> str:
+    """A secret, from the variable or the file that is named.
+
+    Raises:
+        SinkError: it is not there, or empty; says the name, never the secret.
+    """
+    if env:
+        found = os.environ.get(env, "")
+        if not found.strip():
+            raise SinkError(f"{where}: variable {env} must hold the secret where events are delivered, and is not set")
+        return found.strip()
+    try:
+        with open(str(file), "rb") as opened:
+            data = opened.read(_MOST_SECRET + 1)
+    except OSError as error:
+        raise SinkError(f"{where}: secret file {file} cannot be read: {error.strerror or error}") from error
+    if not data.strip() or len(data) > _MOST_SECRET or not data.strip().isascii():
+        raise SinkError(f"{where}: secret file {file} must hold 1-{_MOST_SECRET} ASCII characters, got {len(data)}")
+    return data.decode("ascii").strip()
+
+
+def absolute(path: str, field: str) -> Path:
+    """A path that means the same in every process.
+
+    Raises:
+        InputError: it does not.
+    """
+    if not os.path.isabs(path) or "\0" in path:
+        raise InputError(f"{field} must be an absolute path, got {path!r}")
+    return Path(path)
+
+
+class Patience:
+    """How long one delivery may take, whatever the other side does; then its connection is cut."""
+
+    def __init__(self, seconds: float = WHOLE_SECONDS) -> None:
+        self.seconds, self.over = seconds, False
+        self._handle: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def holds(self, connection: socket.socket) -> None:
+        """There is a connection now; a handle of our own ends it also once TLS has wrapped it away."""
+        with self._lock:
+            self._drop()
+            self._handle = connection.dup()
+            if self.over:
+                self._cut()
+
+    @contextmanager
+    def runs(self) -> Iterator[None]:
+        """The time runs inside this block."""
+        timer = threading.Timer(self.seconds, self._end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            with self._lock:
+                self._drop()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.over = True
+            self._cut()
+
+    def _cut(self) -> None:
+        if self._handle is not None:
+            with suppress(OSError):
+                self._handle.shutdown(socket.SHUT_RDWR)
+
+    def _drop(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None

@@ -1,0 +1,142 @@
+"""Events as e-mails, by SMTP. The Message-ID is the event's: a mailbox that sees it twice can drop the second."""
+
+from __future__ import annotations
+
+import re
+import smtplib
+import socket
+import ssl
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from email.message import EmailMessage
+from email.utils import formatdate
+from typing import Any, ClassVar
+
+from posttrain.domain.errors import InputError, SinkError
+from posttrain.domain.sinks import Notice
+from posttrain.events.ports import ANSWER_SECONDS, WHOLE_SECONDS, Admit, Patience, anywhere, one_line, secret
+from posttrain.events.reaching import reach, said
+
+STARTTLS, NONE = "starttls", "none"
+_FIELDS = frozenset({"to", "from", "host", "port", "security", "user_env", "password_env"})
+_ADDRESS = re.compile(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9.-]{1,253}")
+_HOST = re.compile(r"[A-Za-z0-9.:-]{1,253}")
+
+
+class _Session(smtplib.SMTP):
+    """One that is bounded as a whole, and reaches only what it may."""
+
+    def __init__(self, host: str, port: int, where: str, admit: Admit, patience: Patience) -> None:
+        self._where, self._admit, self._patience = where, admit, patience
+        super().__init__(host, port, local_hostname=socket.gethostname(), timeout=ANSWER_SECONDS)
+
+    def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:  # as smtplib's own SMTP_SSL does
+        return reach(host, port, self._where, self._admit, self._patience)
+
+
+class EmailSink:
+    """The `Sink` of one address.
+
+    Args:
+        settings: `to`, `from`, `host`, `port`, `security` (starttls or none), and the names of variables that hold user
+            and password: `user_env`, `password_env`.
+        admit: whether an address of the network may be connected to.
+
+    Raises:
+        InputError: settings that are no address or no server.
+    """
+
+    kind: ClassVar[str] = "email"
+    most: ClassVar[int] = 1
+
+    def __init__(self, settings: Mapping[str, Any], admit: Admit = anywhere, patience: float = WHOLE_SECONDS) -> None:
+        unknown = sorted(settings.keys() - _FIELDS)
+        if unknown:
+            raise InputError(f"email: must have no other setting than {', '.join(sorted(_FIELDS))}, got {unknown[0]}")
+        self._to, self._from = (_address(settings, name) for name in ("to", "from"))
+        self._host, self._port = str(settings.get("host") or ""), settings.get("port")
+        if not _HOST.fullmatch(self._host) or not isinstance(self._port, int) or not 0 < self._port < 65536:
+            raise InputError(f"email: --smtp must be HOST:PORT, got {self._host!a}:{self._port!a}")
+        self._security = str(settings.get("security") or STARTTLS)
+        if self._security not in (STARTTLS, NONE):
+            raise InputError(f"email: --smtp-security must be {STARTTLS} or {NONE}, got {self._security!a}")
+        self._user, self._password = settings.get("user_env"), settings.get("password_env")
+        if bool(self._user) != bool(self._password):
+            raise InputError("email: --smtp-user-env and --smtp-password-env go together, got one of them")
+        if self._user and self._security == NONE:
+            raise InputError(f"email: a password needs --smtp-security {STARTTLS}, got {NONE}: all could read it")
+        self._admit, self._seconds = admit, patience
+
+    @property
+    def where(self) -> str:
+        """See `Sink.where`."""
+        return f"{self._to} by {self._host}:{self._port}"
+
+    def send(self, notices: Sequence[Notice]) -> None:
+        """See `Sink.send`."""
+        for notice in notices:
+            self._mail(_message(notice, self._from, self._to))
+
+    def _mail(self, message: EmailMessage) -> None:
+        patience = Patience(self._seconds)
+        assert isinstance(self._port, int)
+        try:
+            with patience.runs():
+                session = _Session(self._host, self._port, self.where, self._admit, patience)
+                try:
+                    self._hand_over(session, message)
+                finally:
+                    session.close()
+        except SinkError:
+            raise
+        except smtplib.SMTPException as error:
+            raise SinkError(f"{self.where}: {_refusal(error, patience)}") from error
+        except OSError as error:
+            raise SinkError(f"{self.where}: {said(error, patience)}") from error
+
+    def _hand_over(self, session: smtplib.SMTP, message: EmailMessage) -> None:
+        if self._security == STARTTLS:
+            session.starttls(context=ssl.create_default_context())
+        if self._user:
+            user, password = (secret(name, None, self.where) for name in (self._user, self._password))
+            session.login(user, password)
+        session.send_message(message)
+        with suppress(smtplib.SMTPException, OSError):  # the server has it: what it says of our going is no matter
+            session.quit()
+
+    def close(self) -> None:
+        """See `Sink.close`: nothing is held between two deliveries."""
+
+
+def _message(notice: Notice, sender: str, to: str) -> EmailMessage:
+    message = EmailMessage()
+    message["From"], message["To"], message["Subject"] = sender, to, one_line(notice.subject)
+    message["Date"] = formatdate(notice.at)
+    message["Message-ID"] = f"<{notice.id}@posttrain>"
+    message["Auto-Submitted"] = "auto-generated"
+    message["X-Posttrain-Event"], message["X-Posttrain-Sequence"] = notice.id, str(notice.sequence)
+    lines = [one_line(line, 1000) for line in notice.lines]
+    message.set_content("\n".join([*lines, "", f"event {notice.id}, number {notice.sequence} of its log", ""]))
+    return message
+
+
+def _address(settings: Mapping[str, Any], name: str) -> str:
+    found = str(settings.get(name) or "")
+    if not _ADDRESS.fullmatch(found):
+        raise InputError(f"email: --{'email' if name == 'to' else name} must be one address NAME@HOST, got {found!a}")
+    return found
+
+
+def _refusal(error: smtplib.SMTPException, patience: Patience) -> str:
+    """What an SMTP server refused, by its code: its words could repeat what it was told."""
+    if patience.over:
+        return said(error, patience)
+    if isinstance(error, smtplib.SMTPAuthenticationError):
+        return f"the server refuses user and password ({error.smtp_code})"
+    if isinstance(error, smtplib.SMTPRecipientsRefused):
+        return f"the server refuses the address ({', '.join(str(code) for code, _ in error.recipients.values())})"
+    if isinstance(error, smtplib.SMTPNotSupportedError):
+        return "the server cannot do what is asked of it (STARTTLS or a password)"
+    if isinstance(error, smtplib.SMTPResponseException):
+        return f"the server answers {error.smtp_code}"
+    return f"the server does not go on ({type(error).__name__})"

@@ -1,0 +1,106 @@
+"""Events as lines of a file: one JSON object each, appended whole, on the disk before the cursor moves."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from posttrain.domain.errors import InputError, SinkError
+from posttrain.domain.sinks import Notice
+from posttrain.events.ports import absolute, encoded
+from posttrain.store.atomic import sync_folder
+
+_BEGINS = b'{"id":"'  # every line does
+_LONGEST = 1 << 24  # bytes of a line: a longer tail is nobody's half line
+
+
+class JsonLinesSink:
+    """The `Sink` of one file. It may be moved away (logrotate): the next lines make a new one.
+
+    Args:
+        settings: `path`, absolute.
+
+    Raises:
+        InputError: no such path.
+    """
+
+    kind: ClassVar[str] = "jsonl"
+    most: ClassVar[int] = 256
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        if set(settings) != {"path"}:
+            raise InputError(f"jsonl: must have the setting path alone, got {', '.join(sorted(settings)) or 'none'}")
+        self._path: Path = absolute(str(settings["path"]), "jsonl: path")
+
+    @property
+    def where(self) -> str:
+        """See `Sink.where`."""
+        return str(self._path)
+
+    def send(self, notices: Sequence[Notice]) -> None:
+        """See `Sink.send`. A half line that somebody who was killed left is taken away first: it comes again."""
+        lines = b"".join(encoded(notice) + b"\n" for notice in notices)
+        try:
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._failed(error) from error
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise SinkError(f"{self._path}: must be a file, got something else; name another path")
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            size = self._mend(handle)
+            self._append(handle, lines, size)
+            if size == 0:
+                sync_folder(self._path.parent)
+        except OSError as error:
+            raise self._failed(error) from error
+        finally:
+            os.close(handle)
+
+    def _append(self, handle: int, lines: bytes, size: int) -> None:
+        try:
+            written = 0
+            while written < len(lines):
+                written += os.write(handle, lines[written:])
+            os.fsync(handle)
+        except OSError:
+            os.ftruncate(handle, size)  # a full disk: whole lines or none
+            raise
+
+    def _mend(self, handle: int) -> int:
+        """The file's size once it ends with a whole line.
+
+        Raises:
+            SinkError: it ends with half a line that was never one of these.
+        """
+        size = os.fstat(handle).st_size
+        if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
+            return size
+        tail = os.pread(handle, min(size, _LONGEST), max(0, size - _LONGEST))
+        half = tail.rpartition(b"\n")[2]
+        if not (half.startswith(_BEGINS) or _BEGINS.startswith(half)):
+            raise SinkError(f"{self._path}: must end with a whole line, got one that somebody else wrote; end it")
+        if _whole(half):
+            return size + os.write(handle, b"\n")
+        os.ftruncate(handle, size - len(half))
+        return size - len(half)
+
+    def _failed(self, error: OSError) -> SinkError:
+        if isinstance(error, BlockingIOError):
+            return SinkError(f"{self._path}: another process writes it; wait for it, or name another path")
+        return SinkError(f"{self._path}: cannot be written: {(error.strerror or str(error)).lower()}")
+
+    def close(self) -> None:
+        """See `Sink.close`: the file is held open only while it is written."""
+
+
+def _whole(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False

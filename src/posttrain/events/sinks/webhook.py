@@ -1,0 +1,195 @@
+"""Events over HTTP, each signed: the headers of Standard Webhooks.
+
+What is signed is `ID.TIMESTAMP.BODY`, by HMAC-SHA256, so that neither can be changed, and an old message sent again is
+seen to be old. A receiver answers 2xx when it has the event; anything else, redirects too, is a failure.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import http.client
+import os
+import socket
+import ssl
+from binascii import Error as NotBase64
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import Any, ClassVar
+from urllib.parse import SplitResult, urlsplit
+
+from posttrain._version import __version__
+from posttrain.domain.errors import InputError, SinkError
+from posttrain.domain.sinks import Notice
+from posttrain.events.ports import WHOLE_SECONDS, Admit, Patience, absolute, anywhere, encoded, secret
+from posttrain.events.reaching import reach, said
+
+PREFIX = "whsec_"  # of secrets in the spelling of Standard Webhooks: base64 follows
+LEAST = 16  # bytes of a secret
+_READ = 4096  # bytes of an answer: more is ignored
+_PORTS = {"http": 80, "https": 443}
+_FIELDS = frozenset({"url", "url_env", "secret_env", "secret_file"})
+
+
+def signature(secrets: str, ident: str, timestamp: int, body: bytes) -> str:
+    """`v1,BASE64` of each secret, with a space between: while one is rotated, receivers know the old or the new one.
+
+    Raises:
+        ValueError: a secret that begins with `whsec_` and is not base64, or one that is too short.
+    """
+    signed = f"{ident}.{timestamp}.".encode() + body
+    return " ".join(
+        f"v1,{base64.b64encode(hmac.new(_key(one), signed, hashlib.sha256).digest()).decode()}"
+        for one in secrets.split()
+    )
+
+
+def _key(text: str) -> bytes:
+    try:
+        key = base64.b64decode(text[len(PREFIX) :], validate=True) if text.startswith(PREFIX) else text.encode()
+    except NotBase64 as error:
+        raise ValueError(f"what follows {PREFIX} must be base64") from error
+    if len(key) < LEAST:
+        raise ValueError(f"must be at least {LEAST} bytes, got {len(key)} (spaces stand between two of them)")
+    return key
+
+
+class WebhookSink:
+    """The `Sink` of one URL.
+
+    Args:
+        settings: `url`, or `url_env`, the name of a variable that holds it; `secret_env` or `secret_file`.
+        now: seconds since the epoch.
+        admit: whether an address may be connected to.
+
+    Raises:
+        InputError: settings that name no place or no secret.
+    """
+
+    kind: ClassVar[str] = "webhook"
+    most: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        now: Callable[[], float],
+        admit: Admit = anywhere,
+        patience: float = WHOLE_SECONDS,
+    ) -> None:
+        unknown = sorted(settings.keys() - _FIELDS)
+        if unknown:
+            raise InputError(f"webhook: must have no other setting than {', '.join(sorted(_FIELDS))}, got {unknown[0]}")
+        self._url, self._url_env = str(settings.get("url") or ""), str(settings.get("url_env") or "")
+        if bool(self._url) == bool(self._url_env):
+            raise InputError("webhook: must have a URL, or the name of a variable that holds it, and not both")
+        if self._url:
+            _parts(self._url)
+        self._secret_env, self._secret_file = settings.get("secret_env"), settings.get("secret_file")
+        if bool(self._secret_env) == bool(self._secret_file):
+            raise InputError(
+                "webhook: must have --secret-env VAR or --secret-file PATH, of what signs it, and not both"
+            )
+        if self._secret_file:
+            absolute(str(self._secret_file), "webhook: --secret-file")
+        self._now, self._admit, self._seconds = now, admit, patience
+
+    @property
+    def where(self) -> str:
+        """See `Sink.where`."""
+        return _shown(_parts(self._url)) if self._url else f"the URL in {self._url_env}"
+
+    def send(self, notices: Sequence[Notice]) -> None:
+        """See `Sink.send`."""
+        for notice in notices:
+            self._post(notice, encoded(notice))
+
+    def _post(self, notice: Notice, body: bytes) -> None:
+        where, parts, patience = self.where, self._place(), Patience(self._seconds)
+        sent_at = int(self._now())
+        try:
+            signed = signature(secret(self._secret_env, self._secret_file, where), notice.id, sent_at, body)
+        except ValueError as error:
+            raise SinkError(f"{where}: the secret {error}") from error
+        headers = {
+            "content-type": "application/json",
+            "user-agent": f"posttrain/{__version__}",
+            "webhook-id": notice.id,
+            "webhook-timestamp": str(sent_at),
+            "webhook-signature": signed,
+        }
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        try:
+            with patience.runs(), closing(_open(parts, where, self._admit, patience)) as connection:
+                connection.request("POST", target, body, headers)
+                answer = connection.getresponse()
+                answer.read(_READ)
+        except SinkError:
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            raise SinkError(f"{where}: {said(error, patience)}") from error
+        if patience.over:
+            raise SinkError(f"{where}: no answer within {patience.seconds:g} s")
+        if 300 <= answer.status < 400:
+            raise SinkError(f"{where}: answers {answer.status}, and redirects are not followed; name where it leads")
+        if not 200 <= answer.status < 300:
+            raise SinkError(f"{where}: answers {answer.status}")
+
+    def _place(self) -> SplitResult:
+        if self._url:
+            return _parts(self._url)
+        found = os.environ.get(self._url_env, "").strip()
+        if not found:
+            raise SinkError(f"variable {self._url_env} must hold the URL where events are delivered, and is not set")
+        try:
+            return _parts(found)
+        except InputError as error:
+            raise SinkError(f"variable {self._url_env}: {error}") from error
+
+    def close(self) -> None:
+        """See `Sink.close`: nothing is held between two deliveries."""
+
+
+def _parts(url: str) -> SplitResult:
+    """A URL's parts.
+
+    Raises:
+        InputError: one that cannot be posted to; what is said of it holds neither its query nor its user.
+    """
+    try:
+        parts = urlsplit(url)
+        proper = parts.scheme in _PORTS and bool(parts.hostname) and url.isascii() and url.isprintable()
+        proper = proper and " " not in url and (parts.port is None or parts.port > 0)
+    except ValueError:
+        raise InputError("webhook: URL must be http://HOST[:PORT]/PATH or https://…, got one without sense") from None
+    if parts.username is not None or parts.password is not None:
+        raise InputError(f"webhook: URL must hold no user and password, got {_shown(parts)} with some; it is signed")
+    if not proper:
+        raise InputError(f"webhook: URL must be http://HOST[:PORT]/PATH or https://…, got {_shown(parts)!a}")
+    return parts
+
+
+def _shown(parts: SplitResult) -> str:
+    host = parts.hostname or ""
+    place = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{place}{f':{parts.port}' if parts.port else ''}{parts.path}"
+
+
+def _open(parts: SplitResult, where: str, admit: Admit, patience: Patience) -> http.client.HTTPConnection:
+    host, port = str(parts.hostname), parts.port or _PORTS[parts.scheme]
+    made = http.client.HTTPConnection(host, port)
+    plain = reach(host, port, where, admit, patience)
+    if parts.scheme == "https":
+        made.default_port = _PORTS["https"]  # so that the Host header names no port where none is written
+        made.sock = _secured(plain, host)
+    else:
+        made.sock = plain
+    return made
+
+
+def _secured(plain: socket.socket, host: str) -> socket.socket:
+    try:
+        return ssl.create_default_context().wrap_socket(plain, server_hostname=host)
+    except BaseException:
+        plain.close()
+        raise
