@@ -25,7 +25,7 @@ from posttrain.domain.errors import (
 )
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
-from posttrain.store.erasure import erase_subject
+from posttrain.store.erasure import erase_principal, erase_subject
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.waking import RUN, STAGE
@@ -155,6 +155,34 @@ def test_whatever_an_event_says_is_sealed_and_proved(ledger: Ledger, payloads: l
             transaction.append_event("note", "run1", payload)
     seal(ledger)
     assert verify_chain(ledger).pending == 0
+
+
+@pytest.mark.parametrize("events", [1, 3])
+def test_whose_name_was_erased_elsewhere_is_somebody_else_to_who_remembers_them(
+    ledger_at: str, ledger: Ledger, events: int
+) -> None:
+    def act() -> None:
+        with ledger.transaction("user:ann") as transaction:
+            for number in range(events):
+                transaction.append_event("note", "run1", {"number": number})
+
+    act()
+    act()
+    with work.opened(ledger_at) as elsewhere:
+        erase_principal(elsewhere, "user:bob", "user:ann", "they left")
+    with pytest.raises(ConflictError, match="read it again"):
+        act()
+    act()
+    act()
+    with work.opened(ledger_at) as elsewhere:  # oneself, too
+        erase_principal(elsewhere, "user:ann", "user:ann", "they left")
+    seal(ledger)
+    notes = [event.actor for event in ledger.events(subject_prefix="run1")]
+    assert len(notes) == 4 * events, "what was refused left nothing"
+    assert all(actor.startswith("erased:") for actor in notes)
+    assert (len(set(notes[: 2 * events])), len(set(notes))) == (1, 2), "nothing was said under the erased id later"
+    verify_chain(ledger)
+    assert verify_rows(ledger)
 
 
 def test_the_first_openers_make_one_schema_and_all_work(ledger_at: str, some: list[str]) -> None:

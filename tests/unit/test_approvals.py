@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +14,13 @@ import yaml
 from cli_world import RUN, World, make_world
 from control_bench import RUN as BENCH_RUN
 from control_bench import Bench, evaluate, train
+from rich.console import Console
 from test_app_background import Driven, ask
 from test_channel_policies import ACCURACY, POLICY, STEADY, better, policy_file, refused
 
 from posttrain.app.background import Background
 from posttrain.app.workspace import open_workspace
+from posttrain.cli.live import run_table
 from posttrain.cli.screens import approval_lines
 from posttrain.control import approving, channels, judging
 from posttrain.control.actions import promote, retry, stop
@@ -32,6 +35,7 @@ from posttrain.store.atomic import make_folder
 from posttrain.store.audit import verify_rows
 from posttrain.store.erasure import erase_principal, erase_subject
 from posttrain.store.ledger import Ledger
+from posttrain.views.status import RunWatcher
 
 TWO = {"approvers": ["user:ann", "user:bob", "user:cy"], "approvals": 2}
 ONE = {"approvers": ["user:ann", "user:bob"]}
@@ -121,6 +125,59 @@ def test_a_release_waits_for_as_many_approvals_as_the_policy_asks(world: World, 
     assert "approved by: user:ann, user:bob" in world.ok("lineage", "prod")
     assert "is live on channel prod already" in refused(world, "reject", run, code=2)
     proved()
+
+
+def test_a_slip_in_an_approvers_name_is_told_and_refuses_nothing(world: World, user: As) -> None:
+    user("annabel")
+    world.ok("asset", "add", "reward:other", "reward.py")
+    user("eve")
+    said = world("channel", "set-policy", "prod", policy_file(world, approvers=["user:anabel", "user:eve"]))
+    assert said.exit_code == 0
+    warning = "approvers: user:anabel has done nothing in this project so far (did you mean 'user:annabel'?); check"
+    assert warning in said.stderr
+    assert "user:eve has done nothing" not in said.stderr
+    said = world("channel", "set-policy", "prod", policy_file(world, approvers=["user:annabel"]))
+    assert "has done nothing" not in said.stderr
+
+
+def test_what_a_run_waits_for_is_told_to_whoever_attaches(world: World) -> None:
+    """Also to a pipe, and though nothing changes while they look."""
+    world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:annabel", "user:bartholomew"]))
+    run = waits(world)
+    said = world("attach", run, "--timeout", "60").stdout
+    (line,) = [line for line in said.splitlines() if " release ready" in line]
+    assert "needs 1 approval, has none; user:annabel or user:bartholomew may approve" in line
+    assert line.endswith(f"; next: posttrain approve {run} --channel prod")
+    workspace = open_workspace()
+    for width in (60, 80, 140):
+        screen = Console(file=io.StringIO(), width=width, force_terminal=False)
+        screen.print(run_table(RunWatcher(workspace, run).read(), width))
+        shown = screen.file.getvalue()  # type: ignore[attr-defined]
+        assert all(len(line) <= width for line in shown.splitlines())
+        assert "user:annabel or user:bartholomew may approve" in " ".join(shown.split())
+        assert f"posttrain approve {run} --channel prod" in " ".join(shown.split())
+    workspace.close()
+
+
+def test_what_was_done_meanwhile_is_not_asked_for_again(world: World, user: As) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    run = waits(world)
+    user("ann")
+    world.ok("approve", run)
+    assert "posttrain approve" not in told(world, run), "though nobody drives it"
+    assert f"next: posttrain attach {run}" in told(world, run)
+    user("bob")
+    world.ok("reject", run)
+    user("eve")
+    assert ends(world, run, 9)["reason"] == "ApprovalRejected"
+    user("bob")
+    world.ok("approve", run)
+    user("eve")
+    assert world.json("why", run)["next_action"] == f"posttrain promote {run}"
+    assert told(world, run).endswith(f"next: posttrain promote {run}")
+    world.ok("promote", run)
+    assert world.json("why", run)["next_action"] == "posttrain get prod"
+    assert [row["next_action"] for row in world.json("ls")["runs"]] == ["posttrain get prod"]
 
 
 def test_whoever_owns_a_run_does_not_approve_it_and_strangers_do_not(world: World, user: As) -> None:

@@ -56,6 +56,14 @@ def better(world: World, quality: float) -> str:
     return world.newest()
 
 
+def next_of(world: World, run: str) -> list[str]:
+    """What `why` says to type next, as it is pasted."""
+    *_, last = world.ok("why", run).splitlines()
+    following, program, *command = last.split()
+    assert (following, program) == ("next:", "posttrain")
+    return command
+
+
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = make_world(tmp_path, monkeypatch)
@@ -82,6 +90,8 @@ def test_a_policy_is_set_shown_and_remembered(world: World) -> None:
     assert "2 gates on 1 suite" in said.stdout
     for note in ("channel prod is new", "suites.heldout: any evaluator may judge"):
         assert note in said.stderr
+    for person in ("user:ann", "user:Bjørn Ωmega"):
+        assert f"warning: approvers: {person} has done nothing in this project so far" in said.stderr
     first = world.json("get", "prod")
     assert (first["live"], first["history"], first["frozen"], first["protected"]) == (None, [], "", False)
     assert "nothing was released to it yet" in world.ok("get", "prod")
@@ -393,8 +403,9 @@ def test_a_policy_that_changes_while_a_run_is_judged_stops_its_release(
     monkeypatch.setattr(judging, "crashpoint", meanwhile)
     said = refused(world, "run", "run.yaml", code=9)
     assert "this was judged without a policy" in said
-    assert "next: posttrain run RUN.yaml plans it under the policy of prod" in said
+    assert "plan and judge again: posttrain run RUN.yaml; next: posttrain channel policy prod\n" in said
     assert world.json("get", world.newest())["reason"] == "PolicyNotMet"
+    assert "at_least: 0.9" in world.ok(*next_of(world, world.newest()))
     assert world.json("get", "prod")["live"] is None
 
 
@@ -471,12 +482,40 @@ def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
     assert "channel prod: is frozen (rollbacks go on)" in refused(world, "run", "run.yaml", "--again", code=9)
     run = world.newest()
     assert world.json("get", run)["reason"] == "ChannelFrozen"
-    assert f"posttrain channel unfreeze prod, then posttrain promote {run}" in world.ok("why", run)
+    assert next_of(world, run) == ["channel", "unfreeze", "prod"]
     world.ok("channel", "freeze", "prod", "--rollbacks")
     said = refused(world, "rollback", "prod", "--to", second, code=9)
     assert "channel prod: is frozen; posttrain channel unfreeze prod" in said
-    world.ok("channel", "unfreeze", "prod", "--reason", "it is over")
+    world.ok(*next_of(world, run), "--reason", "it is over")
+    assert next_of(world, run) == ["promote", run], "the channel is open by now"
     assert "release 4" in world.ok("rollback", "prod", "--to", second)
+
+
+def test_what_was_rejected_by_a_frozen_channel_is_brought_live_by_what_why_says(world: World) -> None:
+    world.ok("run", "run.yaml")
+    world.ok("channel", "freeze", "prod")
+    run = better(world, 0.97)
+    world.ok(*next_of(world, run))
+    world.ok(*next_of(world, run))
+    assert world.json("get", "prod")["live"] == world.json("get", run)["stages"][1]["outputs"]["model"]["digest"]
+    assert next_of(world, run) == ["get", "prod"], "nothing is left to do"
+    assert world.json("ls")["runs"][0]["next_action"] == "posttrain get prod"
+    assert run in world.ok(*next_of(world, run))
+
+
+def test_a_release_that_another_overtook_says_where_to_look(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.ok("run", "run.yaml")
+
+    def meanwhile(place: str) -> None:
+        if place == "gate.after_commit":
+            monkeypatch.setattr(judging, "crashpoint", lambda place: None)
+            assert better(world, 0.975)
+
+    monkeypatch.setattr(judging, "crashpoint", meanwhile)
+    world.ok("asset", "add", "reward:sort", world.write("third.py", GOOD_REWARD.replace("1.0", "0.97")))
+    said = refused(world, "run", "run.yaml", code=9)
+    assert "judge again: posttrain run RUN.yaml --again; next: posttrain get prod" in said
+    assert world.json("ls")["runs"][1]["reason"] == "ChannelMoved"
 
 
 def test_a_protected_channel_keeps_its_policy_and_its_quarantine(world: World) -> None:

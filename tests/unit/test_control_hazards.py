@@ -9,8 +9,9 @@ from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, fail, train
 
 from posttrain.control import actions
 from posttrain.control.explain import explain_run
-from posttrain.control.lineage import release_lineage, verify
+from posttrain.control.lineage import release_lineage
 from posttrain.control.retrying import PREEMPTIONS_PER_ATTEMPT
+from posttrain.control.verifying import verify
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, FailureClass, InfrastructureError, NotFoundError
 from posttrain.domain.jobs import JobResult, Output, Submission

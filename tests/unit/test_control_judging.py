@@ -13,7 +13,8 @@ from control_bench import RUN, TRAIN_ONLY, Bench, Script, evaluate, train
 
 from posttrain.control import actions
 from posttrain.control.explain import explain_run
-from posttrain.control.lineage import release_lineage, verify
+from posttrain.control.lineage import release_lineage
+from posttrain.control.verifying import verify
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError
 from posttrain.domain.jobs import JobResult, Output

@@ -256,12 +256,18 @@ def test_as_a_person_sees_it(world: World) -> None:
     told = " ".join(world.ok("why", run_id).split())
     assert "stage approval waits for signal go (until" in told
     assert f"posttrain signal {run_id} go" in told
+    (line,) = [line for line in world("attach", run_id, "--timeout", "60").stdout.splitlines() if " approval " in line]
+    assert "waits for signal go (until" in line
+    assert line.endswith(f"next: posttrain signal {run_id} go")
     wrong = world("signal", run_id, "og")
     assert wrong.exit_code == 2
     assert "(did you mean 'go'?)" in wrong.stderr
     assert wrong.stderr.count("\n") == 1
     assert "signal go sent" in world.ok("signal", run_id, "go", "--reason", "ada looked at it: größer")
     assert "already" in world.ok("signal", run_id, "go")
+    said = " ".join(world.ok("why", run_id).split())
+    assert "signal go was sent, so its wait is over" in said, "though nobody drives it"
+    assert f"posttrain signal {run_id}" not in said
     assert "ada looked at it: größer" in world.ok("get", run_id)
     assert [sent["name"] for sent in world.json("get", run_id)["signals"]] == ["go"]
     world.ok("attach", run_id)

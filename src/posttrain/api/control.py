@@ -287,8 +287,8 @@ class Records(Protocol):
     def downstream(self, target: str) -> Downstream:
         """What was made from an asset, from bytes, from what a channel serves, from a run."""
 
-    def verify(self, target: str) -> VerifyReport:
-        """Hash a lineage and the event log again."""
+    def verify(self, target: str = "") -> VerifyReport:
+        """Hash a lineage and the event log again; without a target, of what every channel serves."""
 
     def dead(self, within: str | None) -> list[Dead]:
         """What was set aside, all of it or of one RUN or RUN/STAGE."""

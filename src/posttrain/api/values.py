@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from posttrain.control.comparing import MetricRow as MetricRow
     from posttrain.control.downstream import Downstream as Downstream
     from posttrain.control.lineage import Node as Node
-    from posttrain.control.lineage import VerifyReport as VerifyReport
     from posttrain.control.planning import Planned as Planned
     from posttrain.control.scores import Scores as Scores
+    from posttrain.control.verifying import VerifyReport as VerifyReport
     from posttrain.data.importing import Curve as Curve
     from posttrain.data.importing import Imported as Imported
     from posttrain.decision.ranking import Ranking as Ranking

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError
 from posttrain.domain.measures import QUANTITIES, measurable
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy
-from posttrain.domain.spelling import nearest
+from posttrain.domain.spelling import meant, nearest
 
 
 def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> ChannelPolicy:
@@ -38,15 +38,19 @@ def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> 
     return policy.model_copy(update={"suites": suites})
 
 
-def policy_notes(pinned: PinnedPolicy, known: Iterable[str]) -> Iterator[str]:
+def policy_notes(pinned: PinnedPolicy, known: Iterable[str], people: Collection[str]) -> Iterator[str]:
     """What a policy that was just set does not do, in words.
 
     Args:
         known: channels that there were before.
+        people: principals who have a role in the project, or did something there.
     """
     names = list(known)
     if pinned.channel not in names:
         yield f"channel {pinned.channel} is new: nothing was released to it yet{nearest(pinned.channel, names)}"
+    for person in pinned.policy.approvers:
+        if person not in people:
+            yield f"approvers: {person} has done nothing in this project so far{meant(person, people)}; check the name"
     for name, suite in pinned.policy.suites.items():
         if suite.evaluators == "any":
             yield (

@@ -18,6 +18,7 @@ from rich.text import Text
 from posttrain.cli.console import console, count, duration, glyph, number, say, style
 from posttrain.domain.facts import Note
 from posttrain.domain.lifecycle import StageState, is_final
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _REDRAW = 1 / 8  # seconds
 _LINE_EVERY = 2.0  # seconds between plain lines about the same stage
 _BAR = 18  # columns
 _BESIDE, _NUMBER = 58, 9  # columns taken by the rest of a row, and by each metric
+_ASKS = (Reason.WAITING_FOR_SIGNAL, Reason.WAITING_FOR_APPROVAL)  # a person
 # column title → metric of the job; the later ones go first when the terminal is narrow
 _METRICS = {"reward": "reward/mean", "probe": "probe/accuracy", "length": "response_tokens/mean", "loss": "loss"}
 _WIDE, _MEDIUM = 118, 96  # columns
@@ -145,7 +147,7 @@ def progress_words(stage: StageStatus) -> str:
 
 
 def run_table(status: RunStatus, width: int) -> RenderableType:
-    """Every stage of the run as it stands, with recent notes below."""
+    """Every stage of the run as it stands; below, in full, what it asks of a person, and recent notes."""
     titles = list(_METRICS)[: 4 if width >= _WIDE else 3 if width >= _MEDIUM else 2]
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for title in ("", "stage", "progress", "step", *titles, "tok/s", "eta", "time"):
@@ -159,8 +161,14 @@ def run_table(status: RunStatus, width: int) -> RenderableType:
         f"  {status.run.state}  {duration(status.seconds)}  {count(status.tokens)} tokens",
         ("" if is_final("run", status.run.state) else "  Ctrl-C leaves it running", "dim"),
     )
+    asked = [
+        Text(f"  {stage.record.name}: {stage.reason}; next: {stage.next_action}", style=style("warn"), overflow="fold")
+        for stage in status.stages
+        if stage.record.state == StageState.READY and stage.record.reason in _ASKS
+    ]
     notes = [(stage.record.name, note.message) for stage in status.stages for note in stage.progress.notes][-3:]
-    return Group(head, table, *(Text(f"  {name}: {note}", style="dim", overflow="ellipsis") for name, note in notes))
+    said = [Text(f"  {name}: {note}", style="dim", overflow="ellipsis") for name, note in notes]
+    return Group(head, table, *asked, *said)
 
 
 def _row(stage: StageStatus, titles: list[str]) -> list[RenderableType]:
@@ -197,7 +205,8 @@ def _changed(stage: StageStatus) -> str:
         words.append(stage.reason)
     if row.state == StageState.SUCCEEDED and stage.attempts:
         words += [duration(stage.seconds), progress_words(stage) if stage.progress.total else ""]
-    if row.state not in (StageState.SUCCEEDED, StageState.RUNNING, StageState.READY) and stage.next_action:
+    asks = row.state not in (StageState.SUCCEEDED, StageState.RUNNING, StageState.READY) or row.reason in _ASKS
+    if asks and stage.next_action:
         words.append(f"next: {stage.next_action}")
     return "; ".join(word for word in words if word)
 

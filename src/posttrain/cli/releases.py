@@ -97,15 +97,24 @@ def lineage(
 
 
 def verify(
-    target: Annotated[str, typer.Argument(metavar="CHANNEL|RUN|ASSET", autocompletion=lazily("lineages"))],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CHANNEL|RUN|ASSET]",
+            help="By default what every channel serves.",
+            autocompletion=lazily("lineages"),
+            show_default=False,
+        ),
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Hash a lineage and the event chain again. Exit code 8 when something does not match."""
+    """Hash a lineage and the event log again. Exit code 8 when something does not match."""
     from posttrain.app.embedded.control import open_control
 
     control = open_control()
-    report = control.verify(target)
+    report = control.verify(target or "")
     control.close()
+    target = target or (f"channels {', '.join(report.channels)}" if report.channels else "no channel has a release")
     if output is Output.JSON:
         emit_json({**asdict(report), "ok": not report.problems})
     else:

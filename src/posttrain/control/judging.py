@@ -199,18 +199,18 @@ def _turn_away(stores: Stores, stage: StageRecord, channel: str, error: Conflict
 
 
 def _turned_away(error: ConflictError, run_id: str, channel: str) -> tuple[Reason, str]:
-    """Why a release did not happen, and what to do next."""
+    """Why a release did not happen, and what to type next: judging again needs the run file, as the error says."""
     if isinstance(error, QuarantinedError):
         return Reason.QUARANTINED, f"posttrain promote {run_id} --lift-quarantine REASON"
     if isinstance(error, RecalledError):
         return Reason.RECALLED, f"posttrain lineage {run_id}"
     if isinstance(error, PolicyError):
-        return Reason.POLICY_NOT_MET, f"posttrain run RUN.yaml plans it under the policy of {channel}"
+        return Reason.POLICY_NOT_MET, f"posttrain channel policy {channel}"
     if isinstance(error, ApprovalError):
         return Reason.APPROVAL_REJECTED, f"posttrain why {run_id}"
     if isinstance(error, ChannelClosedError):
-        return Reason.CHANNEL_FROZEN, f"posttrain channel unfreeze {channel}, then posttrain promote {run_id}"
-    return Reason.CHANNEL_MOVED, f"posttrain run RUN.yaml --again judges against what {channel} points at now"
+        return Reason.CHANNEL_FROZEN, f"posttrain channel unfreeze {channel}"
+    return Reason.CHANNEL_MOVED, f"posttrain get {channel}"
 
 
 def refuse_unmet(

@@ -1,11 +1,9 @@
-"""From released weights back to prompts, reward source, base model and manifest; and the proof that all of it is
-still there.
-"""
+"""From released weights back to prompts, reward source, base model and manifest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.control.judging import read_report
@@ -13,23 +11,20 @@ from posttrain.control.models import MadeModel
 from posttrain.control.origins import Origins
 from posttrain.control.selecting import selected
 from posttrain.control.stores import Stores
-from posttrain.data.external import check_where_it_lies, external_versions, place_of
 from posttrain.data.importing import begins_at
 from posttrain.decision.releases import release_states
 from posttrain.domain.approvals import APPROVED
 from posttrain.domain.contracts import BEST, METRICS, MODEL
 from posttrain.domain.edges import IMPORT, ORIGIN, stage_of
-from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, WorkspaceError
+from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import model_output
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset, Edge, ReleaseEntry, StageRecord
 from posttrain.domain.spelling import nearest
-from posttrain.store.audit import verify_rows
-from posttrain.store.external import EXTERNAL, URI, VERSION
-from posttrain.store.sealer import verify_chain
+from posttrain.store.external import URI, VERSION
 from posttrain.store.snapshot import Snapshot
-from posttrain.store.trees import read_json, verify_tree
+from posttrain.store.trees import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +43,6 @@ class Node:
         yield self
         for child in self.children:
             yield from child.walk()
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What `verify` hashed again, and what did not match."""
-
-    checked: int  # distinct digests
-    bytes: int
-    events: int  # sealed events whose chain was recomputed
-    problems: tuple[str, ...] = field(default=())
-    pending: int = 0  # events that no sealer has passed yet: they are believed
-    before: int = 0  # events of before an upgrade of the ledger, by the rule of then
-    erased: int = 0  # events whose words were erased
-    elsewhere: tuple[str, ...] = field(default=())  # what lies elsewhere and could not be verified from here
 
 
 def release_lineage(stores: Stores, channel: str) -> Node:
@@ -277,51 +258,3 @@ def _kept(
 def _asset_details(asset: Asset) -> tuple[tuple[str, str], ...]:
     shown = (URI, VERSION, "rows", "source_digest", "guideline", "parameters", "architecture", "prompts_digest")
     return (*((key, str(asset.meta[key])) for key in shown if key in asset.meta), ("registered by", asset.created_by))
-
-
-def verify(stores: Stores, tree: Node, progress: Callable[[int], None] = lambda done: None) -> VerifyReport:
-    """Hash everything in a lineage again, recompute the event chain, and hold the ledger's rows against it.
-
-    Problems are collected, not raised.
-    """
-    problems: list[str] = []
-    elsewhere: list[str] = []
-    seen: set[str] = set()
-    size = 0
-    for node in tree.walk():
-        if node.digest is None or node.form is None or node.digest in seen:
-            continue
-        seen.add(node.digest)
-        try:
-            size += _hashed(stores, node.digest, node.form, node.name, elsewhere)
-        except (IntegrityError, NotFoundError) as error:
-            told = str(error)
-            problems.append(told if told.startswith(node.name) else f"{node.kind} {node.name}: {told}")
-        progress(len(seen))
-    events = pending = before = erased = 0
-    try:
-        problems += [f"ledger: {line}; restore it from a copy" for line in stores.ledger.database.check()]
-        chain = verify_chain(stores.ledger)
-        events, pending, before, erased = chain.sealed, chain.pending, chain.before, chain.erased
-        verify_rows(stores.ledger)
-    except (IntegrityError, WorkspaceError) as error:  # the second: the database refuses to read on
-        problems.append(str(error))
-    return VerifyReport(
-        len(seen) - len(elsewhere), size, events, tuple(problems), pending, before, erased, tuple(elsewhere)
-    )
-
-
-def _hashed(stores: Stores, digest: str, form: str, name: str, unseen: list[str]) -> int:
-    """Hash something again, if need be where it lies; its bytes. What cannot be had from here is told in `unseen`."""
-    if form != EXTERNAL or stores.blobs.has(digest):
-        return verify_tree(stores.blobs, digest) if form == "tree" else stores.blobs.check(digest)
-    for asset in external_versions(stores.ledger, digest, name)[:1]:
-        try:
-            return check_where_it_lies(asset)
-        except InfrastructureError as error:
-            unseen.append(str(error))
-        except NotFoundError as error:
-            if not place_of(asset).of_this_machine:
-                raise
-            unseen.append(f"{error}; it may be on another machine")
-    return 0

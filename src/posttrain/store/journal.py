@@ -17,13 +17,17 @@ from posttrain.store.schema import JsonText, events, payloads, principals, unsea
 from posttrain.store.waking import RUN, WAKE, wake, waking
 
 Entropy = Callable[[int], bytes]  # so many random bytes
-_EVENT, _PAYLOAD, _UNSEALED = insert(events), insert(payloads), insert(unsealed)
+# Of a remembered principal another process may have erased the name since. Then none has this id and this name, and the
+# column, which may not be NULL, refuses the event: no statement more for what hardly ever happens.
+_STILL = "(SELECT id FROM principals WHERE id = :author AND name = coalesce(:called, name))"
+_EVENT = insert(events).values(principal=text(_STILL))
+_PAYLOAD, _UNSEALED = insert(payloads), insert(unsealed)
 _EVENTS = insert(events).returning(events.c.id, sort_by_parameter_order=True)
 _PRINCIPAL_BYTES, _REQUEST_BYTES = 8, 16
 # An event of one run, as most are, in one question to the server instead of four: each is a way there and back.
 _AT_ONCE = text(
     "WITH told AS (INSERT INTO events (project, kind, subject, principal, auth, request, at, audited, words, leaf) "
-    "VALUES (:project, :kind, :subject, :principal, :auth, :request, :at, :audited, :words, :leaf) RETURNING id), "
+    f"VALUES (:project, :kind, :subject, {_STILL}, :auth, :request, :at, :audited, :words, :leaf) RETURNING id), "
     "said AS (INSERT INTO payloads (event, retention, salt, body) "
     "SELECT id, :retention, :salt, :body FROM told WHERE :words IS NOT NULL), "
     f"waiting AS (INSERT INTO unsealed (event) SELECT id FROM told) {WAKE}"
@@ -45,7 +49,7 @@ class Author:
     request: str  # of this transaction; tells afterwards whether it was committed
     auth: str = "os"
     entropy: Entropy = os.urandom
-    known: dict[str, str] = field(default_factory=dict)  # name → principal, committed ones
+    known: Mapping[str, str] = field(default_factory=dict)  # name → principal, of authors of before; may be outdated
 
 
 def new_request(entropy: Entropy) -> str:
@@ -110,16 +114,14 @@ class Journal:
         rows, said = self._rows, self._payloads
         self._rows, self._payloads = [], []
         if self._connection.dialect.name == "postgresql" and len(rows) == len(woken) == 1:
-            self._connection.execute(_AT_ONCE, _at_once(rows[0], said[0], next(iter(woken))))
+            self._connection.execute(_AT_ONCE, self._signed(_at_once(rows[0], said[0], next(iter(woken)))))
             return
         wake(self._connection, self._project, RUN, woken)
         if not rows:
             return
-        if len(rows) == 1:
-            key = self._connection.execute(_EVENT, rows[0]).inserted_primary_key
-            ids = [key.id] if key is not None else []
-        else:
-            ids = list(self._connection.execute(_EVENTS, rows).scalars())
+        key = self._connection.execute(_EVENT, self._signed(rows[0])).inserted_primary_key
+        assert key is not None
+        ids = [key.id, *(self._connection.execute(_EVENTS, rows[1:]).scalars() if rows[1:] else ())]
         told = [
             {"event": event, "retention": payload.retention, "salt": payload.salt, "body": payload.body}
             for event, payload in zip(ids, said, strict=True)
@@ -129,14 +131,21 @@ class Journal:
             self._connection.execute(_PAYLOAD, told)
         self._connection.execute(_UNSEALED, [{"event": event} for event in ids])
 
+    def _signed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """An event, whose author must still be called so where that was not read in this transaction."""
+        name = self.author.name
+        signed = {**row, "author": row["principal"], "called": None if name in self.found else name}
+        del signed["principal"]
+        return signed
+
     @property
     def own(self) -> str:
         """The author's principal."""
         return self.principal(self.author.name)
 
     def principal(self, name: str) -> str:
-        """The pseudonymous id of whoever is called `name`, made when they are first named."""
-        found = self.author.known.get(name) or self.found.get(name)
+        """The pseudonymous id of whoever is called `name`, read or made when this transaction first names them."""
+        found = self.found.get(name) or (self.author.known.get(name) if name == self.author.name else None)
         if found is None:
             found = self.found[name] = self._read_principal(name) or self._make_principal(name)
         return found

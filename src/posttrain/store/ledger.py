@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from posttrain.domain.errors import InfrastructureError
+from posttrain.domain.errors import ConflictError, InfrastructureError
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import (
     DEFAULT_PROJECT,
@@ -58,7 +58,7 @@ class Ledger:
         self.database = database
         self.clock: Clock = clock or SystemClock()
         self.project, self.entropy, self.auth = project, entropy, auth
-        self._principals: dict[str, str] = {}
+        self._principals: dict[str, str] = {}  # whose name acted through it before → their id
 
     @contextmanager
     def transaction(self, actor: str) -> Iterator[Transaction]:
@@ -71,6 +71,8 @@ class Ledger:
 
         Raises:
             InfrastructureError: the connection was lost and nothing was written.
+            ConflictError: somebody wrote what this was to write; or the name of whoever acts was erased by another
+                process since they acted last, and whoever has it now is somebody else: do it again.
         """
         author = Author(actor, new_request(self.entropy), self.auth, self.entropy, self._principals)
         try:
@@ -84,7 +86,10 @@ class Ledger:
                     f"ledger {self.database.place}: the connection was lost before a commit; nothing was written, "
                     "run the command again"
                 ) from error
-        self._principals.update(transaction.principals)
+        except ConflictError:
+            self._principals.pop(actor, None)
+            raise
+        self._principals |= {name: found for name, found in transaction.principals.items() if name == actor}
 
     def forget_principals(self) -> None:
         """Look up the ids of principals anew: a name was erased, and whoever has it from now on is somebody else."""

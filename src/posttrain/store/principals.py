@@ -7,7 +7,7 @@ from sqlalchemy import Connection, select
 from posttrain.domain.records import Token
 from posttrain.domain.roles import Role
 from posttrain.store.rows import to_record
-from posttrain.store.schema import principals, roles, tokens
+from posttrain.store.schema import events, principals, roles, tokens
 
 _TOKENS = select(tokens, principals.c.name.label("actor")).join(principals, principals.c.id == tokens.c.principal)
 
@@ -23,6 +23,12 @@ class PrincipalReading:
         query = select(principals.c.name, roles.c.role).join(principals, principals.c.id == roles.c.principal)
         query = query.where(roles.c.project == self._project).order_by(principals.c.name)
         return {name: Role(role) for name, role in self._connection.execute(query)}
+
+    def people(self) -> set[str]:
+        """Principals who have a role in this project, or did something there. Reads who wrote every event."""
+        acted = select(events.c.principal).where(events.c.project == self._project).distinct()
+        query = select(principals.c.name).where(principals.c.id.in_(acted))
+        return {str(name) for name in self._connection.execute(query).scalars()} | set(self.roles())
 
     def tokens(self) -> list[Token]:
         """Every token that is for this project, oldest first."""

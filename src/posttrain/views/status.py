@@ -5,14 +5,14 @@ report show. Reads only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from posttrain.control.budgets import spending
 from posttrain.control.resuming import trained_elsewhere
 from posttrain.control.selecting import choice_warnings, selection_words
 from posttrain.control.standings import standings
-from posttrain.domain.approvals import Action, Standing
+from posttrain.domain.approvals import Standing
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
@@ -25,6 +25,7 @@ from posttrain.domain.waits import span, waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
+from posttrain.views.since import as_they_stand
 from posttrain.workspace.opened import OpenWorkspace
 
 if TYPE_CHECKING:
@@ -190,9 +191,9 @@ class RunWatcher:
         asked = self._asked(run.id, rows)
         if self._manifest is None and not self._trouble:
             self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
-        if self._manifest is not None and self._manifest.release is not None:
-            own = [one for one in asked if one.request.channel == self._manifest.release.channel]
-            rows = [_as_it_stands(row, own) for row in rows]
+        if self._manifest is not None and any(_asks(row) for row in rows):
+            with self._workspace.ledger.snapshot() as ledger:
+                run, rows = as_they_stand(ledger, run, self._manifest, rows, asked, signals)
         waiting_for = _waiting_for(self._manifest, rows) if self._manifest else {}
         driver = run_driver(self._workspace.root, run, now)
         stages = tuple(self._stage(run, row, own, waiting_for, now) for row, own in zip(rows, attempts, strict=True))
@@ -203,7 +204,7 @@ class RunWatcher:
         return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings, signals, asked)
 
     def _asked(self, run_id: str, rows: Sequence[StageRecord]) -> tuple[Standing, ...]:
-        waits = any(row.reason == Reason.WAITING_FOR_APPROVAL for row in rows)
+        waits = any(row.reason in (Reason.WAITING_FOR_APPROVAL, Reason.APPROVAL_REJECTED) for row in rows)
         judged = any(kind_of(row.kind).ships and row.state != StageState.PENDING for row in rows)
         return standings(self._workspace.stores, run_id=run_id) if waits or (judged and not self._brief) else ()
 
@@ -303,12 +304,9 @@ def baseline_run(workspace: OpenWorkspace, manifest: Manifest, report: GateRepor
     return next((e.run_id for e in reversed(history) if e.model_digest == report.baseline and e.run_id), None)
 
 
-def _as_it_stands(row: StageRecord, asked: Sequence[Standing]) -> StageRecord:
-    """A stage that waits for approvals with what is said of it by now, which its driver need not have looked at."""
-    if row.state != StageState.READY or row.reason != Reason.WAITING_FOR_APPROVAL:
-        return row
-    found = [one.words for one in asked if one.request.action == Action.RELEASE]
-    return replace(row, message=found[-1]) if found else row
+def _asks(row: StageRecord) -> bool:
+    """Whether it asks a person for something, who may have done it since."""
+    return waiting(row) or (row.state == StageState.REJECTED and kind_of(row.kind).ships)
 
 
 def _waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:

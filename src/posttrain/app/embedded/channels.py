@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from posttrain.api.values import Dead, Erasure
     from posttrain.app.workspace import Workspace
     from posttrain.control.downstream import Downstream
-    from posttrain.control.lineage import Node, VerifyReport
+    from posttrain.control.lineage import Node
+    from posttrain.control.verifying import VerifyReport
     from posttrain.domain.approvals import Standing
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, ReleaseEntry
@@ -146,7 +147,9 @@ class Channels:
         self._changed(set_policy(self.workspace.stores, name, policy))
         pinned = self.policy(name)
         assert pinned is not None
-        return pinned, list(policy_notes(pinned, known))
+        with self.workspace.ledger.snapshot() as now:
+            people = now.people() if pinned.policy.approvers else set()
+        return pinned, list(policy_notes(pinned, known, people))
 
     def remove_policy(self, name: str) -> ChannelRecord:
         """See `Channels.remove_policy`."""
@@ -214,12 +217,12 @@ class Records:
             return of_bytes(workspace.ledger, live.model_digest, f"{_CHANNEL}{name}@{live.sequence}")
         return of_run(workspace.ledger, self._run_id(target))
 
-    def verify(self, target: str) -> VerifyReport:
+    def verify(self, target: str = "") -> VerifyReport:
         """See `Records.verify`."""
-        from posttrain.control.lineage import verify
+        from posttrain.control.verifying import verify, verify_live
 
         self.workspace.seal()
-        return verify(self.workspace.stores, self.lineage(target))
+        return verify(self.workspace.stores, self.lineage(target)) if target else verify_live(self.workspace.stores)
 
     def dead(self, within: str | None) -> list[Dead]:
         """See `Records.dead`."""

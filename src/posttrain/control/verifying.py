@@ -1,0 +1,88 @@
+"""The proof: what a lineage names is hashed again, and the ledger is held against its event log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from posttrain.control.lineage import Node, release_lineage
+from posttrain.control.stores import Stores
+from posttrain.data.external import check_where_it_lies, external_versions, place_of
+from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, WorkspaceError
+from posttrain.store.audit import verify_rows
+from posttrain.store.external import EXTERNAL
+from posttrain.store.sealer import verify_chain
+from posttrain.store.trees import verify_tree
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` hashed again, and what did not match."""
+
+    checked: int  # distinct digests
+    bytes: int
+    events: int  # sealed events whose chain was recomputed
+    problems: tuple[str, ...] = field(default=())
+    pending: int = 0  # events that no sealer has passed yet: they are believed
+    before: int = 0  # events of before an upgrade of the ledger, by the rule of then
+    erased: int = 0  # events whose words were erased
+    elsewhere: tuple[str, ...] = field(default=())  # what lies elsewhere and could not be verified from here
+    channels: tuple[str, ...] = field(default=())  # whose live releases these are, where no target was named
+
+
+def verify(stores: Stores, *trees: Node) -> VerifyReport:
+    """Hash everything in lineages again, each thing once; recompute the event log; hold the ledger's rows against it.
+
+    Problems are collected, not raised.
+    """
+    problems: list[str] = []
+    elsewhere: list[str] = []
+    seen: set[str] = set()
+    size = 0
+    for node in (node for tree in trees for node in tree.walk()):
+        if node.digest is None or node.form is None or node.digest in seen:
+            continue
+        seen.add(node.digest)
+        try:
+            size += _hashed(stores, node.digest, node.form, node.name, elsewhere)
+        except (IntegrityError, NotFoundError) as error:
+            told = str(error)
+            problems.append(told if told.startswith(node.name) else f"{node.kind} {node.name}: {told}")
+    events = pending = before = erased = 0
+    try:
+        problems += [f"ledger: {line}; restore it from a copy" for line in stores.ledger.database.check()]
+        chain = verify_chain(stores.ledger)
+        events, pending, before, erased = chain.sealed, chain.pending, chain.before, chain.erased
+        verify_rows(stores.ledger)
+    except (IntegrityError, WorkspaceError) as error:  # the second: the database refuses to read on
+        problems.append(str(error))
+    return VerifyReport(
+        len(seen) - len(elsewhere), size, events, tuple(problems), pending, before, erased, tuple(elsewhere)
+    )
+
+
+def verify_live(stores: Stores) -> VerifyReport:
+    """`verify` of what every channel serves. A lineage that cannot be read is a problem like the others."""
+    trees, problems, names = [], [], stores.ledger.channels()
+    for name in names:
+        try:
+            trees.append(release_lineage(stores, name))
+        except (IntegrityError, NotFoundError) as error:
+            problems.append(f"channel {name}: {error}")
+    found = verify(stores, *trees)
+    return replace(found, problems=(*problems, *found.problems), channels=tuple(names))
+
+
+def _hashed(stores: Stores, digest: str, form: str, name: str, unseen: list[str]) -> int:
+    """Hash something again, if need be where it lies; its bytes. What cannot be had from here is told in `unseen`."""
+    if form != EXTERNAL or stores.blobs.has(digest):
+        return verify_tree(stores.blobs, digest) if form == "tree" else stores.blobs.check(digest)
+    for asset in external_versions(stores.ledger, digest, name)[:1]:
+        try:
+            return check_where_it_lies(asset)
+        except InfrastructureError as error:
+            unseen.append(str(error))
+        except NotFoundError as error:
+            if not place_of(asset).of_this_machine:
+                raise
+            unseen.append(f"{error}; it may be on another machine")
+    return 0

@@ -1,0 +1,81 @@
+"""What the rows of a run ask a person for, as things stand by now: it may have been done since they were written.
+
+A driver writes down what it waits for when it looks, and a run that has ended is looked at by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from posttrain.domain.approvals import Action, Standing
+from posttrain.domain.lifecycle import StageState
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.reasons import Reason
+from posttrain.domain.records import RunRecord, Signal, StageRecord
+from posttrain.domain.waits import Wait, told, waiting, waits
+from posttrain.store.snapshot import Snapshot
+
+NOTHING = "none needed"  # what a person would do next
+
+
+def as_they_stand(
+    now: Snapshot,
+    run: RunRecord,
+    manifest: Manifest,
+    rows: Sequence[StageRecord],
+    asked: Sequence[Standing],
+    signals: Sequence[Signal],
+) -> tuple[RunRecord, list[StageRecord]]:
+    """A run and its stages with the words that hold by now.
+
+    Args:
+        asked: where everything stands that was asked for on behalf of the run.
+        signals: that were sent to it.
+    """
+    release, sent = manifest.release, {signal.name: signal for signal in signals}
+    own = [one for one in asked if release and one.request.channel == release.channel]
+    of_release = [one for one in own if one.request.action == Action.RELEASE]
+    params = dict(waits(manifest)) if sent else {}
+    rows = [_waits(row, of_release, sent, params.get(row.name)) for row in rows]
+    turned_away = next((row for row in rows if row.state == StageState.REJECTED and row.reason == run.reason), None)
+    if release is None or turned_away is None:
+        return run, rows
+    action = _left_to_do(now, run, release.channel, of_release)
+    if not action:
+        return run, rows
+    return replace(run, next_action=action), [
+        replace(row, next_action=action) if row is turned_away else row for row in rows
+    ]
+
+
+def _waits(row: StageRecord, asked: Sequence[Standing], sent: Mapping[str, Signal], wait: Wait | None) -> StageRecord:
+    """A stage that waits, with what has come by now."""
+    if not waiting(row):
+        return row
+    if row.reason == Reason.WAITING_FOR_APPROVAL:
+        found = asked[-1] if asked else None
+        if found is None:
+            return row
+        return replace(row, message=found.words, next_action=row.next_action if found.missing else NOTHING)
+    came = sent.get(wait.signal) if wait is not None and wait.signal is not None else None
+    if wait is None or came is None:
+        return row
+    if row.not_before is None:
+        return replace(row, message=f"signal {wait.signal} was sent, so its wait is over", next_action=NOTHING)
+    _, message, action = told(row, wait, came)
+    return replace(row, message=message, next_action=action)
+
+
+def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[Standing]) -> str:
+    """What is next for a run whose release was turned away; empty: what was said then."""
+    live = now.channel(channel)
+    if live is not None and live.run_id == run.id:
+        return f"posttrain get {channel}"  # somebody promoted it
+    promote = f"posttrain promote {run.id}"
+    if run.reason == Reason.CHANNEL_FROZEN and not now.channel_record(channel).frozen:
+        return promote
+    found = asked[-1] if asked else None
+    if run.reason != Reason.APPROVAL_REJECTED or found is None or found.refusal or found.outdated:
+        return ""
+    return found.request.command if found.missing else promote
