@@ -55,7 +55,7 @@ COMMANDS = {
     "channel freeze": ["--reason", "--rollbacks", "channel"],
     "channel unfreeze": ["--reason", "channel"],
     "lineage": ["--downstream", "--output", "-o", "CHANNEL|RUN|ASSET"],
-    "verify": ["--output", "-o", "CHANNEL|RUN|ASSET"],
+    "verify": ["--output", "-o", "[CHANNEL|RUN|ASSET]"],
     "trace": ["--out", "--output", "--sample", "--samples", "--stage", "--step", "-o", "run"],
     "track": ["--follow", "--output", "--tracker", "-o", "RUN|CHANNEL"],
     "import mlflow": ["--name", "--output", "--run", "-o", "DIR|URI"],
