@@ -87,7 +87,7 @@ TABLES: Mapping[str, Audited] = {
         Audited(schema.artifacts, "artifact {digest}"),
         Audited(schema.edges, "edge {producer} → {consumer} {slot}"),
         Audited(schema.holds, "hold of {holder} on {digest}", frozenset({"reason"})),
-        Audited(schema.sinks, "sink {name}", frozenset({"settings"}), since="0003"),
+        Audited(schema.sinks, "sink {name}", frozenset({"settings", "rules"}), since="0003"),
     )
 }
 

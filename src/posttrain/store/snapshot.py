@@ -61,6 +61,7 @@ from posttrain.store.schema import (
     watches,
     work,
 )
+from posttrain.store.sinks import SinkReading
 from posttrain.store.waking import RUN
 
 _NAMES = 500  # of one statement
@@ -83,7 +84,7 @@ _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals,
 _RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
 
 
-class Snapshot(ApprovalReading, PrincipalReading):
+class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
     """Reads of one project over one connection.
 
     Inside a `Transaction` it sees the rows which that transaction has written so far. What belongs to another project

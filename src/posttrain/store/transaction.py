@@ -26,6 +26,7 @@ from posttrain.store.granting import GrantWriting
 from posttrain.store.releasing import ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import asset_status, assets, attempts, projects, runs, signals, stage_cache, stages
+from posttrain.store.sinking import SinkWriting
 from posttrain.store.waking import revive
 
 _WATCH = text(
@@ -38,7 +39,7 @@ _KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "sta
 _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempts}
 
 
-class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting):
+class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
     """One write transaction of `actor`, open as long as the `with` block of `Ledger.transaction`."""
 
     def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord], artifacts: Sequence[Artifact] = ()) -> None:

@@ -1,0 +1,236 @@
+"""The event bus: every sink is told of the sealed events that its rules name, in the log's order, at least once.
+
+::
+
+    step(), of whoever drives          one thread for each sink that has something to do
+      reads which sinks there are  ──▶   claim its cursor ─▶ read a bounded part of the log ─▶ send ─▶ move the cursor
+      and how far each is: one             │ a failure: back-off in the cursor; after a day of them it is paused
+      statement, whatever happens          ▼ another process has it: nothing
+
+A cursor moves only after its sink has the events; who dies in between sends them again, with the same ids. A sink that
+hangs holds up its own thread. No transaction is open while something is sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.errors import InputError, PosttrainError, SinkError, StaleWriteError
+from posttrain.domain.sinks import BY_FAILURE, Cursor, Notice, SinkRecord
+from posttrain.events.messages import notice
+from posttrain.events.ports import Sink, one_line
+from posttrain.events.rules import matching
+from posttrain.store.cursors import Cursors
+from posttrain.store.ledger import Ledger
+
+EVENTS = 500  # read in one pass
+BACKOFF = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0)  # seconds after a failure, the first of a row first
+PATIENCE = 86400.0  # seconds of failures, after which a sink is paused
+_LOOK = 1.0  # seconds between two looks
+_LEAVE = 5.0  # seconds that `close` waits for a delivery under way
+Opener = Callable[[SinkRecord], Sink]
+
+
+class RunFacts:
+    """`events.rules.Facts` of a ledger.
+
+    Args:
+        channel: that a run releases to, by its id.
+    """
+
+    def __init__(self, ledger: Ledger, channel: Callable[[str], str]) -> None:
+        self._ledger, self.channel = ledger, channel
+
+    def name(self, run_id: str) -> str:
+        """See `Facts.name`."""
+        with self._ledger.snapshot() as now:
+            return now.run_facts(run_id)[0]
+
+    def owner(self, run_id: str) -> str:
+        """See `Facts.owner`."""
+        with self._ledger.snapshot() as now:
+            return now.run_facts(run_id)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Deliveries:
+    """How one sink is told of what it was not told of yet."""
+
+    cursors: Cursors
+    record: SinkRecord
+    opens: Opener
+    facts: RunFacts
+    actor: str  # who pauses it, as events say
+
+    def go_on(self) -> bool:
+        """Deliver a bounded part; whether there may be more to do at once.
+
+        Raises:
+            PosttrainError: the ledger is away.
+        """
+        held = self.cursors.claim(self.record.name)
+        if held is None:
+            return False
+        try:
+            return self._deliver(held)
+        except StaleWriteError:  # it took longer than the lease: somebody else delivers from where the cursor stood
+            return False
+
+    def _deliver(self, held: Cursor) -> bool:
+        with self.cursors.ledger.snapshot() as now:
+            standing = {sink.name: sink for sink in now.sinks()}.get(held.sink)
+            words = any(rule.words for rule in self.record.rules)
+            found = now.envelopes(held.sequence, EVENTS, words=words) if standing == self.record else []
+            sealed = now.sealed()
+        if standing != self.record or self.record.paused:  # paused, removed or another one since it was claimed
+            self.cursors.release(held)
+            return False
+        more, sink, ready = len(found) == EVENTS, None, list[Notice]()
+        try:
+            sink = self.opens(self.record)
+            for event in found:
+                rule = matching(self.record.rules, event, self.facts)
+                if rule is not None:
+                    ready.append(notice(event, rule.words))
+                if len(ready) == sink.most:
+                    held, ready = self._sent(held, sink, ready), []
+            if ready:
+                held = self._sent(held, sink, ready)
+        except Exception as error:  # whatever a back-end raises concerns this sink alone
+            if isinstance(error, PosttrainError) and not isinstance(error, SinkError | InputError):
+                raise  # of the ledger
+            self._failed(held, error)
+            return False
+        finally:
+            if sink is not None:
+                sink.close()
+        end = found[-1].sequence if more else max(sealed, held.sequence)
+        self.cursors.move(held, end, delivered=False, keep=False)
+        return more
+
+    def _sent(self, held: Cursor, sink: Sink, ready: list[Notice]) -> Cursor:
+        sink.send(ready)
+        crashpoint("sink.after_send")
+        return self.cursors.move(held, ready[-1].sequence, delivered=True, keep=True)
+
+    def _failed(self, held: Cursor, error: Exception) -> None:
+        said = (
+            str(error) if isinstance(error, SinkError | InputError) else f"unexpected {type(error).__name__}: {error}"
+        )
+        wait = BACKOFF[min(held.failures, len(BACKOFF) - 1)]
+        known = self.cursors.failed(held, one_line(said, 500), wait)
+        ledger = self.cursors.ledger
+        if ledger.clock.now() - (known.failed_since or 0.0) >= PATIENCE:
+            with ledger.transaction(self.actor) as transaction:
+                transaction.pause_sink(known.sink, BY_FAILURE, {"failures": known.failures}, known.error)
+
+
+@dataclass(slots=True)
+class _Loop:
+    """The thread of one sink: waits until there is something to do, and does it."""
+
+    deliveries: Deliveries
+    due: threading.Event = field(default_factory=threading.Event)
+    over: bool = False
+    busy: bool = False
+    trouble: str = ""  # of the ledger, at the last try
+    thread: threading.Thread | None = None
+
+    def wake(self) -> None:
+        """There is something to do; who is at it already sees it at the next look."""
+        if self.busy:
+            return
+        if self.thread is None or not self.thread.is_alive():
+            name = f"posttrain-sink-{self.deliveries.record.name}"
+            self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self.thread.start()
+        self.due.set()
+
+    def end(self) -> None:
+        """Begin no delivery any more."""
+        self.over = True
+        self.due.set()
+
+    def _run(self) -> None:
+        while True:
+            self.due.wait()
+            self.due.clear()
+            self.busy = True
+            try:
+                while not self.over and self.deliveries.go_on():
+                    pass
+                self.trouble = ""
+            except PosttrainError as error:  # the next look wakes this again
+                self.trouble = str(error)
+            finally:
+                self.busy = False
+            if self.over:
+                return
+
+
+class Deliverer:
+    """Delivers to every sink of a project, beside whatever else its process does.
+
+    Args:
+        opens: the back-end of a sink.
+        channel: that a run releases to, by its id; asked where a rule names one.
+        owner: `host:pid:start` of this process.
+        alive: whether another owner may still live.
+        actor: who pauses a sink that failed for long, as events say.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        opens: Opener,
+        channel: Callable[[str], str],
+        owner: str,
+        alive: Callable[[str], bool],
+        actor: str,
+    ) -> None:
+        self._ledger, self._opens, self._actor = ledger, opens, actor
+        self._facts, self._cursors = RunFacts(ledger, channel), Cursors(ledger, owner, alive)
+        self._loops: dict[str, _Loop] = {}
+        self.behind = False  # as of the last step: whether a sink that delivers has not passed every sealed event
+
+    def step(self) -> float:
+        """Look which sinks have something to do, and let them; sends nothing itself. One statement.
+
+        Returns:
+            Seconds until the next look.
+
+        Raises:
+            PosttrainError: the ledger is away; look again later.
+        """
+        with self._ledger.snapshot() as now:
+            found = now.sinks_standing()
+        self.behind, moment = False, self._ledger.clock.now()
+        kept = {sink.name: sink for sink, _, _ in found if not sink.paused}
+        for name in [name for name, loop in self._loops.items() if loop.deliveries.record != kept.get(name)]:
+            self._loops.pop(name).end()
+        for sink, cursor, sealed in found:
+            if sink.paused or (cursor is not None and cursor.sequence >= sealed):
+                continue
+            self.behind = True
+            if cursor is None or (cursor.not_before or 0.0) <= moment:
+                self._loop(sink).wake()
+        return _LOOK
+
+    def _loop(self, sink: SinkRecord) -> _Loop:
+        if sink.name not in self._loops:
+            deliveries = Deliveries(self._cursors, sink, self._opens, self._facts, self._actor)
+            self._loops[sink.name] = _Loop(deliveries)
+        return self._loops[sink.name]
+
+    def close(self) -> None:
+        """Begin no delivery any more; one that is under way gets a few seconds, and may come again afterwards."""
+        for loop in self._loops.values():
+            loop.end()
+        for loop in self._loops.values():
+            if loop.thread is not None:
+                with suppress(RuntimeError):
+                    loop.thread.join(_LEAVE)
