@@ -243,6 +243,7 @@ def test_no_secret_and_no_setting_is_in_what_is_kept_for_ever(ledger: Ledger) ->
     assert '"ann"' not in json.dumps(told.audited)
 
 
+@pytest.mark.slow
 def test_a_long_backlog_is_delivered_in_bounded_memory(ledger: Ledger) -> None:
     many = 100_000 if "sqlite" in str(ledger.database.product()).lower() else 5_000
     add(ledger, "all")

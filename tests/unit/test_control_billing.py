@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_bench import RUN, TRAIN_ONLY, Bench, train
+from control_bench import RUN, TRAIN_ONLY, Bench, train, vanish
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,6 +69,34 @@ def test_a_step_that_was_cut_short_is_billed_what_it_may_have_cost(bench: Bench)
     run = bench.drive(bench.submit(budget={"tokens": 1000}, **TRAIN_ONLY))
     assert [a.tokens for a in bench.ledger.attempts(run.id)] == [230, 500]
     assert [bench.jobs.folders.of(a).read_order().token_allowance for a in bench.ledger.attempts(run.id)] == [1000, 770]
+
+
+def warnings(bench: Bench) -> list[dict[str, Any]]:
+    return [dict(one.payload) for one in bench.ledger.pending_events() if one.kind == "run.budget_warned"]
+
+
+def test_that_most_of_a_budget_is_spent_is_told_once_in_a_run(bench: Bench) -> None:
+    bench.scripts["sft"] = [vanish(tokens=500), vanish(tokens=290), vanish(tokens=50), train(tokens=100)]
+    run = bench.drive(bench.submit(budget={"tokens": 1000, "attempts": 9}, **TRAIN_ONLY))
+    assert [attempt.tokens for attempt in bench.ledger.attempts(run.id)] == [500, 290, 50, 100]
+    (told,) = warnings(bench)
+    assert told == {"share": 0.84, "tokens": 840, "of_tokens": 1000}
+
+
+def test_a_job_that_passes_most_of_a_budget_by_its_end_is_told_with_its_bill(bench: Bench) -> None:
+    bench.scripts["sft"] = [train(tokens=800)]
+    run = bench.drive(bench.submit(budget={"tokens": 1000}, **TRAIN_ONLY))
+    (told,) = warnings(bench)
+    assert told["share"] == 0.8
+    requests = {one.kind: one.request for one in bench.ledger.pending_events() if one.subject.startswith(run.id)}
+    assert requests["run.budget_warned"] == requests["attempt.succeeded"]
+
+
+@pytest.mark.parametrize("budget", [{"tokens": 1000}, {}])
+def test_who_spends_less_or_has_no_budget_is_told_nothing(bench: Bench, budget: dict[str, Any]) -> None:
+    bench.scripts["sft"] = [train(tokens=799)]
+    bench.drive(bench.submit(budget=budget, **TRAIN_ONLY))
+    assert warnings(bench) == []
 
 
 def write_checkpoint(folder: AttemptFolder, step: int, tokens: int) -> None:

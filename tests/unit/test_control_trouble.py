@@ -166,6 +166,9 @@ def test_a_run_whose_manifest_is_gone_is_set_aside_and_goes_on_when_it_is_back(
         bench.reconciler.drive(run_id, interval=20.0, timeout=10 * PATIENCE_SECONDS)
     with pytest.raises(InfrastructureError, match=f"set aside after .* tries: .*503.*posttrain dead {run_id} --retry"):
         bench.drive(run_id)
+    (told,) = [one for one in bench.ledger.pending_events() if one.kind == "run.set_aside"]
+    assert told.subject == run_id
+    assert "503" in told.payload["error"]
     monkeypatch.setattr(bench.stores.blobs, "get", real)
     WorkQueue(bench.ledger, "a person").revive("run", run_id)
     assert bench.drive(run_id).state == "succeeded"

@@ -13,6 +13,7 @@ from posttrain.domain.approvals import Action, request_of
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.records import Asset, AttemptRecord, Look, RunRecord, StageRecord, Token
 from posttrain.domain.roles import Role
+from posttrain.domain.sinks import Rule, SinkRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.audited import TABLES
 from posttrain.store.database import Database
@@ -61,6 +62,9 @@ def fill(ledger: Ledger) -> None:
         transaction.add_token(replace(token, id="t2", replaces="t1"), MODEL)
         transaction.revoke_token("t1")
         transaction.set_role("user:cy", None)
+        rules = (Rule(on=("run-ended",), owner="ann"),)
+        transaction.add_sink(SinkRecord("chat", "webhook", {"url": "https://example.org/"}, rules, 4.0, ""), 0)
+        transaction.pause_sink("chat", "person")
         transaction.record_look(Look("prod", OTHER, MODEL, MODEL, "run1", "pass", "ann", 4.0))
 
 
@@ -86,14 +90,14 @@ def ledger(tmp_path: Path, filled: bytes) -> Iterator[Ledger]:
 def test_what_happened_is_what_the_rows_say(ledger: Ledger) -> None:
     before = verify_rows(ledger)
     # project, principals, run, stage, attempt, signal, asset, its status, releases, channel, deployment, quarantine,
-    # look, cache, request, approval, role, tokens; artifacts, edges, holds
-    assert before == 1 + 4 + 1 + 1 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 2 + 3 + 9 + 2
+    # look, cache, request, approval, role, tokens, sink; artifacts, edges, holds
+    assert before == 1 + 4 + 1 + 1 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 2 + 1 + 3 + 9 + 2
     with ledger.transaction("user:ann") as transaction:
         transaction.append_release("prod", MODEL, "run1", "promote", expected=3, lift="it was not the model")
     assert verify_rows(ledger) == before + 2  # not sealed yet: a release, and what it serves
 
 
-JSON = ("inputs", "outputs", "metrics", "meta", "parents", "asked", "scopes")
+JSON = ("inputs", "outputs", "metrics", "meta", "parents", "asked", "scopes", "settings", "rules")
 COLUMNS = [(name, column) for name, one in TABLES.items() for column in one.columns]
 
 

@@ -81,9 +81,9 @@ def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
         case Collect():
             attempts.collect(stores, jobs, view.manifest, order)
         case End():
-            attempts.end(stores, jobs, order)
+            attempts.end(stores, jobs, view.manifest, order)
         case TryAgain():
-            attempts.try_again(stores, jobs, order)
+            attempts.try_again(stores, jobs, view.manifest, order)
 
 
 def _launch(stores: Stores, jobs: Jobs, view: View, order: Launch) -> None:
@@ -92,10 +92,11 @@ def _launch(stores: Stores, jobs: Jobs, view: View, order: Launch) -> None:
         trainer = jobs.trainer(view.manifest.stage(stage.name).trainer)
         failure = launch_attempt(stores, jobs, view.manifest, stage, attempt, trainer)
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
-        attempts.end_damaged(stores, jobs, stage, attempt, f"the job cannot be launched: {error}")
+        said = f"the job cannot be launched: {error}"
+        attempts.end_damaged(stores, jobs, view.manifest, stage, attempt, said)
         return
     if failure and not failure.kind.retried:
-        attempts.end_refused(stores, jobs, stage, attempt, failure)
+        attempts.end_refused(stores, jobs, view.manifest, stage, attempt, failure)
     elif failure:
         act(stores, jobs, view, not_launched(view, stage, attempt, failure))
 

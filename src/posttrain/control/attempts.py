@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
+from posttrain.control import budgets
 from posttrain.control.fencing import give_up
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.launching import look
 from posttrain.control.orders import Collect, End, TryAgain
+from posttrain.control.resuming import tokens_taken_over
 from posttrain.control.stores import Stores
 from posttrain.control.trained import register_trained
 from posttrain.domain.crashpoints import crashpoint
@@ -20,6 +24,7 @@ from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.domain.sinks import BUDGET_WARNED
 from posttrain.store.trees import put_tree, stored_sizes
 
 
@@ -30,35 +35,39 @@ def collect(stores: Stores, jobs: Jobs, manifest: Manifest, order: Collect) -> N
         outputs = _publish(stores.blobs, jobs.folders, attempt, result)
         _refuse_lacking(manifest.stage(stage.name), result, outputs)
     except (InputError, IntegrityError) as error:
-        end_damaged(stores, jobs, stage, attempt, f"the job left what cannot be collected: {error}")
+        end_damaged(stores, jobs, manifest, stage, attempt, f"the job left what cannot be collected: {error}")
         return
     crashpoint("collect.after_publish")
-    _end(stores, jobs, stage, attempt, result, outputs)
+    _end(stores, jobs, manifest, stage, attempt, result, outputs)
     crashpoint("collect.after_commit")
 
 
-def end(stores: Stores, jobs: Jobs, order: End) -> None:
+def end(stores: Stores, jobs: Jobs, manifest: Manifest, order: End) -> None:
     """End an attempt that leaves nothing."""
     if order.unless_begun:
         if not give_up(jobs.folders, order.attempt, order.why):
             return
         if jobs.folders.of(order.attempt).channel.answered() is not None:
             return  # it began, left its result and ended since it was looked for: that is read first
-    _end(stores, jobs, order.stage, order.attempt, order.result, {})
+    _end(stores, jobs, manifest, order.stage, order.attempt, order.result, {})
 
 
-def end_damaged(stores: Stores, jobs: Jobs, stage: StageRecord, attempt: AttemptRecord, message: str) -> None:
+def end_damaged(
+    stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, message: str
+) -> None:
     """End an attempt for what stands in its folder."""
     failure = Failure(FailureClass.BUG, message, "collect")
-    _end(stores, jobs, stage, attempt, JobResult("failed", failure=failure), {})
+    _end(stores, jobs, manifest, stage, attempt, JobResult("failed", failure=failure), {})
 
 
-def end_refused(stores: Stores, jobs: Jobs, stage: StageRecord, attempt: AttemptRecord, failure: Failure) -> None:
+def end_refused(
+    stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, failure: Failure
+) -> None:
     """End an attempt whose job was never submitted, for a reason that another try would not change."""
-    _end(stores, jobs, stage, attempt, JobResult("failed", failure=failure), {})
+    _end(stores, jobs, manifest, stage, attempt, JobResult("failed", failure=failure), {})
 
 
-def try_again(stores: Stores, jobs: Jobs, order: TryAgain) -> None:
+def try_again(stores: Stores, jobs: Jobs, manifest: Manifest, order: TryAgain) -> None:
     """End an attempt that infrastructure broke, and say when the next one follows, or why none does."""
     stage, attempt, failure, said = order.stage, order.attempt, order.failure, order.said
     give_up(jobs.folders, attempt, f"it ended: {failure.message}")
@@ -73,7 +82,10 @@ def try_again(stores: Stores, jobs: Jobs, order: TryAgain) -> None:
     lost = Reason.LOST if order.ended is AttemptState.LOST else _reason(failure)
     if order.hung:
         lost = Reason.STALLED
+    warning = _warning(stores, jobs, manifest, stage, tokens, seconds)
     with stores.ledger.transaction(stores.actor) as transaction:
+        if warning:
+            transaction.append_event(BUDGET_WARNED, stage.run_id, warning)
         transaction.update_attempt(
             attempt,
             state=order.ended,
@@ -128,6 +140,7 @@ def _refuse_lacking(plan: StageManifest, result: JobResult, outputs: Mapping[str
 def _end(
     stores: Stores,
     jobs: Jobs,
+    manifest: Manifest,
     stage: StageRecord,
     attempt: AttemptRecord,
     result: JobResult,
@@ -144,7 +157,10 @@ def _end(
     action = "" if result.status == "succeeded" else _next_action(stage, failure)
     tokens = _billed(jobs.folders, attempt, result.tokens)
     sizes = stored_sizes(stores.blobs, {output["digest"]: output["form"] for output in outputs.values()})
+    warning = _warning(stores, jobs, manifest, stage, tokens, seconds)
     with stores.ledger.transaction(stores.actor) as transaction:
+        if warning:
+            transaction.append_event(BUDGET_WARNED, stage.run_id, warning)
         transaction.update_attempt(
             attempt,
             state=attempt_state,
@@ -170,6 +186,22 @@ def _end(
         register_trained(transaction, stores, stage, outputs, sizes)
         if result.status == "succeeded" and stage.cache_key:
             transaction.put_cache(stage.cache_key, stage.run_id, stage.name)
+
+
+def _warning(
+    stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, tokens: int, seconds: float
+) -> Mapping[str, Any] | None:
+    """What to tell of a run's budget where billing this attempt passes most of it.
+
+    Stages of a run with a budget go one at a time, so nobody bills another one meanwhile.
+    """
+    if not budgets.one_at_a_time(manifest):
+        return None
+    attempts = stores.ledger.attempts(stage.run_id)
+    taken_over = tokens_taken_over(stores, jobs.folders, attempts)
+    before = budgets.spending(stores.ledger.stages(stage.run_id), attempts, taken_over=taken_over)
+    after = replace(before, tokens=before.tokens + tokens, seconds=before.seconds + seconds)
+    return budgets.warning(manifest, before, after)
 
 
 def _reason(failure: Failure | None) -> Reason:

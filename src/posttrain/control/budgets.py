@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, StageRecord
+
+WARNED = 0.8  # of a limit: an event tells of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +73,24 @@ def exhausted(manifest: Manifest, spent: Spending) -> str | None:
         used = f"{spent.seconds:.0f} of {budget.wall_clock:.0f} s"
         return f"wall-clock budget spent: {used}; raise budget.wall_clock and submit again"
     return None
+
+
+def warning(manifest: Manifest, before: Spending, after: Spending) -> dict[str, Any] | None:
+    """What to tell where spending passes `WARNED` of a limit, once in a run; else None.
+
+    Args:
+        before: what was spent before an attempt was billed.
+        after: and with it.
+    """
+    limits = {"tokens": manifest.budget.tokens, "seconds": manifest.budget.wall_clock}
+    known = {name: limit for name, limit in limits.items() if limit}
+
+    def share(spent: Spending) -> float:
+        return max((getattr(spent, name) / limit for name, limit in known.items()), default=0.0)
+
+    if not share(before) < WARNED <= share(after):
+        return None
+    facts: dict[str, Any] = {"share": round(share(after), 4)}
+    for name, limit in known.items():
+        facts |= {name: getattr(after, name), f"of_{name}": limit}
+    return facts

@@ -38,6 +38,7 @@ from posttrain.domain.lifecycle import AttemptState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord
+from posttrain.domain.sinks import RUN_SET_ASIDE
 from posttrain.domain.waits import signals_of
 from posttrain.store.waking import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
@@ -152,6 +153,8 @@ class Reconciler:
         except ConflictError:  # the lease ran out meanwhile: whoever has it now looks
             return Tick(run, changed=False, again_after=RACED_SECONDS)
         if known.dead_at is not None:
+            with suppress(PosttrainError), self._stores.ledger.transaction(self._stores.actor) as transaction:
+                transaction.append_event(RUN_SET_ASIDE, run.id, {"tries": known.failures}, {"error": known.error})
             raise error
         return Tick(run, changed=False, again_after=max(0.0, known.due_in))
 

@@ -137,7 +137,6 @@ class _Loop:
     due: threading.Event = field(default_factory=threading.Event)
     over: bool = False
     busy: bool = False
-    trouble: str = ""  # of the ledger, at the last try
     thread: threading.Thread | None = None
 
     def wake(self) -> None:
@@ -160,14 +159,10 @@ class _Loop:
             self.due.wait()
             self.due.clear()
             self.busy = True
-            try:
+            with suppress(PosttrainError):  # the ledger is away, which `step` tells; the next look wakes this again
                 while not self.over and self.deliveries.go_on():
                     pass
-                self.trouble = ""
-            except PosttrainError as error:  # the next look wakes this again
-                self.trouble = str(error)
-            finally:
-                self.busy = False
+            self.busy = False
             if self.over:
                 return
 

@@ -7,10 +7,18 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 from posttrain.domain.reasons import Reason
-from posttrain.domain.sinks import ALL, BY_FAILURE, RUN_ENDED, RUN_ENDINGS, Envelope, Rule
+from posttrain.domain.sinks import (
+    ALL,
+    BUDGET_WARNED,
+    BY_FAILURE,
+    RUN_ENDED,
+    RUN_ENDINGS,
+    RUN_SET_ASIDE,
+    Envelope,
+    Rule,
+)
 from posttrain.store.sinking import SINK_PAUSED
 
-BUDGET_WARNED, RUN_SET_ASIDE = "run.budget_warned", "run.set_aside"  # events of the control plane
 _GATE_REASONS = (Reason.GATE_FAILED, Reason.GATE_INCONCLUSIVE, Reason.GATE_ERROR)
 _OF_A_RUN = ("run", "stage", "attempt", "signal")  # the first word of kinds whose subject begins with a run's id
 
