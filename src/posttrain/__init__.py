@@ -19,7 +19,7 @@ from posttrain._version import __version__
 
 if TYPE_CHECKING:
     from posttrain.api.handles import Channel, Run
-    from posttrain.app.handles import channel, plan, run, submit
+    from posttrain.app.handles import channel, connect, plan, run, submit
     from posttrain.app.workspace import Workspace, init_workspace, open_workspace
     from posttrain.domain.errors import PosttrainError
 
@@ -29,6 +29,7 @@ _ROOMS = {
     "Run": "posttrain.api.handles",
     "Workspace": "posttrain.app.workspace",
     "channel": "posttrain.app.handles",
+    "connect": "posttrain.app.handles",
     "init_workspace": "posttrain.app.workspace",
     "open_workspace": "posttrain.app.workspace",
     "plan": "posttrain.app.handles",
@@ -42,6 +43,7 @@ __all__ = [
     "Workspace",
     "__version__",
     "channel",
+    "connect",
     "init_workspace",
     "open_workspace",
     "plan",

@@ -70,6 +70,19 @@ COMMANDS = {
     **{f"asset {verb}": ["--reason", "ref"] for verb in ("approve", "recall", "restore")},
     "upgrade": ["--output", "-o"],
     "erase": ["--output", "--reason", "-o", "RUN|ASSET|user:NAME"],
+    "serve": ["--behind-proxy", "--host", "--port", "--tls-certificate", "--tls-key"],
+    "login": ["--project", "URL"],
+    "logout": ["URL"],
+    "whoami": ["--output", "-o"],
+    "project add": ["NAME"],
+    "project ls": ["--output", "-o"],
+    "member ls": ["--output", "-o"],
+    "member set": ["PRINCIPAL", "ROLE"],
+    "member remove": ["PRINCIPAL"],
+    "token issue": ["--days", "--output", "--role", "-o", "PRINCIPAL"],
+    "token rotate": ["--days", "--output", "-o", "ID"],
+    "token revoke": ["ID"],
+    "token ls": ["--output", "-o"],
     "doctor": ["--end-orphans", "--output", "--probe", "--ray", "-o"],
 }
 EXIT_CODES = {
@@ -95,6 +108,7 @@ EXIT_CODES = {
     "StoppedError": 11,
     "DeadlineError": 12,
     "AccessError": 13,
+    "AuthenticationError": 13,
 }
 
 
@@ -123,7 +137,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     context = group.make_context("posttrain", [], resilient_parsing=True)
     verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry signal dead"
     verbs += " sample eval export promote approve reject rollback channel lineage verify trace track"
-    verbs += " import asset upgrade erase doctor"
+    verbs += " import asset upgrade erase doctor serve login logout whoami project member token"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -156,12 +170,14 @@ def test_every_reading_command_speaks_json() -> None:
         "upgrade",
         "erase",
         "doctor",
+        "whoami",
+        *("project ls", "member ls", "token ls", "token issue", "token rotate"),
     }
     assert {name for name, words in COMMANDS.items() if "-o" in words} == reading
 
 
 def test_exported_names_are_frozen() -> None:
-    names = ["Channel", "PosttrainError", "Run", "Workspace", "__version__", "channel", "init_workspace"]
+    names = ["Channel", "PosttrainError", "Run", "Workspace", "__version__", "channel", "connect", "init_workspace"]
     assert sorted(posttrain.__all__) == sorted([*names, "open_workspace", "plan", "run", "submit"])
     for name in posttrain.__all__:
         assert getattr(posttrain, name) is not None

@@ -1,4 +1,4 @@
-"""`Control`: everything that the command line and the Python API ask of Posttrain, in process or, to come, of a server.
+"""`Control`: everything that the command line and the Python API ask of Posttrain, in process or of a server.
 
 What is asked for is words, numbers and files of this machine; what is answered are values (`api.values`, `domain`).
 Nobody on this side of the wall knows whether there is a ledger. `posttrain.app.embedded` answers in this process.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from posttrain.api.access import Access
 
 if TYPE_CHECKING:
     from posttrain.api.values import (
@@ -387,7 +389,7 @@ class Models(Protocol):
         """Rank its settings; `runs`: (place of a setting, seed) → run id."""
 
 
-class Control(Submissions, Runs, Channels, Records, Assets, Models, Protocol):
+class Control(Submissions, Runs, Channels, Records, Assets, Models, Access, Protocol):
     """Everything."""
 
     def close(self) -> None:

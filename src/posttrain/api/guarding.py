@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from posttrain.api.access import Whoami
 from posttrain.domain.errors import AccessError
 from posttrain.domain.roles import Role
 
@@ -16,7 +18,7 @@ _LOOK = (
     *("compare", "watcher", "vigil", "logs", "write_report", "write_trace", "samples", "sample", "trackers"),
     *("channels", "live", "channel_record", "channel", "channel_trackers", "policy", "policies", "channel_events"),
     *("approval_requests", "lineage", "downstream", "verify", "dead", "assets", "asset", "asset_status", "recalled"),
-    *("curves", "plan_sweep", "rank"),
+    *("curves", "plan_sweep", "rank", "whoami"),
 )
 _RUN = (
     *("submit", "evaluate", "drive", "detach", "signal", "stop", "retry", "track", "follow", "track_channel"),
@@ -24,7 +26,10 @@ _RUN = (
     *("import_trl_output", "import_mlflow", "import_wandb_export", "ask", "export", "submit_point"),
 )
 _ANSWER_FOR = ("approve", "reject", "promote", "rollback", "freeze", "unfreeze", "mark")
-_RULE = ("set_policy", "remove_policy", "protect", "erase")
+_RULE = (
+    *("set_policy", "remove_policy", "protect", "erase"),
+    *("add_project", "members", "set_member", "tokens", "issue_token", "rotate_token", "revoke_token"),
+)
 NEEDS: Mapping[str, Role | None] = {  # verb → the least role that it needs; a verb that is not here is refused
     "close": None,
     **dict.fromkeys(_LOOK, Role.VIEWER),
@@ -54,9 +59,19 @@ class Guarded:
 
         def asked(*words: Any, **options: Any) -> Any:
             self._refuse(verb, needed)
-            return does(*words, **options)
+            found = does(*words, **options)
+            if isinstance(found, Whoami):  # the role that holds here, a token's limit included
+                role = self._role()
+                return replace(found, role=role and str(role))
+            return found
 
         return asked
+
+    def refuse(self, verb: str) -> None:
+        """Raise AccessError where whoever is behind it may not ask this verb."""
+        needed = NEEDS[verb]
+        if needed is not None:
+            self._refuse(verb, needed)
 
     def _refuse(self, verb: str, needed: Role) -> None:
         role = self._role()
@@ -71,3 +86,8 @@ class Guarded:
 def guarded(control: Control, who: str, project: str, role: Callable[[], Role | None]) -> Control:
     """See `Guarded`: each verb that whoever is behind it may not do raises AccessError."""
     return cast("Control", Guarded(control, who, project, role))
+
+
+def refuse(control: Control, verb: str) -> None:
+    """Raise AccessError where whoever is behind a guarded control may not ask a verb; ask nothing."""
+    cast("Guarded", control).refuse(verb)

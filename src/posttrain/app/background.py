@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from posttrain.app.runs import JUDGING, REPORTING, load_ahead
 from posttrain.app.workspace import Workspace
@@ -46,6 +47,7 @@ from posttrain.drivers.requests import (
     write_request,
 )
 from posttrain.trackers.following import Scribe
+from posttrain.workspace.opened import OpenWorkspace
 
 _LISTEN = 0.1  # seconds between two looks for requests
 _PAUSE, _LONG_PAUSE = 0.1, 1.0  # seconds between passes that change nothing: twice as long each time
@@ -171,10 +173,29 @@ class _Known:
     trouble: str = ""
 
 
+class Wanted(Protocol):
+    """Tells which runs are to be driven."""
+
+    def wanted(self) -> list[str]:
+        """The runs to drive, in the order in which they came."""
+
+    def done(self, run_id: str, over: Callable[[], bool]) -> None:
+        """Be done with a run, if it is over still."""
+
+    def give_up(self, run_id: str, trouble: str) -> None:
+        """Leave a run to a person."""
+
+    def stop(self) -> None:
+        """Take nothing any more."""
+
+    def close(self, let_go: Callable[[], None]) -> bool:
+        """End, if nothing is wanted."""
+
+
 class Background:
     """Drives every run that is wanted, one pass after the other, until none is or somebody tells it to end."""
 
-    def __init__(self, workspace: Workspace, ears: Ears, log: DriverLog) -> None:
+    def __init__(self, workspace: OpenWorkspace, ears: Wanted, log: DriverLog) -> None:
         self._workspace, self._ears, self._log, self._say = workspace, ears, log, log.say
         self._known: dict[str, _Known] = {}
         self._told: int | None = None
@@ -187,14 +208,9 @@ class Background:
         """Until no run is left; `let_go` lets the next driver come."""
         pause = _PAUSE
         while self._told is None:
-            started, changed = time.monotonic(), False
-            wanted = self._ears.wanted()
-            self._drop(self._known.keys() - set(wanted))
-            for run_id in wanted:
-                changed = self._look(run_id) or changed
-                if self._told is not None:
-                    break
-            if not wanted and self._closed(let_go):
+            started = time.monotonic()
+            changed = self.pass_over()
+            if not self._ears.wanted() and self._closed(let_go):
                 return
             pause = _PAUSE if changed else min(2 * pause, _LONG_PAUSE)
             if not changed:
@@ -202,6 +218,16 @@ class Background:
         self._ears.stop()
         waiting = self._ears.wanted()
         self._say(f"ended by {signal.Signals(self._told).name}; waiting for a driver: {', '.join(waiting) or 'no run'}")
+
+    def pass_over(self) -> bool:
+        """One pass over each run that is wanted; whether anything changed."""
+        changed, wanted = False, self._ears.wanted()
+        self._drop(self._known.keys() - set(wanted))
+        for run_id in wanted:
+            changed = self._look(run_id) or changed
+            if self._told is not None:
+                break
+        return changed
 
     def leave(self) -> None:
         """Give the leases back, so that the next driver need not wait."""

@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from posttrain.domain.overrides import Setting
 
 
+def connect(url: str, token: str | None = None, *, project: str | None = None) -> Control:
+    """A server, as the `workspace` of everything below.
+
+    Args:
+        token: None: POSTTRAIN_TOKEN, or that of `posttrain login`.
+        project: None: the one of the login, else `default`.
+
+    Raises:
+        InputError: no URL of a server; nobody is logged in there.
+    """
+    from posttrain.client.logins import logged_in
+
+    return logged_in(url, project or "", token)
+
+
 def plan(
     path: str | Path, workspace: Workspace | Control | None = None, *, seed: int | None = None, setting: Setting = ()
 ) -> PlanView:

@@ -141,8 +141,12 @@ def unfreeze(channel: ChannelArgument, reason: ReasonOption = "") -> None:
     from posttrain.app.embedded.control import open_control
 
     control = open_control()
-    control.unfreeze(channel, why=reason)
+    before = control.channel_record(channel)
+    after = control.unfreeze(channel, why=reason)
     control.close()
+    if after == before:
+        say(f"channel {channel} was not frozen")
+        return
     say(f"channel {channel} may move")
 
 

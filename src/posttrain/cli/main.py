@@ -35,6 +35,7 @@ from posttrain.cli import (
     plans,
     releases,
     runs,
+    serving,
     signals,
     sweep,
     trace,
@@ -54,6 +55,7 @@ _VERBS = [
     *("compare", "attach", "stop", "retry", "signal", "dead", "sample", "eval", "export", "promote"),
     *("approve", "reject", "rollback", "channel", "lineage", "verify", "trace", "track"),
     *("import", "asset", "upgrade", "erase", "doctor"),
+    *("serve", "login", "logout", "whoami", "project", "member", "token"),
 ]
 
 
@@ -121,6 +123,7 @@ EPILOG = "\b\n" + "\n".join(
         "Environment:",
         "  POSTTRAIN_WORKSPACE  the workspace folder (otherwise the nearest .posttrain, here or above)",
         "  POSTTRAIN_STORE      where artifacts live: a folder or an object-store URL; recorded by init",
+        "  POSTTRAIN_SERVER     the server that commands ask; POSTTRAIN_TOKEN, POSTTRAIN_PROJECT go with it",
         "  POSTTRAIN_DEBUG=1    show tracebacks        NO_COLOR=1  no colours",
     ]
 )
@@ -148,8 +151,15 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ask this server, and no workspace of this machine.")
+    ] = None,
+    project: Annotated[str | None, typer.Option(metavar="NAME", help="Of the server, or of the workspace.")] = None,
 ) -> None:
     """Declare a post-training run once; train, judge, ship, roll back."""
+    for variable, value in (("POSTTRAIN_SERVER", server), ("POSTTRAIN_PROJECT", project)):
+        if value is not None:  # so that what is asked, and whoever is started, finds it
+            os.environ[variable] = value
 
 
 for room in (
@@ -167,11 +177,15 @@ for room in (
     approvals,
     trace,
     tracking,
+    serving,
 ):
     room.register(app)
 app.add_typer(importing.app, name="import")
 app.add_typer(channels.app, name="channel")
 app.add_typer(assets.app, name="asset")
+app.add_typer(serving.project_app, name="project")
+app.add_typer(serving.member_app, name="member")
+app.add_typer(serving.token_app, name="token")
 
 
 def main() -> None:

@@ -65,9 +65,14 @@ def rollback(
     control = open_control()
     before = control.channel(channel).live
     entry = control.rollback(channel, to, since)
-    frozen = control.channel_record(channel).frozen
+    now = control.channel(channel)
+    frozen = now.record.frozen
+    gone = before and any(one.model_digest == before.model_digest and not one.lifted_at for one in now.quarantine)
     was = f"; it was {digest(before.model_digest)} of run {before.run_id}" if before else ""
     say(f"{channel} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence}){was}")
+    if before and gone:
+        back = f"posttrain rollback {channel} --to {before.sequence}"
+        say(f"{digest(before.model_digest)} is quarantined there: no release brings it back unasked; {back} does")
     if frozen:
         say(f"it stays frozen: nothing is released to it until posttrain channel unfreeze {channel}")
     control.close()

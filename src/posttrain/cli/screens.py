@@ -215,7 +215,10 @@ def release_lines(barred: Sequence[Quarantine], looks: Sequence[Look]) -> Iterat
         yield Text(words, style=style("warn"))
     if looks:
         same = sum(look.items == looks[-1].items for look in looks)
-        yield Text(f"judged {len(looks)} times, {same} of them on the items of the last time", style="dim")
+        yield Text(
+            f"judged {len(looks)} time{'s' if len(looks) > 1 else ''}, {same} of them on the items of the last time",
+            style="dim",
+        )
 
 
 def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from posttrain.control.approvals import owners
+from posttrain.control.channels import policy_of
 from posttrain.control.judging import read_report
 from posttrain.control.models import MadeModel
 from posttrain.control.origins import Origins
@@ -20,10 +22,10 @@ from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import model_output
 from posttrain.domain.ports import BlobStore
+from posttrain.domain.principals import NOBODY, canonical
 from posttrain.domain.records import Asset, Edge, ReleaseEntry, StageRecord
 from posttrain.domain.spelling import nearest
 from posttrain.store.external import URI, VERSION
-from posttrain.store.snapshot import Snapshot
 from posttrain.store.trees import read_json
 
 
@@ -106,16 +108,23 @@ def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
         children.append(_manifest_node(origins, entry.run_id))
     state = release_states(origins.now.history(entry.channel))[entry.model_digest]
     details = [("release", str(entry.sequence)), ("action", entry.action), ("by", entry.actor), ("state", str(state))]
-    approved = ", ".join(_approvers(origins.now, entry))
+    approved = ", ".join(_approvers(origins, entry))
     details += [("approved by", approved)] if approved else []
     return Node("release", entry.channel, None, details=tuple(details), children=tuple(children))
 
 
-def _approvers(now: Snapshot, entry: ReleaseEntry) -> Iterator[str]:
-    """Who approved a release, where its channel's policy asked for that."""
+def _approvers(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
+    """Who approved a release, where its channel's policy asked for that: those whom it names, and not its owner."""
+    now = origins.now
     for asked in now.approval_requests(entry.channel, entry.run_id) if entry.run_id else ():
-        if asked.asked.get("live") == entry.sequence - 1 and asked.asked.get("model") == entry.model_digest:
-            yield from (said.actor for said in now.approvals(asked.digest) if said.verdict == APPROVED)
+        if asked.asked.get("live") != entry.sequence - 1 or asked.asked.get("model") != entry.model_digest:
+            continue
+        pinned = policy_of(origins.stores, entry.channel, str(asked.asked["policy"]))
+        own, named = (owners(now, asked, pinned), pinned.policy.approvers) if pinned else (set(), ())
+        for said in now.approvals(asked.digest):
+            counts = said.actor in named or said.actor.startswith(NOBODY)  # whose name was erased since
+            if said.verdict == APPROVED and counts and canonical(said.actor) not in own:
+                yield said.actor
 
 
 def _report_node(blobs: BlobStore, digest: str) -> Node:

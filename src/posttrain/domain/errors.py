@@ -22,6 +22,7 @@
     ├── StoppedError                   11   the run was stopped by a person
     ├── DeadlineError                  12   a wait reached its deadline               (retryable)
     └── AccessError                    13   whoever asks may not do this
+        └── AuthenticationError        13   nobody is known by what was shown
 
 Exit 0 is success, 1 an unexpected error (a bug in Posttrain), 130 a detached Ctrl-C. The message is one line: what,
 the constraint, the offending value, the next action. Whether a retry can help is in the type (`retryable`).
@@ -155,6 +156,10 @@ class AccessError(PosttrainError):
     """Whoever asks may not do this."""
 
     exit_code = 13
+
+
+class AuthenticationError(AccessError):
+    """Nobody is known by what was shown, or nothing was shown."""
 
 
 class FailureClass(StrEnum):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 NOBODY = "erased:"  # how the name of an erased principal begins; its id follows
 FORM = "user:NAME or service:NAME, without spaces around it and without line breaks"
+_PROJECT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _KINDS = ("user", "service")
 _LONGEST = 200  # characters of a name
 
@@ -14,6 +16,11 @@ def is_principal(name: str) -> bool:
     """Whether a policy, a token or a role may name somebody like this."""
     kind, _, rest = name.partition(":")
     return kind in _KINDS and 0 < len(rest) <= _LONGEST and rest[0] != ":" and is_plain(rest)
+
+
+def is_project(name: str) -> bool:
+    """Whether a project may be called so: 1-63 of a-z 0-9 -, which begin with a letter or digit."""
+    return _PROJECT.fullmatch(name) is not None
 
 
 def is_plain(word: str) -> bool:

@@ -19,6 +19,16 @@ from posttrain.store.writing import Writing
 class GrantWriting(Writing):
     """The part of a transaction that is about access."""
 
+    def add_project(self) -> None:
+        """Make this transaction's project, with whoever makes it as its admin.
+
+        Raises:
+            ConflictError: there is one of that name.
+        """
+        self._insert(projects, {"id": self._project, "created_at": self._clock.now()}, f"project {self._project}",
+            "project.added", self._project)  # fmt: skip
+        self.set_role(self._journal.author.name, Role.ADMIN)
+
     def set_role(self, name: str, role: Role | None) -> None:
         """Give a principal a role in this project, another one, or none.
 

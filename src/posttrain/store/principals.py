@@ -7,7 +7,7 @@ from sqlalchemy import Connection, select
 from posttrain.domain.records import Token
 from posttrain.domain.roles import Role
 from posttrain.store.rows import to_record
-from posttrain.store.schema import events, principals, roles, tokens
+from posttrain.store.schema import events, principals, projects, roles, tokens
 
 _TOKENS = select(tokens, principals.c.name.label("actor")).join(principals, principals.c.id == tokens.c.principal)
 
@@ -29,6 +29,16 @@ class PrincipalReading:
         acted = select(events.c.principal).where(events.c.project == self._project).distinct()
         query = select(principals.c.name).where(principals.c.id.in_(acted))
         return {str(name) for name in self._connection.execute(query).scalars()} | set(self.roles())
+
+    def projects(self) -> list[str]:
+        """Every project of the ledger, by name."""
+        return list(self._connection.execute(select(projects.c.id).order_by(projects.c.id)).scalars())
+
+    def roles_of(self, name: str) -> dict[str, Role]:
+        """Project → the role that a principal was given there."""
+        query = select(roles.c.project, roles.c.role).join(principals, principals.c.id == roles.c.principal)
+        found = self._connection.execute(query.where(principals.c.name == name).order_by(roles.c.project))
+        return {project: Role(role) for project, role in found}
 
     def tokens(self) -> list[Token]:
         """Every token that is for this project, oldest first."""

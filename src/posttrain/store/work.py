@@ -36,7 +36,7 @@ from sqlalchemy import (
 from posttrain.domain.errors import InfrastructureError, NotFoundError, StaleWriteError
 from posttrain.domain.lifecycle import is_final
 from posttrain.store.clock import SystemClock
-from posttrain.store.database import LostAnswerError
+from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
 from posttrain.store.rows import plain
 from posttrain.store.schema import runs, work
@@ -309,6 +309,16 @@ class WorkQueue:
                 yield connection
         except LostAnswerError as error:
             raise InfrastructureError(f"{error}; looking again") from error
+
+
+def open_runs(database: Database) -> dict[str, list[str]]:
+    """Project → its runs that somebody has to look at now or later, the most urgent first; one statement."""
+    found: dict[str, list[str]] = {}
+    query = select(work.c.project, work.c.object).where(work.c.kind == RUN, work.c.dead_at.is_(None))
+    with database.read() as connection:
+        for project, run_id in connection.execute(query.order_by(work.c.priority.desc(), work.c.id)):
+            found.setdefault(project, []).append(run_id)
+    return found
 
 
 _SERVERS = cast(func.extract("epoch", func.clock_timestamp()), Float(53))

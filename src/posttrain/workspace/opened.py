@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import socket
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from posttrain.control.jobs import Jobs
 from posttrain.control.owners import process_alive, process_name
@@ -127,6 +128,23 @@ class OpenWorkspace:
         """Chain the events committed so far; whoever may only read leaves that to the next who writes."""
         if not self.read_only:
             seal(self.ledger)
+
+    def seen_by(self, actor: str, project: str, auth: str) -> Self:
+        """The same workspace as another principal sees it, in another project perhaps; this one closes its database.
+
+        Args:
+            auth: how it was made sure who that is, as events say it.
+        """
+        other = copy.copy(self)
+        for cached in ("reconciler", "_channels"):
+            other.__dict__.pop(cached, None)
+        other.actor = actor
+        other.ledger = Ledger(
+            self.ledger.database, self.ledger.clock, project=project, auth=auth, entropy=self.ledger.entropy
+        )
+        other.stores = Stores(other.ledger, self.blobs, other.ledger.clock, actor)
+        other.catalog = Catalog(other.ledger, self.blobs, actor)
+        return other
 
     def close(self) -> None:
         """Close the database."""

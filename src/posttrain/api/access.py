@@ -1,0 +1,73 @@
+"""Who may do what: projects, members and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from posttrain.domain.records import Token
+
+
+@dataclass(frozen=True, slots=True)
+class Whoami:
+    """Who asks, and what they may do in the present project."""
+
+    principal: str
+    auth: str  # how that is known: os | token
+    project: str
+    role: str | None  # viewer | submitter | approver | admin; None: none there
+    projects: Mapping[str, str]  # project → role, of every one that they have a role in
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A token that was issued."""
+
+    secret: str  # shown once; it is kept nowhere
+    token: Token
+
+
+class Access(Protocol):
+    """Projects, members and tokens."""
+
+    def whoami(self) -> Whoami:
+        """Who asks."""
+
+    def add_project(self, name: str) -> Whoami:
+        """Make a project, and whoever asks its admin; asked of the project `default`.
+
+        Raises:
+            InputError: no name for a project. ConflictError: there is one of that name.
+        """
+
+    def members(self) -> dict[str, str]:
+        """Principal → role, of everybody who was given one in the project."""
+
+    def set_member(self, principal: str, role: str | None) -> dict[str, str]:
+        """Give somebody a role in the project, another one, or none; the members afterwards.
+
+        Raises:
+            InputError: no principal, or no role. ConflictError: the last admin would be gone.
+        """
+
+    def tokens(self) -> list[Token]:
+        """Those of the project, also expired and revoked ones."""
+
+    def issue_token(self, principal: str, role: str, days: float) -> Issued:
+        """A token by which somebody is known, and with which they may do at most this here.
+
+        Raises:
+            InputError: no principal, no role, too long a time.
+        """
+
+    def rotate_token(self, token_id: str, days: float) -> Issued:
+        """A token in the place of another one, which is good for nothing from now on."""
+
+    def revoke_token(self, token_id: str) -> list[Token]:
+        """Let a token be good for nothing from now on; the tokens afterwards.
+
+        Raises:
+            NotFoundError: the project has none of that id.
+        """

@@ -1,0 +1,121 @@
+"""Values as JSON and back, by the types that the verbs of `Control` are annotated with.
+
+pydantic does the work. What is written here is where the names are found that modules import for the type checker
+alone: a room of values must not load the rooms below, and whoever decodes a value has to.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticUndefinedAnnotation
+
+from posttrain.api.control import Control
+
+_ROOMS = {  # names that are imported for type checking only → where they are
+    **dict.fromkeys(
+        (
+            *("Asked", "ChannelView", "Dead", "Erasure", "Exported", "Locked", "Marked", "Point", "Ranked"),
+            *("RunDiff", "Submitted", "Sweep", "Why"),
+        ),
+        "posttrain.api.values",
+    ),
+    "Cell": "posttrain.control.comparing",
+    "Comparison": "posttrain.control.comparing",
+    "Curve": "posttrain.data.importing",
+    "Difference": "posttrain.control.compare",
+    "Downstream": "posttrain.control.downstream",
+    "Erased": "posttrain.store.erasure",
+    "GateReport": "posttrain.domain.gates",
+    "Imported": "posttrain.data.importing",
+    "LogFile": "posttrain.views.logs",
+    "Manifest": "posttrain.domain.manifest",
+    "MetricRow": "posttrain.control.comparing",
+    "Node": "posttrain.control.lineage",
+    "PinnedPolicy": "posttrain.domain.policies",
+    "PlanView": "posttrain.views.plans",
+    "Planned": "posttrain.control.planning",
+    "PosttrainError": "posttrain.domain.errors",
+    "Ranking": "posttrain.decision.ranking",
+    "RecordedSample": "posttrain.views.tracing",
+    "ReleaseState": "posttrain.domain.lifecycle",
+    "RunDriver": "posttrain.drivers.requests",
+    "RunStatus": "posttrain.views.status",
+    "Scores": "posttrain.control.scores",
+    "StageTimeline": "posttrain.telemetry.timeline",
+    "Standing": "posttrain.domain.approvals",
+    "TrackerState": "posttrain.trackers.tracking",
+    "VerifyReport": "posttrain.control.lineage",
+    "Vigil": "posttrain.api.watching",
+    "Watcher": "posttrain.api.watching",
+    "Written": "posttrain.views.reporting",
+    "WrittenTrace": "posttrain.views.tracing",
+    **dict.fromkeys(("Override", "Setting"), "posttrain.domain.overrides"),
+    **dict.fromkeys(
+        (
+            *("Asset", "AssetStatus", "AttemptRecord", "ChannelRecord", "Deployment", "Event", "Look", "Quarantine"),
+            *("ReleaseEntry", "RunRecord", "Signal", "StageRecord", "Token"),
+        ),
+        "posttrain.domain.records",
+    ),
+    **dict.fromkeys(("Iterator", "Mapping", "Sequence"), "collections.abc"),
+    "Path": "pathlib",
+    "Any": "typing",
+    "Issued": "posttrain.api.access",
+    "Whoami": "posttrain.api.access",
+}
+
+
+class _Names(dict[str, Any]):
+    """The names above, each loaded when it is asked for."""
+
+    def __missing__(self, name: str) -> Any:
+        if name not in _ROOMS:
+            raise KeyError(name)
+        self[name] = found = getattr(import_module(_ROOMS[name]), name)
+        return found
+
+
+_NAMES = _Names()
+
+
+@functools.cache
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """What reads and writes values of a type; names that it needs are loaded as they are met."""
+    found: TypeAdapter[Any] = TypeAdapter(kind)
+    known: dict[str, Any] = {}
+    while not found.pydantic_complete:
+        try:
+            found.rebuild(force=True, _types_namespace=known)
+        except PydanticUndefinedAnnotation as error:
+            known[str(error.name)] = _NAMES[str(error.name)]
+    return found
+
+
+@functools.cache
+def signature(verb: str) -> inspect.Signature:
+    """A verb's parameters, after `self`, with the types themselves; what it answers is left as it is written."""
+    own = inspect.signature(getattr(Control, verb))
+    hints = _hints(verb, lambda name: name != "return")
+    named = [one.replace(annotation=hints[one.name]) for one in own.parameters.values() if one.name != "self"]
+    return own.replace(parameters=named)
+
+
+@functools.cache
+def answer(verb: str) -> TypeAdapter[Any]:
+    """What reads a verb's answer. It loads the rooms of the values in it, which a server need not."""
+    return adapter(_hints(verb, lambda name: name == "return")["return"])
+
+
+def _hints(verb: str, wanted: Callable[[str], bool]) -> dict[str, Any]:
+    function = getattr(Control, verb)
+    written = {name: word for name, word in function.__annotations__.items() if wanted(name)}
+    holder = types.SimpleNamespace(__annotations__=written)
+    return typing.get_type_hints(holder, vars(import_module(function.__module__)), _NAMES)

@@ -1,0 +1,72 @@
+"""Errors as problem documents (RFC 9457) and back: the same classes, messages and exit codes on both sides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from posttrain.domain import errors
+from posttrain.domain.errors import InfrastructureError, PosttrainError
+
+MEDIA_TYPE = "application/problem+json"
+TYPE = "urn:posttrain:problem:"  # and the name of the error
+UNEXPECTED = "unexpected"  # a bug: the server's log has more
+_STATUS: Mapping[type[PosttrainError], int] = {
+    errors.NotFoundError: 404,
+    errors.InputError: 422,
+    errors.AccessError: 403,
+    errors.ConflictError: 409,
+    errors.GateRejectedError: 409,
+    errors.GateInconclusiveError: 409,
+    errors.BudgetExceededError: 409,
+    errors.StoppedError: 409,
+    errors.JobFailedError: 409,
+    errors.IntegrityError: 500,
+    errors.CapacityError: 503,
+    errors.InfrastructureError: 503,
+    errors.WorkspaceError: 503,
+    errors.DeadlineError: 504,
+}
+
+
+def _classes(above: type[PosttrainError] = PosttrainError) -> Iterator[type[PosttrainError]]:
+    for one in above.__subclasses__():
+        yield one
+        yield from _classes(one)
+
+
+def _name(kind: type[BaseException]) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__.removesuffix("Error")).lower()
+
+
+def problem(error: BaseException, request: str = "", status: int | None = None) -> dict[str, Any]:
+    """The document that tells of an error; of one that nobody meant to raise it tells nothing.
+
+    Args:
+        request: id of the request, which the server's log names too.
+        status: another one than the class's.
+    """
+    known = error if isinstance(error, PosttrainError) else None
+    kind: type[PosttrainError] = type(known) if known else PosttrainError
+    found = next((_STATUS[one] for one in kind.__mro__ if issubclass(one, PosttrainError) and one in _STATUS), 500)
+    return {
+        "type": TYPE + (_name(kind) if known else UNEXPECTED),
+        "title": (kind.__doc__ or "").strip().split("\n")[0] if known else "An unexpected error in Posttrain.",
+        "status": status or found,
+        "detail": " ".join(str(known).split()) if known else "this is a bug in Posttrain; the server's log tells more",
+        "exit_code": kind.exit_code,
+        "retryable": kind.retryable,
+        **({"request": request} if request else {}),
+    }
+
+
+def raised(document: Mapping[str, Any]) -> PosttrainError:
+    """The error that a problem document tells of."""
+    known = {TYPE + _name(one): one for one in _classes()}
+    word, detail = str(document.get("type", "")), str(document.get("detail") or document.get("title") or "")
+    found = known.get(word)
+    if found is not None:
+        return found(detail)
+    request = f" (request {document['request']})" if document.get("request") else ""
+    return InfrastructureError(f"the server met an unexpected error{request}; its log tells more")

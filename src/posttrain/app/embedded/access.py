@@ -1,0 +1,97 @@
+"""Projects, members and tokens. What a verb needs is imported when it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from posttrain.api.access import Issued, Whoami
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.principals import is_project
+from posttrain.domain.records import DEFAULT_PROJECT
+from posttrain.domain.roles import Role
+from posttrain.domain.spelling import nearest
+
+if TYPE_CHECKING:
+    from posttrain.app.workspace import Workspace
+    from posttrain.domain.records import Token
+
+_DAY = 86400.0  # seconds
+
+
+class Access:
+    """See `api.access.Access`."""
+
+    workspace: Workspace
+
+    def whoami(self) -> Whoami:
+        """See `Access.whoami`."""
+        ledger, actor = self.workspace.ledger, self.workspace.actor
+        with ledger.snapshot() as now:
+            given = {project: str(role) for project, role in now.roles_of(actor).items()}
+        return Whoami(actor, ledger.auth, ledger.project, given.get(ledger.project), given)
+
+    def add_project(self, name: str) -> Whoami:
+        """See `Access.add_project`."""
+        if self.workspace.ledger.project != DEFAULT_PROJECT:
+            raise InputError(
+                f"a project is made by an admin of {DEFAULT_PROJECT}, asked in {self.workspace.ledger.project}; "
+                f"ask there: --project {DEFAULT_PROJECT}"
+            )
+        if not is_project(name):
+            raise InputError(f"project {name[:80]!r}: must be 1-63 of a-z 0-9 - and begin with a letter or digit")
+        made = self.workspace.seen_by(self.workspace.actor, name, self.workspace.ledger.auth)
+        with made.ledger.transaction(made.actor) as transaction:
+            transaction.add_project()
+        self.workspace.seal()
+        return self.whoami()
+
+    def members(self) -> dict[str, str]:
+        """See `Access.members`."""
+        with self.workspace.ledger.snapshot() as now:
+            return {name: str(role) for name, role in now.roles().items()}
+
+    def set_member(self, principal: str, role: str | None) -> dict[str, str]:
+        """See `Access.set_member`."""
+        with self.workspace.ledger.transaction(self.workspace.actor) as transaction:
+            transaction.set_role(principal, None if role is None else _role(role))
+        self.workspace.seal()
+        return self.members()
+
+    def tokens(self) -> list[Token]:
+        """See `Access.tokens`."""
+        with self.workspace.ledger.snapshot() as now:
+            return now.tokens()
+
+    def issue_token(self, principal: str, role: str, days: float) -> Issued:
+        """See `Access.issue_token`."""
+        from posttrain.access.authenticators.token import issue
+
+        ledger = self.workspace.ledger
+        secret, token = issue(ledger, self.workspace.actor, principal, {ledger.project: _role(role)}, days * _DAY)
+        self.workspace.seal()
+        return Issued(secret, token)
+
+    def rotate_token(self, token_id: str, days: float) -> Issued:
+        """See `Access.rotate_token`."""
+        from posttrain.access.authenticators.token import rotate
+
+        secret, token = rotate(self.workspace.ledger, self.workspace.actor, token_id, days * _DAY)
+        self.workspace.seal()
+        return Issued(secret, token)
+
+    def revoke_token(self, token_id: str) -> list[Token]:
+        """See `Access.revoke_token`."""
+        known = self.tokens()
+        if all(one.id != token_id for one in known):
+            raise NotFoundError(f"there is no token {token_id[:80]!r}{nearest(token_id, [one.id for one in known])}")
+        with self.workspace.ledger.transaction(self.workspace.actor) as transaction:
+            transaction.revoke_token(token_id)
+        self.workspace.seal()
+        return self.tokens()
+
+
+def _role(word: str) -> Role:
+    try:
+        return Role(word)
+    except ValueError as error:
+        raise InputError(f"role must be one of {', '.join(Role)}, got {word[:40]!r}{nearest(word, Role)}") from error

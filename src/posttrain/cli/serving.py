@@ -1,0 +1,236 @@
+"""`serve`, `login`, `logout`, and who may do what on a server: `whoami`, `project`, `member`, `token`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, emit_json, moment, say
+from posttrain.domain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.api.access import Issued
+    from posttrain.domain.records import Token
+
+project_app = typer.Typer(help="Projects of a server.", no_args_is_help=True, rich_markup_mode=None)
+member_app = typer.Typer(help="Who may do what in a project.", no_args_is_help=True, rich_markup_mode=None)
+token_app = typer.Typer(help="Tokens, by which a server knows people.", no_args_is_help=True, rich_markup_mode=None)
+ServerArgument = Annotated[str, typer.Argument(metavar="URL", help="http://127.0.0.1:8460, or https://…")]
+PrincipalArgument = Annotated[str, typer.Argument(metavar="PRINCIPAL", help="user:NAME or service:NAME")]
+DaysOption = Annotated[float, typer.Option(help="That it is good for; at most 366.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (serve, login, logout, whoami):
+        app.command(command.__name__)(command)
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8460,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+    behind_proxy: Annotated[bool, typer.Option("--behind-proxy", help="A proxy in front of it ends TLS.")] = False,
+) -> None:
+    """Serve the workspace to a team: the same verbs over HTTP, and somebody who drives every run."""
+    from posttrain.app.workspace import open_workspace
+
+    try:
+        from posttrain.server.serving import Bind, serve
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"serve needs the extra `server` ({error.name} is missing): pip install 'posttrain[server]'"
+        ) from error
+    workspace = open_workspace()
+    try:
+        serve(workspace, Bind(host, port, tls_certificate, tls_key, behind_proxy), _say_now)
+    finally:
+        workspace.close()
+
+
+def login(
+    url: ServerArgument,
+    project: Annotated[str, typer.Option(help="That commands use where they name no other.")] = "default",
+) -> None:
+    """Keep a token for a server, which is asked for, or read from stdin where that is no terminal."""
+    from posttrain.client.logins import log_in
+    from posttrain.client.remote import remote_control
+
+    given = typer.prompt("token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
+    token = str(given).strip()
+    found = remote_control(url, token, project).whoami()
+    log_in(url, token, project)
+    say(f"logged in to {url} as {found.principal}, {found.role} of {project}")
+    if os.environ.get("POSTTRAIN_SERVER", "").rstrip("/") != url.rstrip("/"):
+        say(f"next: export POSTTRAIN_SERVER={url}")
+
+
+def logout(url: ServerArgument) -> None:
+    """Forget the token for a server. `token revoke` makes it worthless."""
+    from posttrain.client.logins import log_out
+
+    say(f"the token for {url} is forgotten" if log_out(url) else f"there was no token for {url}")
+
+
+def whoami(output: OutputOption = Output.TEXT) -> None:
+    """Who you are, and what you may do."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    found = control.whoami()
+    control.close()
+    if output is Output.JSON:
+        emit_json(asdict(found))
+        return
+    say(f"{found.principal}, {found.role or 'no role'} of {found.project} (known by {found.auth})")
+    others = [f"{role} of {name}" for name, role in found.projects.items() if name != found.project]
+    if others:
+        say(f"also {', '.join(others)}")
+
+
+@project_app.command("add")
+def project_add(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """Make a project, whose admin you become. Asked by an admin of the project `default`."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    control.add_project(name)
+    control.close()
+    say(f"project {name} made; commands with --project {name}, or POSTTRAIN_PROJECT={name}, ask it")
+
+
+@project_app.command("ls")
+def project_ls(output: OutputOption = Output.TEXT) -> None:
+    """Projects that you have a role in."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    found = control.whoami()
+    control.close()
+    known = {found.project: found.role or "none", **found.projects}
+    if output is Output.JSON:
+        emit_json(known)
+    else:
+        say(*(f"{name}  {role}" for name, role in sorted(known.items())))
+
+
+@member_app.command("ls")
+def member_ls(output: OutputOption = Output.TEXT) -> None:
+    """Everybody who was given a role in the project."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    found = control.members()
+    control.close()
+    if output is Output.JSON:
+        emit_json(found)
+    else:
+        say(*(f"{name}  {role}" for name, role in found.items()))
+        if not found:
+            say("nobody was given a role; whoever can open the workspace is its admin")
+
+
+@member_app.command("set")
+def member_set(
+    principal: PrincipalArgument,
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="viewer, submitter, approver or admin")],
+) -> None:
+    """Give somebody a role, or another one."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    control.set_member(principal, role)
+    control.close()
+    say(f"{principal} is {role}")
+
+
+@member_app.command("remove")
+def member_remove(principal: PrincipalArgument) -> None:
+    """Take somebody's role away; their tokens are good for nothing here from this moment on."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    control.set_member(principal, None)
+    control.close()
+    say(f"{principal} has no role any more")
+
+
+@token_app.command("issue")
+def token_issue(
+    principal: PrincipalArgument,
+    role: Annotated[str, typer.Option(help="The most that may be done with it.")] = "submitter",
+    days: DaysOption = 30.0,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Issue a token for somebody. It is shown once, and kept nowhere."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    issued = control.issue_token(principal, role, days)
+    control.close()
+    _show(issued, output)
+
+
+@token_app.command("rotate")
+def token_rotate(
+    token: Annotated[str, typer.Argument(metavar="ID")], days: DaysOption = 30.0, output: OutputOption = Output.TEXT
+) -> None:
+    """Issue a token in the place of another one, which is good for nothing from this moment on."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    issued = control.rotate_token(token, days)
+    control.close()
+    _show(issued, output)
+
+
+@token_app.command("revoke")
+def token_revoke(token: Annotated[str, typer.Argument(metavar="ID")]) -> None:
+    """Let a token be good for nothing from this moment on."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    control.revoke_token(token)
+    control.close()
+    say(f"token {token} is revoked")
+
+
+@token_app.command("ls")
+def token_ls(output: OutputOption = Output.TEXT) -> None:
+    """Tokens of the project; of what is shown with them nothing is known."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    found = control.tokens()
+    control.close()
+    if output is Output.JSON:
+        emit_json([asdict(one) for one in found])
+    else:
+        say(*(_line(one) for one in found))
+
+
+def _show(issued: Issued, output: Output) -> None:
+    token = issued.token
+    if output is Output.JSON:
+        emit_json({"secret": issued.secret, **asdict(token)})
+        return
+    say(f"token {token.id} of {token.actor}, good until {moment(token.expires_at)}, shown once:", issued.secret)
+
+
+def _line(token: Token) -> str:
+    what = "revoked" if token.revoked_at else "expired" if token.expires_at <= time.time() else "good"
+    scopes = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
+    return f"{token.id}  {token.actor}  {scopes}  {what} until {moment(token.expires_at)}"
+
+
+def _say_now(line: str) -> None:
+    """Whoever waits for it behind a pipe reads it at once."""
+    say(line)
+    sys.stdout.flush()

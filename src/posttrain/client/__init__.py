@@ -1,0 +1,1 @@
+"""`Control` over HTTP: what a server answers, asked by the same verbs."""

@@ -1,0 +1,79 @@
+"""Files of this machine, sent to a server by their digests. What the project holds already is not sent again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from posttrain.api.operations import PREFIX, FileRef
+from posttrain.client.transport import Transport, in_path
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import ConflictError, InputError
+from posttrain.store.trees import file_digest, put_tree
+
+_CHUNK = 8 << 20  # bytes of one request
+_TRIES = 20  # where somebody else sends the same file at this moment
+
+
+class Sender:
+    """Sends files to one project."""
+
+    def __init__(self, transport: Transport, project: str, say: Callable[[str], None] = lambda _: None) -> None:
+        self._transport, self._project, self._say = transport, project, say
+
+    def send(self, path: Path, skip: Callable[[str], bool] = lambda _: False, *, follow_links: bool = False) -> FileRef:
+        """A file, or a folder with all that is in it.
+
+        Raises:
+            InputError: there is none, or it cannot be read.
+        """
+        if path.is_dir():
+            digest = put_tree(self, path, follow_links=follow_links, skip=skip)  # type: ignore[arg-type]
+            return FileRef(path.resolve().name, digest, "tree")
+        if not path.is_file():
+            raise InputError(f"{path}: there is no such file or folder; check the path")
+        return FileRef(path.name, self.put_file(path), "file")
+
+    def put(self, data: bytes) -> str:
+        """Send bytes; the digest."""
+        digest = digest_bytes(data)
+        self._send(digest, len(data), lambda start, length: data[start : start + length])
+        return digest
+
+    def put_file(self, path: Path) -> str:
+        """Send a file in constant memory; the digest."""
+        digest, size = file_digest(path), path.stat().st_size
+
+        def piece(start: int, length: int) -> bytes:
+            with path.open("rb") as file:
+                file.seek(start)
+                return file.read(length)
+
+        self._send(digest, size, piece)
+        return digest
+
+    def _send(self, digest: str, size: int, piece: Callable[[int, int], bytes]) -> None:
+        path = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
+        state, tries = self._state(path), 0
+        while not state["held"]:
+            start = int(state["offset"])
+            data = piece(start, min(_CHUNK, size - start))
+            if start < size and not data:
+                raise InputError("a file became shorter while it was sent; send it again when nobody writes to it")
+            headers = {
+                "upload-offset": str(start),
+                "upload-length": str(size),
+                "content-type": "application/octet-stream",
+            }
+            try:
+                state = json.loads(self._transport.ask("PATCH", path, raw=data, headers=headers).body)
+            except ConflictError:  # somebody else sends it, or an answer was lost: ask where it is
+                tries += 1
+                if tries > _TRIES:
+                    raise
+                state = self._state(path)
+
+    def _state(self, path: str) -> dict[str, int]:
+        found: dict[str, int] = json.loads(self._transport.ask("GET", path + "/state").body)
+        return found

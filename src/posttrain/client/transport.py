@@ -1,0 +1,197 @@
+"""Requests to a server: one connection a thread, tried again where that cannot do anything twice."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from posttrain._version import __version__
+from posttrain.api.problems import MEDIA_TYPE, raised
+from posttrain.domain.errors import InfrastructureError, InputError
+
+ANSWER_SECONDS = 960.0  # longer than a server lets a request take
+_CONNECT_SECONDS = 30.0
+PATIENCE = 120.0  # seconds that a server may be away: it is restarted, or its database
+_PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one again and again
+_LATER = (502, 503, 504)
+_GONE = (http.client.HTTPException, ConnectionError, socket.gaierror, TimeoutError, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a server answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Transport:
+    """To one server.
+
+    Args:
+        url: `http://127.0.0.1:8460`, or https.
+        token: what is shown.
+
+    Raises:
+        InputError: no URL of a server; a token would go over the network in the clear.
+    """
+
+    def __init__(self, url: str, token: str) -> None:
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise InputError(f"server {url!r}: its port must be a number") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+            raise InputError(f"server must be http://HOST:PORT or https://HOST, got {parts.scheme}://{parts.hostname}")
+        if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "localhost", "::1"):
+            raise InputError(f"server {parts.hostname}: a token must not go over a network in the clear; use https://")
+        self.url = url.rstrip("/")
+        self._secure, self._host, self._base = parts.scheme == "https", parts.hostname, parts.path.rstrip("/")
+        self._port, self._token = port, token
+        self._local = threading.local()
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] | None = None,
+        body: Any = None,
+        *,
+        raw: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
+        """Ask, and ask again where the server is away: an unsafe request carries one key in all its tries.
+
+        Raises:
+            PosttrainError: the problem that the server answered with.
+            InfrastructureError: it cannot be reached.
+        """
+        sent = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        named = {"content-type": "application/json"} if body is not None else {}
+        if method != "GET":
+            named["idempotency-key"] = secrets.token_hex(16)
+        last: BaseException | None = None
+        until = time.monotonic() + PATIENCE
+        for tried in itertools.count():
+            try:
+                reply = self._once(method, path, query, sent, {**named, **(headers or {})})
+            except _GONE as error:
+                self._drop()
+                last = error
+            else:
+                if reply.status not in _LATER or MEDIA_TYPE in reply.headers.get("content-type", ""):
+                    return _checked(reply)
+                last = InfrastructureError(f"status {reply.status}")
+            if time.monotonic() >= until:
+                break
+            time.sleep(_PAUSES[min(tried, len(_PAUSES) - 1)])
+        raise InfrastructureError(
+            f"server {self.url} cannot be reached: {_words(last)}; see that it runs, and that its address is right"
+        ) from last
+
+    def stream(self, path: str, query: Mapping[str, Any] | None = None) -> Iterator[tuple[str, bytes]]:
+        """Server-sent events: kind and data of each, until the server ends or the connection does.
+
+        Raises:
+            PosttrainError: the problem that the server answered with. ConnectionError: the connection ended too early.
+        """
+        connection = self._connect(60.0)
+        try:
+            connection.request("GET", self._path(path, query), headers=self._headers({"accept": "text/event-stream"}))
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                _checked(Reply(response.status, _lower(response), response.read()))
+            kind, data = "", b""
+            for line in response:
+                word, _, rest = line.rstrip(b"\n").partition(b": ")
+                if word == b"event":
+                    kind = rest.decode()
+                elif word == b"data":
+                    data = rest
+                elif not line.strip() and kind:
+                    if kind == "problem":
+                        raise raised(json.loads(data))
+                    yield kind, data
+                    if kind == "end":
+                        return
+                    kind, data = "", b""
+            raise ConnectionError("the server ended the stream")
+        finally:
+            connection.close()
+
+    def _once(
+        self, method: str, path: str, query: Mapping[str, Any] | None, sent: bytes | None, headers: Mapping[str, str]
+    ) -> Reply:
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = self._connect(ANSWER_SECONDS)
+        connection.request(method, self._path(path, query), body=sent, headers=self._headers(headers))
+        response = connection.getresponse()
+        return Reply(response.status, _lower(response), response.read())
+
+    def _connect(self, seconds: float) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        options: dict[str, Any] = {"context": ssl.create_default_context()} if self._secure else {}
+        made = kind(str(self._host), self._port, timeout=_CONNECT_SECONDS, **options)
+        made.connect()
+        made.sock.settimeout(seconds)
+        return made
+
+    def _drop(self) -> None:
+        connection = getattr(self._local, "connection", None)
+        if connection is not None:
+            connection.close()
+            self._local.connection = None
+
+    def _path(self, path: str, query: Mapping[str, Any] | None) -> str:
+        named = {name: value for name, value in (query or {}).items() if value is not None}
+        words = urlencode({name: _word(value) for name, value in named.items()}, doseq=True)
+        return f"{self._base}{path}{'?' + words if words else ''}"
+
+    def _headers(self, more: Mapping[str, str]) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._token}", "user-agent": f"posttrain/{__version__}", **more}
+
+    def close(self) -> None:
+        """Close this thread's connection."""
+        self._drop()
+
+
+def in_path(template: str, named: Mapping[str, Any]) -> str:
+    """A path with its parameters in it."""
+    return template.format_map({name: quote(str(value), safe="") for name, value in named.items()})
+
+
+def _checked(reply: Reply) -> Reply:
+    if reply.status < http.client.BAD_REQUEST:
+        return reply
+    try:
+        document = json.loads(reply.body)
+    except ValueError:
+        document = {}
+    if not isinstance(document, dict) or "type" not in document:
+        raise InfrastructureError(f"the server answered with status {reply.status} and no problem document")
+    raise raised(document)
+
+
+def _lower(response: http.client.HTTPResponse) -> dict[str, str]:
+    return {name.lower(): value for name, value in response.getheaders()}
+
+
+def _word(value: Any) -> Any:
+    return ("true" if value else "false") if isinstance(value, bool) else value
+
+
+def _words(error: BaseException | None) -> str:
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__) if error else "no answer"

@@ -1,0 +1,1 @@
+"""The server that a team shares: `Control` over HTTP."""

@@ -1,0 +1,155 @@
+"""The server's routes: each verb of the table, uploads, streams, and how it stands."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from posttrain._version import __version__
+from posttrain.api.guarding import refuse
+from posttrain.api.operations import API_VERSION, OPERATIONS, PREFIX, Operation
+from posttrain.api.problems import MEDIA_TYPE, problem
+from posttrain.app.workspace import Workspace
+from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError, PosttrainError
+from posttrain.server import blobs, streams
+from posttrain.server.calling import arguments, call, to_json
+from posttrain.server.entrance import Asker, Entrance
+from posttrain.server.requests import sent
+from posttrain.server.workers import Answers, Refused
+
+log = logging.getLogger("posttrain.server")
+_VERSION = re.compile(r"/v(\d+)(/|$)")
+_UNCHANGED = 304
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a server answers from."""
+
+    workspace: Workspace
+    entrance: Entrance
+    workers: Answers
+    ready: Callable[[], str]  # why it is not; empty: it is
+
+
+def build(server: Server) -> FastAPI:
+    """The application."""
+    app = FastAPI(title="Posttrain", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.server = server
+    for operation in OPERATIONS.values():
+        app.add_api_route(
+            operation.whole_path, _answering(server, operation), methods=[operation.method], name=operation.verb
+        )
+    blobs.add_routes(app, server)
+    streams.add_routes(app, server)
+    app.add_api_route("/healthz", _healthy, methods=["GET"])
+    app.add_api_route("/readyz", _ready, methods=["GET"])
+    app.add_api_route("/v1/version", _version, methods=["GET"])
+    app.add_exception_handler(HTTPException, _http_problem)
+    app.middleware("http")(_around)
+    return app
+
+
+def asker(request: Request) -> Asker:
+    """Who asks. It reads the ledger: call it in a thread.
+
+    Raises:
+        AuthenticationError: nobody whom the server knows.
+    """
+    server: Server = request.app.state.server
+    identity = server.entrance.identify(request.headers.get("authorization", ""))
+    return Asker(identity, request.path_params["project"])
+
+
+def _answering(server: Server, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        given = await sent(operation, request)
+        body = await run_in_threadpool(_asked, server, operation, request, given)
+        if operation.unsafe:
+            return Response(body, media_type="application/json")
+        tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        headers = {"etag": tag, "cache-control": "private, no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=_UNCHANGED, headers=headers)
+        return Response(body, media_type="application/json", headers=headers)
+
+    return answer
+
+
+def _asked(server: Server, operation: Operation, request: Request, given: dict[str, Any]) -> bytes:
+    who = asker(request)
+    control = server.entrance.control(who)
+    if operation.heavy:
+        refuse(control, operation.verb)  # whoever may not ask it keeps no worker busy either
+        return server.workers.ask(who.to_json(), operation.verb, given, request.state.id)
+    return to_json(call(control, operation.verb, arguments(operation, given)))
+
+
+async def _around(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    """Every answer names its request and the version; every error is a problem document."""
+    request.state.id = request.app.state.server.workspace.ledger.entropy(8).hex()
+    try:
+        _refuse_other_version(request)
+        response = await call_next(request)
+    except Exception as error:
+        response = _problem(request, error)
+    response.headers["posttrain-request"] = request.state.id
+    response.headers["posttrain-version"] = __version__
+    return response
+
+
+def _problem(request: Request, error: Exception) -> Response:
+    if isinstance(error, Refused):
+        document = error.document
+    elif isinstance(error, AuthenticationError):
+        document = problem(error, request.state.id, 401)
+    else:
+        document = problem(error, request.state.id)
+        if not isinstance(error, PosttrainError):
+            log.exception("request %s: %s %s", request.state.id, request.method, request.url.path)
+    headers = {"www-authenticate": "Bearer"} if document["status"] == 401 else {}
+    return JSONResponse(document, document["status"], headers, MEDIA_TYPE)
+
+
+async def _http_problem(request: Request, error: Exception) -> Response:
+    """What no route answers."""
+    status = getattr(error, "status_code", 500)
+    if status == 405:
+        return _problem(request, InputError(f"{request.method} is not what this path takes; see docs/api.md"))
+    return _problem(request, NotFoundError("there is nothing at this path; see docs/api.md"))
+
+
+def _refuse_other_version(request: Request) -> None:
+    found = _VERSION.match(request.url.path)
+    if found and int(found[1]) != API_VERSION:
+        raise NotFoundError(
+            f"this server speaks version {API_VERSION} of the API, got version {found[1]}; use a client of Posttrain "
+            f"{__version__}"
+        )
+
+
+async def _healthy() -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def _ready(request: Request) -> Response:
+    server: Server = request.app.state.server
+    why = await run_in_threadpool(server.ready)
+    return JSONResponse({"status": why or "ok"}, 503 if why else 200)
+
+
+async def _version() -> Response:
+    return JSONResponse({"version": __version__, "api": [API_VERSION]})
+
+
+__all__ = ["PREFIX", "Server", "asker", "build"]

@@ -1,0 +1,94 @@
+"""Files that were uploaded, laid down in a folder for a verb that reads files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Self
+
+from posttrain.api.operations import FileRef, RunFile
+from posttrain.domain.canonical import is_digest
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.store.scratch import scratch
+from posttrain.store.trees import tree_listing
+
+if TYPE_CHECKING:
+    from posttrain.server.uploads import Uploads
+    from posttrain.workspace.opened import OpenWorkspace
+
+_LONGEST_NAME = 255
+
+
+class Bundles:
+    """Lays files down for one asker, who may name only what their project holds."""
+
+    def __init__(self, workspace: OpenWorkspace, uploads: Uploads) -> None:
+        self._workspace, self._uploads = workspace, uploads
+        self._folder = Path()
+
+    @contextmanager
+    def opened(self) -> Iterator[Self]:
+        """For the length of one request, in whose folder this process works meanwhile: errors show no other path."""
+        with scratch(self._workspace.root / "cache" / "scratch", "posttrain-request-") as folder:
+            self._folder = folder
+            os.chdir(folder)
+            try:
+                yield self
+            finally:
+                os.chdir("/")
+
+    def lay_down(self, sent: FileRef | RunFile) -> Path:
+        """A path, relative to where this process works.
+
+        Raises:
+            InputError: a name that is none, or leads out of the folder.
+            NotFoundError: bytes that the project does not hold.
+        """
+        if isinstance(sent, FileRef):
+            name = _plain(sent.name)
+            taken = (self._folder / name).exists()
+            return self._lay(sent, f"{len(list(self._folder.iterdir()))}/{name}" if taken else name)
+        for name, ref in sent.files.items():
+            self._lay(ref, name)
+        path = self._folder / _plain(sent.name)
+        path.write_text(sent.text, "utf-8")
+        return path.relative_to(self._folder)
+
+    def _lay(self, ref: FileRef, name: str) -> Path:
+        parts = PurePosixPath(name).parts
+        path = self._folder.joinpath(*(_plain(part) for part in parts))
+        self._refuse_foreign(ref.digest)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        blobs = self._workspace.blobs
+        if ref.form == "file":
+            blobs.fetch(ref.digest, path)
+            return path.relative_to(self._folder)
+        if ref.form != "tree":
+            raise InputError(f"file {name!r}: form must be file or tree, got {ref.form!r}")
+        listing = tree_listing(blobs, ref.digest)
+        whole = self._uploads.registered(ref.digest)  # then its files are the project's too
+        path.mkdir(exist_ok=True)
+        for inner, file in listing.items():
+            if not whole:
+                self._refuse_foreign(file.digest)
+            target = path / inner
+            target.parent.mkdir(parents=True, exist_ok=True)
+            blobs.fetch(file.digest, target)
+        return path.relative_to(self._folder)
+
+    def _refuse_foreign(self, digest: str) -> None:
+        if not is_digest(digest) or not self._uploads.held(digest):
+            raise NotFoundError(f"there are no bytes {digest[:80]!r} in this project; upload them first")
+
+
+def _plain(part: str) -> str:
+    """One name of a path.
+
+    Raises:
+        InputError: it is none, or leads elsewhere.
+    """
+    if part in ("", ".", "..") or "/" in part or "\0" in part or "\\" in part or len(part.encode()) > _LONGEST_NAME:
+        raise InputError(f"a file's name must be one part of a path, got {part[:80]!r}")
+    return part

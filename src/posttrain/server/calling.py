@@ -1,0 +1,136 @@
+"""From what was sent to a verb's arguments, and from what it answers to JSON."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pydantic_core
+from pydantic import ValidationError
+
+from posttrain.api.codec import adapter, signature
+from posttrain.api.guarding import refuse
+from posttrain.api.operations import OPERATIONS, FileRef, Operation, RunFile
+from posttrain.domain.errors import InputError
+from posttrain.domain.spelling import nearest
+
+if TYPE_CHECKING:
+    from posttrain.api.control import Control
+    from posttrain.server.bundles import Bundles
+
+_SHOWN = 80  # characters of what was sent
+
+
+def to_json(value: Any) -> bytes:
+    """A verb's answer. Numbers that JSON has not are words: "NaN", "Infinity"."""
+    return pydantic_core.to_json(value, inf_nan_mode="strings")
+
+
+def arguments(operation: Operation, sent: Mapping[str, Any]) -> dict[str, Any]:
+    """A verb's arguments, by name and of their types.
+
+    Raises:
+        InputError: one is missing, unknown, or of another type.
+    """
+    known = operation.parameters
+    for name in sent:
+        if name not in known:
+            raise InputError(f"{operation.verb}: unknown parameter {name!r}{nearest(name, known)}; remove or rename it")
+    found = {}
+    for name, one in known.items():
+        value = sent.get(name, one.default)
+        kinds = adapter(one.annotation)
+        if value is inspect.Parameter.empty:
+            value = None
+            if not _takes_none(kinds):
+                raise InputError(f"{operation.verb}: {name} is required; add it")
+        try:
+            found[name] = kinds.validate_python(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(str(part) for part in (name, *first["loc"]))
+            shown = "" if isinstance(first["input"], dict | list) else f", got {str(first['input'])[:_SHOWN]!r}"
+            raise InputError(f"{operation.verb}: {place}: {first['msg']}{shown}") from error
+    return found
+
+
+def call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundles | None = None) -> Any:
+    """Ask a verb with the arguments that `arguments` gave.
+
+    Args:
+        bundles: where files that were sent are laid down; None: the verb takes none.
+    """
+    if verb in _OWN:
+        return _OWN[verb](control, named)
+    if verb not in OPERATIONS:
+        raise InputError(f"there is no verb {verb!r}")
+    with bundles.opened() if bundles else nullcontext():
+        positional: list[Any] = []
+        options: dict[str, Any] = {}
+        for name, one in signature(verb).parameters.items():
+            if name not in named:
+                if name in _CALLBACKS:
+                    options[name] = _silent
+                continue
+            value = _laid_down(named[name], bundles)
+            if one.kind is inspect.Parameter.KEYWORD_ONLY:
+                options[name] = value
+            elif one.kind is inspect.Parameter.VAR_POSITIONAL:
+                positional.extend(value)
+            else:
+                positional.append(value)
+        return getattr(control, verb)(*positional, **options)
+
+
+def _scores(control: Control, named: Mapping[str, Any]) -> Any:
+    return control.scores(control.status(named["run_id"]))
+
+
+def _driven(control: Control, named: Mapping[str, Any]) -> Any:
+    """The server drives every run, so nobody needs to be asked."""
+    refuse(control, "detach")
+    return control.driver(named["run_id"])
+
+
+def _report(control: Control, named: Mapping[str, Any]) -> Any:
+    """The files that `write_report` writes."""
+    written = control.write_report(named["run_id"])
+    return {"files": {path.name: _read(path) for path in (written.report, written.curves) if path is not None}}
+
+
+def _read(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+_OWN: Mapping[str, Callable[[Control, Mapping[str, Any]], Any]] = {
+    "scores": _scores,
+    "detach": _driven,
+    "write_report": _report,
+}
+_CALLBACKS = ("say", "progress")
+
+
+def _silent(_: str) -> None:
+    """What is told meanwhile is for whoever has a terminal."""
+
+
+def _laid_down(value: Any, bundles: Bundles | None) -> Any:
+    if isinstance(value, list) and value and all(isinstance(one, FileRef) for one in value):
+        return [_laid_down(one, bundles) for one in value]
+    if not isinstance(value, FileRef | RunFile):
+        return value
+    if bundles is None:
+        raise InputError("this verb takes no files")
+    return bundles.lay_down(value)
+
+
+def _takes_none(kinds: Any) -> bool:
+    try:
+        kinds.validate_python(None)
+    except ValidationError:
+        return False
+    return True

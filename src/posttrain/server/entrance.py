@@ -1,0 +1,95 @@
+"""Who asks, and what they get: a `Control` over one project that refuses what their role does not cover."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from posttrain.access.authenticators.token import TokenAuthenticator
+from posttrain.access.ports import OS, Identity
+from posttrain.access.roles import role_of
+from posttrain.api.guarding import guarded
+from posttrain.app.embedded.control import Embedded
+from posttrain.domain.errors import AccessError, AuthenticationError, NotFoundError
+from posttrain.domain.roles import Role
+
+if TYPE_CHECKING:
+    from posttrain.api.control import Control
+    from posttrain.app.workspace import Workspace
+
+_SCHEME = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who asks, in one project."""
+
+    identity: Identity
+    project: str
+
+    def to_json(self) -> dict[str, Any]:
+        """For a worker."""
+        scopes = self.identity.scopes
+        said = None if scopes is None else {name: str(role) for name, role in scopes.items()}
+        return {"principal": self.identity.principal, "auth": self.identity.auth, "scopes": said, "in": self.project}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Asker:
+        """What `to_json` made."""
+        scopes = said["scopes"]
+        limits = None if scopes is None else {name: Role(role) for name, role in scopes.items()}
+        return cls(Identity(said["principal"], said["auth"], limits), said["in"])
+
+
+class Entrance:
+    """Lets principals in by their tokens, and whoever may read the workspace's folder by its key.
+
+    Args:
+        key: what whoever shows it is taken for the workspace's own user; empty: nobody is.
+    """
+
+    def __init__(self, workspace: Workspace, key: str = "") -> None:
+        self._workspace, self._key = workspace, key
+        self._tokens = TokenAuthenticator(workspace.ledger)
+        self._projects: set[str] = set()  # that are known to exist; none is ever removed
+        self._lock = threading.Lock()
+
+    def identify(self, header: str) -> Identity:
+        """Whoever sends this `Authorization` header.
+
+        Raises:
+            AuthenticationError: nobody.
+        """
+        if not header.lower().startswith(_SCHEME):
+            raise AuthenticationError("a request must show a token (Authorization: Bearer …); posttrain login URL")
+        proof = header[len(_SCHEME) :].strip()
+        if self._key and hmac.compare_digest(proof.encode(), self._key.encode()):
+            return Identity(self._workspace.actor, OS)
+        try:
+            return self._tokens.authenticate(proof)
+        except AccessError as error:
+            raise AuthenticationError(str(error)) from error
+
+    def control(self, asker: Asker) -> Control:
+        """What they may ask in their project.
+
+        Raises:
+            NotFoundError: there is no such project, or it is none of theirs.
+        """
+        scopes = asker.identity.scopes
+        if (scopes is not None and asker.project not in scopes) or not self._exists(asker.project):
+            raise NotFoundError(f"there is no project {asker.project!r} that you may see; posttrain project ls")
+        mine = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth)
+        known, ledger = asker.identity, mine.ledger
+        return guarded(Embedded(mine), known.principal, asker.project, lambda: role_of(ledger, known))
+
+    def _exists(self, project: str) -> bool:
+        if project not in self._projects:
+            with self._workspace.ledger.snapshot() as now:
+                found = set(now.projects())
+            with self._lock:
+                self._projects |= found
+        return project in self._projects

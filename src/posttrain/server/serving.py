@@ -1,0 +1,260 @@
+"""`posttrain serve`: one process that answers, one that drives, and workers that come and go.
+
+::
+
+    uvicorn (this process) ──▶ threads: reads and small writes
+        │ socketpairs
+        ├──▶ workers: what reads files or computes
+        └──▶ driver: every unfinished run; started again when it dies
+
+    ROOT/server.lock   held as long as the server lives
+    ROOT/server.json   where it listens, and the key by which whoever may read this folder is let in
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from posttrain.access.authenticators.token import issue
+from posttrain.app.workspace import Workspace
+from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
+from posttrain.domain.roles import Role
+from posttrain.server.app import Server, build
+from posttrain.server.entrance import Entrance
+from posttrain.server.workers import Workers
+from posttrain.store.atomic import unwritable, write_json
+from posttrain.workspace.served import LOCK, PLACE
+
+log = logging.getLogger("posttrain.server")
+FIRST_TOKEN_SECONDS = 30 * 86400.0
+_DRIVER = "posttrain.server.driver"
+_AGAIN = (0.2, 1.0, 5.0, 30.0)  # seconds until a driver that died is started again
+_STEADY = 60.0  # seconds after which a driver has lived long enough
+_TIDY = 30.0  # seconds between two looks at idle workers
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """Where a server listens, and how it is protected there."""
+
+    host: str = "127.0.0.1"
+    port: int = 8460
+    certificate: Path | None = None
+    key: Path | None = None
+    behind_proxy: bool = False  # somebody else ends TLS in front of it
+
+    def checked(self) -> Bind:
+        """This.
+
+        Raises:
+            InputError: others than this machine could listen to tokens on their way.
+        """
+        if (self.certificate is None) != (self.key is None):
+            raise InputError("serve: TLS needs --tls-certificate and --tls-key, got one of them; name both")
+        safe = self.certificate is not None or self.behind_proxy
+        if not safe and not _is_loopback(self.host):
+            raise InputError(
+                f"serve: {self.host} can be reached by others, who could read tokens on their way; give "
+                "--tls-certificate and --tls-key, or --behind-proxy where a proxy ends TLS"
+            )
+        return self
+
+    @property
+    def scheme(self) -> str:
+        """http or https."""
+        return "https" if self.certificate else "http"
+
+
+def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
+    """Answer until SIGTERM, SIGINT or SIGHUP.
+
+    Args:
+        say: told the lines that a person should see: where it listens, and the first token.
+
+    Raises:
+        ConflictError: the workspace is served already.
+        InputError: it cannot listen there.
+        WorkspaceError: the workspace may only be read.
+    """
+    bind.checked()
+    if workspace.read_only:
+        raise WorkspaceError(f"{workspace.root}: is read-only, so it cannot be served; make it writable")
+    with ExitStack() as stack:
+        stack.enter_context(_alone(workspace.root))
+        listening = stack.enter_context(_listen(bind))
+        port = listening.getsockname()[1]
+        url = f"{bind.scheme}://{_shown(bind.host)}:{port}"
+        key = workspace.ledger.entropy(_KEY_BYTES).hex()
+        token = _first_token(workspace)
+        workers = Workers(workspace.root)
+        stack.callback(workers.close)
+        driver = _Driver(workspace.root)
+        stack.callback(driver.close)
+        app = build(Server(workspace, Entrance(workspace, key), workers, driver.trouble))
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=10,
+            ssl_certfile=bind.certificate, ssl_keyfile=bind.key, server_header=False,
+            h11_max_incomplete_event_size=1 << 16,
+        )  # fmt: skip
+        driver.start()
+        threading.Thread(target=_tidy, args=(workers, driver.over), name="tidy", daemon=True).start()
+        place = workspace.root / PLACE
+        write_json(place, {"url": url, "key": key, "pid": os.getpid()})
+        stack.callback(place.unlink, missing_ok=True)
+        say(f"serving {workspace.root} at {url}")
+        if token:
+            say(f"token of {workspace.actor}, admin, shown once: {token}")
+            say(f"next: posttrain login {url}")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, _heard)  # uvicorn ends by them, and raises them again when it has
+        server = uvicorn.Server(config)
+        signal.signal(signal.SIGHUP, lambda *_: setattr(server, "should_exit", True))
+        server.run(sockets=[listening])
+
+
+def _heard(*_: object) -> None:
+    """What is open is closed after the server, not before."""
+
+
+def _first_token(workspace: Workspace) -> str:
+    """A token of an admin, where nobody has a role yet; empty: somebody has.
+
+    Until then whoever can read the folder is its admin, and nobody else has any business there.
+    """
+    ledger = workspace.ledger
+    with ledger.snapshot() as now:
+        if now.roles():
+            return ""
+    with ledger.transaction(workspace.actor) as transaction:
+        transaction.set_role(workspace.actor, Role.ADMIN)
+    secret, _ = issue(ledger, workspace.actor, workspace.actor, {ledger.project: Role.ADMIN}, FIRST_TOKEN_SECONDS)
+    return secret
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    path = root / LOCK
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ConflictError(f"{root}: is served already, by another process; end that one first") from error
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _listen(bind: Bind) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((bind.host, bind.port))
+            listening.listen(2048)
+        except OSError as error:
+            raise InputError(
+                f"serve: cannot listen at {bind.host} port {bind.port}: {error.strerror or error}; name another --port"
+            ) from error
+        listening.set_inheritable(False)
+        yield listening
+    finally:
+        listening.close()
+
+
+class _Driver:
+    """The child that drives runs, kept alive."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.over = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._trouble = "the driver is starting"
+        self._keeper = threading.Thread(target=self._keep, name="driver-keeper")
+
+    def start(self) -> None:
+        """Start it, and start it again whenever it ends."""
+        self._keeper.start()
+
+    def trouble(self) -> str:
+        """Why no run is driven; empty: they are."""
+        return self._trouble
+
+    def close(self) -> None:
+        """End it. Jobs go on."""
+        self.over.set()
+        if self._keeper.is_alive():
+            self._keeper.join()
+
+    def _keep(self) -> None:
+        tries = 0
+        while not self.over.is_set():
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-s", "-P", "-m", _DRIVER, str(self._root)],
+                    stdin=subprocess.DEVNULL, cwd="/", start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                self._trouble = f"the driver cannot be started: {error.strerror}"
+                self.over.wait(_AGAIN[-1])
+                continue
+            self._process, self._trouble = process, ""
+            tries = 0 if self._lived(process) else tries + 1
+            if not self.over.is_set():
+                self._trouble = f"the driver ended with {process.returncode}; it is started again"
+                log.error("%s", self._trouble)
+                self.over.wait(_AGAIN[min(tries, len(_AGAIN) - 1)])
+
+    def _lived(self, process: subprocess.Popen[bytes]) -> bool:
+        """Whether it lived long enough until it ended."""
+        lived = 0.0
+        while process.poll() is None:
+            if self.over.wait(0.2):
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(30.0)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                return True
+            lived += 0.2
+        return lived >= _STEADY
+
+
+def _tidy(workers: Workers, over: threading.Event) -> None:
+    while not over.wait(_TIDY):
+        with suppress(PosttrainError):
+            workers.tidy()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,70 @@
+"""`python -m posttrain.server.worker ROOT`: answers verbs that read files or compute, one after the other.
+
+It reads requests as JSON lines from descriptor 3 and writes answers to it: gates, row checks and whatever else loads
+numpy, pyarrow or tokenizers happen here, so that the server itself stays small, and a request that takes all memory
+ends a worker and not the server. It ends when the server does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from posttrain.api.operations import OPERATIONS
+from posttrain.api.problems import problem
+from posttrain.app.workspace import Workspace
+from posttrain.server.bundles import Bundles
+from posttrain.server.calling import arguments, call, to_json
+from posttrain.server.entrance import Asker, Entrance
+from posttrain.server.uploads import Uploads
+
+DESCRIPTOR = 3
+
+
+class Worker:
+    """Over one workspace."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._entrance = Entrance(self._workspace)
+
+    def answer(self, asked: dict[str, Any]) -> tuple[bool, bytes]:
+        """Whether a request was answered, and its answer or problem as JSON."""
+        try:
+            asker = Asker.from_json(asked["asker"])
+            control = self._entrance.control(asker)
+            seen = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth)
+            named = arguments(OPERATIONS[asked["verb"]], asked["sent"])
+            return True, to_json(call(control, asked["verb"], named, Bundles(seen, Uploads(seen))))
+        except BaseException as error:
+            found = problem(error, asked["request"])
+            if found["exit_code"] == 1:
+                print(f"request {asked['request']}: {asked['verb']}", traceback.format_exc(), sep="\n", file=sys.stderr)
+            if not isinstance(error, Exception):
+                raise
+            return False, json.dumps(found).encode()
+
+    def run(self, server: socket.socket) -> None:
+        """Until the server closes its end."""
+        with server.makefile("rwb") as stream:
+            for line in stream:
+                done, body = self.answer(json.loads(line))
+                stream.write(b"%d %d\n" % (done, len(body)))
+                stream.write(body)
+                stream.flush()
+
+
+def main() -> None:
+    """Answer until the server is gone."""
+    os.set_inheritable(DESCRIPTOR, False)
+    with socket.socket(fileno=DESCRIPTOR) as server:
+        Worker(Workspace(Path(sys.argv[1]))).run(server)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Processes that answer what a server does not answer itself: started when they are needed, ended when they are not."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain.domain.errors import CapacityError, DeadlineError, InfrastructureError
+from posttrain.server.worker import DESCRIPTOR
+
+IDLE_SECONDS = 300.0  # without a request, after which a worker ends
+_MODULE = "posttrain.server.worker"
+
+
+class Refused(Exception):  # noqa: N818  # it is an answer
+    """A worker's answer is a problem."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        super().__init__(document.get("detail"))
+        self.document = document
+
+
+class Answers(Protocol):
+    """Answers verbs that read files or compute."""
+
+    def ask(self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str) -> bytes:
+        """A verb's answer as JSON. Raises `Refused` where the verb raised an error."""
+
+
+class Workers:
+    """A few of them over one workspace; each answers one request at a time.
+
+    Args:
+        most: processes at a time.
+        deadline: seconds that a request may take, its wait for a worker included.
+    """
+
+    def __init__(self, root: Path, most: int = 2, deadline: float = 900.0) -> None:
+        self._root, self._deadline = root, deadline
+        self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: one that may be started
+        for _ in range(most):
+            self._free.put(None)
+        self._closed = False
+        self._lock = threading.Lock()
+        self._all: set[_Process] = set()
+
+    def ask(self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str) -> bytes:
+        """A verb's answer as JSON.
+
+        Raises:
+            Refused: the verb raised an error.
+            CapacityError: no worker was free in time. DeadlineError: it took too long, and was ended.
+            InfrastructureError: the worker died.
+        """
+        until = time.monotonic() + self._deadline
+        try:
+            process = self._free.get(timeout=self._deadline)
+        except queue.Empty as error:
+            raise CapacityError("the server has too much to do; ask again later") from error
+        try:
+            if process is None or not process.alive:
+                process = self._start()
+            line = json.dumps({"asker": asker, "verb": verb, "sent": sent, "request": request}).encode() + b"\n"
+            done, body = process.ask(line, until - time.monotonic())
+        except BaseException:
+            self._end(process)
+            self._free.put(None)
+            raise
+        self._free.put(process)
+        if not done:
+            raise Refused(json.loads(body))
+        return body
+
+    def tidy(self) -> None:
+        """End workers that had nothing to do for long."""
+        kept = []
+        while True:
+            try:
+                one = self._free.get_nowait()
+            except queue.Empty:
+                break
+            if one is not None and time.monotonic() - one.used > IDLE_SECONDS:
+                self._end(one)
+                one = None
+            kept.append(one)
+        for one in sorted(kept, key=lambda one: one.used if one else 0.0):
+            self._free.put(one)
+
+    def close(self) -> None:
+        """End all of them."""
+        with self._lock:
+            self._closed = True
+            every = set(self._all)
+        for one in every:
+            self._end(one)
+
+    def _start(self) -> _Process:
+        with self._lock:
+            if self._closed:
+                raise InfrastructureError("the server is ending; ask again")
+            made = _Process(self._root)
+            self._all.add(made)
+            return made
+
+    def _end(self, one: _Process | None) -> None:
+        if one is None:
+            return
+        one.end()
+        with self._lock:
+            self._all.discard(one)
+
+
+class _Process:
+    """One worker."""
+
+    def __init__(self, root: Path) -> None:
+        self._ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-s", "-P", "-c", _START.format(theirs.fileno()), str(root)],
+                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), cwd="/", start_new_session=True,
+            )  # fmt: skip
+        self._stream = self._ours.makefile("rwb")
+        self.used = time.monotonic()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, line: bytes, seconds: float) -> tuple[bool, bytes]:
+        self._ours.settimeout(max(0.001, seconds))
+        try:
+            self._stream.write(line)
+            self._stream.flush()
+            done, _, length = self._stream.readline().decode().partition(" ")
+            body = self._stream.read(int(length)) if length else b""
+        except TimeoutError as error:
+            raise DeadlineError("the request took longer than the server lets one take; it was ended") from error
+        except OSError as error:
+            raise InfrastructureError(f"a worker of the server died ({error}); ask again") from error
+        if not length or len(body) != int(length):
+            raise InfrastructureError("a worker of the server died; ask again")
+        self.used = time.monotonic()
+        return done == "1", body
+
+    def end(self) -> None:
+        self._ours.close()
+        if self.alive:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+_START = f"import os; os.dup2({{}}, {DESCRIPTOR}); import runpy; runpy.run_module('{_MODULE}', run_name='__main__')"

@@ -1,0 +1,48 @@
+"""Whether a workspace is being served, and where: then commands in its folder go through the server."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from posttrain.domain.errors import PosttrainError
+from posttrain.store.atomic import read_json
+
+LOCK = "server.lock"  # held by the server as long as it lives
+PLACE = "server.json"  # where it listens
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Where the server of a workspace is."""
+
+    url: str
+    key: str = field(repr=False)  # lets in whoever may read the folder
+
+
+def served_at(root: Path) -> Served | None:
+    """Where a workspace is served; None: it is not, or not yet."""
+    place = root / PLACE
+    try:
+        if not place.exists() or not _held(root / LOCK):
+            return None
+        said = read_json(place)
+        return Served(str(said["url"]), str(said["key"]))
+    except (PosttrainError, OSError, KeyError, TypeError):  # written or removed at this moment
+        return None
+
+
+def _held(lock: Path) -> bool:
+    try:
+        file = os.open(lock, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False

@@ -1,0 +1,188 @@
+"""A workspace that is served: real servers, real clients in folders of their own, and each of them killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_run import RUN
+from workbench import Reference, Workbench
+
+pytestmark = pytest.mark.slow
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+class Served:
+    """A workspace with a server, which may be killed and started again at the same address."""
+
+    def __init__(self, host: Workbench) -> None:
+        self.host, self.port = host, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.said = ""
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[str]:
+        """Start it, and wait until it answers."""
+        with (self.host.folder / "serve.log").open("a") as log:
+            self.process = subprocess.Popen(
+                [self.host.python, "-P", "-m", "posttrain", "serve", "--port", str(self.port)],
+                cwd=self.host.folder, env=self.host.variables(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                text=True, start_new_session=True,
+            )  # fmt: skip
+        self.host.started.append(self.process)
+        self.host.wait("a server that answers", self.answers)
+        return self.process
+
+    def answers(self) -> bool:
+        assert self.process.poll() is None, (self.host.folder / "serve.log").read_text()
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 5).close()
+        except OSError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Kill the server alone, as a machine that runs out of memory does."""
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        """As an administrator does."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait()
+
+    def driver(self) -> psutil.Process | None:
+        """Its child that drives runs."""
+        for one in psutil.process_iter(["cmdline", "status"]):
+            words = one.info["cmdline"] or []
+            mine = "posttrain.server.driver" in words and str(self.host.root) in words
+            if mine and one.info["status"] != psutil.STATUS_ZOMBIE:
+                return one
+        return None
+
+    def client(self, folder: Path, name: str, role: str) -> Workbench:
+        """Somebody's folder with the run file and nothing else, and a token."""
+        folder.mkdir()
+        self.host.run("member", "set", f"user:{name}", role)
+        issued = self.host.run("token", "issue", f"user:{name}", "--role", role, "-o", "json").json
+        made = Workbench(folder)
+        made.environment = {"POSTTRAIN_SERVER": self.url, "POSTTRAIN_TOKEN": issued["secret"], "HOME": str(folder)}
+        made.write("run.yaml", RUN)
+        return made
+
+
+@pytest.fixture
+def served(empty: Workbench) -> Iterator[Served]:
+    made = Served(empty)
+    yield made
+    if made.process.poll() is None:
+        made.end()
+    made.host.wait("the end of the driver", lambda: made.driver() is None)
+
+
+def test_a_run_over_a_server_makes_what_it_makes_here(served: Served, reference: Reference, tmp_path: Path) -> None:
+    ann = served.client(tmp_path / "ann", "ann", "submitter")
+    ran = ann.run("run", "run.yaml")
+    run_id = served.host.run_id()
+    assert served.host.outputs(run_id) == reference.outputs
+    assert f"run {run_id}: succeeded" in ran.out
+    assert (ann.folder / ".cache/posttrain/reports" / run_id / "report.html").stat().st_size > 10_000
+    assert not (ann.folder / ".posttrain").exists()
+    assert ann.run("ls", "-o", "json").json["runs"][0]["id"] == run_id
+    assert ann.run("run", "run.yaml").out.startswith(f"attached to run {run_id}")
+    for verb in ("get", "why", "lineage", "verify"):
+        assert run_id in ann.run(verb, run_id).out, verb
+    assert "no job has printed anything yet" in ann.run("logs", run_id, "-f").out
+    live = ann.run("get", "prod", "-o", "json").json
+    assert live["live"]["model_digest"] == reference.outputs["grpo"]
+    assert "needs the role approver" in ann.run("rollback", "prod", code=13).error
+    served.host.check(run_id)
+
+
+def test_whoever_is_killed_the_run_goes_on(served: Served, reference: Reference, tmp_path: Path) -> None:
+    ann = served.client(tmp_path / "ann", "ann", "submitter")
+    waiting = ann.start("run", "run.yaml")
+    served.host.wait_job()
+    served.kill()  # with the driver, which sees that it has no server any more
+    served.host.wait("the end of the driver", lambda: served.driver() is None)
+    served.start()
+    driver = served.host.wait("another driver", served.driver)
+    driver.kill()
+    served.host.wait("a third driver", lambda: (one := served.driver()) is not None and one.pid != driver.pid)
+    ended = ann.finish(waiting)
+    assert ended.code == 0, ended.err
+    run_id = served.host.run_id()
+    assert served.host.outputs(run_id) == reference.outputs
+    served.host.check(run_id)
+
+
+def test_two_who_submit_the_same_at_once_get_one_run(served: Served, tmp_path: Path) -> None:
+    people = [served.client(tmp_path / name, name, "submitter") for name in ("ann", "ben")]
+    both = [one.start("run", "run.yaml", "--detach") for one in people]
+    ended = [one.finish(process) for one, process in zip(people, both, strict=True)]
+    assert [one.code for one in ended] == [0, 0], ended
+    rows = people[0].run("ls", "-o", "json").json["runs"]
+    assert len([row for row in rows if row["name"] == "tiny"]) == 1
+    run_id = rows[0]["id"]
+    assert people[1].run("attach", run_id).code == 0
+    served.host.check(run_id)
+
+
+def test_commands_in_a_served_folder_go_through_its_server(served: Served) -> None:
+    host = served.host
+    assert host.run("whoami", "-o", "json").json["role"] == "admin"
+    assert "is served already" in host.run("serve", "--port", "0", code=9).error
+    place = host.root / "server.json"
+    assert place.stat().st_mode & 0o077 == 0
+    known = json.loads(place.read_text())
+    place.write_text(json.dumps({**known, "key": "0" * 64}))  # so that a command which asks it is refused
+    assert "token" in host.run("ls", code=13).error
+    place.write_text(json.dumps(known))
+    served.end()
+    assert not place.exists()
+    assert host.run("ls").code == 0
+    served.start()
+    served.kill()
+    assert place.exists()
+    assert host.run("ls").code == 0  # nobody holds the lock
+    served.start()
+
+
+def test_no_token_is_written_down(served: Served, tmp_path: Path) -> None:
+    ann = served.client(tmp_path / "ann", "ann", "viewer")
+    secret = ann.environment.pop("POSTTRAIN_TOKEN")
+    assert "nobody is logged in" in ann.run("ls", code=2).error
+    shown = subprocess.run(
+        [ann.python, "-P", "-m", "posttrain", "login", served.url], input=secret + "\n", text=True, check=True,
+        cwd=ann.folder, env=ann.variables(), capture_output=True,
+    )  # fmt: skip
+    assert "viewer of default" in shown.stdout
+    kept = ann.folder / ".config/posttrain/servers.json"
+    assert kept.stat().st_mode & 0o077 == 0
+    ann.run("ls")
+    ann.run("logout", served.url)
+    assert secret not in kept.read_text()
+    said = (served.host.folder / "serve.log").read_text().split()
+    first = next(word for word in said if word.startswith("posttrain_"))
+    for path in served.host.root.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            assert secret.encode() not in data, path
+            assert first.encode() not in data, path
+    assert os.environ.get("POSTTRAIN_TOKEN") is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org"])
+def test_a_server_that_others_can_reach_needs_tls(empty: Workbench, host: str) -> None:
+    assert "--tls-certificate" in empty.run("serve", "--host", host, "--port", "0", code=2).error

@@ -1,0 +1,383 @@
+"""A server answers what its asker may ask, of their project, and everything else with a problem document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from server_bench import KEY, Answer, ServerBench, served
+from sqlalchemy import event
+
+from posttrain.api.guarding import NEEDS
+from posttrain.api.operations import OPERATIONS, PREFIX, Operation
+from posttrain.api.problems import MEDIA_TYPE, TYPE
+from posttrain.client.transport import in_path
+from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError, PosttrainError
+from posttrain.domain.roles import Role
+
+ROWS = "".join(json.dumps({"prompt": f"{n}", "completion": f"{n % 10}"}) + "\n" for n in range(50))
+ABSENT = "sha256:" + "ab" * 32
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerBench]:
+    with served(tmp_path_factory.mktemp("served")) as made:
+        made.person("root", Role.ADMIN)
+        yield made
+
+
+def problem_of(answer: Answer) -> tuple[int, str]:
+    assert answer.headers["content-type"] == MEDIA_TYPE, answer.body
+    found = answer.json
+    assert found["status"] == answer.status
+    assert found["request"] == answer.headers["posttrain-request"]
+    assert "\n" not in found["detail"]
+    return answer.status, found["type"].removeprefix(TYPE)
+
+
+def path_of(operation: Operation, project: str, **named: str) -> str:
+    values = {name: named.get(name, "nothing") for name in operation.in_path}
+    return in_path(operation.whole_path, {"project": project, **values})
+
+
+def filled(operation: Operation, word: str) -> tuple[str, dict[str, Any] | None]:
+    """Query and body with this word wherever a word is wanted."""
+    rest = {name: one for name, one in operation.parameters.items() if name not in operation.in_path}
+    values: dict[str, Any] = {}
+    for name, one in rest.items():
+        kind = str(one.annotation)
+        if "RunFile" in kind:
+            values[name] = {"name": "run.yaml", "text": f"model: run:{word}", "files": {}}
+        elif "FileRef" in kind and "list" not in kind:
+            values[name] = {"name": "x.jsonl", "digest": word if word.startswith("sha256:") else ABSENT, "form": "file"}
+        elif "str" in kind and not any(many in kind for many in ("Mapping", "Sequence", "tuple", "list")):
+            values[name] = word
+        elif "int" in kind or "float" in kind:
+            values[name] = 1
+        elif "bool" in kind:
+            values[name] = False
+        elif "Mapping" in kind:
+            values[name] = {}
+        else:
+            values[name] = [word] if "FileRef" not in kind and "tuple" not in kind else []
+    if operation.method in ("GET", "DELETE"):
+        query = urlencode(values, doseq=True)
+        return ("?" + query if query else ""), None
+    return "", values
+
+
+def everywhere(bench: ServerBench, token: str, project: str, word: str) -> Iterator[tuple[str, Answer]]:
+    """Every verb, with one word for every id and name."""
+    for operation in OPERATIONS.values():
+        named = dict.fromkeys(operation.in_path, word)
+        query, body = filled(operation, word)
+        yield operation.verb, bench.ask(operation.method, path_of(operation, project, **named) + query, token, body)
+
+
+# --- who asks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shown", [None, "", "nonsense", "posttrain_" + "x" * 43, KEY[:-1] + "j"])
+def test_nobody_is_let_in_without_a_good_token(bench: ServerBench, shown: str | None) -> None:
+    found = bench.ask("GET", "/v1/projects/default/whoami", shown)
+    assert problem_of(found) == (401, "authentication")
+    assert found.headers["www-authenticate"] == "Bearer"
+    assert not shown or shown not in found.body.decode()
+
+
+def test_a_revoked_and_a_rotated_token_are_worthless_at_once(bench: ServerBench) -> None:
+    admin = bench.control(KEY)
+    admin.set_member("user:eve", "submitter")
+    first = admin.issue_token("user:eve", "submitter", 1)
+    assert bench.control(first.secret).whoami().role == "submitter"
+    second = admin.rotate_token(first.token.id, 1)
+    with pytest.raises(AccessError, match="revoked"):
+        bench.control(first.secret).whoami()
+    assert bench.control(second.secret).whoami().principal == "user:eve"
+    admin.revoke_token(second.token.id)
+    with pytest.raises(AccessError, match="revoked"):
+        bench.control(second.secret).ls(10)
+
+
+def test_a_token_has_no_more_than_its_scope_and_no_more_than_the_role(bench: ServerBench) -> None:
+    token = bench.person("lee", Role.ADMIN, most=Role.VIEWER)
+    lee = bench.control(token)
+    assert lee.whoami().role == "viewer"
+    with pytest.raises(AccessError, match="needs the role admin"):
+        lee.set_member("user:lee", "admin")
+    strong = bench.person("may", Role.VIEWER, most=Role.ADMIN)
+    with pytest.raises(AccessError, match="needs the role submitter"):
+        bench.control(strong).stop("x")
+
+
+@pytest.mark.parametrize("role", [None, *Role])
+def test_each_verb_is_refused_to_whoever_has_less_than_its_role(bench: ServerBench, role: Role | None) -> None:
+    token = bench.person(f"some-{role}", role)
+    for verb, found in everywhere(bench, token, "default", "nothing-of-that-name"):
+        needed = NEEDS[verb]
+        assert needed is not None
+        allowed = role is not None and role.covers(needed)
+        assert (found.status == 403) == (not allowed), (verb, found.body)
+        assert found.status < 500, (verb, found.body)
+        if found.status >= 400:
+            problem_of(found)
+
+
+def without(said: str, word: str) -> str:
+    """What was said, whichever word was asked for."""
+    for part in (word, word.partition("@")[0], word[:24], word[:19]):
+        said = said.replace(part, "WORD")
+    return said
+
+
+# --- whose it is ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def theirs(bench: ServerBench, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What project B has: a data set, a channel, a token."""
+    path = tmp_path_factory.mktemp("theirs") / "secret.jsonl"
+    path.write_text(ROWS)
+    token = bench.person("ben", Role.ADMIN, "b")
+    ben = bench.control(token, "b")
+    asset = ben.add_dataset(path, "secret")
+    known = ben.issue_token("user:ben", "viewer", 1)
+    return {"digest": asset.digest, "ref": asset.ref, "name": "secret", "token": known.token.id, "proof": token}
+
+
+@pytest.mark.parametrize("what", ["digest", "ref", "name", "token"])
+def test_what_another_project_has_is_absent_in_status_body_and_statements(
+    bench: ServerBench, theirs: dict[str, str], what: str
+) -> None:
+    bench.person("ann", Role.ADMIN, "a")
+    mine, word = bench.tokens["ann"], theirs[what]
+    absent = {"digest": ABSENT, "ref": "dataset:sorbet@1", "name": "sorbet", "token": "0123456789abcdef"}[what]
+    counted: list[int] = [0]
+    engine = bench.workspace.ledger.database._engine
+
+    def count(*_: Any) -> None:
+        counted[0] += 1
+
+    def walked(with_word: str) -> dict[str, tuple[int, str, int]]:
+        found = {}
+        for operation in OPERATIONS.values():
+            named = dict.fromkeys(operation.in_path, with_word)
+            query, body = filled(operation, with_word)
+            counted[0] = 0
+            answer = bench.ask(operation.method, path_of(operation, "a", **named) + query, mine, body)
+            said = answer.json if answer.body else {}
+            said = {**said, "request": ""} if isinstance(said, dict) else said
+            found[operation.verb] = answer.status, without(json.dumps(said), with_word), counted[0]
+        return found
+
+    walked(absent)  # caches are warm: who is who, which projects there are
+    event.listen(engine, "before_cursor_execute", count)
+    try:
+        one, other = walked(absent), walked(word)
+    finally:
+        event.remove(engine, "before_cursor_execute", count)
+    for verb in OPERATIONS.keys() - {"add_project", "set_member", "issue_token"}:  # which make what they name
+        assert one[verb] == other[verb], verb
+
+
+def test_a_project_that_is_not_theirs_and_one_that_is_not_answer_alike(
+    bench: ServerBench, theirs: dict[str, str]
+) -> None:
+    bench.person("ann", Role.ADMIN, "a")
+    for operation in OPERATIONS.values():
+        query, body = filled(operation, "x")
+        found = []
+        for project in ("b", "q"):
+            path = path_of(operation, project, **dict.fromkeys(operation.in_path, "x"))
+            answer = bench.ask(operation.method, path + query, bench.tokens["ann"], body)
+            found.append((problem_of(answer), answer.json["detail"].replace(f"'{project}'", "")))
+        assert found[0] == found[1] == ((404, "not-found"), found[0][1]), operation.verb
+
+
+def test_bytes_of_another_project_can_be_neither_used_nor_fetched(bench: ServerBench, theirs: dict[str, str]) -> None:
+    bench.person("ann", Role.ADMIN, "a")
+    mine, digest = bench.tokens["ann"], theirs["digest"]
+    path = f"/v1/projects/a/blobs/{digest}"
+    assert bench.ask("GET", path + "/state", mine).json == {"held": False, "offset": 0}
+    assert problem_of(bench.ask("GET", path, mine)) == (404, "not-found")
+    assert bench.ask("GET", f"/v1/projects/b/blobs/{digest}", theirs["proof"]).body == ROWS.encode()
+    sent = {"path": {"name": "x.jsonl", "digest": digest, "form": "file"}, "name": "mine"}
+    assert problem_of(bench.ask("POST", "/v1/projects/a/assets/datasets", mine, sent)) == (404, "not-found")
+    listing = {"format": "posttrain-tree-1", "files": {"x.jsonl": {"digest": digest, "size": len(ROWS)}}}
+    body = json.dumps(listing, separators=(",", ":"), sort_keys=True).encode()
+    tree = "sha256:" + hashlib.sha256(body).hexdigest()
+    headers = {"upload-offset": "0", "upload-length": str(len(body))}
+    assert bench.ask("PATCH", f"/v1/projects/a/blobs/{tree}", mine, body, headers).status == 200
+    sent = {"path": {"name": "x", "digest": tree, "form": "tree"}, "name": "mine"}
+    assert bench.ask("POST", "/v1/projects/a/assets/datasets", mine, sent).status in (404, 500)
+    assert bench.control(mine, "a").assets(None) == []
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "kind"),
+    [
+        ("GET", "/v2/projects/default/runs", None, 404, "not-found"),
+        ("GET", "/v1/nothing", None, 404, "not-found"),
+        ("DELETE", "/v1/projects/default/runs", None, 422, "input"),
+        ("GET", "/v1/projects/default/runs", None, 422, "input"),
+        ("GET", "/v1/projects/default/runs?limit=many", None, 422, "input"),
+        ("GET", "/v1/projects/default/runs?limit=1&limit=2", None, 422, "input"),
+        ("GET", "/v1/projects/default/runs?limit=1&page=2", None, 422, "input"),
+        ("GET", "/v1/projects/..%2Fdefault/runs?limit=1", None, 404, "not-found"),
+        ("POST", "/v1/projects/default/tokens", b"{", 422, "input"),
+        ("POST", "/v1/projects/default/tokens", b"[]", 422, "input"),
+        ("POST", "/v1/projects/default/tokens", b"\xff\xfe", 422, "input"),
+        ("POST", "/v1/projects/default/tokens", b"[" * 100_000, 422, "input"),
+        ("POST", "/v1/projects/default/tokens", b" " * (9 << 20), 422, "input"),
+        ("POST", "/v1/projects/default/tokens", {"principal": "user:x", "role": "king", "days": 1}, 422, "input"),
+        ("POST", "/v1/projects/default/tokens", {"principal": "user:x", "role": "viewer", "days": 1e9}, 422, "input"),
+        ("POST", "/v1/projects/default/tokens", {"principal": "user:x", "role": "viewer"}, 422, "input"),
+        ("POST", "/v1/projects/default/projects", {"name": "../up"}, 422, "input"),
+        ("PUT", "/v1/projects/default/members/user:x", {"principal": "user:y", "role": "viewer"}, 422, "input"),
+    ],
+)
+def test_bad_input_is_a_problem_and_changes_nothing(
+    bench: ServerBench, method: str, path: str, body: Any, status: int, kind: str
+) -> None:
+    before = bench.control(KEY).members(), len(bench.control(KEY).tokens())
+    found = bench.ask(method, path, KEY, body)
+    assert problem_of(found) == (status, kind), found.body
+    assert (bench.control(KEY).members(), len(bench.control(KEY).tokens())) == before
+
+
+@pytest.mark.parametrize("name", ["../x.yaml", "/etc/passwd", "a/b.yaml", "", "..", "x\x00.yaml", "x" * 300])
+def test_names_of_files_lead_nowhere_else(bench: ServerBench, name: str) -> None:
+    sent = {"path": {"name": name, "text": "name: x", "files": {}}, "seed": None, "setting": []}
+    assert problem_of(bench.ask("POST", "/v1/projects/default/plans", KEY, sent)) == (422, "input")
+
+
+@pytest.mark.parametrize("inner", ["../x", "/x", "a/../../x", "a//../x", "..", "a/\x00"])
+def test_names_of_files_beside_a_run_file_lead_nowhere_else(bench: ServerBench, inner: str, tmp_path: Path) -> None:
+    ref = {"name": "x", "digest": "sha256:" + hashlib.sha256(b"").hexdigest(), "form": "file"}
+    sent = {"path": {"name": "run.yaml", "text": "name: x", "files": {inner: ref}}, "seed": None, "setting": []}
+    assert problem_of(bench.ask("POST", "/v1/projects/default/plans", KEY, sent))[1] in ("input", "not-found")
+
+
+def test_errors_of_a_run_file_name_it_as_its_author_does(bench: ServerBench, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: x\nowner: me\nseed: 1\nmodle: model:x\nstages: {sft: {kind: sft}}\n")
+    with pytest.raises(InputError) as caught:
+        bench.control(KEY).plan(path)
+    assert str(caught.value).startswith("run.yaml: modle: unknown key")
+    assert str(bench.workspace.root) not in str(caught.value)
+
+
+# --- uploads ----------------------------------------------------------------------------------------------------------
+
+
+def blob(data: bytes) -> str:
+    return "/v1/projects/default/blobs/sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def put(bench: ServerBench, path: str, piece: bytes, start: object, total: object) -> Answer:
+    return bench.ask("PATCH", path, KEY, piece, {"upload-offset": str(start), "upload-length": str(total)})
+
+
+def test_an_upload_goes_on_where_it_stopped(bench: ServerBench) -> None:
+    data = b"0123456789" * 1000
+    path = blob(data)
+    assert put(bench, path, data[:4000], 0, len(data)).json == {"held": False, "offset": 4000}
+    assert bench.ask("GET", path + "/state").json == {"held": False, "offset": 4000}
+    assert problem_of(put(bench, path, data[:4000], 0, len(data))) == (409, "conflict")
+    assert put(bench, path, data[4000:], 4000, len(data)).json == {"held": True, "offset": len(data)}
+    assert bench.ask("GET", path).body == data
+
+
+def test_other_bytes_than_the_digest_says_are_refused_and_may_be_sent_again(bench: ServerBench) -> None:
+    data = b"right" * 100
+    path = blob(data)
+    assert problem_of(put(bench, path, b"wrong" * 100, 0, len(data))) == (500, "integrity")
+    assert problem_of(bench.ask("GET", path)) == (404, "not-found")
+    assert put(bench, path, data, 0, len(data)).json["held"]
+
+
+@pytest.mark.parametrize(("start", "total"), [("", 5), (0, ""), (-1, 5), (0, 3), (9, 5), (0, 10**15), ("x", 5)])
+def test_sizes_of_an_upload_must_be_possible(bench: ServerBench, start: object, total: object) -> None:
+    assert problem_of(put(bench, blob(b"hello"), b"hello", start, total)) == (422, "input")
+
+
+def test_parallel_uploads_of_one_file_make_one(bench: ServerBench) -> None:
+    from posttrain.client.blobs import Sender
+    from posttrain.client.transport import Transport
+
+    data, found = b"parallel" * 200_000, list[str]()
+    senders = [Sender(Transport(bench.url, KEY), "default") for _ in range(4)]
+    threads = [threading.Thread(target=lambda one=one: found.append(one.put(data))) for one in senders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["sha256:" + hashlib.sha256(data).hexdigest()] * 4
+    assert bench.ask("GET", blob(data)).body == data
+
+
+def test_a_whole_folder_is_sent_once(bench: ServerBench, tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(ROWS + json.dumps({"prompt": name, "completion": "x"}) + "\n")
+    (tmp_path / ".hidden").write_text("not this")
+    first = bench.control(KEY).add_dataset(tmp_path / "train.jsonl", "two", tmp_path / "test.jsonl")
+    assert (first.version, first.form, first.meta["rows"]) == (1, "tree", 102)
+    assert bench.control(KEY).add_dataset(tmp_path / "train.jsonl", "two", tmp_path / "test.jsonl") == first
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_not_changed_is_not_sent_again(bench: ServerBench) -> None:
+    path = PREFIX.format(project="default") + "/members"
+    first = bench.ask("GET", path)
+    again = bench.ask("GET", path, headers={"if-none-match": first.headers["etag"]})
+    assert (again.status, again.body, again.headers["etag"]) == (304, b"", first.headers["etag"])
+    bench.control(KEY).set_member("user:new", "viewer")
+    other = bench.ask("GET", path, headers={"if-none-match": first.headers["etag"]})
+    assert (other.status, other.json["user:new"]) == (200, "viewer")
+
+
+def test_errors_are_the_same_on_both_sides(bench: ServerBench) -> None:
+    from posttrain.app.embedded.control import control_of
+
+    here, there = control_of(bench.workspace), bench.control(KEY)
+
+    def said(control: Any, verb: str, *words: Any) -> tuple[type[PosttrainError], str]:
+        with pytest.raises(PosttrainError) as caught:
+            getattr(control, verb)(*words)
+        return type(caught.value), str(caught.value)
+
+    for verb, word in {"run": "nosuch", "asset": "dataset:nosuch", "lineage": "nosuch", "stop": "nosuch"}.items():
+        assert said(here, verb, word) == said(there, verb, word)
+        assert said(there, verb, word)[0] is NotFoundError
+
+
+def test_what_a_worker_does_the_server_does_not(bench: ServerBench, tmp_path: Path) -> None:
+    bench.workers.asked.clear()
+    control = bench.control(KEY)
+    control.ls(5)
+    control.channels()
+    control.members()
+    assert bench.workers.asked == []
+    with pytest.raises(NotFoundError):
+        control.lineage("nosuch")
+    assert bench.workers.asked == ["lineage"]
+
+
+def test_conflicts_of_an_upload_are_conflicts(bench: ServerBench) -> None:
+    data = b"conflict" * 10
+    put(bench, blob(data), data[:8], 0, len(data))
+    answer = put(bench, blob(data), data[16:], 16, len(data))
+    assert problem_of(answer) == (409, "conflict")
+    assert "go on at 8" in answer.json["detail"]
+    assert issubclass(ConflictError, PosttrainError)
