@@ -52,7 +52,7 @@ _ROOMS = {  # names that are imported for type checking only → where they are
     "StageTimeline": "posttrain.telemetry.timeline",
     "Standing": "posttrain.domain.approvals",
     "TrackerState": "posttrain.trackers.tracking",
-    "VerifyReport": "posttrain.control.lineage",
+    "VerifyReport": "posttrain.control.verifying",
     "Vigil": "posttrain.api.watching",
     "Watcher": "posttrain.api.watching",
     "Written": "posttrain.views.reporting",
