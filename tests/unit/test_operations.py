@@ -50,9 +50,7 @@ def test_what_only_looks_is_a_get_and_what_changes_is_none(verb: str) -> None:
 
 
 @given(
-    metrics=st.dictionaries(
-        st.text(min_size=1, max_size=9), st.floats(allow_nan=True, allow_infinity=True), max_size=5
-    ),
+    metrics=st.dictionaries(st.text(min_size=1, max_size=9), st.floats(), max_size=5),
     words=st.text(max_size=40),
     at=st.floats(0, 1e10),
 )
@@ -86,8 +84,6 @@ def test_an_error_that_nobody_meant_tells_nothing(secret: str) -> None:
     assert "r1" in str(raised(document))
 
 
-@pytest.mark.parametrize(
-    "document", [{}, {"type": "urn:posttrain:problem:of-tomorrow"}, {"type": "about:blank", "detail": 5}]
-)
+@pytest.mark.parametrize("document", [{}, {"type": "urn:posttrain:problem:of-tomorrow"}, {"type": "x", "detail": 5}])
 def test_a_problem_of_another_version_is_an_error_all_the_same(document: dict[str, Any]) -> None:
     assert isinstance(raised(document), errors.InfrastructureError)

@@ -34,7 +34,6 @@ _BAR = 18  # columns
 _BESIDE, _NUMBER = 58, 9  # columns taken by the rest of a row, and by each metric
 _ASKS = (Reason.WAITING_FOR_SIGNAL, Reason.WAITING_FOR_APPROVAL)  # a person
 # column title → metric of the job; the later ones go first when the terminal is narrow
-_ASKS = (Reason.WAITING_FOR_SIGNAL, Reason.WAITING_FOR_APPROVAL)  # a person
 _METRICS = {"reward": "reward/mean", "probe": "probe/accuracy", "length": "response_tokens/mean", "loss": "loss"}
 _WIDE, _MEDIUM = 118, 96  # columns
 
