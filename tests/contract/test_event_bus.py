@@ -15,7 +15,6 @@ from typing import Any
 import ledger_workers as work
 import pytest
 from control_bench import ManualClock
-from sink_servers import SECRET, Receiver, receiver
 from sqlalchemy import event as listening
 
 from posttrain.domain.errors import ConflictError, IntegrityError, NotFoundError, SinkError
@@ -25,9 +24,11 @@ from posttrain.events.ports import Sink
 from posttrain.events.sinks.fake import FakeSink
 from posttrain.store.audit import verify_rows
 from posttrain.store.cursors import LEASE_SECONDS, Cursors
+from posttrain.store.erasure import erase_principal
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import cursors, sinks
 from posttrain.store.sealer import seal, verify_chain
+from sink_servers import SECRET, Receiver, receiver
 
 EVERYTHING = (Rule(on=(ALL,)),)
 
@@ -223,7 +224,7 @@ def test_a_lost_cursor_doubles_and_loses_nothing(ledger: Ledger) -> None:
 def test_an_edited_sink_is_found(ledger: Ledger) -> None:
     add(ledger, "chat", kind="webhook", url="https://example.org/a", secret_env="S")
     verify_rows(ledger)
-    for values in ({"settings": {"url": "https://evil.example"}}, {"rules": []}, {"paused": "person"}):
+    for values in ({"settings": {"url": "https://evil.example"}}, {"rules": {}}, {"paused": "person"}):
         with ledger.database.write() as connection:
             before = connection.execute(sinks.select()).mappings().one()
             connection.execute(sinks.update().values(values))
@@ -232,6 +233,23 @@ def test_an_edited_sink_is_found(ledger: Ledger) -> None:
             verify_rows(ledger)
         with ledger.database.write() as connection:
             connection.execute(sinks.update().values({name: before[name] for name in values}))
+    verify_rows(ledger)
+
+
+def test_who_is_erased_is_not_in_a_sink_any_more(ledger: Ledger) -> None:
+    both = (Rule(on=("run-failed",), owner="bob"), Rule(on=("run-ended",)))
+    add(ledger, "mail", both, "email", to="bob@example.org", host="mail.example.org")
+    with ledger.transaction("user:bob") as transaction:
+        transaction.append_event("note.told", "x", {})
+    erase_principal(ledger, "user:ann", "user:bob", "he left")
+    seal(ledger)
+    with ledger.snapshot() as now:
+        found = now.sink("mail")
+        said = json.dumps([[one.audited, one.words] for one in now.envelopes(0, 100, words=True)])
+    assert found.settings == {"host": "mail.example.org"}
+    assert found.rules == (Rule(on=("run-ended",)),), "a rule that named him is gone as a whole: it tells nothing more"
+    assert "bob" not in said
+    verify_chain(ledger)
     verify_rows(ledger)
 
 
@@ -335,6 +353,7 @@ from posttrain.events.sinks.webhook import WebhookSink
 from posttrain.control.owners import process_alive, process_name
 from posttrain.store.cursors import Cursors
 from posttrain.store.database import Database
+from posttrain.store.erasure import erase_principal
 from posttrain.store.ledger import Ledger
 import time
 

@@ -68,6 +68,16 @@ COMMANDS = {
     "asset ls": ["--output", "-o", "[KIND]"],
     "asset get": ["--output", "-o", "ref"],
     **{f"asset {verb}": ["--reason", "ref"] for verb in ("approve", "recall", "restore")},
+    "sink add": [
+        *("--webhook", "--webhook-env", "--secret-env", "--secret-file", "--jsonl", "--email", "--smtp", "--from"),
+        *("--smtp-security", "--smtp-user-env", "--smtp-password-env", "--on", "--run", "--owner", "--channel"),
+        *("--words", "--from-start", "name"),
+    ],
+    "sink ls": ["--output", "-o"],
+    "sink test": ["NAME"],
+    "sink pause": ["NAME"],
+    "sink resume": ["--skip", "NAME"],
+    "sink remove": ["NAME"],
     "upgrade": ["--output", "-o"],
     "erase": ["--output", "--reason", "-o", "RUN|ASSET|user:NAME"],
     "serve": ["--behind-proxy", "--host", "--port", "--tls-certificate", "--tls-key"],
@@ -95,6 +105,7 @@ EXIT_CODES = {
     "InfrastructureError": 6,
     "CapacityError": 6,
     "TrackerError": 6,
+    "SinkError": 6,
     "BudgetExceededError": 7,
     "IntegrityError": 8,
     "ConflictError": 9,
@@ -137,7 +148,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     context = group.make_context("posttrain", [], resilient_parsing=True)
     verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry signal dead"
     verbs += " sample eval export promote approve reject rollback channel lineage verify trace track"
-    verbs += " import asset upgrade erase doctor serve login logout whoami project member token"
+    verbs += " import asset sink upgrade erase doctor serve login logout whoami project member token"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -167,6 +178,7 @@ def test_every_reading_command_speaks_json() -> None:
         "import wandb-export",
         "asset ls",
         "asset get",
+        "sink ls",
         "upgrade",
         "erase",
         "doctor",

@@ -28,6 +28,7 @@ SAID = "a number that is said or stored; nobody waits so long"
 PAST = "a moment long ago"
 ALLOWED = {
     ("e2e/test_fuzz.py", "time.sleep(0.02)"): "a reward's own work",
+    ("sink_servers.py", "while not known.over.wait(0.05):"): "a slow receiver's own work",
     ("contract/device_job.py", "_SPELL_SECONDS = 0.2"): "the job's own work",
     ("contract/device_job.py", "time.sleep(_SPELL_SECONDS)"): "the job's own work",
     ("contract/device_job.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
@@ -158,6 +159,7 @@ SHORT_WAITS = {
     "control/reconciler.py:RACED_SECONDS": "until whoever lost a race looks again; nothing ends with it",
     "control/reconciler.py:POLL_SECONDS": "between two questions to the queue; nothing ends with it",
     "control/pulse.py:FAR_SECONDS": "between two looks at an object store; nothing ends with it",
+    "events/ports.py:CONNECT_SECONDS": "a receiver that is away longer is tried again later, and nothing is lost",
     "trackers/reaching.py:_SECONDS": "a server that is away longer is told, and tried again later",
     "views/status.py:_ALONE": "told a little early, nothing else: a driver may follow",
     "data/fitting.py:_MEAN_SECONDS": "a mean over rows, looked at after ten seconds; a rendering takes a thousandth",

@@ -68,6 +68,7 @@ _ROOMS = {  # names that are imported for type checking only → where they are
     **dict.fromkeys(("Iterator", "Mapping", "Sequence"), "collections.abc"),
     "Path": "pathlib",
     "Any": "typing",
+    **dict.fromkeys(("Rule", "SinkView"), "posttrain.domain.sinks"),
     "Issued": "posttrain.api.access",
     "Whoami": "posttrain.api.access",
 }

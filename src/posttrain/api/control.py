@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from posttrain.api.access import Access
+from posttrain.api.sinks import Sinks
 
 if TYPE_CHECKING:
     from posttrain.api.values import (
@@ -389,7 +390,7 @@ class Models(Protocol):
         """Rank its settings; `runs`: (place of a setting, seed) → run id."""
 
 
-class Control(Submissions, Runs, Channels, Records, Assets, Models, Access, Protocol):
+class Control(Submissions, Runs, Channels, Records, Assets, Models, Access, Sinks, Protocol):
     """Everything."""
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ _LOOK = (
     *("compare", "watcher", "vigil", "logs", "write_report", "write_trace", "samples", "sample", "trackers"),
     *("channels", "live", "channel_record", "channel", "channel_trackers", "policy", "policies", "channel_events"),
     *("approval_requests", "lineage", "downstream", "verify", "dead", "assets", "asset", "asset_status", "recalled"),
-    *("curves", "plan_sweep", "rank", "whoami"),
+    *("curves", "plan_sweep", "rank", "whoami", "sinks"),
 )
 _RUN = (
     *("submit", "evaluate", "drive", "detach", "signal", "stop", "retry", "track", "follow", "track_channel"),
@@ -29,6 +29,7 @@ _ANSWER_FOR = ("approve", "reject", "promote", "rollback", "freeze", "unfreeze",
 _RULE = (
     *("set_policy", "remove_policy", "protect", "erase"),
     *("add_project", "members", "set_member", "tokens", "issue_token", "rotate_token", "revoke_token"),
+    *("add_sink", "test_sink", "pause_sink", "resume_sink", "remove_sink"),
 )
 NEEDS: Mapping[str, Role | None] = {  # verb → the least role that it needs; a verb that is not here is refused
     "close": None,

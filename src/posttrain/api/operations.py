@@ -170,6 +170,13 @@ _TABLE = {
     "mark": "POST /assets/marks heavy",
     "import_trl_output": "POST /imports/trl heavy",
     "import_wandb_export": "POST /imports/wandb heavy",
+    # sinks
+    "sinks": "GET /sinks",
+    "add_sink": "POST /sinks",
+    "test_sink": "POST /sinks/{name}/test heavy",
+    "pause_sink": "POST /sinks/{name}/pause",
+    "resume_sink": "POST /sinks/{name}/resume heavy",
+    "remove_sink": "DELETE /sinks/{name}",
     # access
     "whoami": "GET /whoami",
     "add_project": "POST /projects",

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from posttrain.app.courier import Courier
 from posttrain.app.runs import JUDGING, REPORTING, load_ahead
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
@@ -199,6 +200,7 @@ class Background:
         self._workspace, self._ears, self._log, self._say = workspace, ears, log, log.say
         self._known: dict[str, _Known] = {}
         self._told: int | None = None
+        self._courier: Courier | None = None
 
     def end(self, number: int, _: object = None) -> None:
         """End after this pass, for a signal."""
@@ -207,8 +209,10 @@ class Background:
     def drive(self, let_go: Callable[[], None]) -> None:
         """Until no run is left; `let_go` lets the next driver come."""
         pause = _PAUSE
+        self._courier = courier = Courier(self._workspace)
         while self._told is None:
             started = time.monotonic()
+            courier.keep()
             changed = self.pass_over()
             if not self._ears.wanted() and self._closed(let_go):
                 return
@@ -234,6 +238,8 @@ class Background:
         self._drop(set(self._known))
         with suppress(PosttrainError):
             self._workspace.seal()
+        if self._courier is not None:
+            self._courier.close()
 
     def _drop(self, run_ids: Iterable[str]) -> None:
         """What is not wanted any more is somebody else's."""

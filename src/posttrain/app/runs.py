@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from posttrain.api.values import Submitted
+from posttrain.app.courier import Courier
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, channels
 from posttrain.control.models import made_model
@@ -64,10 +65,11 @@ def drive_run(
     """
     if any(kind_of(stage.kind).judges for stage in workspace.ledger.stages(run_id)):
         load_ahead(JUDGING)
-    reconciler, scribe = workspace.reconciler, Scribe(workspace, run_id)
+    reconciler, scribe, courier = workspace.reconciler, Scribe(workspace, run_id), Courier(workspace)
 
     def look(now: RunRecord) -> None:
         scribe.keep()
+        courier.keep()
         if watch:
             watch(now)
 
@@ -76,6 +78,7 @@ def drive_run(
     finally:
         reconciler.release(run_id)
         workspace.seal()
+        courier.close()
     forget_request(workspace.root, run_id)
     return record
 

@@ -34,6 +34,11 @@ def channels(incomplete: str) -> list[str]:
     return _complete(incomplete, lambda w: [record.name for record in w.channels()])
 
 
+def sinks(incomplete: str) -> list[str]:
+    """Names of sinks."""
+    return _complete(incomplete, lambda w: [one.name for one in w.sinks()])
+
+
 def models(incomplete: str) -> list[str]:
     """Channels, registered models and runs; behind a run's slash its stages that made a model."""
     run, slash, _ = incomplete.partition("/")

@@ -37,6 +37,7 @@ from posttrain.cli import (
     runs,
     serving,
     signals,
+    sinks,
     sweep,
     trace,
     tracking,
@@ -54,7 +55,7 @@ _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
     *("compare", "attach", "stop", "retry", "signal", "dead", "sample", "eval", "export", "promote"),
     *("approve", "reject", "rollback", "channel", "lineage", "verify", "trace", "track"),
-    *("import", "asset", "upgrade", "erase", "doctor"),
+    *("import", "asset", "sink", "upgrade", "erase", "doctor"),
     *("serve", "login", "logout", "whoami", "project", "member", "token"),
 ]
 
@@ -183,6 +184,7 @@ for room in (
 app.add_typer(importing.app, name="import")
 app.add_typer(channels.app, name="channel")
 app.add_typer(assets.app, name="asset")
+app.add_typer(sinks.app, name="sink")
 app.add_typer(serving.project_app, name="project")
 app.add_typer(serving.member_app, name="member")
 app.add_typer(serving.token_app, name="token")

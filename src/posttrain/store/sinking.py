@@ -37,7 +37,9 @@ class SinkWriting(Writing):
             "name": sink.name,
             "kind": sink.kind,
             "settings": plain(sink.settings),
-            "rules": [rule.to_json() for rule in sink.rules],
+            "rules": {
+                str(number): rule.to_json() for number, rule in enumerate(sink.rules, 1)
+            },  # an erasure takes whole ones
             "created_at": self._clock.now(),
             "paused": "",
         }

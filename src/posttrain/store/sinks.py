@@ -98,7 +98,7 @@ class SinkReading:
 
 
 def _sink(row: Row[*tuple[Any, ...]]) -> SinkRecord:
-    rules = tuple(Rule.of(rule) for rule in row.rules)
+    rules = tuple(Rule.of(rule) for _, rule in sorted(row.rules.items()))
     return SinkRecord(row.name, row.kind, row.settings, rules, row.created_at, row.actor, row.paused)
 
 

@@ -79,22 +79,26 @@ class Channels:
 
     def promote(self, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
         """See `Channels.promote`."""
+        from posttrain.app import courier
         from posttrain.control.actions import promote
         from posttrain.trackers.registering import announce
 
         entry = promote(self.workspace.stores, run_id, channel, lift_quarantine)
         announce(self.workspace, channel)
         self.workspace.seal()
+        courier.announce(self.workspace)
         return entry
 
     def rollback(self, channel: str, to: str | None, since: int | None) -> ReleaseEntry:
         """See `Channels.rollback`."""
+        from posttrain.app import courier
         from posttrain.control.actions import rollback
         from posttrain.trackers.registering import announce
 
         entry = rollback(self.workspace.stores, channel, to, since=since)
         self.workspace.seal()
         announce(self.workspace, channel)
+        courier.announce(self.workspace)
         return entry
 
     def approve(self, what: str, channel: str | None, reason: str) -> Standing:

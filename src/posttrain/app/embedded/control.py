@@ -10,6 +10,7 @@ from posttrain.app.embedded.access import Access
 from posttrain.app.embedded.assets import Assets, Models
 from posttrain.app.embedded.channels import Channels, Records
 from posttrain.app.embedded.runs import Runs, Submissions
+from posttrain.app.embedded.sinks import Sinks
 from posttrain.domain.records import DEFAULT_PROJECT
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
 
 
-class Embedded(Submissions, Runs, Channels, Records, Assets, Models, Access):
+class Embedded(Submissions, Runs, Channels, Records, Assets, Models, Access, Sinks):
     """`api.control.Control` in this process."""
 
     def __init__(self, workspace: Workspace) -> None:

@@ -11,7 +11,7 @@ import socket
 import socketserver
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email import message_from_bytes
@@ -49,6 +49,14 @@ class Receiver:
     posts: list[Post] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
 
+    came: threading.Condition = field(default_factory=threading.Condition)
+
+    def until(self, enough: Callable[[list[Post]], bool]) -> list[Post]:
+        """What arrived, once it is enough."""
+        with self.came:
+            self.came.wait_for(lambda: enough(self.posts))
+            return list(self.posts)
+
     def next(self) -> int | str:
         return self.answers.pop(0) if self.answers else self.always
 
@@ -63,7 +71,9 @@ def receiver(certificate: tuple[Path, Path] | None = None) -> Iterator[Receiver]
             body = self.rfile.read(int(self.headers["content-length"]))
             headers = {name.lower(): value for name, value in self.headers.items()}
             answer = known.next()
-            known.posts.append(Post(self.path, headers, body))
+            with known.came:
+                known.posts.append(Post(self.path, headers, body))
+                known.came.notify_all()
             if answer == "drop":
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
@@ -72,7 +82,7 @@ def receiver(certificate: tuple[Path, Path] | None = None) -> Iterator[Receiver]
                 return
             if answer == "drip":
                 with suppress(OSError):
-                    while not known.over.wait(0.01):
+                    while not known.over.wait(0.05):
                         self.connection.sendall(b"H")
                 return
             if answer == "noise":

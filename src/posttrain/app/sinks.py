@@ -1,0 +1,177 @@
+"""The sinks of a workspace: which back-end each has, adding and testing them, and whoever delivers to them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.control.owners import process_alive, process_name
+from posttrain.domain.errors import InputError
+from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
+from posttrain.domain.spelling import nearest
+from posttrain.events.bus import Deliverer
+from posttrain.events.messages import trial
+from posttrain.events.ports import Admit, Sink, anywhere
+from posttrain.workspace.opened import OpenWorkspace
+
+KINDS = ("webhook", "jsonl", "email")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+_ENDS = 8  # random bytes of a test's id
+
+
+def open_sink(workspace: OpenWorkspace, record: SinkRecord, admit: Admit = anywhere) -> Sink:
+    """The back-end of a sink. Connects to nothing yet.
+
+    Raises:
+        InputError: an unknown kind, or settings that mean nothing.
+    """
+    if record.kind == "webhook":
+        from posttrain.events.sinks.webhook import WebhookSink
+
+        return WebhookSink(record.settings, workspace.ledger.clock.now, admit)
+    if record.kind == "jsonl":
+        from posttrain.events.sinks.jsonl import JsonLinesSink
+
+        return JsonLinesSink(record.settings)
+    if record.kind == "email":
+        from posttrain.events.sinks.email import EmailSink
+
+        return EmailSink(record.settings, admit)
+    raise InputError(f"sink {record.name}: kind must be of {', '.join(KINDS)}, got {record.kind!r}")
+
+
+def deliverer(workspace: OpenWorkspace, admit: Admit = anywhere) -> Deliverer:
+    """Whoever delivers to the sinks of a workspace, beside what its process does otherwise. Seal what is to be told.
+
+    Args:
+        admit: whether an address of the network may be connected to.
+    """
+
+    @functools.lru_cache(maxsize=1024)
+    def channel(run_id: str) -> str:
+        found, _ = workspace.manifest_or_trouble(workspace.ledger.run(run_id))
+        return found.release.channel if found is not None and found.release is not None else ""
+
+    return Deliverer(
+        workspace.ledger, lambda record: open_sink(workspace, record, admit), channel, process_name(), process_alive,
+        workspace.actor,
+    )  # fmt: skip
+
+
+def views(workspace: OpenWorkspace) -> list[SinkView]:
+    """How every sink stands."""
+    workspace.seal()
+    ledger, found = workspace.ledger, []
+    moment = ledger.clock.now()
+    with ledger.snapshot() as now:
+        for record, cursor, _ in now.sinks_standing():
+            known = cursor or Cursor(record.name, now.sink_added_at(record.name))
+            behind, since = now.events_after(known.sequence)
+            found.append(
+                SinkView(
+                    name=record.name,
+                    kind=record.kind,
+                    where=_where(workspace, record),
+                    rules=record.rules,
+                    paused=record.paused,
+                    behind=behind,
+                    behind_seconds=0.0 if since is None else max(0.0, moment - since),
+                    failures=known.failures,
+                    error=known.error,
+                    not_before=known.not_before,
+                    delivered_at=known.at,
+                    created_at=record.created_at,
+                    actor=record.actor,
+                )
+            )
+    return found
+
+
+def view(workspace: OpenWorkspace, name: str) -> SinkView:
+    """How a sink stands.
+
+    Raises:
+        NotFoundError: there is none of this name.
+    """
+    with workspace.ledger.snapshot() as now:
+        now.sink(name)
+    return next(one for one in views(workspace) if one.name == name)
+
+
+def add(
+    workspace: OpenWorkspace,
+    name: str,
+    kind: str,
+    settings: Mapping[str, Any],
+    rule: Mapping[str, Any],
+    *,
+    from_start: bool = False,
+) -> None:
+    """Add a sink.
+
+    Raises:
+        InputError: a name, settings or a rule that mean nothing. ConflictError: there is a sink of this name.
+    """
+    if not _NAME.fullmatch(name):
+        raise InputError(f"sink: name must be 1-63 of a-z 0-9 _ - and begin with a letter or digit, got {name!a}")
+    if kind not in KINDS:
+        raise InputError(f"sink {name}: kind must be of {', '.join(KINDS)}, got {kind!a}{nearest(kind, KINDS)}")
+    record = SinkRecord(name, kind, dict(settings), (Rule.of(rule),), 0.0, workspace.actor)
+    open_sink(workspace, record).close()
+    workspace.seal()
+    with workspace.ledger.transaction(workspace.actor) as transaction:
+        transaction.add_sink(record, 0 if from_start else transaction.snapshot.sealed())
+    workspace.seal()
+
+
+def send_test(workspace: OpenWorkspace, name: str) -> str:
+    """Send a marked message, whether the sink is paused or not; where it went.
+
+    Raises:
+        SinkError: it was not taken.
+    """
+    ledger = workspace.ledger
+    with ledger.snapshot() as now:
+        record = now.sink(name)
+    sink = open_sink(workspace, record)
+    try:
+        sink.send([trial(name, ledger.project, ledger.entropy(_ENDS).hex(), ledger.clock.now())])
+    finally:
+        sink.close()
+    return sink.where
+
+
+def pause(workspace: OpenWorkspace, name: str) -> None:
+    """Deliver nothing to a sink any more."""
+    with workspace.ledger.transaction(workspace.actor) as transaction:
+        transaction.snapshot.sink(name)
+        transaction.pause_sink(name, BY_PERSON)
+    workspace.seal()
+
+
+def resume(workspace: OpenWorkspace, name: str, *, skip: bool) -> None:
+    """Deliver again; `skip`: only what comes from now on."""
+    from posttrain.app.courier import announce
+
+    workspace.seal()
+    with workspace.ledger.transaction(workspace.actor) as transaction:
+        transaction.snapshot.sink(name)
+        transaction.resume_sink(name, transaction.snapshot.sealed() if skip else None)
+    announce(workspace)
+
+
+def remove(workspace: OpenWorkspace, name: str) -> None:
+    """Forget a sink."""
+    with workspace.ledger.transaction(workspace.actor) as transaction:
+        transaction.snapshot.sink(name)
+        transaction.remove_sink(name)
+    workspace.seal()
+
+
+def _where(workspace: OpenWorkspace, record: SinkRecord) -> str:
+    try:
+        return open_sink(workspace, record).where
+    except InputError as error:  # what it needs was erased, or altered
+        return str(error)

@@ -1,0 +1,203 @@
+"""`sink`: places outside that are told of events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain.cli.console import Output, OutputOption, ago, console, duration, emit_json, moment, say
+from posttrain.cli.shell import lazily
+from posttrain.domain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.domain.sinks import Rule, SinkView
+
+app = typer.Typer(
+    help="Tell the outside of events: a signed webhook, a file of JSON lines, e-mail.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+SinkArgument = Annotated[str, typer.Argument(metavar="NAME", autocompletion=lazily("sinks"), show_default=False)]
+
+
+@app.command("add")
+def add(
+    name: Annotated[str, typer.Argument(help="What it is called.")],
+    webhook: Annotated[str, typer.Option(metavar="URL", help="POST each event there.")] = "",
+    webhook_env: Annotated[
+        str, typer.Option(metavar="VAR", help="The variable that holds the URL, where that is a secret.")
+    ] = "",
+    secret_env: Annotated[str, typer.Option(metavar="VAR", help="The variable that holds what signs the posts.")] = "",
+    secret_file: Annotated[str, typer.Option(metavar="PATH", help="The file that holds it.")] = "",
+    jsonl: Annotated[str, typer.Option(metavar="PATH", help="Append a line for each event to this file.")] = "",
+    email: Annotated[str, typer.Option(metavar="TO", help="Mail each event to this address.")] = "",
+    smtp: Annotated[str, typer.Option(metavar="HOST:PORT", help="By this server.")] = "",
+    sender: Annotated[str, typer.Option("--from", metavar="ADDRESS", help="As this sender.")] = "",
+    smtp_security: Annotated[str, typer.Option(metavar="starttls|none", help="How it is secured.")] = "starttls",
+    smtp_user_env: Annotated[str, typer.Option(metavar="VAR", help="The variable that holds the user.")] = "",
+    smtp_password_env: Annotated[str, typer.Option(metavar="VAR", help="And the password.")] = "",
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT,…",
+            help="run-ended (run-succeeded, run-failed, run-rejected, run-stopped), gate-failed, budget-80, "
+            "approval-needed, channel-moved, dead-letter, sink-paused, or all. Without it: all of a file, the first "
+            "of each of the others.",
+        ),
+    ] = "",
+    run: Annotated[str, typer.Option(metavar="GLOB", help="Only of runs of such names.")] = "",
+    owner: Annotated[str, typer.Option(help="Only of this owner's runs.")] = "",
+    channel: Annotated[str, typer.Option(help="Only of this channel, and of runs that release to it.")] = "",
+    words: Annotated[
+        bool, typer.Option("--words", help="Send free text too. What was sent is reached by no erasure.")
+    ] = False,
+    from_start: Annotated[bool, typer.Option("--from-start", help="Every event that the log has, too.")] = False,
+) -> None:
+    """Tell a place of events from now on. Secrets are named, never given: whoever delivers reads them."""
+    from posttrain.app.embedded.control import open_control
+    from posttrain.domain.sinks import ALL
+
+    web = {"url": webhook, "url_env": webhook_env, "secret_env": secret_env, "secret_file": _absolute(secret_file)}
+    mail = {"to": email, "from": sender, "security": smtp_security if email else ""}
+    mail |= {"user_env": smtp_user_env, "password_env": smtp_password_env}
+    given = {"webhook": webhook or webhook_env, "jsonl": jsonl, "email": email}
+    kinds = [kind for kind, said in given.items() if said]
+    if len(kinds) != 1:
+        raise InputError(
+            f"sink add {name}: must be given one of --webhook, --webhook-env, --jsonl and --email, got "
+            f"{' and '.join(kinds) or 'none'}"
+        )
+    _refuse_others(name, kinds[0], web, {**mail, "smtp": smtp})
+    settings: dict[str, Any] = {"webhook": web, "jsonl": {"path": _absolute(jsonl)}, "email": mail}[kinds[0]]
+    settings = {key: value for key, value in settings.items() if value}
+    if kinds[0] == "email":
+        settings |= _server(smtp)
+    chosen = [word.strip() for word in on.split(",") if word.strip()] or ([ALL] if jsonl else [])
+    rule = {"on": chosen, "run": run, "owner": owner, "channel": channel, "words": words}
+    control = open_control()
+    found = control.add_sink(name, kinds[0], settings, rule, from_start=from_start)
+    control.close()
+    say(f"sink {name}: {found.kind} {found.where}, told of {_told(found.rules)}", f"next: posttrain sink test {name}")
+
+
+def _refuse_others(name: str, kind: str, web: dict[str, str], mail: dict[str, str]) -> None:
+    """Refuse what belongs to another kind of sink: whoever gives it expects that it does something."""
+    others = {"webhook": mail, "jsonl": web | mail, "email": web}[kind]
+    strange = next((option for option, said in others.items() if said), None)
+    if strange is not None:
+        raise InputError(f"sink add {name}: a sink of kind {kind} takes no {strange.replace('_', ' ')}; leave it out")
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
+def _server(smtp: str) -> dict[str, Any]:
+    host, _, port = smtp.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InputError(f"sink add: --smtp must be HOST:PORT, got {smtp!r}; 587 is the port of most")
+    return {"host": host.strip("[]"), "port": int(port)}
+
+
+@app.command("ls")
+def ls(output: OutputOption = Output.TEXT) -> None:
+    """List the sinks: what each is told of, how far behind it is, and what went wrong last."""
+    from dataclasses import asdict
+
+    from posttrain.app.embedded.control import open_control
+    from posttrain.cli.tables import Column, Grid
+
+    control = open_control()
+    found = control.sinks()
+    control.close()
+    if output is Output.JSON:
+        emit_json([{**asdict(one), "rules": [rule.to_json() for rule in one.rules]} for one in found])
+        return
+    if not found:
+        say("there is no sink; next: posttrain sink add NAME --webhook URL --secret-env VAR")
+        return
+    grid = Grid([Column("SINK"), Column("WHERE", wraps=True), Column("TOLD OF", wraps=True), Column("STATE")])
+    for one in found:
+        grid.row(one.name, f"{one.kind} {one.where}", _told(one.rules), _state(one))
+    console().print(grid)
+    for one in found:
+        if one.error:
+            again = "" if one.paused or one.not_before is None else f"; again at {moment(one.not_before)}"
+            say(f"{one.name}: {one.failures} failures, the last: {one.error}{again}")
+        if one.paused:
+            say(f"{one.name}: paused; next: posttrain sink resume {one.name}")
+
+
+@app.command("test")
+def test(name: SinkArgument) -> None:
+    """Send a message that is marked as a test, from here."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    where = control.test_sink(name)
+    control.close()
+    say(f"sink {name}: {where} took a test message")
+
+
+@app.command("pause")
+def pause(name: SinkArgument) -> None:
+    """Tell a sink of nothing for now; what happens meanwhile waits for `resume`."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    control.pause_sink(name)
+    control.close()
+    say(f"sink {name} is paused; next: posttrain sink resume {name}")
+
+
+@app.command("resume")
+def resume(
+    name: SinkArgument,
+    skip: Annotated[bool, typer.Option("--skip", help="Leave out what it was not told of so far.")] = False,
+) -> None:
+    """Deliver to a sink again, at once, also where it would wait after failures."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    found = control.resume_sink(name, skip=skip)
+    control.close()
+    say(f"sink {name} delivers again, {_behind(found)}")
+
+
+@app.command("remove")
+def remove(name: SinkArgument) -> None:
+    """Forget a sink. What it was told stays where it was sent."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    control.remove_sink(name)
+    control.close()
+    say(f"sink {name} is removed")
+
+
+def _told(rules: tuple[Rule, ...]) -> str:
+    """`run-ended, gate-failed of runs sort*, with words`."""
+    from posttrain.domain.sinks import FOR_PEOPLE
+
+    said = []
+    for rule in rules:
+        what = "what people want to know" if rule.on == FOR_PEOPLE else ", ".join(rule.on)
+        limits = [("runs", rule.run), ("owner", rule.owner), ("channel", rule.channel)]
+        of = "".join(f" of {name} {value}" for name, value in limits if value)
+        said.append(f"{what}{of}{', with words' if rule.words else ''}")
+    return "; ".join(said) or "nothing"
+
+
+def _state(one: SinkView) -> str:
+    if one.paused:
+        return f"paused ({one.paused}), {_behind(one)}"
+    told = f", last told {ago(one.delivered_at)}" if one.delivered_at else ""
+    return f"{'failing' if one.failures else 'delivers'}, {_behind(one)}{told}"
+
+
+def _behind(one: SinkView) -> str:
+    if not one.behind:
+        return "nothing waits"
+    return f"{one.behind} event{'s' if one.behind > 1 else ''} behind since {duration(one.behind_seconds)}"
