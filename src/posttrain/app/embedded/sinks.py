@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from posttrain.app.workspace import Workspace
     from posttrain.domain.sinks import SinkView
-    from posttrain.workspace.opened import OpenWorkspace
 
 
 class Sinks:
     """See `api.sinks.Sinks`."""
 
-    workspace: OpenWorkspace
+    workspace: Workspace
 
     def sinks(self) -> list[SinkView]:
         """See `Sinks.sinks`."""
