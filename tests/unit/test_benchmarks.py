@@ -54,6 +54,7 @@ def test_every_benchmark_is_run_by_a_test() -> None:
     assert {path.stem for path in MODULES} - HELPERS == {*SUITES, "gates"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "column"), [("dispatch", "ours"), ("tracing", "written"), ("ledger", "verify")])
 def test_a_tiny_round_without_torch(name: str, column: str) -> None:
     assert column in run(f"benchmarks.{name}", "--tiny")
@@ -74,6 +75,7 @@ def levels() -> list[str]:
     return run("benchmarks.gates", "--tiny").splitlines()
 
 
+@pytest.mark.slow
 def test_every_small_gate_is_at_or_under_its_level(levels: list[str]) -> None:
     assert levels[-1] == f"{len(levels) - 2} of {len(levels) - 2} gates at or under their level"
     assert len(levels) > 15
@@ -88,6 +90,7 @@ def test_a_method_above_its_level_is_told() -> None:
     assert shown(Level("Wilson", 22, 0.05, 0.198, 0.0, None, "exact")).endswith("ABOVE ITS LEVEL")
 
 
+@pytest.mark.slow
 def test_the_documented_levels_are_what_the_command_prints(levels: list[str]) -> None:
     documented = (ROOT / "docs" / "gates.md").read_text(encoding="utf-8").splitlines()
     assert levels[0] in documented

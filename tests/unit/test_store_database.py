@@ -68,6 +68,7 @@ def test_every_field_of_a_record_has_its_column(table: Any, record: Any) -> None
     assert columns == {field.name for field in dataclasses.fields(record)}
 
 
+@pytest.mark.usefixtures("durable")
 def test_a_committed_transaction_is_durable_and_readers_do_not_wait(tmp_path: Path) -> None:
     database = Database(tmp_path / "l.db")
     with database.read() as connection:
