@@ -18,23 +18,38 @@ from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.trees import tree_digest, verify_tree
 
 HEEDED_SECONDS = 600.0  # from a stop to its end, once no fault comes any more
+LOOKED_SECONDS = 400.0  # until a driver that has a run looks at what waits there; a lease is shorter, of one that froze
+_HELD = "SELECT object, lease_owner FROM work WHERE kind = 'run' AND lease_owner IS NOT NULL AND lease_until > ?"
+_BACKED_OFF = (  # a stage with a row of its own in the queue raised, and has a time of its own
+    "SELECT run_id, name FROM stages WHERE state = 'ready' AND reason = 'BackOff' AND not_before <= ? "
+    "AND NOT EXISTS (SELECT 1 FROM work WHERE kind = 'stage' AND object = run_id || '/' || name)"
+)
 _FINAL = ("succeeded", "failed", "rejected", "stopped")
 
 
 class Unheard:
-    """Stages that wait for a signal which was sent: since when they are seen to."""
+    """What stages wait for, and what is there: a signal that was sent, the end of a back-off; since when that is so."""
 
     def __init__(self) -> None:
-        self._since: dict[str, float] = {}
+        self._since: dict[tuple[str, str], float] = {}
+        self._held: dict[tuple[str, str], float] = {}  # the same, where a living driver has had the run all the time
 
-    def check(self, world: World, rows: Rows, signals: Collection[str]) -> None:
-        """None waits long."""
+    def check(self, world: World, rows: Rows, signals: Collection[str], living: Collection[str]) -> None:
+        """None waits long once it is calm; nor ever where a driver lives and holds its lease, which renews it."""
         query = "SELECT run_id FROM stages WHERE name = 'approval' AND state = 'ready'"
-        waiting = {run_id for (run_id,) in rows.all(query) if run_id in signals}
-        self._since = {run_id: self._since.get(run_id, world.time) for run_id in waiting}
-        for run_id, since in self._since.items():
+        waiting = {(run_id, "a signal that was sent") for (run_id,) in rows.all(query) if run_id in signals}
+        waiting |= {
+            (run_id, f"a back-off of {stage} that is over") for run_id, stage in rows.all(_BACKED_OFF, world.now())
+        }
+        self._since = {one: self._since.get(one, world.time) for one in waiting}
+        for (run_id, what), since in self._since.items():
             late = world.time - max(since, world.calm_after)
-            world.must(late < HEEDED_SECONDS, f"{run_id} waits {late:.0f} s for a signal that was sent")
+            world.must(late < HEEDED_SECONDS, f"{run_id} waits {late:.0f} s for {what}")
+        held = {run_id for run_id, owner in rows.all(_HELD, world.now()) if owner in living} if waiting else set()
+        self._held = {one: self._held.get(one, world.time) for one in waiting if one[0] in held}
+        for (run_id, what), since in self._held.items():
+            late = world.time - since
+            world.must(late < LOOKED_SECONDS, f"{run_id} waits {late:.0f} s for {what}, and a driver has it")
 
 
 def check_now(world: World, rows: Rows, stops: dict[str, float], living: set[str]) -> None:

@@ -160,7 +160,7 @@ class Simulation:
 
     def _look(self) -> None:
         check_now(self.world, self.rows, self.people.stops, set(self.drivers.living))
-        self._unheard.check(self.world, self.rows, self.people.signals)
+        self._unheard.check(self.world, self.rows, self.people.signals, set(self.drivers.living))
 
 
 @functools.cache
