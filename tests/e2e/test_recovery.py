@@ -68,8 +68,8 @@ def test_every_crashpoint_is_visited() -> None:
     visited = [name for name, _ in (*CONTROL, *pairs, *ENDING, STEPS, *BEST)]
     # a tracker's are visited by tests/contract/test_tracker_kills.py, an upgrade's by tests/unit/test_store_upgrade.py,
     # a background driver's by tests/e2e/test_background.py, an erasure's by tests/unit/test_cli_erase.py, a hung job's
-    # by tests/e2e/test_stalls.py
-    elsewhere = ("track.", "upgrade.", "detach.", "driver.", "erase.", "stall.")
+    # by tests/e2e/test_stalls.py, a garbage collection's by tests/unit/test_cli_gc.py
+    elsewhere = ("track.", "upgrade.", "detach.", "driver.", "erase.", "stall.", "gc.")
     assert sorted(visited) == sorted(name for name in CRASHPOINTS if not name.startswith(elsewhere))
 
 

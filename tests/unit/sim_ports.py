@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,6 +128,10 @@ class SimBlobs:
     def url(self) -> str:
         """See `BlobStore.url`."""
         return "memory://simulated"
+
+    def holding(self) -> AbstractContextManager[None]:
+        """See `BlobStore.holding`."""
+        return nullcontext()
 
     def put(self, data: bytes) -> str:
         """See `BlobStore.put`."""

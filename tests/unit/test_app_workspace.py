@@ -38,10 +38,10 @@ def test_the_store_of_init_is_used_ever_after(tmp_path: Path, monkeypatch: pytes
             monkeypatch.setenv("POSTTRAIN_STORE", value)
         assert stored(open_workspace(tmp_path)) == url
         assert stored(init_workspace(tmp_path)) == url
-    assert json.loads((tmp_path / ".posttrain" / "workspace.json").read_text()) == {
-        "format": "posttrain.workspace/1",
-        "store": url,
-    }
+    record = json.loads((tmp_path / ".posttrain" / "workspace.json").read_text())
+    (user,) = (elsewhere / "workspaces").iterdir()  # whoever deletes from the store knows all who use it
+    assert (user.name, user.read_text()) == (record.pop("id"), str((tmp_path / ".posttrain").resolve()))
+    assert record == {"format": "posttrain.workspace/1", "store": url}
 
 
 @pytest.mark.parametrize("first", [None, "one"])

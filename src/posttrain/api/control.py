@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from posttrain.api.values import (
         Asked,
         ChannelView,
+        Collected,
         Comparison,
         Curve,
         Dead,
@@ -304,6 +305,9 @@ class Records(Protocol):
 
     def erase(self, what: str, reason: str) -> Erasure:
         """Erase the words of a run, of a version of an asset, or the name of a person."""
+
+    def gc(self, older_than: float, *, dry_run: bool) -> Collected:
+        """Delete what nobody needs and is older than so many seconds; `dry_run`: only say what that would be."""
 
 
 class Assets(Protocol):

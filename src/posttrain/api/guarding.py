@@ -27,7 +27,7 @@ _RUN = (
 )
 _ANSWER_FOR = ("approve", "reject", "promote", "rollback", "freeze", "unfreeze", "mark")
 _RULE = (
-    *("set_policy", "remove_policy", "protect", "erase"),
+    *("set_policy", "remove_policy", "protect", "erase", "gc"),
     *("add_project", "members", "set_member", "tokens", "issue_token", "rotate_token", "revoke_token"),
     *("add_sink", "test_sink", "pause_sink", "resume_sink", "remove_sink"),
 )

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from posttrain.drivers.requests import RunDriver as RunDriver
     from posttrain.store.erasure import Erased as Erased
+    from posttrain.store.sweeping import SweptBlobs as SweptBlobs
     from posttrain.telemetry.timeline import StageTimeline as StageTimeline
     from posttrain.trackers.tracking import TrackerState as TrackerState
     from posttrain.views.logs import LogFile as LogFile
@@ -136,6 +137,17 @@ class Erasure:
     target: str
     done: Erased
     left: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a garbage collection deleted, or would delete."""
+
+    dry_run: bool
+    blobs: SweptBlobs
+    folders: int  # cached copies, and checkpoints of runs that ended
+    folder_bytes: int
+    requests: int  # answers to requests that nobody repeats any more
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[s
         yield from _policies(workspace, what)
         yield from (f"tracker {kind}: {where}" for kind, where in describe(of_workspace(workspace)))
     if not run and not what.startswith(_PERSON):
-        yield f"the bytes of {what} in the store"
+        yield f"the bytes of {what} in the store, which posttrain gc deletes where nothing else needs them"
 
 
 def _policies(workspace: Workspace, who: str) -> Iterator[str]:

@@ -238,14 +238,17 @@ def submit(
     if is_lock(source) and setting:
         raise InputError(f"{path}: --set cannot change a locked manifest, got {setting[0][0]}; lock the run file anew")
     lock = is_lock(source)
-    planned = read_lock(source, workspace, again=again) if lock else plan(source, workspace, seed=seed, setting=setting)
-    return submit_planned(planned, workspace, again=again, exact=lock)
+    with workspace.blobs.holding():  # what was found while planning is there when the run is recorded
+        locked = read_lock(source, workspace, again=again) if lock else None
+        planned = locked or plan(source, workspace, seed=seed, setting=setting)
+        return submit_planned(planned, workspace, again=again, exact=lock)
 
 
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Submitted:
     """Record a run of an already resolved manifest. A stopped run of it goes on. See `control.submission.submit`."""
-    workspace.catalog.publish(planned.manifest)
-    submitted = submit_manifest(workspace.stores, planned.manifest, again=again, exact=exact)
+    with workspace.blobs.holding():
+        workspace.catalog.publish(planned.manifest)
+        submitted = submit_manifest(workspace.stores, planned.manifest, again=again, exact=exact)
     makes_model = all(kind_of(stage.kind).from_nothing for stage in planned.manifest.stages)  # and reports nothing
     trackers = Trackers() if makes_model else planned.trackers
     record_trackers(workspace, submitted.run.id, trackers, attached=submitted.attached)

@@ -21,10 +21,11 @@ from posttrain.execution.ports import Executor
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.atomic import make_folder, read_json, write_json
-from posttrain.store.blobs import blobs_url, open_blobs
+from posttrain.store.blobs import ObjectBlobs, blobs_url, open_blobs
 from posttrain.store.channels.objects import checked_url
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
+from posttrain.store.holding import LOCK
 from posttrain.store.ledger import Ledger
 from posttrain.store.upgrade import Upgraded, upgrade_ledger
 from posttrain.workspace.ledgers import FILE, bind, holds_runs, ledger_place, recorded
@@ -72,7 +73,7 @@ class Workspace(OpenWorkspace):
         # first: a server or a store that cannot be reached leaves no half workspace
         database = None if isinstance(place, Path) else Database(place, create=create and not holds_runs(self.root))
         channel = _channel(self.root, channel)
-        self.blobs = open_blobs(store)
+        self.blobs = blobs = open_blobs(store, self.root / LOCK)
         if create:
             if database is None:
                 _refuse_lost_ledger(self.root)
@@ -82,6 +83,8 @@ class Workspace(OpenWorkspace):
         self.ledger = Ledger(database or Database(place, create=create), clock)
         if database is not None:
             bind(self.ledger, self.root, self.identity(), self.actor)
+        if create:
+            join_store(self, blobs)
         self.stores = Stores(self.ledger, self.blobs, clock, self.actor)
         self.jobs = Jobs(
             executor=_executor(self.root, self.settings),
@@ -175,7 +178,20 @@ def upgrade_workspace() -> Upgraded:
         IntegrityError: its event log does not hold.
     """
     root = find_workspace().resolve()
-    return upgrade_ledger(ledger_place(root, read_json(root / SETTINGS)), process_alive)
+    done = upgrade_ledger(ledger_place(root, read_json(root / SETTINGS)), process_alive)
+    workspace = Workspace(root)
+    join_store(workspace, open_blobs(workspace.blobs.url))
+    workspace.close()
+    return done
+
+
+def join_store(workspace: OpenWorkspace, blobs: ObjectBlobs) -> None:
+    """Say in a store outside of the workspace's folder that this workspace keeps its artifacts there.
+
+    Whoever deletes from a store must know all whose ledgers name what lies in it.
+    """
+    if blobs.url != blobs_url(workspace.root / OWN_STORE):
+        blobs.join(workspace.identity(), str(workspace.root))
 
 
 def _store(root: Path) -> str:

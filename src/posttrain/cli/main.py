@@ -41,6 +41,7 @@ from posttrain.cli import (
     sweep,
     trace,
     tracking,
+    upkeep,
     workspace,
 )
 from posttrain.cli.console import aside, harmless
@@ -55,7 +56,7 @@ _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
     *("compare", "attach", "stop", "retry", "signal", "dead", "sample", "eval", "export", "promote"),
     *("approve", "reject", "rollback", "channel", "lineage", "verify", "trace", "track"),
-    *("import", "asset", "sink", "upgrade", "erase", "doctor"),
+    *("import", "asset", "sink", "upgrade", "gc", "erase", "doctor"),
     *("serve", "login", "logout", "whoami", "project", "member", "token"),
 ]
 
@@ -179,6 +180,7 @@ for room in (
     trace,
     tracking,
     serving,
+    upkeep,
 ):
     room.register(app)
 app.add_typer(importing.app, name="import")

@@ -59,7 +59,8 @@ def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
         case Start(stage):
             start_ready(stores, jobs, view.run, view.manifest, stage, stages)
         case Judge(stage):
-            judge_stage(stores, view.manifest, stage)
+            with stores.blobs.holding():
+                judge_stage(stores, view.manifest, stage)
         case Release(stage):
             release_stage(stores, view.run, view.manifest, stage, stages)
         case Launch():

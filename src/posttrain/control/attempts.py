@@ -31,14 +31,15 @@ from posttrain.store.trees import put_tree, stored_sizes
 def collect(stores: Stores, jobs: Jobs, manifest: Manifest, order: Collect) -> None:
     """Publish what a job left, and end its attempt. What cannot be read ends it too: no retry would mend that."""
     stage, attempt, result = order.stage, order.attempt, order.result
-    try:
-        outputs = _publish(stores.blobs, jobs.folders, attempt, result)
-        _refuse_lacking(manifest.stage(stage.name), result, outputs)
-    except (InputError, IntegrityError) as error:
-        end_damaged(stores, jobs, manifest, stage, attempt, f"the job left what cannot be collected: {error}")
-        return
-    crashpoint("collect.after_publish")
-    _end(stores, jobs, manifest, stage, attempt, result, outputs)
+    with stores.blobs.holding():
+        try:
+            outputs = _publish(stores.blobs, jobs.folders, attempt, result)
+            _refuse_lacking(manifest.stage(stage.name), result, outputs)
+        except (InputError, IntegrityError) as error:
+            end_damaged(stores, jobs, manifest, stage, attempt, f"the job left what cannot be collected: {error}")
+            return
+        crashpoint("collect.after_publish")
+        _end(stores, jobs, manifest, stage, attempt, result, outputs)
     crashpoint("collect.after_commit")
 
 

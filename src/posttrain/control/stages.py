@@ -126,7 +126,8 @@ def start_ready(
             )
         return
     if not waits_for_devices(stores, jobs, manifest, stage, jobs.trainer(manifest.stage(stage.name).trainer)):
-        plan_attempt(stores, jobs, manifest, stage, key)
+        with stores.blobs.holding():
+            plan_attempt(stores, jobs, manifest, stage, key)
 
 
 def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:

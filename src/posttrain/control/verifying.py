@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from posttrain.control.lineage import Node, release_lineage
 from posttrain.control.stores import Stores
 from posttrain.data.external import check_where_it_lies, external_versions, place_of
-from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, WorkspaceError
+from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, PosttrainError, WorkspaceError
 from posttrain.store.audit import verify_rows
 from posttrain.store.external import EXTERNAL
+from posttrain.store.marking import erased_versions
 from posttrain.store.sealer import verify_chain
 from posttrain.store.trees import verify_tree
 
@@ -38,15 +39,21 @@ def verify(stores: Stores, *trees: Node) -> VerifyReport:
     elsewhere: list[str] = []
     seen: set[str] = set()
     size = 0
+    with stores.ledger.database.read() as connection:
+        gone = {name for project, name in erased_versions(connection) if project == stores.ledger.project}
     for node in (node for tree in trees for node in tree.walk()):
         if node.digest is None or node.form is None or node.digest in seen:
             continue
         seen.add(node.digest)
         try:
             size += _hashed(stores, node.digest, node.form, node.name, elsewhere)
-        except (IntegrityError, NotFoundError) as error:
-            told = str(error)
-            problems.append(told if told.startswith(node.name) else f"{node.kind} {node.name}: {told}")
+        except NotFoundError as error:
+            if node.name in gone:
+                elsewhere.append(f"{node.name}: was erased, and its bytes deleted")
+            else:
+                problems.append(_of_node(node, error))
+        except IntegrityError as error:
+            problems.append(_of_node(node, error))
     events = pending = before = erased = 0
     try:
         problems += [f"ledger: {line}; restore it from a copy" for line in stores.ledger.database.check()]
@@ -70,6 +77,11 @@ def verify_live(stores: Stores) -> VerifyReport:
             problems.append(f"channel {name}: {error}")
     found = verify(stores, *trees)
     return replace(found, problems=(*problems, *found.problems), channels=tuple(names))
+
+
+def _of_node(node: Node, error: PosttrainError) -> str:
+    told = str(error)
+    return told if told.startswith(node.name) else f"{node.kind} {node.name}: {told}"
 
 
 def _hashed(stores: Stores, digest: str, form: str, name: str, unseen: list[str]) -> int:

@@ -133,7 +133,8 @@ class Catalog:
     ) -> Asset:
         refuse_name(kind, name)
         form = form or _FORMS[kind]
-        return self.add_together(self.version(kind, name, self._put(path, form, files), form, meta, parents))[0]
+        with self._blobs.holding():
+            return self.add_together(self.version(kind, name, self._put(path, form, files), form, meta, parents))[0]
 
     def version(
         self, kind: str, name: str, digest: str, form: str, meta: Mapping[str, Any], parents: tuple[str, ...] = ()

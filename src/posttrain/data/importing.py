@@ -67,22 +67,25 @@ def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun,
     refuse_name("model", name)
     if run.model is None and not len(run.points):
         raise InputError(f"{run.source}: has neither a model nor a metric, so nothing is to be registered")
-    about, model = _store_model(blobs, cache, run)
-    history = {"digest": blobs.put(_parquet(run.points, run.source, run.stage)), **_summary(run.points)}
-    named, data = _named(catalog, blobs, run, name)
-    record = {**_record(run), "named": named}
-    record |= {"history": history} if len(run.points) else {}
-    record |= {"model": model} if run.model else {}
-    digest = blobs.put(canonical_json(record))
-    parents = (*(str(row["digest"]) for row in named if "digest" in row), digest)
-    versions = list(data.values())
-    if len(run.points):
-        meta = {**_summary(run.points), IMPORTED: digest}
-        versions.append(catalog.version("history", name, history["digest"], "file", meta, parents))
-        parents = (*parents, history["digest"])
-    if run.model:
-        versions.append(catalog.version("model", name, model["digest"], "tree", {**about, IMPORTED: digest}, parents))
-    return Imported(tuple(catalog.add_together(*versions)), record, digest)
+    with blobs.holding():
+        about, model = _store_model(blobs, cache, run)
+        history = {"digest": blobs.put(_parquet(run.points, run.source, run.stage)), **_summary(run.points)}
+        named, data = _named(catalog, blobs, run, name)
+        record = {**_record(run), "named": named}
+        record |= {"history": history} if len(run.points) else {}
+        record |= {"model": model} if run.model else {}
+        digest = blobs.put(canonical_json(record))
+        parents = (*(str(row["digest"]) for row in named if "digest" in row), digest)
+        versions = list(data.values())
+        if len(run.points):
+            meta = {**_summary(run.points), IMPORTED: digest}
+            versions.append(catalog.version("history", name, history["digest"], "file", meta, parents))
+            parents = (*parents, history["digest"])
+        if run.model:
+            versions.append(
+                catalog.version("model", name, model["digest"], "tree", {**about, IMPORTED: digest}, parents)
+            )
+        return Imported(tuple(catalog.add_together(*versions)), record, digest)
 
 
 def _record(run: OutsideRun) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,9 @@ class BlobStore(Protocol):
     @property
     def url(self) -> str:
         """Where the store is, so that another process can open the same one."""
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Nothing is deleted for the length of the block: from what is put, or found, to the rows that name it."""
 
     def put(self, data: bytes) -> str:
         """Store bytes; the digest."""

@@ -7,7 +7,8 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import unquote, urlsplit
@@ -17,14 +18,15 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedEr
 
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_chunks, is_digest
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, PosttrainError
-from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import unwritable, write_stream
 from posttrain.store.backends.local import LocalFolder
 from posttrain.store.backends.memory import SCHEME as MEMORY
 from posttrain.store.backends.memory import Memory
 from posttrain.store.backends.remote import Remote
+from posttrain.store.holding import shared
 
 _CHUNK = 4 << 20
+_USERS = "workspaces"
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how obstore's messages carry errno
 
 
@@ -41,15 +43,34 @@ class Backend(Protocol):
     def settle(self, key: str) -> None:
         """Return when the object just written would survive a power cut."""
 
+    def touch(self, key: str, modified: float) -> bool:
+        """Make an object as young as one that is written now; whether that was done, or was not needed.
 
-def open_blobs(location: str | Path) -> BlobStore:
+        Args:
+            modified: when it was written (seconds since the epoch).
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlob:
+    """One blob as a listing shows it."""
+
+    digest: str
+    bytes: int
+    modified: float  # seconds since the epoch, by the store's clock
+
+
+def open_blobs(location: str | Path, lock: Path | None = None) -> ObjectBlobs:
     """The artifact store at a folder or URL (`file:///…`, `s3://bucket/prefix`, `memory://name`).
+
+    Args:
+        lock: the file by which whoever records is told from whoever deletes; None: nobody deletes from it.
 
     Raises:
         InputError: a URL that is not understood.
         WorkspaceError: a folder that cannot be made.
     """
-    return ObjectBlobs(_backend(location))
+    return ObjectBlobs(_backend(location), lock)
 
 
 def blobs_url(location: str | Path) -> str:
@@ -78,15 +99,23 @@ def _backend(location: str | Path) -> Backend:
 
 
 class ObjectBlobs:
-    """`BlobStore` over a backend. A blob's key is `sha256/ab/cdef…`: no folder gets too long a listing.
+    """A `BlobStore` over a backend. A blob's key is `sha256/ab/cdef…`: no folder gets too long a listing.
 
     Putting what is there already verifies it and mends it if it is corrupt: the cure for a corrupt blob is to put it
-    again.
+    again. It is as young afterwards as if it had been written, so that nobody takes it for left behind.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, lock: Path | None = None) -> None:
+        self._backend, self._lock = backend, lock
         self._store = backend.open()
+
+    def holding(self) -> AbstractContextManager[None]:
+        """See `BlobStore.holding`.
+
+        Raises:
+            DeadlineError: somebody deletes, and was stopped while they did.
+        """
+        return nullcontext() if self._lock is None else shared(self._lock)
 
     @property
     def url(self) -> str:
@@ -101,13 +130,14 @@ class ObjectBlobs:
         """
         digest = digest_bytes(data)
         key = _key(digest)
-        if not self._intact(digest):
-            with self._translated(digest):
-                try:
-                    obstore.put(self._store, key, data, mode="create")
-                except AlreadyExistsError:  # corrupt, or written this moment by another: these bytes are right
-                    obstore.put(self._store, key, data)
-        self._settle(digest)
+        with self.holding():
+            if not self._intact(digest):
+                with self._translated(digest):
+                    try:
+                        obstore.put(self._store, key, data, mode="create")
+                    except AlreadyExistsError:  # corrupt, or written this moment by another: these bytes are right
+                        obstore.put(self._store, key, data)
+            self._settle(digest)
         return digest
 
     def put_file(self, path: Path) -> str:
@@ -119,7 +149,7 @@ class ObjectBlobs:
             WorkspaceError: the disk is full or read-only.
         """
         try:
-            with path.open("rb") as file:
+            with path.open("rb") as file, self.holding():
                 digest = digest_chunks(_chunks(file))
                 if not self._intact(digest):
                     file.seek(0)
@@ -217,9 +247,50 @@ class ObjectBlobs:
         with self._translated(digest):
             return int(obstore.head(self._store, _key(digest))["size"])
 
+    def stored(self) -> Iterator[StoredBlob]:
+        """Every blob that there is."""
+        with self._translated("sha256"):
+            for some in obstore.list(self._store, prefix="sha256"):
+                for one in some:
+                    digest = DIGEST_PREFIX + str(one["path"]).removeprefix("sha256/").replace("/", "")
+                    if is_digest(digest):
+                        yield StoredBlob(digest, int(one["size"]), one["last_modified"].timestamp())
+
+    def modified(self, digest: str) -> float:
+        """When a blob was written, or found by who would have written it (seconds since the epoch).
+
+        Raises:
+            NotFoundError: no such blob.
+        """
+        with self._translated(digest):
+            return float(obstore.head(self._store, _key(digest))["last_modified"].timestamp())
+
+    def delete(self, digest: str) -> None:
+        """Delete a blob; one that is gone already is no error. Hold the store's lock alone (`store.holding`)."""
+        with suppress(NotFoundError), self._translated(digest):
+            obstore.delete(self._store, _key(digest))
+
+    def join(self, name: str, where: str) -> None:
+        """Say in the store that a workspace keeps its artifacts here."""
+        with self._translated(name):
+            obstore.put(self._store, f"{_USERS}/{name}", where.encode())
+
+    def users(self) -> dict[str, str]:
+        """The workspaces that said so: name → where."""
+        with self._translated("users"):
+            names = [str(one["path"]) for some in obstore.list(self._store, prefix=_USERS) for one in some]
+            return {
+                name.rpartition("/")[2]: bytes(obstore.get(self._store, name).bytes()).decode("utf-8", "replace")
+                for name in names
+            }
+
     def _intact(self, digest: str) -> bool:
+        """Whether the right bytes are there, and young from now on."""
         try:
-            return digest_chunks(self._stream(digest)) == digest
+            if digest_chunks(self._stream(digest)) != digest:
+                return False
+            with self._translated(digest):
+                return self._backend.touch(_key(digest), self.modified(digest))
         except NotFoundError:
             return False
 

@@ -13,7 +13,7 @@ from posttrain.domain.spelling import nearest
 from posttrain.store.releasing import POLICY_SET
 
 if TYPE_CHECKING:
-    from posttrain.api.values import Dead, Erasure
+    from posttrain.api.values import Collected, Dead, Erasure
     from posttrain.app.workspace import Workspace
     from posttrain.control.downstream import Downstream
     from posttrain.control.lineage import Node
@@ -147,8 +147,9 @@ class Channels:
         from posttrain.domain.policies import load_policy
 
         known = [record.name for record in self.channels()]
-        policy = pinned_policy(load_policy(path), path, self.workspace)
-        self._changed(set_policy(self.workspace.stores, name, policy))
+        with self.workspace.blobs.holding():
+            policy = pinned_policy(load_policy(path), path, self.workspace)
+            self._changed(set_policy(self.workspace.stores, name, policy))
         pinned = self.policy(name)
         assert pinned is not None
         with self.workspace.ledger.snapshot() as now:
@@ -253,6 +254,12 @@ class Records:
         found = erase(self.workspace, what, reason)
         self.workspace.seal()
         return found
+
+    def gc(self, older_than: float, *, dry_run: bool) -> Collected:
+        """See `Records.gc`."""
+        from posttrain.app.collecting import collect_garbage
+
+        return collect_garbage(self.workspace, older_than, dry_run=dry_run)
 
     def _run_id(self, target: str) -> str:
         ledger = self.workspace.ledger

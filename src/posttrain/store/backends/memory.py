@@ -19,5 +19,9 @@ class Memory:
         """The store of this name."""
         return _stores.setdefault(self._name, MemoryStore())
 
+    def touch(self, _key: str, _modified: float) -> bool:
+        """Memory is written again at no cost."""
+        return False
+
     def settle(self, key: str) -> None:
         """Nothing: memory does not survive a power cut."""

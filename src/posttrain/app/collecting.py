@@ -1,0 +1,88 @@
+"""Garbage collection of a workspace: artifacts that nobody needs, and what else accumulates beside them."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from posttrain.api.values import Collected
+from posttrain.app.workspace import Workspace, join_store
+from posttrain.domain.canonical import DIGEST_PREFIX
+from posttrain.domain.errors import ConflictError
+from posttrain.store.blobs import ObjectBlobs, open_blobs
+from posttrain.store.holding import LOCK, alone
+from posttrain.store.marking import Marker, ended_runs
+from posttrain.store.scratch import scratch
+from posttrain.store.sweeping import PATIENCE, forget_answers, sweep
+
+_CACHED = ("trees", "files")  # folders of the cache whose entries are called by their digests
+
+
+def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -> Collected:
+    """Delete what no row of any project needs.
+
+    Args:
+        older_than: seconds; what is younger stays.
+        dry_run: delete nothing, and say what would be.
+
+    Raises:
+        ConflictError: another workspace keeps its artifacts in the same store.
+        IntegrityError, DeadlineError, WorkspaceError: as `store.sweeping.sweep`.
+    """
+    lock = workspace.root / LOCK
+    blobs = open_blobs(workspace.blobs.url, lock)
+    _refuse_shared(workspace, blobs)
+    actor, ledger = workspace.actor, workspace.ledger
+    done = sweep(ledger, blobs, lock, actor, older_than=older_than, dry_run=dry_run)
+    answers = forget_answers(ledger, ledger.clock.now() - older_than, dry_run=dry_run)
+    if dry_run:
+        leftovers = list(_leftovers(workspace, blobs, older_than))
+        folders, size = len(leftovers), sum(_size(path) for path in leftovers)
+    else:
+        folders, size = _clear(workspace, blobs, older_than)
+    workspace.seal()
+    return Collected(dry_run, done, folders, size, answers)
+
+
+def _refuse_shared(workspace: Workspace, blobs: ObjectBlobs) -> None:
+    """What another ledger needs, this one does not know.
+
+    Raises:
+        ConflictError: another workspace said that it uses the store.
+    """
+    join_store(workspace, blobs)
+    others = {name: where for name, where in blobs.users().items() if name != workspace.identity()}
+    for name, where in sorted(others.items()):
+        raise ConflictError(
+            f"artifact store {blobs.url} must be this workspace's alone for gc, got that of {where} too; if that "
+            f"workspace is no more, delete the object workspaces/{name} in the store"
+        )
+
+
+def _clear(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> tuple[int, int]:
+    """Move leftovers away while nobody starts anything, then delete them; how many folders and bytes."""
+    with scratch(workspace.root / "cache" / "scratch", ".gc-") as bin_:
+        with alone(workspace.root / LOCK, PATIENCE):
+            found = list(_leftovers(workspace, blobs, older_than))
+            for number, path in enumerate(found):
+                shutil.move(path, bin_ / str(number))
+        return len(found), _size(bin_)
+
+
+def _leftovers(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> Iterator[Path]:
+    """Cached copies of what nobody needs, and checkpoints of runs that have succeeded or were rejected."""
+    needed = Marker(workspace.ledger, blobs).mark().needed
+    for kind in _CACHED:
+        for path in sorted((workspace.root / "cache" / kind).glob("[0-9a-f]*")):
+            if DIGEST_PREFIX + path.name not in needed and path.stat().st_mtime < time.time() - older_than:
+                yield path
+    for run in ended_runs(workspace.ledger, workspace.ledger.clock.now() - older_than):
+        yield from sorted((workspace.root / "runs" / run).glob("*/[0-9]*/checkpoints"))
+
+
+def _size(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(one.stat().st_size for one in path.rglob("*") if one.is_file() and not one.is_symlink())
