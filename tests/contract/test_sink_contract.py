@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sink_servers import PASSWORD, SECRET, Mailbox, Receiver, certificate, mailbox, receiver
 
 from posttrain.domain.errors import InputError, SinkError
 from posttrain.domain.sinks import Notice
@@ -22,6 +21,7 @@ from posttrain.events.sinks.email import EmailSink
 from posttrain.events.sinks.fake import FakeSink
 from posttrain.events.sinks.jsonl import JsonLinesSink
 from posttrain.events.sinks.webhook import WebhookSink
+from sink_servers import PASSWORD, SECRET, Mailbox, Receiver, certificate, mailbox, receiver
 
 NOW = 1_700_000_000.7
 

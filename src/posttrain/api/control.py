@@ -282,11 +282,7 @@ class Records(Protocol):
     """The proof, and what a person mends."""
 
     def lineage(self, target: str) -> Node:
-        """Of a channel, a run or an asset: from its weights back to what they were made from.
-
-        Args:
-            target: `channel:NAME` is a channel whatever else has that name.
-        """
+        """Of a channel (`channel:NAME`, whatever else has that name), a run or an asset: what it was made from."""
 
     def downstream(self, target: str) -> Downstream:
         """What was made from an asset, from bytes, from what a channel serves, from a run."""

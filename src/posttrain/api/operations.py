@@ -157,6 +157,7 @@ _TABLE = {
     "look_again": "POST /dead/retry heavy",
     "assume_dead": "POST /dead/assume heavy",
     "erase": "POST /erasures heavy",
+    "gc": "POST /garbage-collections heavy",
     # assets
     "assets": "GET /assets",
     "asset": "GET /asset",
