@@ -22,7 +22,18 @@ from posttrain.api.control import Control
 _ROOMS = {  # names that are imported for type checking only → where they are
     **dict.fromkeys(
         (
-            *("Asked", "ChannelView", "Dead", "Erasure", "Exported", "Locked", "Marked", "Point", "Ranked"),
+            *(
+                "Asked",
+                "ChannelView",
+                "Collected",
+                "Dead",
+                "Erasure",
+                "Exported",
+                "Locked",
+                "Marked",
+                "Point",
+                "Ranked",
+            ),
             *("RunDiff", "Submitted", "Sweep", "Why"),
         ),
         "posttrain.api.values",
@@ -50,6 +61,7 @@ _ROOMS = {  # names that are imported for type checking only → where they are
     "RunStatus": "posttrain.views.status",
     "Scores": "posttrain.control.scores",
     "StageTimeline": "posttrain.telemetry.timeline",
+    "SweptBlobs": "posttrain.store.sweeping",
     "Standing": "posttrain.domain.approvals",
     "TrackerState": "posttrain.trackers.tracking",
     "VerifyReport": "posttrain.control.verifying",
