@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -46,11 +47,14 @@ class Served:
 
     def answers(self) -> bool:
         assert self.process.poll() is None, (self.host.folder / "serve.log").read_text()
+        asked = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            socket.create_connection(("127.0.0.1", self.port), 5).close()
-        except OSError:
+            asked.request("GET", "/readyz")
+            return asked.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
             return False
-        return True
+        finally:
+            asked.close()
 
     def kill(self) -> None:
         """Kill the server alone, as a machine that runs out of memory does."""
@@ -104,10 +108,32 @@ def test_a_run_over_a_server_makes_what_it_makes_here(served: Served, reference:
     for verb in ("get", "why", "lineage", "verify"):
         assert run_id in ann.run(verb, run_id).out, verb
     assert "no job has printed anything yet" in ann.run("logs", run_id, "-f").out
-    live = ann.run("get", "prod", "-o", "json").json
-    assert live["live"]["model_digest"] == reference.outputs["grpo"]
+    assert reference.outputs["grpo"] in ann.run("get", "prod", "-o", "json").out
     assert "needs the role approver" in ann.run("rollback", "prod", code=13).error
+    taken_out_and_asked(ann, served.host)
     served.host.check(run_id)
+
+
+def taken_out_and_asked(ann: Workbench, host: Workbench) -> None:
+    """What the release is used for gives the same from afar as where the workspace is."""
+    ann.run("export", "prod", "model")
+    host.run("export", "prod", str(host.folder.parent / "model"))
+    here, there = (folder / "model" for folder in (host.folder.parent, ann.folder))
+    names = sorted(path.name for path in here.iterdir())
+    assert sorted(path.name for path in there.iterdir()) == names
+    assert all((here / name).read_bytes() == (there / name).read_bytes() for name in names if name != "README.md")
+    assert "must be a new or an empty folder" in ann.run("export", "prod", "model", code=2).error
+    asked = ("sample", "prod", "Q: sort 31", "-n", "2", "-o", "json")
+    assert ann.run(*asked).json == host.run(*asked).json
+    ann.write("mine.jsonl", (host.folder / "heldout.jsonl").read_text())
+    measured = ann.run("eval", "prod", "./mine.jsonl", "--max-new-tokens", "24", "-o", "json").json
+    assert measured["state"] == "succeeded"
+    assert any(name.startswith("mine/") or "/mine/" in name for name in measured["scores"])
+    assert (
+        ann.run("sweep", "run.yaml", "--set", "grpo.steps=2,3", "--dry-run", "-o", "json").json["runs"][1]["seed"] == 5
+    )
+    traced = ann.run("trace", "tiny", "--out", "traced", "-o", "json").json
+    assert (ann.folder / traced["page"]).stat().st_size > 1000
 
 
 def test_whoever_is_killed_the_run_goes_on(served: Served, reference: Reference, tmp_path: Path) -> None:

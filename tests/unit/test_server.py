@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,12 @@ from posttrain.api.guarding import NEEDS
 from posttrain.api.operations import OPERATIONS, PREFIX, Operation
 from posttrain.api.problems import MEDIA_TYPE, TYPE
 from posttrain.client.transport import in_path
+from posttrain.control.owners import process_name
+from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError, PosttrainError
 from posttrain.domain.roles import Role
+from posttrain.server.repeats import request_id
+from posttrain.store.repeated import Repeats
 
 ROWS = "".join(json.dumps({"prompt": f"{n}", "completion": f"{n % 10}"}) + "\n" for n in range(50))
 ABSENT = "sha256:" + "ab" * 32
@@ -381,3 +386,107 @@ def test_conflicts_of_an_upload_are_conflicts(bench: ServerBench) -> None:
     assert problem_of(answer) == (409, "conflict")
     assert "go on at 8" in answer.json["detail"]
     assert issubclass(ConflictError, PosttrainError)
+
+
+# --- asked twice ------------------------------------------------------------------------------------------------------
+
+
+def keyed(key: str) -> dict[str, str]:
+    return {"idempotency-key": key}
+
+
+PROJECT = "/v1/projects/default"
+
+
+def test_what_is_asked_again_with_its_key_is_answered_again_and_done_once(bench: ServerBench) -> None:
+    body = {"principal": "user:twice", "role": "viewer"}
+    first = bench.ask("PUT", PROJECT + "/members/user:twice", KEY, {"role": "viewer"}, keyed("key-number-1"))
+    bench.control(KEY).set_member("user:twice", "submitter")  # somebody else, in between
+    again = bench.ask("PUT", PROJECT + "/members/user:twice", KEY, {"role": "viewer"}, keyed("key-number-1"))
+    assert (again.status, again.body) == (first.status, first.body) == (200, first.body)
+    assert bench.control(KEY).members()["user:twice"] == "submitter", body
+    other = bench.ask("PUT", PROJECT + "/members/user:twice", KEY, {"role": "admin"}, keyed("key-number-1"))
+    assert problem_of(other) == (422, "input")
+    fresh = bench.ask("PUT", PROJECT + "/members/user:twice", KEY, {"role": "viewer"}, keyed("key-number-2"))
+    assert (fresh.status, fresh.json["user:twice"]) == (200, "viewer")
+
+
+def test_a_refusal_is_given_again_too(bench: ServerBench) -> None:
+    path = PROJECT + "/channels/nosuch/freeze"
+    first, again = (bench.ask("PUT", path, KEY, {"rollbacks": False, "why": ""}, keyed("a-refusal")) for _ in range(2))
+    assert problem_of(first) == problem_of(again) == (404, "not-found")
+    assert first.json == again.json
+
+
+def test_a_secret_is_not_kept_to_be_given_again(bench: ServerBench) -> None:
+    body = {"principal": "user:root", "role": "viewer", "days": 1}
+    first = bench.ask("POST", PROJECT + "/tokens", KEY, body, keyed("a-secret-key"))
+    before = len(bench.control(KEY).tokens())
+    assert problem_of(bench.ask("POST", PROJECT + "/tokens", KEY, body, keyed("a-secret-key"))) == (409, "conflict")
+    assert len(bench.control(KEY).tokens()) == before
+    secret = first.json["secret"].encode()
+    for path in bench.workspace.root.rglob("*"):
+        assert not path.is_file() or secret not in path.read_bytes(), path
+
+
+def test_keys_of_others_are_others(bench: ServerBench) -> None:
+    tokens = [bench.person(name, Role.ADMIN) for name in ("kay", "kim")]
+    for number, token in enumerate(tokens):
+        made = bench.ask(
+            "PUT", f"{PROJECT}/members/user:of-{number}", token, {"role": "viewer"}, keyed("same-key-of-two")
+        )
+        assert made.status == 200
+    assert {"user:of-0", "user:of-1"} <= set(bench.control(KEY).members())
+
+
+@pytest.mark.parametrize("key", ["short", "x" * 65, "with spaces in it", "ünïcödë-key", "../../../etc"])
+def test_a_key_must_be_one(bench: ServerBench, key: str) -> None:
+    found = bench.ask(
+        "PUT", PROJECT + "/members/user:k", KEY, {"role": "viewer"}, keyed(key.encode().decode("latin-1"))
+    )
+    assert problem_of(found) == (422, "input")
+
+
+def begun(bench: ServerBench, key: str, verb: str, sent: dict[str, Any], owner: str) -> tuple[str, Repeats]:
+    """A request that a server began and did not answer."""
+    ledger = bench.workspace.ledger
+    with ledger.snapshot() as now:
+        principal = now.principal_of(bench.workspace.actor) or "os"
+    repeats = Repeats(ledger, principal)
+    body = digest_bytes(json.dumps([verb, sent], sort_keys=True).encode())
+    assert repeats.begin(key, verb, body, owner) is None
+    return request_id(key, "default", bench.workspace.actor, ledger.entropy), repeats
+
+
+def test_what_a_server_that_lives_is_at_is_asked_for_later(bench: ServerBench) -> None:
+    sent = {"principal": "user:later", "role": "viewer"}
+    begun(bench, "key-of-the-living", "set_member", sent, process_name())
+    found = bench.ask("PUT", PROJECT + "/members/user:later", KEY, {"role": "viewer"}, keyed("key-of-the-living"))
+    assert problem_of(found) == (503, "later")
+    assert found.headers["retry-after"] == "1"
+    assert "user:later" not in bench.control(KEY).members()
+
+
+def test_what_a_server_died_at_is_done_unless_it_was(bench: ServerBench) -> None:
+    host = socket.gethostname()
+    sent = {"principal": "user:undone", "role": "viewer"}
+    begun(bench, "key-of-the-dead-1", "set_member", sent, f"{host}:999999:1")
+    found = bench.ask("PUT", PROJECT + "/members/user:undone", KEY, {"role": "viewer"}, keyed("key-of-the-dead-1"))
+    assert (found.status, found.json["user:undone"]) == (200, "viewer")
+    sent = {"principal": "user:done", "role": "viewer"}
+    request, _ = begun(bench, "key-of-the-dead-2", "set_member", sent, f"{host}:999999:1")
+    seen = bench.workspace.seen_by(bench.workspace.actor, "default", "os", request)
+    with seen.ledger.transaction(seen.actor) as transaction:  # and then it died
+        transaction.set_role("user:done", Role.VIEWER)
+    bench.control(KEY).set_member("user:done", "admin")
+    found = bench.ask("PUT", PROJECT + "/members/user:done", KEY, {"role": "viewer"}, keyed("key-of-the-dead-2"))
+    assert problem_of(found) == (409, "conflict")
+    assert bench.control(KEY).members()["user:done"] == "admin"
+
+
+def test_events_name_the_request_that_the_answer_names(bench: ServerBench) -> None:
+    found = bench.ask("PUT", PROJECT + "/members/user:told", KEY, {"role": "viewer"})
+    with bench.workspace.ledger.snapshot() as now:
+        told = [*now.pending_events(limit=100_000), *now.events(limit=100_000)]
+    mine = [event for event in told if event.request.startswith(found.headers["posttrain-request"])]
+    assert "role.granted" in {event.kind for event in mine}

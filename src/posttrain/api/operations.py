@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from posttrain.api.codec import signature
+from posttrain.domain.overrides import Override
 
 API_VERSION = 1
 PREFIX = "/v1/projects/{project}"
@@ -71,8 +72,9 @@ class Operation:
 
 def _sent(verb: str) -> Iterator[tuple[str, inspect.Parameter]]:
     """A verb's parameters as they are sent."""
-    if verb == "scores":
-        yield "run_id", inspect.Parameter("run_id", inspect.Parameter.KEYWORD_ONLY, annotation=str)
+    for name, kind in _OTHERWISE.get(verb, {}).items():
+        yield name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+    if verb in _OTHERWISE:
         return
     for name, one in signature(verb).parameters.items():
         kind, many = one.annotation, one.kind is inspect.Parameter.VAR_POSITIONAL
@@ -91,10 +93,22 @@ def _is_path(kind: Any) -> bool:
 
 RUN_FILES = ("plan", "lock", "submit", "plan_sweep")  # whose path is a run file
 CALLED_BACK: Mapping[str, tuple[str, ...]] = {  # parameters that stay on the client's side, beside callables
-    "compare": ("page",),
-    "drive": ("timeout", "watch", "report"),
-    "logs": ("follow",),
+    "export": ("folder", "progress"),
+    "write_trace": ("folder",),
     "trackers": ("wait",),
+}
+
+
+_SWEEP = {"path": RunFile, "overrides": list[Override], "seeds": int, "metric": str | None, "better": str | None}
+_OTHERWISE: Mapping[str, Mapping[str, Any]] = {  # parameters that are values which the server has, by what names them
+    "scores": {"run_id": str},
+    "curves": {"ref": str},
+    "evaluate": {  # files: relative path in the words → what lies there
+        **{"model": str, "suites": list[str], "settings": dict[str, Any], "runtime": dict[str, Any]},
+        **{"reward": dict[str, Any] | None, "seed": int, "again": bool, "files": dict[str, FileRef]},
+    },
+    "submit_point": {**_SWEEP, "place": int, "seed": int},
+    "rank": {**_SWEEP, "runs": list[tuple[int, int, str]]},
 }
 
 
@@ -124,11 +138,12 @@ _TABLE = {
     "driver": "GET /runs/{run_id}/driver",
     "why": "GET /runs/{run_id}/why heavy",
     "diff": "GET /diffs heavy",
-    "compare": "GET /comparisons heavy",
     "samples": "GET /runs/{run_id}/samples heavy",
     "sample": "GET /runs/{run_id}/samples/{sample} heavy",
     "trackers": "GET /runs/{run_id}/trackers heavy",
     "write_report": "GET /runs/{run_id}/report heavy",
+    "write_trace": "GET /runs/{run_id}/trace heavy",
+    "track": "POST /runs/{run_id}/trackers heavy",
     # channels
     "channels": "GET /channels",
     "live": "GET /releases",
@@ -178,6 +193,13 @@ _TABLE = {
     "pause_sink": "POST /sinks/{name}/pause",
     "resume_sink": "POST /sinks/{name}/resume heavy",
     "remove_sink": "DELETE /sinks/{name}",
+    "curves": "GET /curves heavy",
+    # models
+    "ask": "POST /answers heavy",
+    "export": "POST /exports heavy",
+    "plan_sweep": "POST /sweeps/plans heavy",
+    "submit_point": "POST /sweeps/runs heavy",
+    "rank": "POST /sweeps/ranks heavy",
     # access
     "whoami": "GET /whoami",
     "add_project": "POST /projects",
@@ -190,9 +212,4 @@ _TABLE = {
 }
 OPERATIONS: Mapping[str, Operation] = {one.verb: one for one in _operations()}
 # what the client does with other requests, or by itself (see client.remote), and what only this machine can do
-ELSEWHERE = frozenset(
-    (
-        *("drive", "watcher", "vigil", "logs", "outcome", "write_trace", "track", "follow"),
-        *("curves", "import_mlflow", "ask", "export", "plan_sweep", "submit_point", "rank", "close"),
-    )
-)
+ELSEWHERE = frozenset(("drive", "watcher", "vigil", "logs", "outcome", "follow", "import_mlflow", "compare", "close"))

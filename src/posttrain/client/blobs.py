@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
 from posttrain.api.operations import PREFIX, FileRef
 from posttrain.client.transport import Transport, in_path
-from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import ConflictError, InputError
+from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes
+from posttrain.domain.errors import ConflictError, InputError, IntegrityError, unwritable
+from posttrain.store.atomic import write_stream
 from posttrain.store.trees import file_digest, put_tree
 
 _CHUNK = 8 << 20  # bytes of one request
@@ -77,3 +80,59 @@ class Sender:
     def _state(self, path: str) -> dict[str, int]:
         found: dict[str, int] = json.loads(self._transport.ask("GET", path + "/state").body)
         return found
+
+
+class Fetcher:
+    """Fetches files from one project."""
+
+    def __init__(self, transport: Transport, project: str) -> None:
+        self._transport, self._project = transport, project
+
+    def fetch(
+        self, files: Mapping[str, Mapping[str, Any]], folder: Path, progress: Callable[[str], None] = lambda _: None
+    ) -> dict[str, Path]:
+        """Files into a folder; name → where it is. Each is whole, or not there.
+
+        Args:
+            files: name → digest and bytes, as the server says.
+
+        Raises:
+            IntegrityError: what came is not what the digest says.
+            WorkspaceError: the folder cannot be written.
+        """
+        made = {}
+        for name, said in files.items():
+            path = folder.joinpath(*PurePosixPath(name).parts)
+            if path.is_absolute() != folder.is_absolute() or ".." in path.relative_to(folder).parts:
+                raise IntegrityError(f"the server names a file {name!r}, which would lie outside {folder}")
+            progress(name)
+            self._fetch(str(said["digest"]), path)
+            made[name] = path
+        return made
+
+    def _fetch(self, digest: str, path: Path) -> None:
+        place = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
+
+        def fill(file: BinaryIO) -> None:
+            state = hashlib.sha256()
+            for piece in self._transport.pieces(place):
+                state.update(piece)
+                file.write(piece)
+            if DIGEST_PREFIX + state.hexdigest() != digest:
+                raise IntegrityError(f"{path.name}: what came is not {digest}; ask again")
+
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        write_stream(path, fill)
+
+
+def refuse_full(folder: Path) -> None:
+    """Refuse a folder that has something in it.
+
+    Raises:
+        InputError: it has, or is a file.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder}: must be a new or an empty folder; name another one")

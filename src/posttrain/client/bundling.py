@@ -29,7 +29,7 @@ class Bundle:
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
-        self._files: dict[str, FileRef] = {}
+        self.files: dict[str, FileRef] = {}
 
     def of(self, path: Path, setting: Setting = ()) -> RunFile:
         """The run file as it is sent; values in the place of its own are written into it.
@@ -52,7 +52,11 @@ class Bundle:
             for stage in raw["stages"].values():
                 self._recipe(stage, base)
         text = _text(path) if sent == raw and not setting else yaml.safe_dump(sent, sort_keys=False, allow_unicode=True)
-        return RunFile(path.name, text, self._files)
+        return RunFile(path.name, text, self.files)
+
+    def word(self, kind: str, text: str) -> str:
+        """A word of the command line as the server can resolve it: a local file or folder is sent."""
+        return str(self._ref(kind, text, Path()))
 
     def _ref(self, kind: str, text: Any, base: Path) -> Any:
         """A ref as the server can resolve it; what is none is left for the server to refuse."""
@@ -65,12 +69,12 @@ class Bundle:
         if ref.source is not Source.PATH:
             return text
         path = local_path(ref, base)
-        place = f"files/{len(self._files)}"
+        place = f"files/{len(self.files)}"
         if kind == "dataset" and is_pattern(path):
             for name, one in data_files(path, text).items():
-                self._files[f"{place}/{name}"] = self._sender.send(one)
+                self.files[f"{place}/{name}"] = self._sender.send(one)
         else:
-            self._files[f"{place}/{path.name}"] = self._sender.send(path, _left_behind)
+            self.files[f"{place}/{path.name}"] = self._sender.send(path, _left_behind)
         return f"./{place}/{path.name}"
 
     def _reward(self, use: Any, base: Path) -> Any:
@@ -85,8 +89,8 @@ class Bundle:
         path = base / Path(str(text)).expanduser()
         if not path.exists():
             return text
-        place = f"files/{len(self._files)}/{path.name}"
-        self._files[place] = self._sender.send(path, _left_behind)
+        place = f"files/{len(self.files)}/{path.name}"
+        self.files[place] = self._sender.send(path, _left_behind)
         return f"./{place}"
 
     def _recipe(self, stage: Any, base: Path) -> None:
@@ -94,7 +98,7 @@ class Bundle:
         word = stage.get(_RECIPE) if isinstance(stage, Mapping) else None
         module = word.partition(":")[0] if isinstance(word, str) else ""
         if module and (base / f"{module}.py").is_file():
-            self._files[f"{module}.py"] = self._sender.send(base / f"{module}.py")
+            self.files[f"{module}.py"] = self._sender.send(base / f"{module}.py")
 
 
 def _text(path: Path) -> str:

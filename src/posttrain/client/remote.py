@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posttrain.api.codec import answer, signature
-from posttrain.api.operations import OPERATIONS, PREFIX, RUN_FILES, FileRef, Operation
-from posttrain.client.blobs import Sender
+from posttrain.api.codec import adapter, answer, signature
+from posttrain.api.operations import ELSEWHERE, OPERATIONS, PREFIX, RUN_FILES, FileRef, Operation, RunFile
+from posttrain.api.values import Answer, Asked
+from posttrain.client.blobs import Fetcher, Sender, refuse_full
 from posttrain.client.bundling import Bundle
 from posttrain.client.transport import Transport, in_path
 from posttrain.client.waiting import RemoteLog, RemoteVigil, RemoteWatcher
-from posttrain.domain.errors import DeadlineError, InputError, PosttrainError, unwritable
+from posttrain.domain.errors import DeadlineError, InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.overrides import Override
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
-    from posttrain.api.values import Comparison, Locked, RunStatus, Scores, TrackerState, Written
+    from posttrain.api.values import (
+        Comparison,
+        Curve,
+        Exported,
+        Locked,
+        Point,
+        Ranked,
+        RunStatus,
+        Scores,
+        Submitted,
+        Sweep,
+        TrackerState,
+        Written,
+        WrittenTrace,
+    )
     from posttrain.domain.overrides import Setting
-    from posttrain.domain.records import RunRecord
+    from posttrain.domain.records import Asset, RunRecord
 
 _EVERY, _DRAW = 0.5, 0.1  # seconds between two looks at a run, and between two calls of whoever draws it
 _NOT_YET = "is not answered by a server yet; ask it where the workspace is"
@@ -35,12 +50,13 @@ class RemoteControl:
 
     def __init__(self, transport: Transport, project: str) -> None:
         self._transport, self._project = transport, project
-        self._sender = Sender(transport, project)
+        self._sender, self._fetcher = Sender(transport, project), Fetcher(transport, project)
+        self._sweep: dict[str, Any] = {}  # as it was sent
 
     def __getattr__(self, verb: str) -> Any:
-        if verb.startswith("_"):
-            raise AttributeError(verb)
         operation = OPERATIONS.get(verb)
+        if operation is None and verb not in ELSEWHERE:
+            raise AttributeError(f"Control has no {verb}")
         if operation is None:
             raise InputError(f"{verb.replace('_', ' ')} {_NOT_YET}")
         return self._asking(operation)
@@ -163,11 +179,70 @@ class RemoteControl:
         """See `Runs.write_report`: into this user's cache."""
         from posttrain.views.reporting import Written
 
-        path = in_path(PREFIX + "/runs/{run_id}/report", {"project": self._project, "run_id": run_id})
-        files = json.loads(self._transport.ask("GET", path).body)["files"]
-        folder = _cache() / "reports" / run_id
-        made = {name: _write(folder / Path(name).name, base64.b64decode(data)) for name, data in files.items()}
+        said = json.loads(self._body(OPERATIONS["write_report"], {"run_id": run_id}))
+        made = self._fetcher.fetch(said["files"], _cache() / "reports" / run_id)
         return Written(made["report.html"], made.get("curves.png"))
+
+    def write_trace(self, run_id: str, stage: str | None, folder: Path) -> WrittenTrace:
+        """See `Runs.write_trace`."""
+        said = json.loads(self._body(OPERATIONS["write_trace"], {"run_id": run_id, "stage": stage}))
+        made = self._fetcher.fetch(said["files"], folder)
+        found: WrittenTrace = answer("write_trace").validate_python(said["value"])
+        return replace(found, trace=made[found.trace.name], page=made[found.page.name])
+
+    def follow(self, run_id: str) -> None:
+        """See `Runs.follow`: the server's driver sees to it."""
+
+    def export(self, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
+        """See `Models.export`: what the server writes is fetched."""
+        refuse_full(folder)
+        said = json.loads(self._body(OPERATIONS["export"], {"model": model, "dtype": dtype}))
+        self._fetcher.fetch(said["files"], folder, progress)
+        found: Exported = answer("export").validate_python(said["value"])
+        return replace(found, folder=folder)
+
+    def evaluate(self, model: str, suites: Sequence[str], **how: Any) -> Submitted:
+        """See `Submissions.evaluate`: local files that its words name are sent along."""
+        bundle = Bundle(self._sender)
+        words = {"model": bundle.word("model", model), "suites": [bundle.word("dataset", one) for one in suites]}
+        if how.get("reward"):
+            how["reward"] = {**how["reward"], "ref": bundle.word("reward", how["reward"]["ref"])}
+        body = self._body(OPERATIONS["evaluate"], {**words, **how, "files": bundle.files})
+        found: Submitted = answer("evaluate").validate_json(body)
+        return found
+
+    def ask(self, model: str, prompts: Sequence[str], **how: Any) -> Asked:
+        """See `Models.ask`: all answers come at once."""
+        said = json.loads(self._body(OPERATIONS["ask"], {"model": model, "prompts": list(prompts), **how}))
+        answers = adapter(list[Answer | str]).validate_python(said.pop("answers"))
+        return Asked(**said, answers=iter(answers))
+
+    def curves(self, history: Asset) -> list[Curve]:
+        """See `Assets.curves`."""
+        found: list[Curve] = answer("curves").validate_json(self._body(OPERATIONS["curves"], {"ref": history.ref}))
+        return found
+
+    def plan_sweep(
+        self, path: Path, overrides: Sequence[Override], *, seeds: int, metric: str | None, better: str | None
+    ) -> Sweep:
+        """See `Models.plan_sweep`."""
+        asked = {"overrides": overrides, "seeds": seeds, "metric": metric, "better": better}
+        sent = {"path": Bundle(self._sender).of(path), **asked}
+        found: Sweep = answer("plan_sweep").validate_json(self._body(OPERATIONS["plan_sweep"], sent))
+        self._sweep = sent
+        return replace(found, source=path)
+
+    def submit_point(self, point: Point) -> Submitted:
+        """See `Models.submit_point`: of the sweep that was planned last."""
+        sent = {**self._sweep, "place": point.place, "seed": point.seed}
+        found: Submitted = answer("submit_point").validate_json(self._body(OPERATIONS["submit_point"], sent))
+        return found
+
+    def rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
+        """See `Models.rank`: of the sweep that was planned last."""
+        sent = {**self._sweep, "runs": [[*key, run] for key, run in runs.items()]}
+        found: Ranked = answer("rank").validate_json(self._body(OPERATIONS["rank"], sent))
+        return found
 
     def close(self) -> None:
         """See `Control.close`."""
@@ -180,26 +255,17 @@ def remote_control(url: str, token: str, project: str) -> Control:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
-    if isinstance(value, FileRef):
-        return {"name": value.name, "digest": value.digest, "form": value.form}
-    if hasattr(value, "files") and hasattr(value, "text"):
-        return {"name": value.name, "text": value.text, "files": {n: _plain(one) for n, one in value.files.items()}}
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, FileRef | RunFile | Override):
+        return asdict(value)
     return value
 
 
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "posttrain"
-
-
-def _write(path: Path, data: bytes) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    return path
 
 
 __all__ = ["RemoteControl", "remote_control"]

@@ -23,6 +23,7 @@ ANSWER_SECONDS = 960.0  # longer than a server lets a request take
 _CONNECT_SECONDS = 30.0
 PATIENCE = 120.0  # seconds that a server may be away: it is restarted, or its database
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one again and again
+_PIECE = 1 << 20  # bytes
 _LATER = (502, 503, 504)
 _GONE = (http.client.HTTPException, ConnectionError, socket.gaierror, TimeoutError, OSError)
 
@@ -91,7 +92,8 @@ class Transport:
                 self._drop()
                 last = error
             else:
-                if reply.status not in _LATER or MEDIA_TYPE in reply.headers.get("content-type", ""):
+                told = MEDIA_TYPE in reply.headers.get("content-type", "") and "retry-after" not in reply.headers
+                if reply.status not in _LATER or told:
                     return _checked(reply)
                 last = InfrastructureError(f"status {reply.status}")
             if time.monotonic() >= until:
@@ -128,6 +130,29 @@ class Transport:
                         return
                     kind, data = "", b""
             raise ConnectionError("the server ended the stream")
+        finally:
+            connection.close()
+
+    def pieces(self, path: str) -> Iterator[bytes]:
+        """The bytes at a path, piece by piece.
+
+        Raises:
+            PosttrainError: the problem that the server answered with. InfrastructureError: the answer broke off.
+        """
+        connection = self._connect(ANSWER_SECONDS)
+        try:
+            connection.request("GET", self._path(path, None), headers=self._headers({}))
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                _checked(Reply(response.status, _lower(response), response.read()))
+            while piece := response.read(_PIECE):
+                yield piece
+            if response.length:
+                raise InfrastructureError(f"server {self.url}: its answer broke off; ask again")
+        except _GONE as error:
+            raise InfrastructureError(
+                f"server {self.url}: its answer broke off ({_words(error)}); ask again"
+            ) from error
         finally:
             connection.close()
 

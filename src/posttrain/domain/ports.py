@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +31,9 @@ class BlobStore(Protocol):
 
     def get(self, digest: str) -> bytes:
         """The verified bytes."""
+
+    def stream(self, digest: str) -> Iterator[bytes]:
+        """The bytes piece by piece. What is wrong with them is raised after the last one: whoever takes them checks."""
 
     def fetch(self, digest: str, path: Path) -> None:
         """Write the verified bytes to `path` (atomically: temporary name, then rename)."""

@@ -24,6 +24,7 @@ from posttrain.domain.errors import AuthenticationError, InputError, NotFoundErr
 from posttrain.server import blobs, streams
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.entrance import Asker, Entrance
+from posttrain.server.repeats import LaterError, Once, request_id
 from posttrain.server.requests import sent
 from posttrain.server.workers import Answers, Refused
 
@@ -76,7 +77,7 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
         given = await sent(operation, request)
         body = await run_in_threadpool(_asked, server, operation, request, given)
         if operation.unsafe:
-            return Response(body, media_type="application/json")
+            return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
         tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
         headers = {"etag": tag, "cache-control": "private, no-cache"}
         if request.headers.get("if-none-match") == tag:
@@ -88,16 +89,25 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
 
 def _asked(server: Server, operation: Operation, request: Request, given: dict[str, Any]) -> bytes:
     who = asker(request)
-    control = server.entrance.control(who)
-    if operation.heavy:
-        refuse(control, operation.verb)  # whoever may not ask it keeps no worker busy either
-        return server.workers.ask(who.to_json(), operation.verb, given, request.state.id)
-    return to_json(call(control, operation.verb, arguments(operation, given)))
+    key = request.headers.get("idempotency-key", "") if operation.unsafe else ""
+    request.state.id = request_id(key, who.project, who.identity.principal, server.workspace.ledger.entropy)
+    control = server.entrance.control(who, request.state.id)
+    refuse(control, operation.verb)  # first: who may not ask it keeps no worker busy, and no key
+
+    def carried_out() -> bytes:
+        if operation.heavy:
+            return server.workers.ask(who.to_json(), operation.verb, given, request.state.id)
+        return to_json(call(control, operation.verb, arguments(operation, given)))
+
+    if not key:
+        return carried_out()
+    once = Once(server.entrance.ledger(who), server.entrance.principal(who), request.state.id)
+    return once.answer(key, operation.verb, given, carried_out)[1]
 
 
 async def _around(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
     """Every answer names its request and the version; every error is a problem document."""
-    request.state.id = request.app.state.server.workspace.ledger.entropy(8).hex()
+    request.state.id = request_id("", "", "", request.app.state.server.workspace.ledger.entropy)
     try:
         _refuse_other_version(request)
         response = await call_next(request)
@@ -118,6 +128,7 @@ def _problem(request: Request, error: Exception) -> Response:
         if not isinstance(error, PosttrainError):
             log.exception("request %s: %s %s", request.state.id, request.method, request.url.path)
     headers = {"www-authenticate": "Bearer"} if document["status"] == 401 else {}
+    headers |= {"retry-after": "1"} if isinstance(error, LaterError) else {}
     return JSONResponse(document, document["status"], headers, MEDIA_TYPE)
 
 

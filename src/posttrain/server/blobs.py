@@ -73,14 +73,16 @@ def add_routes(app: FastAPI, server: Server) -> None:
     async def fetch(request: Request) -> Response:
         digest = request.path_params["digest"]
 
-        def found() -> bytes:
+        def found() -> int:
             _, mine = uploads(request, "export")
             if not mine.held(digest):
                 raise NotFoundError(f"there are no bytes {digest[:80]!r} in this project")
-            return server.workspace.blobs.get(digest)
+            return server.workspace.blobs.size(digest)
 
-        body = await run_in_threadpool(found)
-        return StreamingResponse(iter([body]), media_type="application/octet-stream")
+        size = await run_in_threadpool(found)
+        pieces = server.workspace.blobs.stream(digest)
+        headers = {"content-length": str(size)}  # an answer that breaks off is seen to
+        return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
     app.add_api_route(_PATH + "/state", state, methods=["GET"], name="blob_state")
     app.add_api_route(_PATH, add, methods=["PATCH"], name="blob_add")

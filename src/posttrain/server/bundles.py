@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -30,8 +31,11 @@ class Bundles:
 
     @contextmanager
     def opened(self) -> Iterator[Self]:
-        """For the length of one request, in whose folder this process works meanwhile: errors show no other path."""
-        with scratch(self._workspace.root / "cache" / "scratch", "posttrain-request-") as folder:
+        """For the length of one request, in whose folder this process works meanwhile: errors show no other path.
+
+        It is no part of the workspace: nothing may be written into that by hand, an exported model for example.
+        """
+        with scratch(Path(tempfile.gettempdir(), f"posttrain-{os.getuid()}"), "request-") as folder:
             self._folder = folder
             os.chdir(folder)
             try:
@@ -49,14 +53,19 @@ class Bundles:
         if isinstance(sent, FileRef):
             name = _plain(sent.name)
             taken = (self._folder / name).exists()
-            return self._lay(sent, f"{len(list(self._folder.iterdir()))}/{name}" if taken else name)
+            return self.lay(sent, f"{len(list(self._folder.iterdir()))}/{name}" if taken else name)
         for name, ref in sent.files.items():
-            self._lay(ref, name)
+            self.lay(ref, name)
         path = self._folder / _plain(sent.name)
         path.write_text(sent.text, "utf-8")
         return path.relative_to(self._folder)
 
-    def _lay(self, ref: FileRef, name: str) -> Path:
+    def keep(self, path: Path) -> str:
+        """Put a file into the store for whoever asks, who may fetch it from now on; its digest."""
+        return self._uploads.keep(path)
+
+    def lay(self, ref: FileRef, name: str) -> Path:
+        """A file or folder under a relative path. Raises as `lay_down`."""
         parts = PurePosixPath(name).parts
         path = self._folder.joinpath(*(_plain(part) for part in parts))
         self._refuse_foreign(ref.digest)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pydantic_core
 from pydantic import ValidationError
 
 from posttrain.api.codec import adapter, signature
-from posttrain.api.guarding import refuse
-from posttrain.api.operations import OPERATIONS, FileRef, Operation, RunFile
+from posttrain.api.operations import FileRef, Operation, RunFile
 from posttrain.domain.errors import InputError
 from posttrain.domain.spelling import nearest
+from posttrain.server.special import SPECIAL
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -64,11 +62,9 @@ def call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundles
     Args:
         bundles: where files that were sent are laid down; None: the verb takes none.
     """
-    if verb in _OWN:
-        return _OWN[verb](control, named)
-    if verb not in OPERATIONS:
-        raise InputError(f"there is no verb {verb!r}")
     with bundles.opened() if bundles else nullcontext():
+        if verb in SPECIAL:
+            return SPECIAL[verb](control, {name: _laid_down(value, bundles) for name, value in named.items()}, bundles)
         positional: list[Any] = []
         options: dict[str, Any] = {}
         for name, one in signature(verb).parameters.items():
@@ -86,31 +82,6 @@ def call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundles
         return getattr(control, verb)(*positional, **options)
 
 
-def _scores(control: Control, named: Mapping[str, Any]) -> Any:
-    return control.scores(control.status(named["run_id"]))
-
-
-def _driven(control: Control, named: Mapping[str, Any]) -> Any:
-    """The server drives every run, so nobody needs to be asked."""
-    refuse(control, "detach")
-    return control.driver(named["run_id"])
-
-
-def _report(control: Control, named: Mapping[str, Any]) -> Any:
-    """The files that `write_report` writes."""
-    written = control.write_report(named["run_id"])
-    return {"files": {path.name: _read(path) for path in (written.report, written.curves) if path is not None}}
-
-
-def _read(path: Path) -> str:
-    return base64.b64encode(path.read_bytes()).decode()
-
-
-_OWN: Mapping[str, Callable[[Control, Mapping[str, Any]], Any]] = {
-    "scores": _scores,
-    "detach": _driven,
-    "write_report": _report,
-}
 _CALLBACKS = ("say", "progress")
 
 
@@ -121,6 +92,8 @@ def _silent(_: str) -> None:
 def _laid_down(value: Any, bundles: Bundles | None) -> Any:
     if isinstance(value, list) and value and all(isinstance(one, FileRef) for one in value):
         return [_laid_down(one, bundles) for one in value]
+    if isinstance(value, dict) and value and all(isinstance(one, FileRef) for one in value.values()):
+        return {name: bundles.lay(one, name) for name, one in value.items()} if bundles else {}
     if not isinstance(value, FileRef | RunFile):
         return value
     if bundles is None:

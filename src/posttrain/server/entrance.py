@@ -19,6 +19,7 @@ from posttrain.domain.roles import Role
 if TYPE_CHECKING:
     from posttrain.api.control import Control
     from posttrain.app.workspace import Workspace
+    from posttrain.store.ledger import Ledger
 
 _SCHEME = "bearer "
 
@@ -73,8 +74,11 @@ class Entrance:
         except AccessError as error:
             raise AuthenticationError(str(error)) from error
 
-    def control(self, asker: Asker) -> Control:
+    def control(self, asker: Asker, request: str = "") -> Control:
         """What they may ask in their project.
+
+        Args:
+            request: id of the present request, for the event log.
 
         Raises:
             NotFoundError: there is no such project, or it is none of theirs.
@@ -82,9 +86,18 @@ class Entrance:
         scopes = asker.identity.scopes
         if (scopes is not None and asker.project not in scopes) or not self._exists(asker.project):
             raise NotFoundError(f"there is no project {asker.project!r} that you may see; posttrain project ls")
-        mine = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth)
+        mine = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth, request)
         known, ledger = asker.identity, mine.ledger
         return guarded(Embedded(mine), known.principal, asker.project, lambda: role_of(ledger, known))
+
+    def ledger(self, asker: Asker) -> Ledger:
+        """Of their project."""
+        return self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth).ledger
+
+    def principal(self, asker: Asker) -> str:
+        """Their pseudonymous id; of whoever has none yet, how they are known."""
+        with self._workspace.ledger.snapshot() as now:
+            return now.principal_of(asker.identity.principal) or asker.identity.auth
 
     def _exists(self, project: str) -> bool:
         if project not in self._projects:

@@ -21,13 +21,11 @@ async def sent(operation: Operation, request: Request) -> dict[str, Any]:
     """
     found: dict[str, Any] = {name: request.path_params[name] for name in operation.in_path}
     if operation.method in ("GET", "DELETE"):
-        many = {name for name, one in operation.parameters.items() if one.annotation not in (str, int, bool)}
         for name in request.query_params:
             values = request.query_params.getlist(name)
-            listed = name in many and operation.verb == "compare"
-            if len(values) > 1 and not listed:
+            if len(values) > 1:
                 raise InputError(f"{operation.verb}: {name} must be there once, got it {len(values)} times")
-            found.setdefault(name, values if listed else values[0])
+            found.setdefault(name, values[0])
         return found
     body = await _body(request)
     named = _object(body) if body else {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import itertools
 import logging
 import os
 import signal
@@ -35,8 +36,11 @@ from posttrain.domain.errors import ConflictError, InputError, PosttrainError, W
 from posttrain.domain.roles import Role
 from posttrain.server.app import Server, build
 from posttrain.server.entrance import Entrance
+from posttrain.server.repeats import KEPT_SECONDS
 from posttrain.server.workers import Workers
 from posttrain.store.atomic import unwritable, write_json
+from posttrain.store.ledger import Ledger
+from posttrain.store.repeated import forget_before
 from posttrain.workspace.served import LOCK, PLACE
 
 log = logging.getLogger("posttrain.server")
@@ -45,6 +49,7 @@ _DRIVER = "posttrain.server.driver"
 _AGAIN = (0.2, 1.0, 5.0, 30.0)  # seconds until a driver that died is started again
 _STEADY = 60.0  # seconds after which a driver has lived long enough
 _TIDY = 30.0  # seconds between two looks at idle workers
+_FORGET = 120  # of them between two looks at requests that need not be known any more
 _KEY_BYTES = 32
 
 
@@ -112,7 +117,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
             h11_max_incomplete_event_size=1 << 16,
         )  # fmt: skip
         driver.start()
-        threading.Thread(target=_tidy, args=(workers, driver.over), name="tidy", daemon=True).start()
+        threading.Thread(target=_tidy, args=(workers, workspace.ledger, driver.over), name="tidy", daemon=True).start()
         place = workspace.root / PLACE
         write_json(place, {"url": url, "key": key, "pid": os.getpid()})
         stack.callback(place.unlink, missing_ok=True)
@@ -241,10 +246,14 @@ class _Driver:
         return lived >= _STEADY
 
 
-def _tidy(workers: Workers, over: threading.Event) -> None:
-    while not over.wait(_TIDY):
-        with suppress(PosttrainError):
+def _tidy(workers: Workers, ledger: Ledger, over: threading.Event) -> None:
+    for round_ in itertools.count():
+        if over.wait(_TIDY):
+            return
+        with suppress(PosttrainError):  # a database that is away: the next time
             workers.tidy()
+            if round_ % _FORGET == 0:
+                forget_before(ledger, ledger.clock.now() - KEPT_SECONDS)
 
 
 def _is_loopback(host: str) -> bool:

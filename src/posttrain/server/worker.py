@@ -37,7 +37,7 @@ class Worker:
         """Whether a request was answered, and its answer or problem as JSON."""
         try:
             asker = Asker.from_json(asked["asker"])
-            control = self._entrance.control(asker)
+            control = self._entrance.control(asker, asked["request"])
             seen = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth)
             named = arguments(OPERATIONS[asked["verb"]], asked["sent"])
             return True, to_json(call(control, asked["verb"], named, Bundles(seen, Uploads(seen))))

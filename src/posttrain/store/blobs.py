@@ -196,6 +196,21 @@ class ObjectBlobs:
             raise _corrupt(digest, found)
         return data
 
+    def stream(self, digest: str) -> Iterator[bytes]:
+        """The bytes piece by piece, in constant memory.
+
+        Raises:
+            NotFoundError: no such blob, at the first piece.
+            IntegrityError: the bytes do not hash to the digest, after the last piece.
+        """
+        state = hashlib.sha256()
+        for chunk in self._stream(digest):
+            state.update(chunk)
+            yield chunk
+        found = DIGEST_PREFIX + state.hexdigest()
+        if found != digest:
+            raise _corrupt(digest, found)
+
     def fetch(self, digest: str, path: Path) -> None:
         """Write the verified bytes to `path`, atomically and in constant memory; the folder must exist.
 
@@ -205,13 +220,8 @@ class ObjectBlobs:
         """
 
         def fill(file: BinaryIO) -> None:
-            state = hashlib.sha256()
-            for chunk in self._stream(digest):
-                state.update(chunk)
+            for chunk in self.stream(digest):
                 file.write(chunk)
-            found = DIGEST_PREFIX + state.hexdigest()
-            if found != digest:
-                raise _corrupt(digest, found)
 
         write_stream(path, fill)
 

@@ -6,6 +6,7 @@ Writing: `transaction(actor)`. Keep it short and do no work inside: on SQLite it
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,11 @@ from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
 
 
+def numbered(request: str, number: int) -> str:
+    """The id of one of a request's transactions: 32 hexadecimal digits, the last six its number, from 0."""
+    return f"{request}{number:06x}"
+
+
 class Ledger:
     """The state of record, over one database.
 
@@ -44,6 +50,8 @@ class Ledger:
         project: what is read and written belongs to it; nothing of another is seen.
         auth: how whoever acts through it was known, as events say it.
         entropy: so many random bytes, for ids and salts.
+        request: what asks; its transactions have numbered ids, so that events and logs tell which they were. Empty:
+            each transaction has an id of its own.
     """
 
     def __init__(
@@ -54,10 +62,12 @@ class Ledger:
         project: str = DEFAULT_PROJECT,
         entropy: Entropy = os.urandom,
         auth: str = "os",
+        request: str = "",
     ) -> None:
         self.database = database
         self.clock: Clock = clock or SystemClock()
         self.project, self.entropy, self.auth = project, entropy, auth
+        self._request, self._numbers = request, itertools.count()
         self._principals: dict[str, str] = {}  # whose name acted through it before → their id
 
     @contextmanager
@@ -74,7 +84,8 @@ class Ledger:
             ConflictError: somebody wrote what this was to write; or the name of whoever acts was erased by another
                 process since they acted last, and whoever has it now is somebody else: do it again.
         """
-        author = Author(actor, new_request(self.entropy), self.auth, self.entropy, self._principals)
+        request = numbered(self._request, next(self._numbers)) if self._request else new_request(self.entropy)
+        author = Author(actor, request, self.auth, self.entropy, self._principals)
         try:
             with self.database.write() as connection:
                 transaction = Transaction(connection, author, self.clock, self.project)

@@ -30,6 +30,11 @@ class PrincipalReading:
         query = select(principals.c.name).where(principals.c.id.in_(acted))
         return {str(name) for name in self._connection.execute(query).scalars()} | set(self.roles())
 
+    def principal_of(self, name: str) -> str | None:
+        """The pseudonymous id of whoever is called so; None: nobody is."""
+        found = self._connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
+        return None if found is None else str(found)
+
     def projects(self) -> list[str]:
         """Every project of the ledger, by name."""
         return list(self._connection.execute(select(projects.c.id).order_by(projects.c.id)).scalars())

@@ -129,18 +129,20 @@ class OpenWorkspace:
         if not self.read_only:
             seal(self.ledger)
 
-    def seen_by(self, actor: str, project: str, auth: str) -> Self:
+    def seen_by(self, actor: str, project: str, auth: str, request: str = "") -> Self:
         """The same workspace as another principal sees it, in another project perhaps; this one closes its database.
 
         Args:
             auth: how it was made sure who that is, as events say it.
+            request: what they ask, by which events tell its transactions.
         """
         other = copy.copy(self)
         for cached in ("reconciler", "_channels"):
             other.__dict__.pop(cached, None)
         other.actor = actor
+        mine = self.ledger
         other.ledger = Ledger(
-            self.ledger.database, self.ledger.clock, project=project, auth=auth, entropy=self.ledger.entropy
+            mine.database, mine.clock, project=project, entropy=mine.entropy, auth=auth, request=request
         )
         other.stores = Stores(other.ledger, self.blobs, other.ledger.clock, actor)
         other.catalog = Catalog(other.ledger, self.blobs, actor)

@@ -1,0 +1,116 @@
+"""A request with an `Idempotency-Key` is carried out once, however often it is sent and whoever dies meanwhile.
+
+The key decides the ids of the request's transactions, so the event log tells of a request whose server died whether
+anything of it was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from posttrain.api.problems import problem
+from posttrain.control.owners import process_alive, process_name
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import CapacityError, ConflictError, InputError, PosttrainError
+from posttrain.server.workers import Refused
+from posttrain.store.ledger import Ledger, numbered
+from posttrain.store.repeated import DONE, Repeats
+
+KEPT_SECONDS = 86400.0  # that an answer can be given again
+_FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")
+_REQUEST = 26  # hexadecimal digits of a request's id
+_OTHER_HOST = 3600.0  # seconds after which what another host began is taken for over
+_UNKEPT = frozenset({"issue_token", "rotate_token"})  # their answers are secrets
+_OK, _SERVERS = 200, 500
+
+
+class LaterError(CapacityError):
+    """The same request is being answered at this moment."""
+
+
+def request_id(key: str, project: str, principal: str, entropy: Callable[[int], bytes]) -> str:
+    """The id of a request: of one with a key always the same.
+
+    Raises:
+        InputError: a key that is none.
+    """
+    if not key:
+        return entropy(_REQUEST // 2).hex()
+    if not _FORM.fullmatch(key):
+        raise InputError(f"idempotency-key must be 8-64 of A-Z a-z 0-9 _ -, got {key[:80]!a}")
+    return hashlib.sha256(json.dumps([project, principal, key]).encode()).hexdigest()[:_REQUEST]
+
+
+class Once:
+    """Carries requests of one asker out once.
+
+    Args:
+        ledger: of the asker's project.
+        principal: pseudonymous id.
+        request: as `request_id` gives it.
+    """
+
+    def __init__(self, ledger: Ledger, principal: str, request: str) -> None:
+        self._ledger, self._request = ledger, request
+        self._repeats, self._me = Repeats(ledger, principal), process_name()
+
+    def answer(self, key: str, verb: str, sent: Mapping[str, Any], do: Callable[[], bytes]) -> tuple[int, bytes]:
+        """Status and body.
+
+        Raises:
+            LaterError: it is being answered. InputError: the key was another request's.
+            ConflictError: it was carried out, and its answer cannot be given any more.
+        """
+        body = digest_bytes(json.dumps([verb, sent], sort_keys=True).encode())
+        known = self._repeats.begin(key, verb, body, self._me)
+        if known is not None:
+            if known.body != body:
+                raise InputError("idempotency-key: must be another one for another request, got one that was used")
+            if known.state == DONE:
+                return self._again(verb, known.status, known.answer)
+            if self._lives(known.owner, known.at) or not self._repeats.take_over(key, known.owner, self._me):
+                raise LaterError(f"{verb}: the same request is being answered; ask again in a second")
+            with self._ledger.snapshot() as now:
+                written = now.has_request(numbered(self._request, 0))
+            if written:
+                self._repeats.done(key, _OK, None)
+                return self._again(verb, _OK, None)
+        return self._first(key, verb, do)
+
+    def _first(self, key: str, verb: str, do: Callable[[], bytes]) -> tuple[int, bytes]:
+        try:
+            found = do()
+        except (Refused, PosttrainError) as error:
+            document = error.document if isinstance(error, Refused) else problem(error, self._request)
+            status = int(document["status"])
+            if status < _SERVERS:
+                self._repeats.done(key, status, json.dumps(document))
+            else:  # the next try may do better
+                self._repeats.forget(key)
+            raise
+        except BaseException:
+            self._repeats.forget(key)
+            raise
+        self._repeats.done(key, _OK, None if verb in _UNKEPT else found.decode())
+        return _OK, found
+
+    def _again(self, verb: str, status: int | None, answer: str | None) -> tuple[int, bytes]:
+        if answer is None:
+            raise ConflictError(
+                f"{verb.replace('_', ' ')}: was carried out, and its answer was lost and is not kept; look at what is "
+                "there before you ask again"
+            )
+        if status != _OK:
+            raise Refused(json.loads(answer))
+        return _OK, answer.encode()
+
+    def _lives(self, owner: str, at: float) -> bool:
+        """Whether whoever began it may still be at it."""
+        host = owner.partition(":")[0]
+        if host != self._me.partition(":")[0]:
+            return self._ledger.clock.now() - at < _OTHER_HOST
+        return process_alive(owner)
