@@ -19,7 +19,7 @@ from sqlalchemy import event as listening
 
 from posttrain.domain.errors import ConflictError, IntegrityError, NotFoundError, SinkError
 from posttrain.domain.sinks import ALL, Notice, Rule, SinkRecord
-from posttrain.events.bus import BACKOFF, EVENTS, PATIENCE, Deliverer, Deliveries, RunFacts
+from posttrain.events.bus import BACKOFF, PATIENCE, Deliverer, Deliveries, RunFacts
 from posttrain.events.ports import Sink
 from posttrain.events.sinks.fake import FakeSink
 from posttrain.store.audit import verify_rows
@@ -284,7 +284,7 @@ def test_a_long_backlog_is_delivered_in_bounded_memory(ledger: Ledger) -> None:
     tracemalloc.stop()
     assert count[0] == many
     assert max(read) <= 256
-    assert most < 64 * EVENTS * 1024, f"{most} bytes for {many} events"
+    assert most < 32 << 20, f"{most} bytes for {many} events"
 
 
 # --- beside other things ----------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Deliveries:
         with self.cursors.ledger.snapshot() as now:
             standing = {sink.name: sink for sink in now.sinks()}.get(held.sink)
             words = any(rule.words for rule in self.record.rules)
-            found = now.envelopes(held.sequence, EVENTS, words=words) if standing == self.record else []
+            found = now.envelopes(held.sequence, EVENTS, words=words)
             sealed = now.sealed()
         if standing != self.record or self.record.paused:  # paused, removed or another one since it was claimed
             self.cursors.release(held)
