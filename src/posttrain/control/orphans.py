@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from posttrain.control.jobs import Jobs
 from posttrain.domain.errors import PosttrainError
-from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.requests import RUN, STAGE, WORKSPACE, Job, Listed
 from posttrain.store.ledger import Ledger
 
@@ -29,7 +27,7 @@ def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
     listed = jobs.executor.list("")
     if not listed:
         return Orphans()
-    owned = set(_owned(ledger))  # read after the list: an attempt is in the ledger before its job is submitted
+    owned = _owned(ledger)  # read after the list: an attempt is in the ledger before its job is submitted
     free = [job for job in listed if job.name not in owned]
     mine = jobs.workspace() if free else ""
     ours = tuple(job for job in free if mine and job.labels.get(WORKSPACE) == mine)
@@ -53,9 +51,7 @@ def end_orphans(ledger: Ledger, jobs: Jobs) -> list[str]:
     return told
 
 
-def _owned(ledger: Ledger) -> Iterator[str]:
-    """The names of live attempts."""
+def _owned(ledger: Ledger) -> set[str]:
+    """The names of live attempts, of every project: they share an executor."""
     with ledger.snapshot() as now:
-        for state in RunState:
-            for run in now.runs(state=state) if not is_final("run", state) else ():
-                yield from (a.name for a in now.attempts(run.id) if not is_final("attempt", a.state))
+        return now.live_attempts()

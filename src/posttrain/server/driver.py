@@ -1,7 +1,8 @@
-"""`python -m posttrain.server.driver ROOT`: drives every unfinished run of every project of a served workspace.
+"""`python -m posttrain.server.driver ROOT`: drives every unfinished run of every project of a served workspace, seals
+what happened, and has it delivered to the projects' sinks.
 
 It may be killed at any line: the ledger says what is to be done, the jobs go on, and the server starts another one.
-One statement a second asks which runs there are, however many they are; each of them costs what looking at it costs.
+Idle it asks less than two statements a second, and one more for each project with sinks, however many runs there are.
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from posttrain.app.background import Background
 from posttrain.app.runs import REPORTING, load_ahead
+from posttrain.app.sinks import deliverer
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import PosttrainError
 from posttrain.drivers.log import DriverLog, Veil
+from posttrain.events.bus import Deliverer
 from posttrain.store.work import open_runs
 
 ACTOR, AUTH = "service:posttrain", "server"
 LOG = "server-driver.log"
-_EVERY = 1.0  # seconds between two looks for runs
+_EVERY = 1.5  # seconds between two looks for runs
+_SEAL = 2.0  # seconds between two looks for events to seal
+_SINKS = 10.0  # seconds between two looks for projects that have sinks
+_GIVEN_UP = 60.0  # seconds between two looks at a run that failed for long
 _PAUSE = 0.1  # seconds between passes that change nothing
 
 
@@ -34,6 +41,7 @@ class OpenRuns:
 
     def __init__(self) -> None:
         self._wanted: list[str] = []
+        self._resting: dict[str, float] = {}  # runs that were given up → when to look again
         self._stopped = False
 
     def take(self, runs: list[str]) -> None:
@@ -42,14 +50,16 @@ class OpenRuns:
 
     def wanted(self) -> list[str]:
         """The runs to drive."""
-        return [] if self._stopped else list(self._wanted)
+        now = time.monotonic()
+        return [] if self._stopped else [one for one in self._wanted if self._resting.get(one, 0.0) <= now]
 
     def done(self, run_id: str, over: Callable[[], bool]) -> None:
         """Be done with a run that has ended."""
         self._wanted = [one for one in self._wanted if one != run_id]
 
     def give_up(self, run_id: str, trouble: str) -> None:
-        """The queue set it aside, or will: nothing to be said here."""
+        """It failed for long: look at it now and then, for a person may have mended it."""
+        self._resting[run_id] = time.monotonic() + _GIVEN_UP
 
     def stop(self) -> None:
         """Take nothing any more."""
@@ -60,14 +70,55 @@ class OpenRuns:
         return False
 
 
+class Upkeep:
+    """Seals, and lets events be delivered; each at its own pace."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._sealed = self._asked = 0.0
+        self._deliverers: dict[str, tuple[Deliverer, float]] = {}  # and when it is to look again
+
+    def step(self) -> None:
+        """What is due.
+
+        Raises:
+            PosttrainError: the ledger is away; do it again later.
+        """
+        now = time.monotonic()
+        if now - self._sealed >= _SEAL:
+            self._sealed = now
+            self._workspace.seal()
+        if now - self._asked >= _SINKS:
+            self._asked = now
+            self._find()
+        for project, (one, at) in list(self._deliverers.items()):
+            if now >= at:
+                self._deliverers[project] = one, now + one.step()
+
+    def _find(self) -> None:
+        with self._workspace.ledger.snapshot() as now:
+            wanted = now.projects_with_sinks()
+        for project in self._deliverers.keys() - wanted:
+            self._deliverers.pop(project)[0].close()
+        for project in wanted - self._deliverers.keys():
+            self._deliverers[project] = deliverer(self._workspace.seen_by(ACTOR, project, AUTH)), 0.0
+
+    def close(self) -> None:
+        """Begin no delivery any more."""
+        for one, _ in self._deliverers.values():
+            one.close()
+
+
 class Driver:
     """Over all projects of a workspace."""
 
     def __init__(self, workspace: Workspace, log: DriverLog) -> None:
         self._workspace, self._log = workspace, log
+        self._upkeep = Upkeep(workspace)
         self._projects: dict[str, tuple[OpenRuns, Background]] = {}
         self._asked = -_EVERY
         self._over = threading.Event()
+        self._kept = ExitStack()  # the leases of every project, also while one run takes long
 
     def end(self, *_: object) -> None:
         """End after this pass, for a signal."""
@@ -77,19 +128,30 @@ class Driver:
         """Until somebody says so, or the server that started it is gone."""
         parent = os.getppid()
         while not self._over.is_set() and os.getppid() == parent:
-            changed = False
-            try:
-                self._find()
-            except PosttrainError as error:  # a database that is away: the next time
-                self._log.say(f"runs cannot be read: {error}")
-                self._over.wait(_EVERY)
-            for _, background in list(self._projects.values()):
-                changed = background.pass_over() or changed
-            if not changed:
+            if not self.look():
                 self._log.bound()
                 self._over.wait(_PAUSE)
+        self.close()
+
+    def look(self) -> bool:
+        """One pass over everything; whether anything changed."""
+        try:
+            self._find()
+            self._upkeep.step()
+        except PosttrainError as error:  # a database that is away: the next time
+            self._log.say(f"the ledger cannot be used: {error}")
+            self._over.wait(_EVERY)
+        changed = False
+        for _, background in list(self._projects.values()):
+            changed = background.pass_over() or changed
+        return changed
+
+    def close(self) -> None:
+        """Give the leases back. Jobs go on."""
         for _, background in self._projects.values():
             background.leave()
+        self._kept.close()
+        self._upkeep.close()
 
     def _find(self) -> None:
         if time.monotonic() - self._asked < _EVERY:
@@ -99,7 +161,7 @@ class Driver:
         for project in found.keys() - self._projects.keys():
             runs, seen = OpenRuns(), self._workspace.seen_by(ACTOR, project, AUTH)
             self._projects[project] = runs, Background(seen, runs, self._log)
-            seen.reconciler.keep()
+            self._kept.enter_context(seen.reconciler.kept())
         for project, (runs, _) in self._projects.items():
             runs.take(found.get(project, []))
 

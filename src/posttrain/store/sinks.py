@@ -51,6 +51,10 @@ class SinkReading:
         rows = self._connection.execute(query.outerjoin(cursors, here).order_by(sinks.c.name)).all()
         return [(_sink(row), None if row.sink is None else to_record(Cursor, row), int(row.size)) for row in rows]
 
+    def projects_with_sinks(self) -> set[str]:
+        """Projects with a sink that is not paused."""
+        return set(self._connection.execute(select(sinks.c.project).where(sinks.c.paused == "").distinct()).scalars())
+
     def sealed(self) -> int:
         """How many events are sealed."""
         return int(self._connection.execute(select(tree_head.c.size)).scalar_one())

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Float, Select, and_, bindparam, cast, func, or_, select
 
 from posttrain.domain.errors import InputError, NotFoundError
-from posttrain.domain.lifecycle import RunState, is_final
+from posttrain.domain.lifecycle import AttemptState, RunState, is_final
 from posttrain.domain.records import (
     Artifact,
     Asset,
@@ -159,6 +159,12 @@ class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
         """The attempts of a run, or of one of its stages, oldest first."""
         query = _ATTEMPTS if stage is None else _ATTEMPTS.where(attempts.c.stage == stage)
         return self._all(AttemptRecord, query, {"run_id": run_id})
+
+    def live_attempts(self) -> set[str]:
+        """The names of attempts that have not ended, in every project."""
+        final = [state for state in AttemptState if is_final("attempt", state)]
+        query = select(attempts.c.name).where(attempts.c.state.not_in(final))
+        return set(self._connection.execute(query).scalars())
 
     def asset(self, kind: str, name: str, version: int | None = None) -> Asset:
         """One version of an asset; the latest without `version`.

@@ -1,0 +1,132 @@
+"""The driver of a served workspace: every project's runs, at a price that does not grow with those that wait."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from posttrain.app.workspace import Workspace, init_workspace
+from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.drivers.log import DriverLog, Veil
+from posttrain.server import driver as module
+from posttrain.server.driver import OpenRuns, Upkeep
+from posttrain.store.work import open_runs
+
+
+@dataclass
+class Seconds:
+    """A clock that a test moves."""
+
+    now: float = field(default=1000.0)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Iterator[Workspace]:
+    made = init_workspace(tmp_path)
+    yield made
+    made.close()
+
+
+def waiting(workspace: Workspace, project: str, name: str) -> str:
+    seen = workspace.seen_by("user:ann", project, "os")
+    with seen.ledger.transaction("user:ann") as transaction:
+        if project not in transaction.snapshot.projects():
+            transaction.add_project()
+    run = RunRecord(f"{name}-22222222", name, "sha256:" + name[-1] * 64, "pending", "ann", 0.0, project=project)
+    with seen.ledger.transaction("user:ann") as transaction:
+        transaction.insert_run(run, [StageRecord(run.id, "hold", 0, "wait", "pending")])
+    return run.id
+
+
+def counted(workspace: Workspace, do: Any) -> int:
+    seen: list[str] = []
+
+    def count(_: Any, __: Any, statement: str, *___: Any) -> None:
+        seen.append(statement)
+
+    engine = workspace.ledger.database._engine
+    event.listen(engine, "before_cursor_execute", count)
+    try:
+        do()
+    finally:
+        event.remove(engine, "before_cursor_execute", count)
+    return len(seen)
+
+
+def test_one_statement_finds_the_open_runs_of_every_project(workspace: Workspace) -> None:
+    names = {project: [waiting(workspace, project, f"{project}-{n}") for n in range(9)] for project in ("a", "b")}
+    found: dict[str, list[str]] = {}
+    assert counted(workspace, lambda: found.update(open_runs(workspace.ledger.database))) == 1
+    assert found == names
+
+
+def test_an_idle_minute_costs_less_than_two_statements_a_second(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        waiting(workspace, "a", f"a-{number}")
+    workspace.seal()
+    clock = Seconds()
+    monkeypatch.setattr(module, "time", clock)
+    driver = module.Driver(workspace, DriverLog(workspace.root / "driver.log", Veil(os.environ)))
+    passed: list[str] = []
+    monkeypatch.setattr(module.Background, "pass_over", lambda self: bool(passed.append("")))
+
+    def minute() -> None:
+        for _ in range(600):
+            clock.now += 0.1
+            driver.look()
+
+    assert counted(workspace, minute) <= 120
+    assert len(passed) == 600
+    driver.close()
+
+
+def test_an_event_of_any_project_is_sealed(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Seconds()
+    monkeypatch.setattr(module, "time", clock)
+    upkeep = Upkeep(workspace)
+    waiting(workspace, "a", "a-1")
+    upkeep.step()
+    with workspace.seen_by("user:ann", "a", "os").ledger.snapshot() as now:
+        assert now.pending_events() == []
+        assert any(event.kind == "run.pending" for event in now.events(limit=1000))
+    upkeep.close()
+
+
+def test_a_run_that_was_given_up_rests_and_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Seconds()
+    monkeypatch.setattr(module, "time", clock)
+    runs = OpenRuns()
+    runs.take(["one", "two"])
+    runs.give_up("one", "no reason")
+    assert runs.wanted() == ["two"]
+    clock.now += 60.0
+    assert runs.wanted() == ["one", "two"]
+    runs.done("two", lambda: True)
+    assert runs.wanted() == ["one"]
+    runs.stop()
+    assert runs.wanted() == []
+    assert time.monotonic() != clock.now
+
+
+def test_jobs_of_another_project_are_nobodys_orphans(workspace: Workspace) -> None:
+    from posttrain.domain.records import AttemptRecord
+
+    run_id = waiting(workspace, "a", "a-1")
+    seen = workspace.seen_by("user:ann", "a", "os")
+    with seen.ledger.transaction("user:ann") as transaction:
+        transaction.insert_attempt(AttemptRecord(run_id, "hold", 1, f"{run_id}-hold-1", "runs/x", "planned"))
+    for project in ("default", "a"):
+        with workspace.seen_by("user:ann", project, "os").ledger.snapshot() as now:
+            assert now.live_attempts() == {f"{run_id}-hold-1"}
