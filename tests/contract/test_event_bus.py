@@ -372,10 +372,12 @@ while known.go_on():
 def test_who_is_killed_between_sending_and_the_cursor_sends_again_and_loses_nothing(
     kind: str, ledger_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOOK_SECRET", SECRET)
+    monkeypatch.setenv("POSTTRAIN_SINK_HOOK_SECRET", SECRET)
     with work.opened(ledger_at) as ledger, receiver() as http:
         path = tmp_path / "events.jsonl"
-        settings = {"path": str(path)} if kind == "jsonl" else {"url": http.url, "secret_env": "HOOK_SECRET"}
+        settings = (
+            {"path": str(path)} if kind == "jsonl" else {"url": http.url, "secret_env": "POSTTRAIN_SINK_HOOK_SECRET"}
+        )
         add(ledger, "out", kind=kind, **settings)
         tell(ledger, 6)
 

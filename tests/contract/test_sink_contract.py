@@ -45,7 +45,7 @@ class Bench:
 
 
 def of_webhook(known: Receiver, path: str = "", **settings: Any) -> WebhookSink:
-    return WebhookSink({"url": known.url + path, "secret_env": "HOOK_SECRET", **settings}, lambda: NOW)
+    return WebhookSink({"url": known.url + path, "secret_env": "POSTTRAIN_SINK_HOOK_SECRET", **settings}, lambda: NOW)
 
 
 def of_email(known: Mailbox, **settings: Any) -> EmailSink:
@@ -55,7 +55,7 @@ def of_email(known: Mailbox, **settings: Any) -> EmailSink:
 
 @pytest.fixture
 def http(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    monkeypatch.setenv("HOOK_SECRET", SECRET)
+    monkeypatch.setenv("POSTTRAIN_SINK_HOOK_SECRET", SECRET)
     with receiver() as known:
         yield known
 
@@ -182,7 +182,7 @@ def test_the_example_of_the_specification_is_signed_as_it_is_there() -> None:
 
 
 def test_while_a_secret_is_rotated_either_one_verifies(http: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOOK_SECRET", f"{'n' * 24} {'o' * 24}")
+    monkeypatch.setenv("POSTTRAIN_SINK_HOOK_SECRET", f"{'n' * 24} {'o' * 24}")
     of_webhook(http).send([notice(1)])
     assert http.posts[0].signed_by("n" * 24)
     assert http.posts[0].signed_by("o" * 24)
@@ -196,7 +196,7 @@ def test_a_secret_may_lie_in_a_file(http: Receiver, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["", "  ", "short", "whsec_no base64", "whsec_c2hvcnQ="])
 def test_without_a_good_secret_nothing_is_sent(http: Receiver, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("HOOK_SECRET", value)
+    monkeypatch.setenv("POSTTRAIN_SINK_HOOK_SECRET", value)
     with pytest.raises(SinkError) as caught:
         of_webhook(http).send([notice(1)])
     assert not http.posts
@@ -217,7 +217,7 @@ def test_without_a_good_secret_nothing_is_sent(http: Receiver, monkeypatch: pyte
 )
 def test_what_is_no_success_is_a_failure(http: Receiver, answer: int | str, words: str) -> None:
     http.answers = [answer]
-    sink = WebhookSink({"url": http.url, "secret_env": "HOOK_SECRET"}, lambda: NOW, patience=1.0)
+    sink = WebhookSink({"url": http.url, "secret_env": "POSTTRAIN_SINK_HOOK_SECRET"}, lambda: NOW, patience=1.0)
     with pytest.raises(SinkError, match=words):
         sink.send([notice(1)])
     assert len(http.posts) == 1, "a redirect was followed"
@@ -234,7 +234,9 @@ def test_nobody_there_is_said(http: Receiver) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
     for host, words in ((f"127.0.0.1:{port}", "connection refused"), ("no.such.host.invalid", "cannot be found")):
-        sink = WebhookSink({"url": f"http://{host}/x?key=hidden", "secret_env": "HOOK_SECRET"}, lambda: NOW)
+        sink = WebhookSink(
+            {"url": f"http://{host}/x?key=hidden", "secret_env": "POSTTRAIN_SINK_HOOK_SECRET"}, lambda: NOW
+        )
         with pytest.raises(SinkError, match=words) as caught:
             sink.send([notice(1)])
         assert "hidden" not in str(caught.value)
@@ -247,19 +249,19 @@ def test_nobody_there_is_said(http: Receiver) -> None:
 )  # fmt: skip
 def test_a_url_that_cannot_be_posted_to_is_refused(url: str) -> None:
     with pytest.raises(InputError) as caught:
-        WebhookSink({"url": url, "secret_env": "X"}, lambda: NOW)
+        WebhookSink({"url": url, "secret_env": "POSTTRAIN_SINK_X"}, lambda: NOW)
     assert "p4ss" not in str(caught.value)
 
 
 def test_a_url_may_be_named_by_a_variable(http: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOOK_SECRET", SECRET)
-    sink = WebhookSink({"url_env": "HOOK_URL", "secret_env": "HOOK_SECRET"}, lambda: NOW)
-    with pytest.raises(SinkError, match="HOOK_URL must hold the URL"):
+    monkeypatch.setenv("POSTTRAIN_SINK_HOOK_SECRET", SECRET)
+    sink = WebhookSink({"url_env": "POSTTRAIN_SINK_HOOK_URL", "secret_env": "POSTTRAIN_SINK_HOOK_SECRET"}, lambda: NOW)
+    with pytest.raises(SinkError, match="POSTTRAIN_SINK_HOOK_URL must hold the URL"):
         sink.send([notice(1)])
-    monkeypatch.setenv("HOOK_URL", http.url)
+    monkeypatch.setenv("POSTTRAIN_SINK_HOOK_URL", http.url)
     sink.send([notice(1)])
-    assert sink.where == "the URL in HOOK_URL"
-    monkeypatch.setenv("HOOK_URL", "http://u:p4ss@h/")
+    assert sink.where == "the URL in POSTTRAIN_SINK_HOOK_URL"
+    monkeypatch.setenv("POSTTRAIN_SINK_HOOK_URL", "http://u:p4ss@h/")
     with pytest.raises(SinkError) as caught:
         sink.send([notice(1)])
     assert "p4ss" not in str(caught.value)
@@ -272,14 +274,14 @@ def test_a_server_may_refuse_addresses_by_what_they_are(http: Receiver) -> None:
         asked.append(address)
         return "it is of this machine"
 
-    sink = WebhookSink({"url": http.url, "secret_env": "HOOK_SECRET"}, lambda: NOW, admit)
+    sink = WebhookSink({"url": http.url, "secret_env": "POSTTRAIN_SINK_HOOK_SECRET"}, lambda: NOW, admit)
     with pytest.raises(SinkError, match="may not be reached: it is of this machine"):
         sink.send([notice(1)])
     assert (asked, http.posts) == (["127.0.0.1"], [])
 
 
 def test_a_certificate_must_be_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOOK_SECRET", SECRET)
+    monkeypatch.setenv("POSTTRAIN_SINK_HOOK_SECRET", SECRET)
     made = certificate(tmp_path)
     with receiver(made) as https:
         with pytest.raises(SinkError, match="certificate cannot be trusted"):
@@ -316,11 +318,43 @@ def test_a_whole_line_without_its_end_is_kept(tmp_path: Path) -> None:
 
 
 def test_what_somebody_else_wrote_is_not_cut(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
+    path = tmp_path / "notes.jsonl"
     path.write_text("my notes, without an end")
     with pytest.raises(SinkError, match="somebody else wrote"):
         JsonLinesSink({"path": str(path)}).send([notice(1)])
     assert path.read_text() == "my notes, without an end"
+
+
+def test_only_what_holds_events_is_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "profile.jsonl"
+    path.write_text("export X=1\n")
+    with pytest.raises(SinkError, match="must be empty or hold events"):
+        JsonLinesSink({"path": str(path)}).send([notice(1)])
+    assert path.read_text() == "export X=1\n"
+    for name in (".bashrc", "events", "events.json", "x.jsonl.sh"):
+        with pytest.raises(InputError, match=r"must end with \.jsonl"):
+            JsonLinesSink({"path": str(tmp_path / name)})
+
+
+def test_a_sink_names_no_variable_that_was_not_made_for_sinks(smtp: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGPASSWORD", "hidden-password")
+    web = {"url": "http://127.0.0.1/"}
+    for settings in ({**web, "secret_env": "PGPASSWORD"}, {"url_env": "PGPASSWORD", "secret_env": "POSTTRAIN_SINK_X"}):
+        with pytest.raises(InputError, match="must begin with POSTTRAIN_SINK_"):
+            WebhookSink(settings, lambda: NOW)
+    for field in ("user_env", "password_env"):
+        named = {"user_env": "POSTTRAIN_SINK_A", "password_env": "POSTTRAIN_SINK_B", field: "PGPASSWORD"}
+        with pytest.raises(InputError, match="must begin with POSTTRAIN_SINK_"):
+            of_email(smtp, security="starttls", **named)
+
+
+def test_a_variable_that_holds_no_url_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTTRAIN_SINK_URL", "hidden-words")
+    sink = WebhookSink({"url_env": "POSTTRAIN_SINK_URL", "secret_env": "POSTTRAIN_SINK_X"}, lambda: NOW)
+    monkeypatch.setenv("POSTTRAIN_SINK_X", SECRET)
+    with pytest.raises(SinkError, match="POSTTRAIN_SINK_URL must hold http") as caught:
+        sink.send([notice(1)])
+    assert "hidden-words" not in str(caught.value)
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
@@ -340,9 +374,9 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
 
 
 def test_only_a_file_is_written(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(SinkError):  # and it does not wait for a reader
-        JsonLinesSink({"path": str(tmp_path / "pipe")}).send([notice(1)])
+        JsonLinesSink({"path": str(tmp_path / "pipe.jsonl")}).send([notice(1)])
     for path in ("events.jsonl", "~/events.jsonl", ""):
         with pytest.raises(InputError, match="absolute"):
             JsonLinesSink({"path": path})
@@ -384,9 +418,9 @@ def test_a_mail_that_was_not_taken_is_a_failure(smtp: Mailbox, answer: int | str
 
 def test_user_and_password_go_over_tls_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = certificate(tmp_path)
-    named = {"user_env": "MAIL_USER", "password_env": "MAIL_PASSWORD"}
-    monkeypatch.setenv("MAIL_USER", "ann")
-    monkeypatch.setenv("MAIL_PASSWORD", PASSWORD)
+    named = {"user_env": "POSTTRAIN_SINK_MAIL_USER", "password_env": "POSTTRAIN_SINK_MAIL_PASSWORD"}
+    monkeypatch.setenv("POSTTRAIN_SINK_MAIL_USER", "ann")
+    monkeypatch.setenv("POSTTRAIN_SINK_MAIL_PASSWORD", PASSWORD)
     with mailbox(made) as box, mailbox() as plain:
         with pytest.raises(InputError, match="a password needs"):
             of_email(box, **named)
@@ -398,7 +432,7 @@ def test_user_and_password_go_over_tls_alone(tmp_path: Path, monkeypatch: pytest
         assert (box.logins, len(box.mails)) == (["ann"], 1)
         with pytest.raises(SinkError, match="cannot do what is asked"):
             of_email(plain, security="starttls", **named).send([notice(1)])
-        monkeypatch.setenv("MAIL_PASSWORD", "wrong horse")
+        monkeypatch.setenv("POSTTRAIN_SINK_MAIL_PASSWORD", "wrong horse")
         with pytest.raises(SinkError, match="refuses user and password") as caught:
             secured.send([notice(1)])
         assert "wrong horse" not in str(caught.value)
@@ -408,7 +442,7 @@ def test_user_and_password_go_over_tls_alone(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("field", "value"),
     [("to", "ann"), ("to", "a@b.org, c@d.org"), ("to", "a@b.org\nBcc: x@y"), ("from", ""), ("port", 0), ("port", "25"),
-     ("host", "h h"), ("host", ""), ("security", "ssl"), ("user_env", "X"), ("what", "x")],
+     ("host", "h h"), ("host", ""), ("security", "ssl"), ("user_env", "POSTTRAIN_SINK_X"), ("what", "x")],
 )  # fmt: skip
 def test_settings_of_a_mail_that_are_none_are_refused(smtp: Mailbox, field: str, value: Any) -> None:
     with pytest.raises(InputError):

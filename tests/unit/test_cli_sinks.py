@@ -246,14 +246,14 @@ def test_no_secret_is_recorded(world: World, http: Receiver, tmp_path: Path) -> 
     ("words", "said"),
     [
         (("x",), "must be given one of"),
-        (("x", "--jsonl", "a", "--webhook", "http://h/"), "got webhook and jsonl"),
+        (("x", "--jsonl", "a.jsonl", "--webhook", "http://h/"), "got webhook and jsonl"),
         (("x", "--webhook", "http://h/"), "must have --secret-env VAR or"),
-        (("x", "--webhook", "ftp://h/", "--secret-env", "S"), "URL must be http"),
-        (("x", "--jsonl", "a", "--secret-env", "S"), "takes no secret env"),
+        (("x", "--webhook", "ftp://h/", "--secret-env", "POSTTRAIN_SINK_S"), "URL must be http"),
+        (("x", "--jsonl", "a.jsonl", "--secret-env", "POSTTRAIN_SINK_S"), "takes no secret env"),
         (("x", "--email", "a@b.org", "--from", "p@b.org", "--smtp", "h"), "--smtp must be HOST:PORT"),
         (("x", "--email", "a@b.org", "--smtp", "h:25"), "--from must be one address"),
-        (("X Y", "--jsonl", "a"), "name must be"),
-        (("x", "--jsonl", "a", "--on", "run-eneded"), "did you mean 'run-ended'"),
+        (("X Y", "--jsonl", "a.jsonl"), "name must be"),
+        (("x", "--jsonl", "a.jsonl", "--on", "run-eneded"), "did you mean 'run-ended'"),
     ],
 )
 def test_what_makes_no_sink_is_refused_in_a_line(world: World, words: tuple[str, ...], said: str) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from posttrain.domain.errors import InputError, SinkError
 from posttrain.domain.sinks import Notice
@@ -17,6 +17,7 @@ from posttrain.domain.sinks import Notice
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 10.0  # without a byte
 WHOLE_SECONDS = 30.0  # of one delivery: a receiver that answers a byte now and then is slow, too
+VARIABLES = "POSTTRAIN_SINK_"  # how variables begin that a sink may name
 _MOST_SECRET = 4096  # bytes of a file that holds one
 # Whether an address may be connected to: empty, or why not. A workspace asks nobody; a server has its own policy.
 Admit = Callable[[str], str]
@@ -84,6 +85,18 @@ def secret(env: str | None, file: str | None, where: str) -> str:
     if not data.strip() or len(data) > _MOST_SECRET or not data.strip().isascii():
         raise SinkError(f"{where}: secret file {file} must hold 1-{_MOST_SECRET} ASCII characters, got {len(data)}")
     return data.decode("ascii").strip()
+
+
+def refuse_variable(name: Any, field: str) -> None:
+    """Refuse a variable that was not made for sinks: whoever may add a sink must not read all that a server knows.
+
+    Raises:
+        InputError: it is one.
+    """
+    if name and not (str(name).startswith(VARIABLES) and str(name).isidentifier()):
+        raise InputError(
+            f"{field} must begin with {VARIABLES}, which no job gets and no other secret has, got {name!a}"
+        )
 
 
 def absolute(path: str, field: str) -> Path:

@@ -14,7 +14,16 @@ from typing import Any, ClassVar
 
 from posttrain.domain.errors import InputError, SinkError
 from posttrain.domain.sinks import Notice
-from posttrain.events.ports import ANSWER_SECONDS, WHOLE_SECONDS, Admit, Patience, anywhere, one_line, secret
+from posttrain.events.ports import (
+    ANSWER_SECONDS,
+    WHOLE_SECONDS,
+    Admit,
+    Patience,
+    anywhere,
+    one_line,
+    refuse_variable,
+    secret,
+)
 from posttrain.events.reaching import reach, said
 
 STARTTLS, NONE = "starttls", "none"
@@ -63,6 +72,8 @@ class EmailSink:
         self._user, self._password = settings.get("user_env"), settings.get("password_env")
         if bool(self._user) != bool(self._password):
             raise InputError("email: --smtp-user-env and --smtp-password-env go together, got one of them")
+        refuse_variable(self._user, "email: --smtp-user-env")
+        refuse_variable(self._password, "email: --smtp-password-env")
         if self._user and self._security == NONE:
             raise InputError(f"email: a password needs --smtp-security {STARTTLS}, got {NONE}: all could read it")
         self._admit, self._seconds = admit, patience

@@ -16,6 +16,7 @@ from posttrain.events.ports import absolute, encoded
 from posttrain.store.atomic import sync_folder
 
 _BEGINS = b'{"id":"'  # every line does
+SUFFIX = ".jsonl"
 _LONGEST = 1 << 24  # bytes of a line: a longer tail is nobody's half line
 
 
@@ -36,6 +37,8 @@ class JsonLinesSink:
         if set(settings) != {"path"}:
             raise InputError(f"jsonl: must have the setting path alone, got {', '.join(sorted(settings)) or 'none'}")
         self._path: Path = absolute(str(settings["path"]), "jsonl: path")
+        if self._path.suffix != SUFFIX:  # no program takes such a file for something that it carries out
+            raise InputError(f"jsonl: path must end with {SUFFIX}, got {self._path.name!a}")
 
     @property
     def where(self) -> str:
@@ -79,6 +82,9 @@ class JsonLinesSink:
             SinkError: it ends with half a line that was never one of these.
         """
         size = os.fstat(handle).st_size
+        begins = os.pread(handle, len(_BEGINS), 0)
+        if not _BEGINS.startswith(begins):
+            raise SinkError(f"{self._path}: must be empty or hold events, got what somebody else wrote; name another")
         if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
             return size
         tail = os.pread(handle, min(size, _LONGEST), max(0, size - _LONGEST))

@@ -22,7 +22,7 @@ from urllib.parse import SplitResult, urlsplit
 from posttrain._version import __version__
 from posttrain.domain.errors import InputError, SinkError
 from posttrain.domain.sinks import Notice
-from posttrain.events.ports import WHOLE_SECONDS, Admit, Patience, absolute, anywhere, encoded, secret
+from posttrain.events.ports import WHOLE_SECONDS, Admit, Patience, absolute, anywhere, encoded, refuse_variable, secret
 from posttrain.events.reaching import reach, said
 
 PREFIX = "whsec_"  # of secrets in the spelling of Standard Webhooks: base64 follows
@@ -90,6 +90,8 @@ class WebhookSink:
             raise InputError(
                 "webhook: must have --secret-env VAR or --secret-file PATH, of what signs it, and not both"
             )
+        refuse_variable(self._url_env, "webhook: --webhook-env")
+        refuse_variable(self._secret_env, "webhook: --secret-env")
         if self._secret_file:
             absolute(str(self._secret_file), "webhook: --secret-file")
         self._now, self._admit, self._seconds = now, admit, patience
@@ -143,8 +145,10 @@ class WebhookSink:
             raise SinkError(f"variable {self._url_env} must hold the URL where events are delivered, and is not set")
         try:
             return _parts(found)
-        except InputError as error:
-            raise SinkError(f"variable {self._url_env}: {error}") from error
+        except InputError:  # whose words would show what it holds
+            raise SinkError(
+                f"variable {self._url_env} must hold http://HOST[:PORT]/PATH or https://…, without user and password"
+            ) from None
 
     def close(self) -> None:
         """See `Sink.close`: nothing is held between two deliveries."""
