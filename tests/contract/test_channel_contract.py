@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -154,28 +155,13 @@ def test_nobody_begins_what_was_given_up(objects: ChannelObjects) -> None:
 
 
 def test_of_eight_processes_at_once_one_begins(address: str) -> None:
-    racers = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "channel_jobs.py"), "race", address],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for _ in range(8)
-    ]  # fmt: skip
-    for racer in racers:
-        assert racer.stdout is not None
-        assert racer.stdout.readline() == "READY\n"
-    for racer in racers:
-        assert racer.stdin is not None
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    codes = []
-    for racer in racers:
-        racer.communicate(timeout=PATIENCE)
-        codes.append(racer.returncode)
-    assert sorted(codes) == [0] + [1] * 7
+    words = [sys.executable, str(HERE / "channel_jobs.py"), "race", address, "8"]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE)
+    codes = dict(json.loads(done.stdout))
+    assert sorted(codes.values()) == [0] + [1] * 7
     held = AttemptChannel(opened(address)).started()
     assert held is not None
-    assert held.pid == racers[codes.index(0)].pid
+    assert codes[held.pid] == 0
 
 
 def test_of_a_start_and_a_tombstone_at_once_one_holds(address: str) -> None:

@@ -105,6 +105,7 @@ class TestReading:
         listing.write_text(listing.read_text().replace("evil_or_not", "evil_or_yes"))
         assert pinned(environment.digest, tmp_path) is None
 
+    @pytest.mark.slow
     def test_of_this_interpreter(self) -> None:
         found = read_environment()
         assert any(path.endswith("/json/__init__.py") for path in found.files)

@@ -49,6 +49,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 def test_a_driver_imports_nothing_after_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From training to gates, release, report and curves."""
     make_world(tmp_path, monkeypatch).prepare()

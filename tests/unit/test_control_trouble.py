@@ -111,7 +111,7 @@ def test_trouble_without_end_ends_the_driver_and_loses_nothing(bench: Bench, mon
     monkeypatch.setattr(bench.stores.blobs, "put_file", faulty(10**9, away(), put_file))
     started = bench.clock.now()
     with pytest.raises(InfrastructureError, match=rf"503.*; mend the cause, then posttrain dead {run_id}/sft --retry"):
-        bench.reconciler.drive(run_id, interval=20.0, timeout=10 * PATIENCE_SECONDS)
+        bench.reconciler.drive(run_id, interval=60.0, timeout=10 * PATIENCE_SECONDS)
     assert PATIENCE_SECONDS <= bench.clock.now() - started < 1.1 * PATIENCE_SECONDS
     assert (bench.stage(run_id, "sft").state, bench.stage(run_id, "sft").reason) == ("running", "SetAside")
     monkeypatch.setattr(bench.stores.blobs, "put_file", put_file)
