@@ -56,7 +56,7 @@ _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
     *("compare", "attach", "stop", "retry", "signal", "dead", "sample", "eval", "export", "promote"),
     *("approve", "reject", "rollback", "channel", "lineage", "verify", "trace", "track"),
-    *("import", "asset", "sink", "upgrade", "gc", "erase", "doctor"),
+    *("import", "asset", "sink", "upgrade", "gc", "backup", "restore", "erase", "doctor"),
     *("serve", "login", "logout", "whoami", "project", "member", "token"),
 ]
 

@@ -24,6 +24,7 @@ CRASHPOINTS = frozenset(
         "promote.before_commit", "promote.after_commit",
         "sealer.before_commit", "upgrade.after_copy", "upgrade.before_commit",
         "erase.before_commit", "erase.after_commit", "gc.before_delete",
+        "backup.after_ledger", "backup.before_record", "restore.before_rename",
         "track.after_begin", "track.inside_log", "track.after_log", "track.before_end", "track.after_end",
         "sink.after_send",
         "detach.after_request", "detach.after_start", "driver.after_taken", "driver.before_done",

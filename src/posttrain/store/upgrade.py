@@ -8,18 +8,16 @@ their last hash, and tells every row as it is at this moment. Later schemas keep
 from __future__ import annotations
 
 import os
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Connection, func, inspect, select, text
 
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import ConflictError, WorkspaceError
-from posttrain.store.atomic import unwritable
+from posttrain.domain.errors import ConflictError
 from posttrain.store.audit import verify_rows
+from posttrain.store.backing import copy_ledger
 from posttrain.store.baseline import tell_rows
 from posttrain.store.before import verify_rows_before
 from posttrain.store.chain import seal_before, verify_before
@@ -146,20 +144,5 @@ def _keep_file(ledger: Path, schema: str) -> Path:
     number = 1
     while (kept := ledger.with_name(f"{ledger.stem}-{schema}-{number}{ledger.suffix}")).exists():
         number += 1
-    half = kept.with_suffix(".part")
-    try:
-        half.unlink(missing_ok=True)
-        os.close(os.open(half, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        with closing(sqlite3.connect(ledger)) as reader:
-            reader.execute("VACUUM INTO ?", (str(half),))
-        for path in (half, half.parent):  # the copy, then its name
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
-            if path is half:
-                half.rename(kept)
-    except sqlite3.Error as error:
-        raise WorkspaceError(f"cannot copy the ledger {ledger} to {kept}: {error}; nothing was changed") from error
-    except OSError as error:
-        raise unwritable(kept, error) from error
+    copy_ledger(ledger, kept)
     return kept

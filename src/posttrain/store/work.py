@@ -39,7 +39,7 @@ from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
 from posttrain.store.rows import plain
-from posttrain.store.schema import runs, work
+from posttrain.store.schema import cursors, runs, work
 from posttrain.store.waking import RUN, STAGE, wake
 
 NEVER = 1e11  # seconds: until somebody wakes it
@@ -323,6 +323,13 @@ def open_runs(database: Database) -> dict[str, list[str]]:
 
 _SERVERS = cast(func.extract("epoch", func.clock_timestamp()), Float(53))
 _FREE: Mapping[str, Any] = {"lease_owner": None, "lease_token": None, "lease_until": None}
+
+
+def let_go(database: Database) -> None:
+    """Let nobody hold anything: whoever did holds it in the ledger that this one is a copy of."""
+    with database.write() as connection:
+        connection.execute(update(work).values(**_FREE))
+        connection.execute(update(cursors).values(lease_owner=None, lease_until=None))
 
 
 def _held(one: Work) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
