@@ -19,9 +19,9 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from posttrain.access.ports import OS
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import PosttrainError
-from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.workspace.opened import OpenWorkspace
 from posttrain.workspace.settings import VARIABLE
 
@@ -64,8 +64,8 @@ class Courier:
 
 
 def announce(workspace: OpenWorkspace) -> None:
-    """Have what happened a moment ago delivered, without waiting for it; of another project a server does it."""
-    if workspace.ledger.project == DEFAULT_PROJECT:
+    """Have what happened a moment ago delivered, without waiting for it; where a server asked, its driver does it."""
+    if workspace.ledger.auth == OS:
         Courier(workspace).close()
 
 

@@ -1,0 +1,107 @@
+"""Sinks of a served workspace: asked for over HTTP, delivered to by the server's driver, each project's its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_bench import ServerBench, served
+
+from posttrain.domain.errors import AccessError, InputError, NotFoundError
+from posttrain.domain.roles import Role
+from posttrain.domain.sinks import FOR_PEOPLE, Rule
+from posttrain.server.driver import Upkeep
+from sink_servers import SECRET, Receiver, receiver
+
+WEB = {"secret_env": "POSTTRAIN_SINK_SECRET"}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[ServerBench]:
+    with served(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def http(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    monkeypatch.setenv("POSTTRAIN_SINK_SECRET", SECRET)
+    with receiver() as known:
+        yield known
+
+
+def tell(bench: ServerBench, project: str) -> None:
+    seen = bench.workspace.seen_by("user:ann", project, "token")
+    with seen.ledger.transaction("user:ann") as transaction:
+        transaction.append_event("note.told", "x", {"of": project})
+
+
+def test_sinks_are_looked_after_over_http(bench: ServerBench, http: Receiver) -> None:
+    control = bench.control(bench.person("ann", Role.ADMIN))
+    made = control.add_sink("chat", "webhook", {"url": f"{http.url}?key=hidden", **WEB}, {"run": "sort*"})
+    assert (made.where, made.rules, made.actor) == (http.url, (Rule(FOR_PEOPLE, run="sort*"),), "user:ann")
+    assert control.test_sink("chat") == http.url
+    assert json.loads(http.posts[0].body)["test"] is True
+    assert http.posts[0].signed_by(SECRET)
+    assert control.pause_sink("chat").paused == "person"
+    assert control.resume_sink("chat", skip=True).behind <= 1
+    (found,) = control.sinks()
+    assert found.name == "chat"
+    control.remove_sink("chat")
+    assert control.sinks() == []
+    with pytest.raises(NotFoundError, match="there is no sink 'chat'"):
+        control.test_sink("chat")
+
+
+def test_who_may_only_look_adds_none(bench: ServerBench, http: Receiver) -> None:
+    bench.person("ann", Role.ADMIN)
+    eve = bench.control(bench.person("eve", Role.APPROVER))
+    assert eve.sinks() == []
+    for asked in (
+        lambda: eve.add_sink("x", "webhook", {"url": http.url, **WEB}, {}),
+        lambda: eve.test_sink("x"),
+        lambda: eve.remove_sink("x"),
+    ):
+        with pytest.raises(AccessError, match="needs the role admin"):
+            asked()
+
+
+def test_what_a_server_knows_is_not_carried_out_by_a_sink(
+    bench: ServerBench, http: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", "hidden")
+    control = bench.control(bench.person("ann", Role.ADMIN))
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("webhook", {"url": http.url, "secret_env": "PGPASSWORD"}),
+        ("webhook", {"url_env": "PGPASSWORD", **WEB}),
+        ("email", {"to": "a@b.org", "from": "a@b.org", "host": "h", "port": 25, "user_env": "PGUSER",
+                   "password_env": "PGPASSWORD"}),
+        ("jsonl", {"path": str(tmp_path / ".profile")}),
+    ]  # fmt: skip
+    for kind, settings in refused:
+        with pytest.raises(InputError) as caught:
+            control.add_sink("x", kind, settings, {})
+        assert "hidden" not in str(caught.value)
+    assert not http.posts
+
+
+def test_the_servers_driver_delivers_each_projects_events_to_its_own_sinks(bench: ServerBench, http: Receiver) -> None:
+    for project in ("default", "other"):
+        control = bench.control(bench.person("ann", Role.ADMIN, project), project)
+        control.add_sink("chat", "webhook", {"url": f"{http.url}/{project}", **WEB}, {"on": ["all"]})
+        tell(bench, project)
+    upkeep = Upkeep(bench.workspace)
+    told: dict[str, list[dict[str, Any]]] = {}
+    both = ("default", "other")
+    while not all(any(one["type"] == "note.told" for one in told.get(of, [])) for of in both):
+        upkeep.step()
+        posts = list(http.posts)
+        told = {
+            of: [json.loads(post.body) for post in posts if post.path == f"/hook/{of}"] for of in ("default", "other")
+        }
+    upkeep.close()
+    for project, events in told.items():
+        assert {one["project"] for one in events} == {project}
+        assert [one["audited"]["of"] for one in events if one["type"] == "note.told"] == [project]
