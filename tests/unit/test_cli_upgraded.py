@@ -107,7 +107,7 @@ def fails(*_, **__):
     raise ZeroDivisionError("a bug")
 
 import posttrain.app.workspace
-posttrain.app.workspace.open_workspace = fails
+posttrain.app.workspace.find_workspace = fails
 sys.argv = ["posttrain", "ls"]
 main.main()
 """
