@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from handbook import reasons, states
+from handbook import http, reasons, states
 from handbook.weaving import DOCS
 
 BLOCKS: Mapping[str, tuple[str, Callable[[], str]]] = {  # page → name of its part, what makes it
+    "api.md": ("endpoints", http.table),
     "architecture.md": ("lifecycle", states.diagrams),
     "reference/reasons.md": ("reasons", reasons.table),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError, PosttrainError
 from posttrain.domain.roles import Role
 from posttrain.server.repeats import request_id
+from posttrain.server.uploads import Uploads
 from posttrain.store.repeated import Repeats
 
 ROWS = "".join(json.dumps({"prompt": f"{n}", "completion": f"{n % 10}"}) + "\n" for n in range(50))
@@ -187,7 +189,7 @@ def test_what_another_project_has_is_absent_in_status_body_and_statements(
         one, other = walked(absent), walked(word)
     finally:
         event.remove(engine, "before_cursor_execute", count)
-    for verb in OPERATIONS.keys() - {"add_project", "set_member", "issue_token"}:  # which make what they name
+    for verb in OPERATIONS.keys() - {"add_project", "set_member", "issue_token", "gc"}:  # which make, or sweep
         assert one[verb] == other[verb], verb
 
 
@@ -490,3 +492,61 @@ def test_events_name_the_request_that_the_answer_names(bench: ServerBench) -> No
         told = [*now.pending_events(limit=100_000), *now.events(limit=100_000)]
     mine = [event for event in told if event.request.startswith(found.headers["posttrain-request"])]
     assert "role.granted" in {event.kind for event in mine}
+
+
+def test_a_viewer_gets_pages_and_no_weights(bench: ServerBench, tmp_path: Path) -> None:
+    token = bench.person("vic", Role.VIEWER)
+    weights, page = tmp_path / "weights", tmp_path / "page"
+    weights.write_bytes(b"weights" * 100)
+    page.write_bytes(b"page" * 100)
+    mine = Uploads(bench.workspace)
+    kept = {path.name: mine.keep(path, to_viewers=path is page) for path in (weights, page)}
+    assert bench.ask("GET", f"{PROJECT}/blobs/{kept['page']}", token).body == page.read_bytes()
+    assert problem_of(bench.ask("GET", f"{PROJECT}/blobs/{kept['weights']}", token)) == (403, "access")
+    assert bench.ask("GET", f"{PROJECT}/blobs/{kept['weights']}", bench.person("sam", Role.SUBMITTER)).status == 200
+    sizes = {"upload-offset": "0", "upload-length": "1"}
+    assert problem_of(bench.ask("PATCH", f"{PROJECT}/blobs/{ABSENT}", token, b"x", sizes)) == (403, "access")
+
+
+# --- what it says of itself -------------------------------------------------------------------------------------------
+
+
+def test_the_interface_names_every_verb_and_every_name_in_it_is_there(bench: ServerBench) -> None:
+    found = bench.ask("GET", "/openapi.json", None).json
+    assert found["openapi"] == "3.1.0"
+    told = [one for methods in found["paths"].values() for one in methods.values()]
+    names = [one["operationId"] for one in told]
+    assert len(set(names)) == len(names)
+    assert set(OPERATIONS) <= set(names)
+
+    def refs(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield from ([value["$ref"]] if isinstance(value.get("$ref"), str) else [])
+            for one in value.values():
+                yield from refs(one)
+        elif isinstance(value, list):
+            for one in value:
+                yield from refs(one)
+
+    wanted = {ref.removeprefix("#/components/schemas/") for ref in refs(found)}
+    assert wanted <= set(found["components"]["schemas"])
+    assert "RunStatus" in found["components"]["schemas"]
+    for path, methods in found["paths"].items():
+        for one in methods.values():
+            in_path = {parameter["name"] for parameter in one["parameters"] if parameter["in"] == "path"}
+            assert in_path == set(re.findall(r"{(\w+)}", path)), path
+
+
+def test_answers_are_what_the_interface_says(bench: ServerBench) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    found = bench.ask("GET", "/openapi.json", None).json
+    bench.person("ann", Role.ADMIN)
+    for verb in ("members", "tokens", "whoami", "channels", "assets", "ls", "asset_status"):
+        operation = OPERATIONS[verb]
+        query, _ = filled(operation, "x")
+        path = path_of(operation, "default")
+        answer = bench.ask("GET", path + (query if verb == "ls" else ""), KEY).json
+        told = found["paths"][operation.whole_path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        jsonschema.validate(answer, {**told, "components": found["components"]})
+    problem = bench.ask("GET", "/v1/nothing", KEY).json
+    jsonschema.validate(problem, found["components"]["schemas"]["Problem"])

@@ -26,6 +26,7 @@ from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.repeats import LaterError, Once, request_id
 from posttrain.server.requests import sent
+from posttrain.server.worker import INTERFACE
 from posttrain.server.workers import Answers, Refused
 
 log = logging.getLogger("posttrain.server")
@@ -56,6 +57,7 @@ def build(server: Server) -> FastAPI:
     app.add_api_route("/healthz", _healthy, methods=["GET"])
     app.add_api_route("/readyz", _ready, methods=["GET"])
     app.add_api_route("/v1/version", _version, methods=["GET"])
+    app.add_api_route("/openapi.json", _interface, methods=["GET"])
     app.add_exception_handler(HTTPException, _http_problem)
     app.middleware("http")(_around)
     return app
@@ -157,6 +159,15 @@ async def _ready(request: Request) -> Response:
     server: Server = request.app.state.server
     why = await run_in_threadpool(server.ready)
     return JSONResponse({"status": why or "ok"}, 503 if why else 200)
+
+
+async def _interface(request: Request) -> Response:
+    """The OpenAPI document: made once, by a worker, which loads what this process does not."""
+    state = request.app.state
+    if getattr(state, "interface", None) is None:
+        server: Server = state.server
+        state.interface = await run_in_threadpool(server.workers.ask, {}, INTERFACE, {}, request.state.id)
+    return Response(state.interface, media_type="application/json")
 
 
 async def _version() -> Response:

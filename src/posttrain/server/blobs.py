@@ -74,7 +74,9 @@ def add_routes(app: FastAPI, server: Server) -> None:
         digest = request.path_params["digest"]
 
         def found() -> int:
-            _, mine = uploads(request, "export")
+            who, mine = uploads(request, "write_report")
+            if not mine.given(digest):  # a report's page; weights are for those who may take a model out
+                refuse(server.entrance.control(who), "export")
             if not mine.held(digest):
                 raise NotFoundError(f"there are no bytes {digest[:80]!r} in this project")
             return server.workspace.blobs.size(digest)

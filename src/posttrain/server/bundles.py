@@ -60,9 +60,9 @@ class Bundles:
         path.write_text(sent.text, "utf-8")
         return path.relative_to(self._folder)
 
-    def keep(self, path: Path) -> str:
+    def keep(self, path: Path, *, to_viewers: bool) -> str:
         """Put a file into the store for whoever asks, who may fetch it from now on; its digest."""
-        return self._uploads.keep(path)
+        return self._uploads.keep(path, to_viewers=to_viewers)
 
     def lay(self, ref: FileRef, name: str) -> Path:
         """A file or folder under a relative path. Raises as `lay_down`."""

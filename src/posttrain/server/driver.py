@@ -8,6 +8,7 @@ Idle it asks less than two statements a second, and one more for each project wi
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -125,9 +126,8 @@ class Driver:
         self._over.set()
 
     def run(self) -> None:
-        """Until somebody says so, or the server that started it is gone."""
-        parent = os.getppid()
-        while not self._over.is_set() and os.getppid() == parent:
+        """Until somebody says so, or the server is gone, which holds the other end of stdin and never writes there."""
+        while not self._over.is_set() and not select.select([sys.stdin.fileno()], [], [], 0.0)[0]:
             if not self.look():
                 self._log.bound()
                 self._over.wait(_PAUSE)

@@ -216,14 +216,15 @@ class _Driver:
             try:
                 process = subprocess.Popen(
                     [sys.executable, "-s", "-P", "-m", _DRIVER, str(self._root)],
-                    stdin=subprocess.DEVNULL, cwd="/", start_new_session=True,
+                    stdin=subprocess.PIPE, cwd="/", start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
                 self._trouble = f"the driver cannot be started: {error.strerror}"
                 self.over.wait(_AGAIN[-1])
                 continue
             self._process, self._trouble = process, ""
-            tries = 0 if self._lived(process) else tries + 1
+            with process:  # the driver sees the end of its stdin when this process dies
+                tries = 0 if self._lived(process) else tries + 1
             if not self.over.is_set():
                 self._trouble = f"the driver ended with {process.returncode}; it is started again"
                 log.error("%s", self._trouble)

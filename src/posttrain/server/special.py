@@ -65,7 +65,7 @@ def trace(control: Control, named: Mapping[str, Any], bundles: Bundles | None) -
 def export(control: Control, named: Mapping[str, Any], bundles: Bundles | None) -> Any:
     """The files of a model."""
     done = control.export(named["model"], Path(_OUT), dtype=named["dtype"], progress=lambda _: None)
-    return {"value": replace(done, folder=Path(".")), "files": _sent(bundles, _below(Path(_OUT)))}
+    return {"value": replace(done, folder=Path(".")), "files": _sent(bundles, _below(Path(_OUT)), to_viewers=False)}
 
 
 def submit_point(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
@@ -93,11 +93,16 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
             yield path.relative_to(folder).as_posix(), path
 
 
-def _sent(bundles: Bundles | None, files: Iterator[tuple[str, Path]]) -> dict[str, dict[str, Any]]:
+def _sent(
+    bundles: Bundles | None, files: Iterator[tuple[str, Path]], *, to_viewers: bool = True
+) -> dict[str, dict[str, Any]]:
     """Files put into the store, from where whoever asked fetches them by their digests."""
     if bundles is None:
         raise PosttrainError("a verb that writes files was asked of the server itself")
-    return {name: {"digest": bundles.keep(path), "bytes": path.stat().st_size} for name, path in files}
+    return {
+        name: {"digest": bundles.keep(path, to_viewers=to_viewers), "bytes": path.stat().st_size}
+        for name, path in files
+    }
 
 
 SPECIAL: Mapping[str, Callable[[Control, Mapping[str, Any], Bundles | None], Any]] = {

@@ -4,6 +4,7 @@
 
     uploads/PROJECT/HEX.part   what has come so far
     uploads/PROJECT/HEX.here   the bytes are in the store, and this project's, though nothing names them yet
+    uploads/PROJECT/HEX.given  they are a page, made for whoever may look
 """
 
 from __future__ import annotations
@@ -76,12 +77,21 @@ class Uploads:
             self._store(digest, part)
         return have
 
-    def keep(self, path: Path) -> str:
-        """A file of this machine as if it had been uploaded; its digest."""
+    def keep(self, path: Path, *, to_viewers: bool) -> str:
+        """A file of this machine as if it had been uploaded; its digest.
+
+        Args:
+            to_viewers: whoever may look may have its bytes.
+        """
         digest = self._workspace.blobs.put_file(path)
         make_folder(self._folder)
-        self._place(digest, "here").touch(mode=0o600)
+        for kind in ("here", "given") if to_viewers else ("here",):
+            self._place(digest, kind).touch(mode=0o600)
         return digest
+
+    def given(self, digest: str) -> bool:
+        """Whether whoever may look may have the bytes: a page that was made for them."""
+        return self._place(digest, "given").exists()
 
     def _store(self, digest: str, part: Path) -> None:
         try:

@@ -24,6 +24,7 @@ from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.uploads import Uploads
 
 DESCRIPTOR = 3
+INTERFACE = "openapi"  # no verb: what the server looks like
 
 
 class Worker:
@@ -36,6 +37,10 @@ class Worker:
     def answer(self, asked: dict[str, Any]) -> tuple[bool, bytes]:
         """Whether a request was answered, and its answer or problem as JSON."""
         try:
+            if asked["verb"] == INTERFACE:
+                from posttrain.server.openapi import document  # it loads the rooms of every value
+
+                return True, to_json(document())
             asker = Asker.from_json(asked["asker"])
             control = self._entrance.control(asker, asked["request"])
             seen = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth)

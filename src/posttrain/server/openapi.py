@@ -1,0 +1,206 @@
+"""The server's interface as an OpenAPI 3.1 document, from the table of operations and the protocol's own types."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from posttrain._version import __version__
+from posttrain.api.codec import adapter, answer
+from posttrain.api.control import Control
+from posttrain.api.guarding import NEEDS
+from posttrain.api.operations import OPERATIONS, PREFIX, Operation
+from posttrain.api.problems import MEDIA_TYPE
+
+_REF = "#/components/schemas/{model}"
+_FILES = {  # of verbs that answer with files, which are fetched by their digests
+    "type": "object",
+    "properties": {
+        "value": {},
+        "files": {
+            "type": "object",
+            "additionalProperties": {
+                "type": "object",
+                "properties": {"digest": {"type": "string"}, "bytes": {"type": "integer"}},
+                "required": ["digest", "bytes"],
+            },
+        },
+    },
+    "required": ["files"],
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "ask": {"type": "object"},
+    **dict.fromkeys(("export", "write_trace", "write_report"), _FILES),
+}
+_PROBLEM = {
+    "type": "object",
+    "properties": {
+        "type": {"type": "string", "description": "urn:posttrain:problem:NAME, which never changes"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string", "description": "one line: what, the constraint, the value, the next action"},
+        "exit_code": {"type": "integer", "description": "of the command line, for this error"},
+        "retryable": {"type": "boolean"},
+        "request": {"type": "string", "description": "names the request in the event log and the server's log"},
+    },
+    "required": ["type", "title", "status", "detail", "exit_code", "retryable"],
+}
+_STREAMS = {
+    "/runs/{run_id}/watch": ("watch", "How a run stands, whenever it changes: events `status`, then `end`.", ()),
+    "/runs/{run_id}/logs": ("logs", "What its jobs print: events `log`, then `end`.", ("stage", "follow")),
+}
+
+
+_KEY = {
+    "name": "idempotency-key",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{8,64}$"},
+    "description": "the same request with the same key is carried out once",
+}
+
+
+def document() -> dict[str, Any]:
+    """The whole document. It loads the rooms of every value: ask for it in a worker."""
+    schemas: dict[str, Any] = {"Problem": _PROBLEM}
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS.values():
+        paths.setdefault(operation.whole_path, {})[operation.method.lower()] = _described(operation, schemas)
+    for path, (name, text, in_query) in _STREAMS.items():
+        paths[PREFIX + path] = {"get": _stream(name, text, in_query)}
+    paths |= _bytes()
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Posttrain",
+            "version": __version__,
+            "description": "The verbs of the command line over HTTP. See docs/server.md.",
+        },
+        "paths": dict(sorted(paths.items())),
+        "components": {
+            "schemas": dict(sorted(schemas.items())),
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"token": []}],
+    }
+
+
+def _described(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
+    text = inspect.getdoc(getattr(Control, operation.verb)) or ""
+    first, _, rest = text.partition("\n\n")
+    asked = operation.parameters
+    inside = operation.method in ("GET", "DELETE")
+    named = [name for name in asked if inside or name in operation.in_path]
+    found: dict[str, Any] = {
+        "operationId": operation.verb,
+        "summary": " ".join(first.split()),
+        "description": f"Needs the role {NEEDS[operation.verb]}." + (f"\n\n{rest}" if rest else ""),
+        "parameters": [_project(), *(_parameter(operation, name, asked[name], schemas) for name in named)],
+        "responses": {
+            "200": {"description": "what it answers", "content": _json(_answer(operation, schemas))},
+            "default": {
+                "description": "what went wrong",
+                "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+            },
+        },
+    }
+    if not inside:
+        body = {name: one for name, one in asked.items() if name not in operation.in_path}
+        required = [name for name, one in body.items() if one.default is inspect.Parameter.empty and not _optional(one)]
+        fields = {name: _schema(one.annotation, schemas) for name, one in body.items()}
+        schema: dict[str, Any] = {"type": "object", "properties": fields, "additionalProperties": False}
+        schema |= {"required": required} if required else {}
+        found["requestBody"] = {"required": bool(required), "content": _json(schema)}
+    if operation.unsafe:
+        found["parameters"].append(_KEY)
+    return found
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _answer(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
+    if operation.verb in _OWN:
+        return _OWN[operation.verb]
+    return _taken(answer(operation.verb).json_schema(mode="serialization", ref_template=_REF), schemas)
+
+
+def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
+    return _taken(adapter(kind).json_schema(ref_template=_REF), schemas)
+
+
+def _taken(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose definitions are the document's."""
+    schemas.update(schema.pop("$defs", {}))
+    return schema
+
+
+def _parameter(operation: Operation, name: str, one: inspect.Parameter, schemas: dict[str, Any]) -> dict[str, Any]:
+    in_path = name in operation.in_path
+    required = in_path or (one.default is inspect.Parameter.empty and not _optional(one))
+    place = "path" if in_path else "query"
+    return {"name": name, "in": place, "required": required, "schema": _schema(one.annotation, schemas)}
+
+
+def _optional(one: inspect.Parameter) -> bool:
+    return type(None) in getattr(one.annotation, "__args__", ())
+
+
+def _project() -> dict[str, Any]:
+    return {"name": "project", "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _stream(name: str, text: str, in_query: tuple[str, ...]) -> dict[str, Any]:
+    words = {"schema": {"type": "string"}}
+    return {
+        "operationId": name,
+        "summary": text,
+        "parameters": [
+            _project(),
+            {"name": "run_id", "in": "path", "required": True, **words},
+            *({"name": one, "in": "query", "required": False, **words} for one in in_query),
+        ],
+        "responses": {"200": {"description": "server-sent events", "content": {"text/event-stream": {}}}},
+    }
+
+
+def _bytes() -> dict[str, Any]:
+    digest = {"name": "digest", "in": "path", "required": True, "schema": {"type": "string"}}
+    path = PREFIX + "/blobs/{digest}"
+    state = {
+        "type": "object",
+        "properties": {"held": {"type": "boolean"}, "offset": {"type": "integer"}},
+        "required": ["held", "offset"],
+    }
+    stands = {"200": {"description": "how the upload stands", "content": {"application/json": {"schema": state}}}}
+    numbers = [
+        {"name": name, "in": "header", "required": True, "schema": {"type": "integer"}}
+        for name in ("upload-offset", "upload-length")
+    ]
+    octets: dict[str, Any] = {"application/octet-stream": {}}
+    return {
+        path: {
+            "get": {
+                "operationId": "blob",
+                "summary": "The bytes of a digest that the project holds.",
+                "parameters": [_project(), digest],
+                "responses": {"200": {"description": "the bytes", "content": octets}},
+            },
+            "patch": {
+                "operationId": "add_to_blob",
+                "summary": "Add to an upload, where it stopped; with the last byte it is held.",
+                "parameters": [_project(), digest, *numbers],
+                "requestBody": {"required": True, "content": octets},
+                "responses": stands,
+            },
+        },
+        path + "/state": {
+            "get": {
+                "operationId": "blob_state",
+                "summary": "Whether the project holds the bytes, and how many of an upload have come.",
+                "parameters": [_project(), digest],
+                "responses": stands,
+            }
+        },
+    }
