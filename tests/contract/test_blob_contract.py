@@ -6,6 +6,7 @@ import os
 import resource
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from obstore.store import from_url
 from posttrain.domain.canonical import digest_bytes, digest_chunks
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.ports import BlobStore
+from posttrain.store.backends.local import LocalFolder
 from posttrain.store.backends.memory import Memory
+from posttrain.store.backends.remote import Remote
 from posttrain.store.blobs import open_blobs
 
 ABSENT = "sha256:" + "0" * 64
@@ -232,3 +235,36 @@ def test_a_store_that_does_not_answer_is_worth_another_try(monkeypatch: pytest.M
     monkeypatch.setattr(obstore, "get", fail)
     with pytest.raises(InfrastructureError, match="does not answer: error sending request; try again"):
         open_blobs("memory://x").get(ABSENT)
+
+
+def test_what_there_is_is_listed_and_what_is_deleted_is_gone(place: Place) -> None:
+    store = open_blobs(place.blobs.url)
+    sizes = {store.put(data): len(data) for data in (b"", b"one", b"another")}
+    assert {blob.digest: blob.bytes for blob in store.stored()} == sizes
+    assert all(abs(blob.modified - time.time()) < 3600 for blob in store.stored())
+    gone = digest_bytes(b"one")
+    store.delete(gone)
+    store.delete(gone)  # another was faster
+    assert not store.has(gone)
+    assert {blob.digest for blob in store.stored()} == sizes.keys() - {gone}
+    store.join("a-workspace", "host:/here")
+    assert store.users() == {"a-workspace": "host:/here"}
+    assert len(list(store.stored())) == 2
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_is_found_is_as_young_as_if_it_had_been_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    """Else somebody who deletes what is old and unneeded would take it from whoever found it."""
+    store = open_blobs(tmp_path)
+    (tmp_path / "again").write_bytes(b"large")
+    for put, data in ((lambda: store.put(b"small"), b"small"), (lambda: store.put_file(tmp_path / "again"), b"large")):
+        digest = put()
+        path = tmp_path / "sha256" / digest[7:9] / digest[9:]
+        os.utime(path, (1.0, 1.0))
+        if remote:  # whose objects get another time only by being written
+            monkeypatch.setattr(LocalFolder, "touch", Remote.touch)
+        assert put() == digest == digest_bytes(data)
+        assert store.modified(digest) > time.time() - 3600
+        assert store.get(digest) == data

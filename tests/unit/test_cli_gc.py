@@ -146,6 +146,20 @@ def test_cached_copies_of_what_is_gone_go_and_checkpoints_of_runs_that_ended(wor
     everything_holds(world)
 
 
+def test_uploads_that_nobody_used_go_with_the_word_that_they_are_there(world: World) -> None:
+    """Else whoever asks would be told that nobody needs to send them, and then that they are missing."""
+    uploads = world.root / ".posttrain" / "uploads" / "default"
+    uploads.mkdir(parents=True)
+    blobs = open_blobs(world.root / ".posttrain" / "blobs")
+    unused, used = blobs.put(b"uploaded, never named"), world.json("asset", "get", "model:tiny@1")["digest"]
+    for digest, kind in ((unused, "here"), (used, "here"), (used, "part")):
+        (uploads / f"{digest.removeprefix('sha256:')}.{kind}").touch()
+    world.ok("gc")
+    assert len(list(uploads.iterdir())) == 3
+    assert world.json(*NOW)["blobs"]["deleted"] == 1
+    assert [path.name for path in uploads.iterdir()] == [f"{used.removeprefix('sha256:')}.here"]
+
+
 def test_answers_that_nobody_asks_for_again_go(world: World) -> None:
     row = "INSERT INTO requests VALUES ('default', 'p', ?, 'submit', 'sha256:x', ?, 'me', 200, '{}', 1.0)"
     with closing(sqlite3.connect(world.root / ".posttrain" / "ledger.db")) as connection, connection:

@@ -17,6 +17,7 @@ from posttrain.store.marking import Marker, ended_runs
 from posttrain.store.scratch import scratch
 from posttrain.store.sweeping import PATIENCE, forget_answers, sweep
 
+_UPLOADS, _WHOLE = "uploads", ".here"  # as `server.uploads` has them
 _CACHED = ("trees", "files")  # folders of the cache whose entries are called by their digests
 
 
@@ -35,13 +36,13 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
     blobs = open_blobs(workspace.blobs.url, lock)
     _refuse_shared(workspace, blobs)
     actor, ledger = workspace.actor, workspace.ledger
-    done = sweep(ledger, blobs, lock, actor, older_than=older_than, dry_run=dry_run)
     answers = forget_answers(ledger, ledger.clock.now() - older_than, dry_run=dry_run)
     if dry_run:
         leftovers = list(_leftovers(workspace, blobs, older_than))
         folders, size = len(leftovers), sum(_size(path) for path in leftovers)
     else:
-        folders, size = _clear(workspace, blobs, older_than)
+        folders, size = _clear(workspace, blobs, older_than)  # first: nobody is told of bytes that are gone
+    done = sweep(ledger, blobs, lock, actor, older_than=older_than, dry_run=dry_run)
     workspace.seal()
     return Collected(dry_run, done, folders, size, answers)
 
@@ -72,12 +73,16 @@ def _clear(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> tuple
 
 
 def _leftovers(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> Iterator[Path]:
-    """Cached copies of what nobody needs, and checkpoints of runs that have succeeded or were rejected."""
+    """Cached copies of what nobody needs, uploads that nobody used, checkpoints of runs that ended for good."""
     needed = Marker(workspace.ledger, blobs).mark().needed
     for kind in _CACHED:
         for path in sorted((workspace.root / "cache" / kind).glob("[0-9a-f]*")):
             if DIGEST_PREFIX + path.name not in needed and path.stat().st_mtime < time.time() - older_than:
                 yield path
+    for path in sorted((workspace.root / _UPLOADS).glob("*/[0-9a-f]*")):  # halves, and what was never used
+        whole = path.suffix == _WHOLE and DIGEST_PREFIX + path.stem in needed
+        if not whole and path.stat().st_mtime < time.time() - older_than:
+            yield path
     for run in ended_runs(workspace.ledger, workspace.ledger.clock.now() - older_than):
         yield from sorted((workspace.root / "runs" / run).glob("*/[0-9]*/checkpoints"))
 
