@@ -18,6 +18,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.drivers.log import DriverLog, Veil
 from posttrain.drivers.requests import Request, requests_held, runs_folder, write_request
 from posttrain.store.atomic import make_folder
+from posttrain.workspace.settings import PROJECT_VARIABLE
 from sink_servers import SECRET, Mailbox, Receiver, mailbox, receiver
 
 PATIENCE = 300.0
@@ -197,6 +198,20 @@ def test_a_channel_that_a_person_moves_is_told(
     (moved,) = told(http)
     assert (moved["type"], moved["subject"]) == ("channel.rollback", "prod")
     assert moved["message"]["lines"][2] == "Next: posttrain get prod"
+
+
+@pytest.mark.slow
+def test_sinks_of_another_project_are_delivered_to_as_well(
+    world: World, http: Receiver, couriers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.ok("project", "add", "other")
+    monkeypatch.setenv(PROJECT_VARIABLE, "other")
+    hook(world, http, "--on", "all")
+    world.ok("sink", "pause", "chat")
+    world.ok("sink", "resume", "chat")
+    assert couriers[-1].wait(PATIENCE) == 0
+    assert {one["project"] for one in told(http)} == {"other"}
+    assert "sink.resumed" in [one["type"] for one in told(http)]
 
 
 def test_a_test_message_says_that_it_is_one(world: World, http: Receiver, smtp: Mailbox) -> None:

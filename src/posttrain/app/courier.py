@@ -2,7 +2,7 @@
 
 ::
 
-    driver ──starts──▶ python -m posttrain.app.courier ROOT      seals, and lets `events.bus` deliver
+    driver ──starts──▶ python -m posttrain.app.courier ROOT PROJECT   seals, and lets `events.bus` deliver
        │ looks now and then whether it lives     │
        ▼ its end closes a pipe ─────────────────▶ delivers what is left, for a minute at most, and ends
 
@@ -81,17 +81,18 @@ def _start(workspace: OpenWorkspace) -> subprocess.Popen[bytes]:
         log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | again, 0o600)
         held.callback(os.close, log)
         return subprocess.Popen(
-            [sys.executable, "-s", "-P", "-m", _MODULE, str(workspace.root)], stdin=subprocess.PIPE, stdout=log,
-            stderr=log, cwd="/", start_new_session=True, env={**os.environ, VARIABLE: str(workspace.root)},
+            [sys.executable, "-s", "-P", "-m", _MODULE, str(workspace.root), workspace.ledger.project],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, cwd="/", start_new_session=True,
+            env={**os.environ, VARIABLE: str(workspace.root)},
         )  # fmt: skip
 
 
-def main(root: Path) -> int:
+def main(root: Path, project: str) -> int:
     """Deliver until whoever holds the other end of stdin is gone, and then what is left."""
     from posttrain.app.sinks import deliverer
 
     workspace = Workspace(root)
-    known = deliverer(workspace)
+    known = deliverer(workspace.seen_by(workspace.actor, project, OS))
     until, wait, said = float("inf"), 0.0, ""
     while True:
         if until == float("inf"):
@@ -117,4 +118,4 @@ def main(root: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
