@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 from cli_world import RUN, World, make_world
 
+from posttrain.app.workspace import open_workspace
+from posttrain.domain.records import RunRecord
+from posttrain.store.ledger import Ledger
+
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
@@ -176,3 +180,16 @@ def test_a_ledger_in_postgresql_is_pg_dumps(
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
     assert "which pg_dump copies: the database first, then the store (docs/howto/backup.md" in refused.stderr
     assert not (tmp_path / "kept").exists()
+
+
+def test_runs_of_every_project_are_told(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = open_workspace()
+    manifest = workspace.ledger.runs()[0].manifest_digest
+    with Ledger(workspace.ledger.database, project="other").transaction("user:ann") as transaction:
+        transaction.add_project()
+        transaction.insert_run(RunRecord("o-1", "o", manifest, "pending", "ann", 1.0, project="other"), [])
+    workspace.close()
+    world.ok("backup", str(tmp_path / "kept"))
+    other = elsewhere(tmp_path, monkeypatch)
+    told = other.json("restore", str(tmp_path / "kept"))
+    assert (told["runs"], told["under_way"]) == (2, ["o-1"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from posttrain.app.workspace import Workspace, find_workspace
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError, InputError
-from posttrain.domain.lifecycle import RunState, is_final
+from posttrain.domain.lifecycle import is_final
 from posttrain.store.atomic import make_folder, sync_folder, write_json
 from posttrain.store.audit import verify_rows
 from posttrain.store.backing import BackedUp, back_up, fill, read_backup
@@ -22,8 +22,6 @@ from posttrain.store.sealer import verify_chain
 from posttrain.store.work import let_go
 from posttrain.workspace.ledgers import FILE, KEY
 from posttrain.workspace.settings import FOLDER, OWN_STORE, SETTINGS, VARIABLE
-
-_UNDER_WAY = [state for state in RunState if not is_final("run", state)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +88,9 @@ def _proved(place: Path) -> tuple[int, tuple[str, ...]]:
         verify_chain(ledger)
         verify_rows(ledger)
         let_go(ledger.database)
-        return len(ledger.runs()), tuple(run.id for state in _UNDER_WAY for run in ledger.runs(state=state))
+        with ledger.snapshot() as now:
+            projects = now.projects()
+        every = [run for project in projects for run in Ledger(ledger.database, project=project).runs()]
+        return len(every), tuple(run.id for run in every if not is_final("run", run.state))
     finally:
         ledger.close()
