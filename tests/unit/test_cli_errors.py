@@ -161,7 +161,7 @@ def test_a_bug_is_one_line_and_a_traceback_in_a_file(world: World, monkeypatch: 
     def explode(*_: object, **__: object) -> None:
         raise RuntimeError("wires\ncrossed")
 
-    monkeypatch.setattr("posttrain.app.workspace.open_workspace", explode)
+    monkeypatch.setattr("posttrain.app.workspace.find_workspace", explode)
     result = world("ls")
     assert result.exit_code == 1
     line = one_line(result)
