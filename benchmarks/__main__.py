@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SUITES = ("rollout", "training", "dispatch", "controller", "tracing", "ledger", "transitions", "starting")
+SUITES = ("rollout", "training", "dispatch", "controller", "tracing", "ledger", "transitions", "starting", "serving")
 
 
 def main() -> None:

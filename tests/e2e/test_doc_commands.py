@@ -42,6 +42,7 @@ SUITES = {
     "transitions",
     "ledger",
     "gates",
+    "serving",
 }  # test_benchmarks runs them small
 
 

@@ -55,7 +55,9 @@ def test_every_benchmark_is_run_by_a_test() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "column"), [("dispatch", "ours"), ("tracing", "written"), ("ledger", "verify")])
+@pytest.mark.parametrize(
+    ("name", "column"), [("dispatch", "ours"), ("tracing", "written"), ("ledger", "verify"), ("serving", "p99")]
+)
 def test_a_tiny_round_without_torch(name: str, column: str) -> None:
     assert column in run(f"benchmarks.{name}", "--tiny")
 

@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -550,3 +552,32 @@ def test_answers_are_what_the_interface_says(bench: ServerBench) -> None:
         jsonschema.validate(answer, {**told, "components": found["components"]})
     problem = bench.ask("GET", "/v1/nothing", KEY).json
     jsonschema.validate(problem, found["components"]["schemas"]["Problem"])
+
+
+def test_the_server_itself_loads_nothing_large() -> None:
+    """What reads files or computes is a worker's: numpy alone is 40 MB."""
+    code = """
+import sys
+import posttrain.server.serving
+from posttrain.api.codec import adapter
+from posttrain.api.operations import OPERATIONS
+from posttrain.app.embedded.control import Embedded
+from posttrain.app.workspace import init_workspace
+from pathlib import Path
+
+with __import__("tempfile").TemporaryDirectory() as folder:
+    control = Embedded(init_workspace(Path(folder)))
+    for operation in OPERATIONS.values():
+        for one in operation.parameters.values():
+            adapter(one.annotation)
+        if not operation.heavy and operation.method == "GET":
+            words = {name: 1 if "int" in str(one.annotation) else "x" for name, one in operation.parameters.items()}
+            try:
+                getattr(control, operation.verb)(*words.values())
+            except Exception:
+                pass
+large = {"numpy", "scipy", "pyarrow", "matplotlib", "tokenizers", "torch", "transformers", "pandas"}
+print(sorted(large & set(sys.modules)))
+"""
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=500)
+    assert shown.stdout.strip() == "[]", shown.stdout
