@@ -74,6 +74,7 @@ _RUN_ID: ColumnElement[str] = bindparam("run_id")
 _PROJECT: ColumnElement[str] = bindparam("of_project")
 _STAGES = select(stages).order_by(stages.c.run_id, stages.c.position, stages.c.name)
 _STAGES_OF_ONE = _STAGES.where(stages.c.run_id == _RUN_ID)
+_ATTEMPTS_OF_MANY = select(attempts).order_by(attempts.c.run_id, attempts.c.stage, attempts.c.number)
 _ATTEMPTS = select(attempts).where(attempts.c.run_id == _RUN_ID).order_by(attempts.c.stage, attempts.c.number)
 _CACHED = select(stages).join(
     stage_cache, (stages.c.run_id == stage_cache.c.run_id) & (stages.c.name == stage_cache.c.stage)
@@ -159,6 +160,10 @@ class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
         """The attempts of a run, or of one of its stages, oldest first."""
         query = _ATTEMPTS if stage is None else _ATTEMPTS.where(attempts.c.stage == stage)
         return self._all(AttemptRecord, query, {"run_id": run_id})
+
+    def attempts_of(self, *run_ids: str) -> list[AttemptRecord]:
+        """The attempts of runs, by run, stage and number."""
+        return self._each(AttemptRecord, _ATTEMPTS_OF_MANY, attempts.c.run_id, run_ids)
 
     def live_attempts(self) -> set[str]:
         """The names of attempts that have not ended, in every project."""
@@ -363,6 +368,16 @@ class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
             if found is not None:
                 return float(found)
         return None
+
+    def last_said_of(self, *subjects: str) -> dict[str, float]:
+        """Subject → when its newest event was, of those that have one."""
+        found: dict[str, float] = {}
+        for table in (events_before, events):
+            for start in range(0, len(subjects), _NAMES):
+                newest = select(table.c.subject, func.max(table.c.at)).group_by(table.c.subject)
+                part = newest.where(table.c.subject.in_(subjects[start : start + _NAMES]))
+                found |= {subject: float(at) for subject, at in self._connection.execute(part)}
+        return found
 
     def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
         """Committed events that the sealer has not passed yet, in id order; they have no `sequence`."""

@@ -25,6 +25,7 @@ from posttrain.domain.waits import span, waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
+from posttrain.views.rows import Rows
 from posttrain.views.since import as_they_stand
 from posttrain.workspace.opened import OpenWorkspace
 
@@ -178,16 +179,35 @@ class RunWatcher:
         Raises:
             NotFoundError: there is no such run.
         """
-        now = self._workspace.ledger.clock.now()
         with self._workspace.ledger.snapshot() as ledger:
-            run = ledger.run(self._run_id)
-            rows = ledger.stages(run.id)
-            waits = any(kind_of(row.kind).driver is Driver.WAIT for row in rows)
-            signals = tuple(ledger.signals(run.id)) if waits else ()
-            attempts = [self._attempts(ledger, row) for row in rows]
-            for row in rows:
-                if self._changed.get(row.name, (-1, None))[0] != row.generation:
-                    self._changed[row.name] = row.generation, ledger.last_said(f"{row.run_id}/{row.name}")
+            found = self._found(ledger)
+        return self._told(*found)
+
+    def of(self, rows: Rows) -> RunStatus:
+        """The run by rows that were read already."""
+        return self._told(*self._found(rows))
+
+    def _found(
+        self, ledger: Snapshot | Rows
+    ) -> tuple[RunRecord, list[StageRecord], tuple[Signal, ...], list[list[AttemptRecord]]]:
+        run = ledger.run(self._run_id)
+        rows = ledger.stages(run.id)
+        waits = any(kind_of(row.kind).driver is Driver.WAIT for row in rows)
+        signals = tuple(ledger.signals(run.id)) if waits else ()
+        attempts = [self._attempts(ledger, row) for row in rows]
+        for row in rows:
+            if self._changed.get(row.name, (-1, None))[0] != row.generation:
+                self._changed[row.name] = row.generation, ledger.last_said(f"{row.run_id}/{row.name}")
+        return run, rows, signals, attempts
+
+    def _told(
+        self,
+        run: RunRecord,
+        rows: list[StageRecord],
+        signals: tuple[Signal, ...],
+        attempts: Sequence[list[AttemptRecord]],
+    ) -> RunStatus:
+        now = self._workspace.ledger.clock.now()
         asked = self._asked(run.id, rows)
         if self._manifest is None and not self._trouble:
             self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
@@ -218,7 +238,7 @@ class RunWatcher:
         said = self._workspace.jobs.folders.of(attempts[-1]).channel.summary()
         return StageProgress(said.step, said.total, said.tokens, at=said.at) if said else StageProgress()
 
-    def _attempts(self, ledger: Snapshot, row: StageRecord) -> list[AttemptRecord]:
+    def _attempts(self, ledger: Snapshot | Rows, row: StageRecord) -> list[AttemptRecord]:
         if self._cached and row.cached_from:
             origin, _, name = row.cached_from.rpartition("/")
             return ledger.attempts(origin, name)
@@ -283,6 +303,13 @@ class Vigil:
 def read_status(workspace: OpenWorkspace, run_id: str, *, brief: bool = False) -> RunStatus:
     """One look at a run; see `RunWatcher`."""
     return RunWatcher(workspace, run_id, brief=brief).read()
+
+
+def read_newest(workspace: OpenWorkspace, limit: int) -> list[RunStatus]:
+    """The newest runs in brief: five statements, however many they are, and one more for each that waits."""
+    with workspace.ledger.snapshot() as ledger:
+        rows = Rows(ledger, ledger.runs(limit))
+        return [RunWatcher(workspace, run_id, brief=True).of(rows) for run_id in rows.ids]
 
 
 def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:

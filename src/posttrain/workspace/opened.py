@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from posttrain.control.reconciler import Reconciler
 
 _PLACE_DIGITS = 32
+_MOST_MANIFESTS = 1024  # that are kept
 
 
 class OpenWorkspace:
@@ -54,8 +55,14 @@ class OpenWorkspace:
 
     def manifest_or_trouble(self, run: RunRecord) -> tuple[Manifest | None, str]:
         """A run's manifest, or one line that says why it cannot be read: a look at many runs survives a bad one."""
+        known = self._manifests.get(run.manifest_digest)
+        if known is not None:
+            return known, ""
         try:
-            return self.stores.manifest(run), ""
+            found = self.stores.manifest(run)
+            if len(self._manifests) < _MOST_MANIFESTS:  # bytes by their digest: they never change
+                self._manifests[run.manifest_digest] = found
+            return found, ""
         except (PosttrainError, ValueError) as error:  # bytes gone or corrupt, or a manifest of another version
             why = str(error).splitlines()[0]
             return None, f"manifest unreadable: {why}"
@@ -66,6 +73,11 @@ class OpenWorkspace:
         from posttrain.control.reconciler import Reconciler  # here: it loads numpy and pyarrow, which `ls` does without
 
         return Reconciler(self.stores, self.jobs, process_name(), process_alive)
+
+    @functools.cached_property
+    def _manifests(self) -> dict[str, Manifest]:
+        """Digest → manifest, of those that were read."""
+        return {}
 
     @property
     def ledger_address(self) -> str | None:

@@ -130,9 +130,9 @@ class Runs:
 
     def ls(self, limit: int) -> list[RunStatus]:
         """See `Runs.ls`."""
-        from posttrain.views.status import read_status
+        from posttrain.views.status import read_newest
 
-        return [read_status(self.workspace, run.id, brief=True) for run in self.workspace.ledger.runs(limit=limit)]
+        return read_newest(self.workspace, limit)
 
     def status(self, run_id: str) -> RunStatus:
         """See `Runs.status`."""
