@@ -191,7 +191,7 @@ def test_what_another_project_has_is_absent_in_status_body_and_statements(
         one, other = walked(absent), walked(word)
     finally:
         event.remove(engine, "before_cursor_execute", count)
-    for verb in OPERATIONS.keys() - {"add_project", "set_member", "issue_token", "gc"}:  # which make, or sweep
+    for verb in OPERATIONS.keys() - {"add_project", "set_member", "issue_token"}:  # which make what they name
         assert one[verb] == other[verb], verb
 
 
@@ -581,3 +581,9 @@ print(sorted(large & set(sys.modules)))
 """
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=500)
     assert shown.stdout.strip() == "[]", shown.stdout
+
+
+def test_only_an_admin_of_the_first_project_sweeps_the_store(bench: ServerBench) -> None:
+    token = bench.person("ben", Role.ADMIN, "b")
+    with pytest.raises(InputError, match="asked by an admin of default"):
+        bench.control(token, "b").gc(0.0, dry_run=True)

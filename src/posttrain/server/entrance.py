@@ -15,11 +15,13 @@ from posttrain.api.guarding import guarded
 from posttrain.app.embedded.control import Embedded
 from posttrain.domain.errors import AccessError, AuthenticationError, NotFoundError
 from posttrain.domain.roles import Role
+from posttrain.server.watching import Looking, Watchers
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
     from posttrain.app.workspace import Workspace
     from posttrain.store.ledger import Ledger
+    from posttrain.views.status import RunStatus
 
 _SCHEME = "bearer "
 
@@ -45,6 +47,22 @@ class Asker:
         return cls(Identity(said["principal"], said["auth"], limits), said["in"])
 
 
+class _Kept(Embedded):
+    """`Control` in this process, which looks at runs by what it kept of the looks before."""
+
+    def __init__(self, workspace: Workspace, watchers: Watchers) -> None:
+        super().__init__(workspace)
+        self._watchers = watchers
+
+    def status(self, run_id: str) -> RunStatus:
+        """See `Runs.status`."""
+        return self._watchers.read(self.workspace, run_id)
+
+    def watcher(self, run_id: str) -> Looking:  # type: ignore[override]  # both are watchers
+        """See `Runs.watcher`."""
+        return Looking(self._watchers, self.workspace, run_id)
+
+
 class Entrance:
     """Lets principals in by their tokens, and whoever may read the workspace's folder by its key.
 
@@ -57,6 +75,7 @@ class Entrance:
         self._tokens = TokenAuthenticator(workspace.ledger)
         self._projects: set[str] = set()  # that are known to exist; none is ever removed
         self._lock = threading.Lock()
+        self._watchers = Watchers()
 
     def identify(self, header: str) -> Identity:
         """Whoever sends this `Authorization` header.
@@ -88,7 +107,7 @@ class Entrance:
             raise NotFoundError(f"there is no project {asker.project!r} that you may see; posttrain project ls")
         mine = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth, request)
         known, ledger = asker.identity, mine.ledger
-        return guarded(Embedded(mine), known.principal, asker.project, lambda: role_of(ledger, known))
+        return guarded(_Kept(mine, self._watchers), known.principal, asker.project, lambda: role_of(ledger, known))
 
     def ledger(self, asker: Asker) -> Ledger:
         """Of their project."""

@@ -41,7 +41,8 @@ class Uploads:
 
     def held(self, digest: str) -> bool:
         """Whether the project has these bytes, so that nobody needs to send them again."""
-        return self._place(digest, "here").exists() or self.registered(digest)
+        sent = self._place(digest, "here").exists() and self._workspace.blobs.has(digest)
+        return sent or self.registered(digest)
 
     def offset(self, digest: str) -> int:
         """How many bytes of an upload have come."""

@@ -9,6 +9,7 @@ from posttrain.api.values import ChannelView
 from posttrain.domain.approvals import APPROVED, REJECTED
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.domain.spelling import nearest
 from posttrain.store.releasing import POLICY_SET
 
@@ -259,6 +260,11 @@ class Records:
         """See `Records.gc`."""
         from posttrain.app.collecting import collect_garbage
 
+        project = self.workspace.ledger.project
+        if project != DEFAULT_PROJECT:  # the store is everybody's: an admin of one project does not sweep it
+            raise InputError(
+                f"gc is asked by an admin of {DEFAULT_PROJECT}, got project {project}: it sweeps the store of all"
+            )
         return collect_garbage(self.workspace, older_than, dry_run=dry_run)
 
     def _run_id(self, target: str) -> str:
