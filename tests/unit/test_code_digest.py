@@ -40,6 +40,7 @@ DECIDES_NOTHING = {
     "store/channels/folder.py": "keeps bytes",
     "store/channels/objects.py": "keeps bytes",
     "store/blobs.py": "keeps bytes, known by their digest",
+    "store/holding.py": "who may delete what is kept",
     "store/scratch.py": "where temporary files lie",
     "store/trees.py": "keeps bytes, known by their digest",
 }
