@@ -31,7 +31,7 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "posttrain.control.comparing": "Cell Comparison MetricRow",
     "posttrain.control.downstream": "Downstream",
     "posttrain.control.lineage": "Node",
-    "posttrain.control.planning": "Planned",
+    "posttrain.control.planning": "Planned Resolve",
     "posttrain.control.scores": "Scores",
     "posttrain.control.verifying": "VerifyReport",
     "posttrain.data.importing": "Curve Imported",
