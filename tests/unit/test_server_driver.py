@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import event
 
 from posttrain.app.workspace import Workspace, init_workspace
+from posttrain.domain.canonical import digest_json
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.drivers.log import DriverLog, Veil
 from posttrain.server import driver as module
@@ -43,7 +44,7 @@ def waiting(workspace: Workspace, project: str, name: str) -> str:
     with seen.ledger.transaction("user:ann") as transaction:
         if project not in transaction.snapshot.projects():
             transaction.add_project()
-    run = RunRecord(f"{name}-22222222", name, "sha256:" + name[-1] * 64, "pending", "ann", 0.0, project=project)
+    run = RunRecord(f"{name}-22222222", name, digest_json(name), "pending", "ann", 0.0, project=project)
     with seen.ledger.transaction("user:ann") as transaction:
         transaction.insert_run(run, [StageRecord(run.id, "hold", 0, "wait", "pending")])
     return run.id
