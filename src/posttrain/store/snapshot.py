@@ -299,12 +299,11 @@ class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
         query = self._releases().where(releases.c.channel == name).order_by(releases.c.sequence)
         return self._all(ReleaseEntry, query)
 
-    def signals(self, run_id: str) -> list[Signal]:
-        """What was sent to a run, oldest first."""
-        query = select(signals, principals.c.name.label("actor"))
+    def signals(self, *run_ids: str) -> list[Signal]:
+        """What was sent to runs, oldest first."""
+        query = select(signals, principals.c.name.label("actor")).where(signals.c.project == self._project)
         query = query.join(principals, principals.c.id == signals.c.principal)
-        query = query.where(signals.c.project == self._project, signals.c.run_id == run_id)
-        return self._all(Signal, query.order_by(signals.c.at, signals.c.name))
+        return self._each(Signal, query.order_by(signals.c.at, signals.c.name), signals.c.run_id, run_ids)
 
     def watches(self, run_id: str) -> list[Watch]:
         """How long its jobs have been silent."""

@@ -12,13 +12,14 @@ class Rows:
     """What a snapshot would answer of these runs.
 
     Args:
-        ledger: read now, but for signals, which few runs have; keep it open.
+        ledger: read now, and not again.
         runs: in the order in which they are shown.
     """
 
     def __init__(self, ledger: Snapshot, runs: Sequence[RunRecord]) -> None:
         self.ids = [run.id for run in runs]
-        self._ledger, self._runs = ledger, {run.id: run for run in runs}
+        self._runs = {run.id: run for run in runs}
+        self._signals: dict[str, list[Signal]] = {}
         self._stages: dict[str, list[StageRecord]] = {run_id: [] for run_id in self.ids}
         self._attempts: dict[tuple[str, str], list[AttemptRecord]] = {}
         found = ledger.stages(*self.ids) if self.ids else []
@@ -26,6 +27,8 @@ class Rows:
             self._stages[stage.run_id].append(stage)
         for attempt in ledger.attempts_of(*self.ids) if self.ids else ():
             self._attempts.setdefault((attempt.run_id, attempt.stage), []).append(attempt)
+        for signal in ledger.signals(*self.ids) if self.ids else ():
+            self._signals.setdefault(signal.run_id, []).append(signal)
         self._said = ledger.last_said_of(*(f"{stage.run_id}/{stage.name}" for stage in found))
 
     def run(self, run_id: str) -> RunRecord:
@@ -42,7 +45,7 @@ class Rows:
 
     def signals(self, run_id: str) -> list[Signal]:
         """See `Snapshot.signals`."""
-        return self._ledger.signals(run_id)
+        return self._signals.get(run_id, [])
 
     def last_said(self, subject: str) -> float | None:
         """See `Snapshot.last_said`."""

@@ -306,7 +306,7 @@ def read_status(workspace: OpenWorkspace, run_id: str, *, brief: bool = False) -
 
 
 def read_newest(workspace: OpenWorkspace, limit: int) -> list[RunStatus]:
-    """The newest runs in brief: five statements, however many they are, and one more for each that waits."""
+    """The newest runs in brief: as many statements however many they are, and more for those that ask a person."""
     with workspace.ledger.snapshot() as ledger:
         rows = Rows(ledger, ledger.runs(limit))
         return [RunWatcher(workspace, run_id, brief=True).of(rows) for run_id in rows.ids]
