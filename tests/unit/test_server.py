@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import jsonschema
 import pytest
 from server_bench import KEY, Answer, ServerBench, served
 from sqlalchemy import event
@@ -21,13 +22,15 @@ from sqlalchemy import event
 from posttrain.api.guarding import NEEDS
 from posttrain.api.operations import OPERATIONS, PREFIX, Operation
 from posttrain.api.problems import MEDIA_TYPE, TYPE
-from posttrain.client.transport import in_path
+from posttrain.client.transport import Transport, in_path
 from posttrain.control.owners import process_name
-from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError, PosttrainError
+from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.roles import Role
 from posttrain.server.repeats import request_id
 from posttrain.server.uploads import Uploads
+from posttrain.server.watching import Looking, Watchers
 from posttrain.store.repeated import Repeats
 
 ROWS = "".join(json.dumps({"prompt": f"{n}", "completion": f"{n % 10}"}) + "\n" for n in range(50))
@@ -540,7 +543,6 @@ def test_the_interface_names_every_verb_and_every_name_in_it_is_there(bench: Ser
 
 
 def test_answers_are_what_the_interface_says(bench: ServerBench) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
     found = bench.ask("GET", "/openapi.json", None).json
     bench.person("ann", Role.ADMIN)
     for verb in ("members", "tokens", "whoami", "channels", "assets", "ls", "asset_status"):
@@ -587,3 +589,62 @@ def test_only_an_admin_of_the_first_project_sweeps_the_store(bench: ServerBench)
     token = bench.person("ben", Role.ADMIN, "b")
     with pytest.raises(InputError, match="asked by an admin of default"):
         bench.control(token, "b").gc(0.0, dry_run=True)
+
+
+def test_a_stream_ends_when_whoever_follows_it_may_not_any_more(
+    bench: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.server.streams._AGAIN", 0.0)
+    run = RunRecord("stream-22222222", "stream", digest_json("stream"), "pending", "ann", 0.0)
+    with bench.workspace.ledger.transaction("user:ann") as transaction:
+        transaction.insert_run(run, [StageRecord(run.id, "hold", 0, "wait", "pending")])
+    token = bench.person("fay", Role.VIEWER)
+    stream = Transport(bench.url, token).stream(f"{PROJECT}/runs/{run.id}/watch")
+    kind, data = next(stream)
+    assert (kind, json.loads(data)["run"]["id"]) == ("status", run.id)
+    bench.control(KEY).set_member("user:fay", None)
+    with pytest.raises(AccessError, match="has no role"):
+        next(stream)
+
+
+def test_many_who_watch_a_run_read_it_once(bench: ServerBench) -> None:
+    watchers = Watchers()
+    looking = [Looking(watchers, bench.workspace, "stream-22222222") for _ in range(50)]
+    first = looking[0].read()
+    assert all(one.read() is first for one in looking)
+    assert watchers.read(bench.workspace, "stream-22222222") is not first
+    with pytest.raises(NotFoundError):
+        watchers.read(bench.workspace.seen_by("user:ben", "b", "os"), "stream-22222222")
+
+
+def test_those_who_wait_keep_nobody_from_an_answer(bench: ServerBench) -> None:
+    """Forty heavy requests and forty uploads that do not come on; whoever only looks is answered."""
+    held, release = threading.Semaphore(0), threading.Event()
+    real = bench.workers.ask
+
+    def slow(*words: Any) -> bytes:
+        held.release()
+        release.wait()
+        return real(*words)
+
+    bench.workers.ask = slow  # type: ignore[method-assign]
+    stuck: list[socket.socket] = []
+    try:
+        threads = [threading.Thread(target=bench.ask, args=("GET", f"{PROJECT}/lineage?target=x")) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        held.acquire()
+        for number in range(40):
+            one = socket.create_connection(("127.0.0.1", bench.port))
+            head = f"PATCH {blob(str(number).encode() * 9)} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+            one.sendall(f"{head}upload-offset: 0\r\nupload-length: 9\r\ncontent-length: 9\r\n\r\n1".encode())
+            stuck.append(one)
+        assert bench.ask("GET", f"{PROJECT}/runs?limit=1").status == 200
+        assert bench.ask("GET", "/healthz", None).status == 200
+    finally:
+        release.set()
+        for one in stuck:
+            one.close()
+        for thread in threads:
+            thread.join()
+        bench.workers.ask = real  # type: ignore[method-assign]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -24,6 +23,7 @@ from posttrain.domain.errors import AuthenticationError, InputError, NotFoundErr
 from posttrain.server import blobs, streams
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.entrance import Asker, Entrance
+from posttrain.server.lanes import HEAVY, READ, in_thread
 from posttrain.server.repeats import LaterError, Once, request_id
 from posttrain.server.requests import sent
 from posttrain.server.worker import INTERFACE
@@ -77,7 +77,8 @@ def asker(request: Request) -> Asker:
 def _answering(server: Server, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         given = await sent(operation, request)
-        body = await run_in_threadpool(_asked, server, operation, request, given)
+        lane = HEAVY if operation.heavy else READ
+        body = await in_thread(lane, _asked, server, operation, request, given)
         if operation.unsafe:
             return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
         tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
@@ -157,7 +158,7 @@ async def _healthy() -> Response:
 
 async def _ready(request: Request) -> Response:
     server: Server = request.app.state.server
-    why = await run_in_threadpool(server.ready)
+    why = await in_thread(READ, server.ready)
     return JSONResponse({"status": why or "ok"}, 503 if why else 200)
 
 
@@ -166,7 +167,7 @@ async def _interface(request: Request) -> Response:
     state = request.app.state
     if getattr(state, "interface", None) is None:
         server: Server = state.server
-        state.interface = await run_in_threadpool(server.workers.ask, {}, INTERFACE, {}, request.state.id)
+        state.interface = await in_thread(HEAVY, server.workers.ask, {}, INTERFACE, {}, request.state.id)
     return Response(state.interface, media_type="application/json")
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from posttrain.api.guarding import refuse
 from posttrain.api.operations import PREFIX
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import DeadlineError, InputError, NotFoundError
+from posttrain.server.lanes import READ, UPLOAD, in_thread
 from posttrain.server.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _PATH = PREFIX + "/blobs/{digest}"
 _PIECES = 16  # of an upload that wait to be written
 _CHUNK = 1 << 20
+_FULL = 0.01  # seconds between two looks whether there is room
+_STALLED = 60.0  # seconds without a byte, after which an upload holds no thread any more
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
@@ -42,7 +44,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
         return {"held": mine.held(digest), "offset": mine.offset(digest)}
 
     async def state(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(ask, request))
+        return JSONResponse(await in_thread(READ, ask, request))
 
     async def add(request: Request) -> Response:
         start, total = _number(request, "upload-offset"), _number(request, "upload-length")
@@ -58,15 +60,15 @@ def add_routes(app: FastAPI, server: Server) -> None:
             finally:
                 pieces.drain()
 
-        writer = asyncio.ensure_future(run_in_threadpool(written))
+        writer = asyncio.ensure_future(in_thread(UPLOAD, written))
         try:
             async for piece in request.stream():
                 for at in range(0, len(piece), _CHUNK):
-                    await run_in_threadpool(pieces.put, piece[at : at + _CHUNK])
+                    await pieces.put(piece[at : at + _CHUNK])
         except ClientDisconnect:  # what has come is kept
             pass
         finally:
-            await run_in_threadpool(pieces.put, None)
+            await pieces.put(None)
         have = await writer
         return JSONResponse({"held": have == total, "offset": have})
 
@@ -81,7 +83,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
                 raise NotFoundError(f"there are no bytes {digest[:80]!r} in this project")
             return server.workspace.blobs.size(digest)
 
-        size = await run_in_threadpool(found)
+        size = await in_thread(READ, found)
         pieces = server.workspace.blobs.stream(digest)
         headers = {"content-length": str(size)}  # an answer that breaks off is seen to
         return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
@@ -98,13 +100,23 @@ class _Pieces:
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_PIECES)
         self._ended = False
 
-    def put(self, piece: bytes | None) -> None:
-        """The next one; None ends them."""
-        self._waiting.put(piece)
+    async def put(self, piece: bytes | None) -> None:
+        """The next one; None ends them. It takes no thread, since those may all wait for what is put here."""
+        while not self._ended:
+            try:
+                return self._waiting.put_nowait(piece)
+            except queue.Full:
+                await asyncio.sleep(_FULL)
 
     def __iter__(self) -> Iterator[bytes]:
         while not self._ended:
-            piece = self._waiting.get()
+            try:
+                piece = self._waiting.get(timeout=_STALLED)
+            except queue.Empty as error:
+                self._ended = True
+                raise DeadlineError(
+                    f"upload: nothing has come for {_STALLED:g} s; what had come is kept, go on from there"
+                ) from error
             if piece is None:
                 self._ended = True
             else:
