@@ -104,7 +104,8 @@ class _Pieces:
         """The next one; None ends them. It takes no thread, since those may all wait for what is put here."""
         while not self._ended:
             try:
-                return self._waiting.put_nowait(piece)
+                self._waiting.put_nowait(piece)
+                return
             except queue.Full:
                 await asyncio.sleep(_FULL)
 
