@@ -22,13 +22,23 @@ from sqlalchemy import event
 from posttrain.api.guarding import NEEDS
 from posttrain.api.operations import OPERATIONS, PREFIX, Operation
 from posttrain.api.problems import MEDIA_TYPE, TYPE
+from posttrain.client.blobs import Sender
 from posttrain.client.transport import Transport, in_path
 from posttrain.control.owners import process_name
-from posttrain.domain.canonical import digest_bytes, digest_json
-from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError, PosttrainError
-from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.canonical import canonical_json, digest_bytes, digest_json
+from posttrain.domain.errors import (
+    AccessError,
+    ConflictError,
+    InfrastructureError,
+    InputError,
+    NotFoundError,
+    PosttrainError,
+)
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.domain.roles import Role
-from posttrain.server.repeats import request_id
+from posttrain.domain.runspec import Budget
+from posttrain.server.repeats import Once, request_id
 from posttrain.server.uploads import Uploads
 from posttrain.server.watching import Looking, Watchers
 from posttrain.store.repeated import Repeats
@@ -240,7 +250,7 @@ def test_bytes_of_another_project_can_be_neither_used_nor_fetched(bench: ServerB
         ("GET", "/v2/projects/default/runs", None, 404, "not-found"),
         ("GET", "/v1/nothing", None, 404, "not-found"),
         ("DELETE", "/v1/projects/default/runs", None, 422, "input"),
-        ("GET", "/v1/projects/default/runs", None, 422, "input"),
+        ("GET", "/v1/projects/default/asset", None, 422, "input"),
         ("GET", "/v1/projects/default/runs?limit=many", None, 422, "input"),
         ("GET", "/v1/projects/default/runs?limit=1&limit=2", None, 422, "input"),
         ("GET", "/v1/projects/default/runs?limit=1&page=2", None, 422, "input"),
@@ -323,9 +333,6 @@ def test_sizes_of_an_upload_must_be_possible(bench: ServerBench, start: object, 
 
 
 def test_parallel_uploads_of_one_file_make_one(bench: ServerBench) -> None:
-    from posttrain.client.blobs import Sender
-    from posttrain.client.transport import Transport
-
     data, found = b"parallel" * 200_000, list[str]()
     senders = [Sender(Transport(bench.url, KEY), "default") for _ in range(4)]
     threads = [threading.Thread(target=lambda one=one: found.append(one.put(data))) for one in senders]
@@ -648,3 +655,143 @@ def test_those_who_wait_keep_nobody_from_an_answer(bench: ServerBench) -> None:
         for thread in threads:
             thread.join()
         bench.workers.ask = real  # type: ignore[method-assign]
+
+
+# --- what a hostile reviewer did --------------------------------------------------------------------------------------
+
+
+def planned(bench: ServerBench, token: str, text: str, project: str = "default", name: str = "run.yaml") -> Answer:
+    sent = {"path": {"name": name, "text": text, "files": {}}, "seed": None, "setting": []}
+    return bench.ask("POST", f"/v1/projects/{project}/plans", token, sent)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["/proc/self/environ", "/etc/shadow", "~/.ssh/id_rsa", "../../server.json", "./x/../../y.jsonl", "/tmp/*.jsonl"],
+)
+@pytest.mark.parametrize("where", ["data", "model", "reward", "file"])
+def test_words_of_a_run_file_name_no_file_of_the_server(bench: ServerBench, word: str, where: str) -> None:
+    parts = {"data": "./here.jsonl", "model": "model:x", "reward": "reward:x", where: word}
+    reward: Any = {"ref": parts["reward"], **({"files": [word]} if where == "file" else {})}
+    run = {
+        "name": "spy",
+        "owner": "eve",
+        "seed": 1,
+        "model": parts["model"],
+        "data": {"train": parts["data"]},
+        "rewards": {"exact": reward},
+        "stages": {"grpo": {"kind": "grpo", "model": "base", "data": "train", "reward": "exact", "steps": 1}},
+    }
+    found = planned(bench, bench.person("eve", Role.SUBMITTER), json.dumps(run))
+    assert found.status in (404, 422)
+    said = found.json["detail"]
+    assert "a server reads no files" in said or "no model of that name" in said or "no such file" in said, said
+    assert "root:" not in said
+    assert "PATH=" not in said
+
+
+def test_a_file_of_the_server_is_not_told_from_one_that_is_not(bench: ServerBench) -> None:
+    token = bench.person("eve", Role.SUBMITTER)
+    said = []
+    for word in ("/etc/passwd.jsonl", "/etc/hostname"):
+        run = f"name: s\nowner: e\nseed: 1\nmodel: {word}\ndata: {{t: {word}}}\nstages: {{s: {{kind: sft, data: t}}}}\n"
+        found = planned(bench, token, run)
+        said.append((found.status, found.json["detail"].replace(word, "WORD")))
+    assert said[0] == said[1]
+
+
+def test_a_dataflow_of_ones_own_and_trackers_of_the_server_are_refused(bench: ServerBench) -> None:
+    token = bench.person("eve", Role.SUBMITTER)
+    head = "name: s\nowner: e\nseed: 1\n"
+    own = planned(bench, token, head + "stages: {s: {kind: recipe, recipe: 'mine:flow', data: t, model: base}}\n")
+    assert own.status == 422
+    places = planned(bench, token, head + "trackers: {csv: {dir: /etc}}\nstages: {s: {kind: sft, data: t}}\n")
+    assert places.status == 422
+
+
+def test_a_file_that_looks_like_a_tree_is_none(bench: ServerBench, theirs: dict[str, str], tmp_path: Path) -> None:
+    bench.person("ann", Role.ADMIN, "a")
+    mine = bench.tokens["ann"]
+    listing = {"format": "posttrain-tree-1", "files": {"x.jsonl": {"digest": theirs["digest"], "size": len(ROWS)}}}
+    lying = tmp_path / "lying.py"
+    lying.write_bytes(json.dumps(listing).encode())
+    digest = Sender(Transport(bench.url, mine), "a").put(lying.read_bytes())
+    seen = bench.workspace.seen_by("user:ann", "a", "os")
+    with seen.ledger.transaction("user:ann") as transaction:
+        asset = Asset("reward", "lying", 0, digest, "file", 0.0, "user:ann")
+        transaction.insert_asset(asset, {digest: lying.stat().st_size})
+    sent = {"path": {"name": "x", "digest": digest, "form": "tree"}, "name": "stolen"}
+    found = bench.ask("POST", "/v1/projects/a/assets/datasets", mine, sent)
+    assert found.status in (404, 422, 500), found.body
+    assert [asset.name for asset in bench.control(mine, "a").assets("dataset")] == []
+
+
+def test_a_lock_names_no_bytes_of_another_project(bench: ServerBench, theirs: dict[str, str]) -> None:
+    bench.person("ann", Role.ADMIN, "a")
+    ref = InputRef(source="asset", name="dataset:secret@1", digest=theirs["digest"], form="file")
+    made: dict[str, Any] = {"params": {}, "outputs": {"model": "tree"}}
+    stage = StageManifest(name="s", kind="sft", trainer="native", inputs={"data": ref}, **made)
+    lock = Manifest(name="s", owner="e", seed=1, stages=(stage,), gates=(), budget=Budget(), release=None, code={})
+    text = canonical_json(lock.to_json()).decode()
+    sent = {"path": {"name": "run.lock.json", "text": text, "files": {}}, "again": False, "seed": None, "setting": []}
+    found = bench.ask("POST", "/v1/projects/a/runs", bench.tokens["ann"], sent)
+    assert problem_of(found) == (404, "not-found"), found.body
+    assert "is not in this workspace" in found.json["detail"]
+
+
+@pytest.mark.parametrize("files", [{"a": 1, "a/b": 1}, {"": 1}, {"\ud800": 1}])
+def test_names_that_cannot_be_beside_each_other_are_refused(bench: ServerBench, files: dict[str, int]) -> None:
+    ref = {"name": "x", "digest": Sender(Transport(bench.url, KEY), "default").put(b"x"), "form": "file"}
+    run = {"name": "run.yaml", "text": "name: x", "files": dict.fromkeys(files, ref)}
+    sent = {"path": run, "seed": None, "setting": []}
+    assert bench.ask("POST", "/v1/projects/default/plans", KEY, json.dumps(sent).encode()).status == 422
+
+
+def test_logs_of_an_unknown_run_are_no_stream(bench: ServerBench) -> None:
+    assert problem_of(bench.ask("GET", f"{PROJECT}/runs/nosuch/logs")) == (404, "not-found")
+
+
+def test_what_was_written_before_a_worker_died_is_not_done_again(bench: ServerBench) -> None:
+    ledger, done = bench.workspace.ledger, list[int]()
+    request = request_id("key-of-a-worker", "default", bench.workspace.actor, ledger.entropy)
+    once = Once(ledger, "os", request)
+
+    def dies() -> bytes:
+        seen = bench.workspace.seen_by(bench.workspace.actor, "default", "os", request)
+        with seen.ledger.transaction(seen.actor) as transaction:
+            transaction.append_event("test.done", "x", {})
+        done.append(1)
+        raise InfrastructureError("a worker of the server died")
+
+    with pytest.raises(InfrastructureError):
+        once.answer("key-of-a-worker", "submit", {}, dies)
+    with pytest.raises(ConflictError, match="was carried out, or begun"):
+        once.answer("key-of-a-worker", "submit", {}, dies)
+    assert done == [1]
+    with pytest.raises(ConflictError, match="was carried out already"):
+        dies()  # a worker that woke up late
+
+
+def test_a_token_reaches_no_file_and_no_secret_of_others_by_a_sink(bench: ServerBench) -> None:
+    token = bench.person("ben", Role.ADMIN, "b")
+    ben = bench.control(token, "b")
+    url = "https://example.org/x"
+    for kind, settings in (
+        ("jsonl", {"path": str(bench.workspace.root / "x.jsonl")}),
+        ("webhook", {"url": url, "secret_file": "/etc/shadow"}),
+        ("webhook", {"url": url, "secret_env": "POSTTRAIN_SINK_HMAC"}),
+        ("webhook", {"url_env": "POSTTRAIN_SINK_PRODHOOK", "secret_env": "POSTTRAIN_SINK_B_HMAC"}),
+    ):
+        with pytest.raises(InputError, match=r"named where its workspace is|is not its own"):
+            ben.add_sink("hook", kind, settings, {"on": ["run-ended"]}, from_start=False)
+    assert ben.sinks() == []
+
+
+def test_an_erasure_reaches_answers_that_are_kept(bench: ServerBench) -> None:
+    path = f"{PROJECT}/members/user:zoe-private"
+    assert bench.ask("PUT", path, KEY, {"role": "viewer"}, keyed("zoe-was-here")).status == 200
+    bench.control(KEY).erase("user:zoe-private", "she left")
+    again = bench.ask("PUT", path, KEY, {"role": "viewer"}, keyed("zoe-was-here"))
+    assert problem_of(again) == (409, "conflict")
+    data = (bench.workspace.root / "ledger.db").read_bytes()
+    assert data.count(b"zoe-private") == 0

@@ -27,7 +27,8 @@ def bench(tmp_path: Path) -> Iterator[ServerBench]:
 
 @pytest.fixture
 def http(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    monkeypatch.setenv("POSTTRAIN_SINK_SECRET", SECRET)
+    for name in ("POSTTRAIN_SINK_SECRET", "POSTTRAIN_SINK_OTHER_SECRET"):
+        monkeypatch.setenv(name, SECRET)
     with receiver() as known:
         yield known
 
@@ -90,7 +91,8 @@ def test_what_a_server_knows_is_not_carried_out_by_a_sink(
 def test_the_servers_driver_delivers_each_projects_events_to_its_own_sinks(bench: ServerBench, http: Receiver) -> None:
     for project in ("default", "other"):
         control = bench.control(bench.person("ann", Role.ADMIN, project), project)
-        control.add_sink("chat", "webhook", {"url": f"{http.url}/{project}", **WEB}, {"on": ["all"]})
+        web = WEB if project == "default" else {"secret_env": "POSTTRAIN_SINK_OTHER_SECRET"}
+        control.add_sink("chat", "webhook", {"url": f"{http.url}/{project}", **web}, {"on": ["all"]})
         tell(bench, project)
     upkeep = Upkeep(bench.workspace)
     told: dict[str, list[dict[str, Any]]] = {}

@@ -82,9 +82,12 @@ def _sent(verb: str) -> Iterator[tuple[str, inspect.Parameter]]:
             continue
         if _is_path(kind):
             kind = RunFile if verb in RUN_FILES else FileRef if kind is Path else FileRef | None
-        default = () if many else one.default
+        default = () if many else _DEFAULTS.get(name, one.default)
         kind = list[kind] if many else kind  # type: ignore[valid-type]
         yield name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+
+
+_DEFAULTS: Mapping[str, Any] = {"limit": 20}  # over HTTP, where the protocol has none
 
 
 def _is_path(kind: Any) -> bool:

@@ -17,6 +17,7 @@ from posttrain.store.marking import Marker, ended_runs
 from posttrain.store.scratch import scratch
 from posttrain.store.sweeping import PATIENCE, forget_answers, sweep
 
+ANSWERS_SECONDS = 86400.0  # that an answer over HTTP can be given again
 _UPLOADS, _WHOLE = "uploads", ".here"  # as `server.uploads` has them
 _CACHED = ("trees", "files")  # folders of the cache whose entries are called by their digests
 
@@ -36,7 +37,8 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
     blobs = open_blobs(workspace.blobs.url, lock)
     _refuse_shared(workspace, blobs)
     actor, ledger = workspace.actor, workspace.ledger
-    answers = forget_answers(ledger, ledger.clock.now() - older_than, dry_run=dry_run)
+    kept = max(older_than, ANSWERS_SECONDS)  # a client that lost an answer may still ask for it
+    answers = forget_answers(ledger, ledger.clock.now() - kept, dry_run=dry_run)
     if dry_run:
         leftovers = list(_leftovers(workspace, blobs, older_than))
         folders, size = len(leftovers), sum(_size(path) for path in leftovers)

@@ -15,6 +15,7 @@ from posttrain.control.models import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
 from posttrain.control.recalls import recall_of, refuse_recalled
 from posttrain.control.submission import submit as submit_manifest
+from posttrain.data.confining import refuse_afar
 from posttrain.data.refs import Source, parse_ref
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import kind_of
@@ -171,6 +172,7 @@ def _trackers(spec: RunSpec, workspace: Workspace, source: Path) -> Trackers | N
     if spec.trackers is None:
         check_trackers(of_workspace(workspace), str(workspace.root))
         return None
+    refuse_afar(f"{source}: trackers: runs over a server have those of its workspace; leave the section out")
     named = resolved(spec.trackers, source.absolute().parent, workspace.root)
     check_trackers(named, str(source))
     return named

@@ -7,13 +7,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain.access.ports import OS
 from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.errors import InputError
+from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
 from posttrain.domain.spelling import nearest
 from posttrain.events.bus import Deliverer
 from posttrain.events.messages import trial
-from posttrain.events.ports import Admit, Sink, anywhere
+from posttrain.events.ports import VARIABLES, Admit, Sink, anywhere
 from posttrain.workspace.opened import OpenWorkspace
 
 KINDS = ("webhook", "jsonl", "email")
@@ -118,12 +120,33 @@ def add(
         raise InputError(f"sink: name must be 1-63 of a-z 0-9 _ - and begin with a letter or digit, got {name!a}")
     if kind not in KINDS:
         raise InputError(f"sink {name}: kind must be of {', '.join(KINDS)}, got {kind!a}{nearest(kind, KINDS)}")
+    if workspace.ledger.auth != OS:
+        _refuse_reaching(workspace.ledger.project, name, kind, settings)
     record = SinkRecord(name, kind, dict(settings), (Rule.of(rule),), 0.0, workspace.actor)
     open_sink(workspace, record).close()
     workspace.seal()
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.add_sink(record, 0 if from_start else transaction.snapshot.sealed())
     workspace.seal()
+
+
+def _refuse_reaching(project: str, name: str, kind: str, settings: Mapping[str, Any]) -> None:
+    """Refuse what reaches files of a server, or secrets of other projects, to whoever it knows by a token.
+
+    Raises:
+        InputError: it does.
+    """
+    if kind == "jsonl" or "secret_file" in settings:
+        raise InputError(
+            f"sink {name}: files of the server are named where its workspace is, got {kind}; add it there, or use a "
+            "webhook with --secret-env"
+        )
+    own = f"{VARIABLES}{project.upper().replace('-', '_')}_"
+    for setting, value in settings.items():
+        if setting.endswith("_env") and project != DEFAULT_PROJECT and not str(value).startswith(own):
+            raise InputError(
+                f"sink {name}: {setting} of {project} must begin with {own}, got {value!a}, which is not its own"
+            )
 
 
 def send_test(workspace: OpenWorkspace, name: str) -> str:

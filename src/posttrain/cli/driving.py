@@ -157,7 +157,7 @@ def give_away(control: Control, found: Submitted) -> bool:
     driver = control.detach(run_id)
     for warning in found.warnings:
         aside(f"warning: {warning}")
-    who = f"driven in the {driver}" if driver.pid else "driven to its end already"
+    who = f"driven {driver.words}" if not driver.nobody else "driven to its end already"
     say(f"run {run_id} detached, {who}; posttrain attach {run_id} returns to it")
     control.close()
     return True

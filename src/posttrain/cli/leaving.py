@@ -97,7 +97,7 @@ def leave(control: Control, run_id: str, reattach: str) -> None:
         except PosttrainError as error:
             aside(f"error: {error}")
     if not driver.nobody:
-        words = f"detached; the run goes on, driven in the {driver}. These act on it:"
+        words = f"detached; the run goes on, driven {driver.words}. These act on it:"
         again = "re-attaches"
     say(
         words,

@@ -46,7 +46,7 @@ def serve(
         from posttrain.server.serving import Bind, serve
     except ModuleNotFoundError as error:
         raise InputError(
-            f"serve needs the extra `server` ({error.name} is missing): pip install 'posttrain[server]'"
+            f"serve needs the extra `server` ({error.name} is missing): pip install -e '.[server]' -c constraints.txt"
         ) from error
     workspace = open_workspace()
     try:
@@ -165,15 +165,21 @@ def member_remove(principal: PrincipalArgument) -> None:
 @token_app.command("issue")
 def token_issue(
     principal: PrincipalArgument,
-    role: Annotated[str, typer.Option(help="The most that may be done with it.")] = "submitter",
+    role: Annotated[str | None, typer.Option(help="The most that may be done with it; default: the member's.")] = None,
     days: DaysOption = 30.0,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Issue a token for somebody. It is shown once, and kept nowhere."""
     from posttrain.app.embedded.control import open_control
+    from posttrain.domain.spelling import nearest
 
     control = open_control()
-    issued = control.issue_token(principal, role, days)
+    members = control.members()
+    if principal not in members and role is None:
+        raise InputError(
+            f"token: {principal} has no role here{nearest(principal, members)}; posttrain member set {principal} ROLE"
+        )
+    issued = control.issue_token(principal, role or members[principal], days)
     control.close()
     _show(issued, output)
 
@@ -221,7 +227,9 @@ def _show(issued: Issued, output: Output) -> None:
     if output is Output.JSON:
         emit_json({"secret": issued.secret, **asdict(token)})
         return
-    say(f"token {token.id} of {token.actor}, good until {moment(token.expires_at)}, shown once:", issued.secret)
+    most = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
+    until = moment(token.expires_at)
+    say(f"token {token.id} of {token.actor}, at most {most}, good until {until}, shown once:", issued.secret)
 
 
 def _line(token: Token) -> str:

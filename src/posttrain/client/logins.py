@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.client.remote import remote_control
+from posttrain.client.transport import check_address
 from posttrain.domain.errors import InputError, WorkspaceError
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store.atomic import make_folder, read_json, write_json
@@ -28,6 +29,7 @@ def logged_in(url: str, project: str = "", token: str | None = None) -> Control:
         WorkspaceError: others may read the file with the tokens.
     """
     url = url.rstrip("/")
+    check_address(url)
     known = _logins().get(url, {})
     token = token or os.environ.get(TOKEN_VARIABLE) or known.get("token")
     if not token:

@@ -8,12 +8,13 @@ import json
 import secrets
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
 from posttrain._version import __version__
 from posttrain.api.problems import MEDIA_TYPE, raised
@@ -22,6 +23,7 @@ from posttrain.domain.errors import InfrastructureError, InputError
 ANSWER_SECONDS = 960.0  # longer than a server lets a request take
 _CONNECT_SECONDS = 30.0
 PATIENCE = 120.0  # seconds that a server may be away: it is restarted, or its database
+_TOLD = 3  # tries after which a person is told
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one again and again
 _PIECE = 1 << 20  # bytes
 _LATER = (502, 503, 504)
@@ -49,18 +51,10 @@ class Transport:
     """
 
     def __init__(self, url: str, token: str) -> None:
-        parts = urlsplit(url)
-        try:
-            port = parts.port
-        except ValueError as error:
-            raise InputError(f"server {url!r}: its port must be a number") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise InputError(f"server must be http://HOST:PORT or https://HOST, got {parts.scheme}://{parts.hostname}")
-        if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "localhost", "::1"):
-            raise InputError(f"server {parts.hostname}: a token must not go over a network in the clear; use https://")
+        parts = check_address(url)
         self.url = url.rstrip("/")
-        self._secure, self._host, self._base = parts.scheme == "https", parts.hostname, parts.path.rstrip("/")
-        self._port, self._token = port, token
+        self._secure, self._host, self._base = parts.scheme == "https", str(parts.hostname), parts.path.rstrip("/")
+        self._port, self._token = parts.port, token
         self._local = threading.local()
 
     def ask(
@@ -88,9 +82,18 @@ class Transport:
         for tried in itertools.count():
             try:
                 reply = self._once(method, path, query, sent, {**named, **(headers or {})})
+            except ssl.SSLError as error:
+                raise InfrastructureError(
+                    f"server {self.url}: TLS failed: {error.reason or error}; see whether it is http:// or https://, "
+                    "and whose certificate it has"
+                ) from error
             except _GONE as error:
                 self._drop()
                 last = error
+                if tried == _TOLD:
+                    print(
+                        f"server {self.url} does not answer ({_words(error)}); trying for two minutes", file=sys.stderr
+                    )
             else:
                 told = MEDIA_TYPE in reply.headers.get("content-type", "") and "retry-after" not in reply.headers
                 if reply.status not in _LATER or told:
@@ -191,6 +194,25 @@ class Transport:
     def close(self) -> None:
         """Close this thread's connection."""
         self._drop()
+
+
+def check_address(url: str) -> SplitResult:
+    """The parts of a server's URL.
+
+    Raises:
+        InputError: it is none; a token would go over the network in the clear.
+    """
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise InputError(f"server {url[:120]!a}: is no URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+        shown = url if parts.username is None else f"{parts.scheme}://…@{parts.hostname}"
+        raise InputError(f"server must be http://HOST:PORT or https://HOST, got {shown[:120]!a}")
+    if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "localhost", "::1"):
+        raise InputError(f"server {parts.hostname}: a token must not go over a network in the clear; use https://")
+    return parts
 
 
 def in_path(template: str, named: Mapping[str, Any]) -> str:

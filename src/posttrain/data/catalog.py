@@ -15,6 +15,7 @@ from posttrain.data.assets import (
     inspect_recipe,
     inspect_reward,
 )
+from posttrain.data.confining import refuse_afar, refuse_elsewhere
 from posttrain.data.modules import SOURCE, imported_reward
 from posttrain.data.parts import data_files, together
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
@@ -81,6 +82,8 @@ class Catalog:
             InputError: as `add_dataset`; no checksum, or that of other bytes.
             NotFoundError: there is no such object. InfrastructureError: its store does not answer.
         """
+        if place.uri.startswith("file:"):
+            refuse_afar(f"{place.uri[:120]!a}: a server registers no files of its machine; send the file itself")
         refuse_name("dataset", name)
         if not is_digest(checksum):
             raise InputError(f"checksum must be sha256: and 64 hex digits, got {checksum!r}; sha256sum tells a file's")
@@ -196,6 +199,7 @@ class Catalog:
         module, _, function = text.partition(":")
         if not function:
             raise InputError(f"recipe {text!r} must name a module and its function, got no function; write {text}:NAME")
+        refuse_afar(f"recipe {text[:80]!a}: a server runs no dataflow of one's own yet, which nothing confines")
         path = base / f"{module}.py"
         found = inspect_recipe(path, function)
         digest = file_digest(path)
@@ -205,6 +209,7 @@ class Catalog:
     def _file(self, text: str, base: Path) -> InputRef:
         """A file or folder beside the run file that a reward's code reads."""
         path = base / Path(text).expanduser()
+        refuse_elsewhere(text, path)
         if not path.exists():
             raise NotFoundError(f"file {text}: no such file or folder ({path}); check the path")
         form: Form = "tree" if path.is_dir() else "file"

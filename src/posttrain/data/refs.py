@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 
+from posttrain.data.confining import refuse_elsewhere
 from posttrain.data.modules import WORD
 from posttrain.data.parts import PACKED, SUFFIXES, is_pattern
 from posttrain.domain.errors import InputError, NotFoundError
@@ -163,6 +164,7 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
     if ref.source is Source.PATH:
         try:
             path = base / Path(ref.name).expanduser()
+            refuse_elsewhere(ref.name, path)
             there = path.exists() or (ref.kind == "dataset" and is_pattern(path))
         except (OSError, RuntimeError, ValueError) as error:  # too long a name, a folder closed to us, no such ~user
             raise InputError(f"{ref.kind} {ref.name[:60]}: is no path that can be read: {error}") from error

@@ -31,6 +31,7 @@ from posttrain.domain.errors import InfrastructureError, IntegrityError, Posttra
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
 from posttrain.store.atomic import read_json, unwritable, write_json
+from posttrain.workspace.served import is_served
 
 FOLDER = "drivers"
 _RUNS = "runs"
@@ -44,6 +45,7 @@ class DriverKind(StrEnum):
 
     FOREGROUND = "foreground"  # a command, or a program that waits
     BACKGROUND = "background"
+    SERVER = "server"  # that serves the workspace
     NONE = "none"
 
 
@@ -65,8 +67,15 @@ class RunDriver:
     def __str__(self) -> str:
         if self.nobody:
             return "none"
+        if self.kind is DriverKind.SERVER:
+            return "server"
         elsewhere = "" if self.host == socket.gethostname() else f" on {self.host}"
         return f"{self.kind}, pid {self.pid}{elsewhere}"
+
+    @property
+    def words(self) -> str:
+        """`in the background, pid 71`, `by the server`."""
+        return "by the server" if self.kind is DriverKind.SERVER else f"in the {self}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -103,6 +112,8 @@ def run_driver(root: Path, run: RunRecord, now: float) -> RunDriver | None:
     """Who drives a run; None: it has ended."""
     if is_final("run", run.state):
         return None
+    if is_served(root):
+        return RunDriver(DriverKind.SERVER)
     request = _readable(root, run.id)
     log = str(log_path(root, request.key)) if request else ""
     if driven(run, now):

@@ -20,6 +20,9 @@ _CONTROLS = (
     "PGPASS",
     "POSTTRAIN_LEDGER",
     "POSTTRAIN_SINK",
+    "POSTTRAIN_TOKEN",
+    "POSTTRAIN_SERVER",
+    "POSTTRAIN_CONFIG",
 )  # keys and addresses that are the control side's
 _PROC = Path("/proc")
 _DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more

@@ -12,6 +12,7 @@ from posttrain.control.channels import policy_of
 from posttrain.control.codes import called, present_code
 from posttrain.control.conforming import check_manifest
 from posttrain.control.planning import Planned
+from posttrain.data.confining import is_confined, refuse_afar
 from posttrain.data.external import external_versions
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.contracts import StageContract
@@ -25,6 +26,7 @@ from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placing import refuse_infeasible, refuse_oversized
 from posttrain.workspace.opened import OpenWorkspace
 
+RECIPE = "recipe"
 LOCK_SUFFIX = ".lock.json"
 
 
@@ -106,6 +108,14 @@ def _refuse_unmet(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> N
             check_manifest(manifest, policy)
 
 
+def _foreign(manifest: Manifest, workspace: OpenWorkspace) -> set[str]:
+    """Digests that the project does not know, though the store, which several have, may hold their bytes."""
+    named = {str(ref.digest) for _, _, ref in manifest.assets()}
+    with workspace.ledger.snapshot() as now:
+        known = {artifact.digest for artifact in now.artifacts(*named)}
+    return {digest for digest in named - known if not external_versions(workspace.ledger, digest)}
+
+
 def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dict[str, StageContract]:
     """What the trainers say of its stages."""
     for name, digest in manifest.code.items():
@@ -123,9 +133,12 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
                 contracts[each.name] = workspace.jobs.trainers[each.trainer].check(each.kind, each.params)
         elif kind_of(each.kind).driver is Driver.WAIT:
             contracts[each.name] = wait_contract(each.params, f"{path}: stages.{each.name}")
+    foreign = _foreign(manifest, workspace) if is_confined() else set()
     for stage, slot, ref in manifest.assets():
         digest = str(ref.digest)
-        if not (workspace.blobs.has(digest) or external_versions(workspace.ledger, digest)):
+        if slot == RECIPE:
+            refuse_afar(f"{path}: stages.{stage}: a server runs no dataflow of one's own yet, which nothing confines")
+        if digest in foreign or not (workspace.blobs.has(digest) or external_versions(workspace.ledger, digest)):
             raise NotFoundError(
                 f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "
                 "register it with posttrain asset add"

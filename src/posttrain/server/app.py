@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -25,7 +24,7 @@ from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.lanes import HEAVY, READ, in_thread
 from posttrain.server.repeats import LaterError, Once, request_id
-from posttrain.server.requests import sent
+from posttrain.server.requests import read, sent
 from posttrain.server.worker import INTERFACE
 from posttrain.server.workers import Answers, Refused
 
@@ -76,26 +75,33 @@ def asker(request: Request) -> Asker:
 
 def _answering(server: Server, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        given = await sent(operation, request)
+        who = await in_thread(READ, _admitted, server, operation, request)  # before anything of the body is read
+        body = await read(operation, request)
         lane = HEAVY if operation.heavy else READ
-        body = await in_thread(lane, _asked, server, operation, request, given)
+        found = await in_thread(lane, _asked, server, operation, request, who, body)
         if operation.unsafe:
-            return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
-        tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+            return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
+        tag = f'"{hashlib.sha256(found).hexdigest()[:32]}"'
         headers = {"etag": tag, "cache-control": "private, no-cache"}
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=_UNCHANGED, headers=headers)
-        return Response(body, media_type="application/json", headers=headers)
+        return Response(found, media_type="application/json", headers=headers)
 
     return answer
 
 
-def _asked(server: Server, operation: Operation, request: Request, given: dict[str, Any]) -> bytes:
+def _admitted(server: Server, operation: Operation, request: Request) -> Asker:
+    """Who asks, if they may: whoever may not keeps no worker busy, and no key."""
     who = asker(request)
+    refuse(server.entrance.control(who), operation.verb)
+    return who
+
+
+def _asked(server: Server, operation: Operation, request: Request, who: Asker, body: bytes) -> bytes:
+    given = sent(operation, request, body)
     key = request.headers.get("idempotency-key", "") if operation.unsafe else ""
     request.state.id = request_id(key, who.project, who.identity.principal, server.workspace.ledger.entropy)
     control = server.entrance.control(who, request.state.id)
-    refuse(control, operation.verb)  # first: who may not ask it keeps no worker busy, and no key
 
     def carried_out() -> bytes:
         if operation.heavy:

@@ -47,11 +47,11 @@ def add_routes(app: FastAPI, server: Server) -> None:
         return JSONResponse(await in_thread(READ, ask, request))
 
     async def add(request: Request) -> Response:
+        _, mine = await in_thread(READ, uploads, request, "add_dataset")  # before anything of the body is read
         start, total = _number(request, "upload-offset"), _number(request, "upload-length")
         pieces = _Pieces()
 
         def write() -> int:
-            _, mine = uploads(request, "add_dataset")
             return mine.add(request.path_params["digest"], start, total, pieces)
 
         def written() -> int:

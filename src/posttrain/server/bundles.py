@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Self
 
 from posttrain.api.operations import FileRef, RunFile
+from posttrain.data.confining import confined
 from posttrain.domain.canonical import is_digest
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.store.scratch import scratch
@@ -39,7 +40,8 @@ class Bundles:
             self._folder = folder
             os.chdir(folder)
             try:
-                yield self
+                with confined(folder):
+                    yield self
             finally:
                 os.chdir("/")
 
@@ -67,9 +69,16 @@ class Bundles:
     def lay(self, ref: FileRef, name: str) -> Path:
         """A file or folder under a relative path. Raises as `lay_down`."""
         parts = PurePosixPath(name).parts
+        if not parts:
+            raise InputError("a file's name must be one part of a path, got none")
         path = self._folder.joinpath(*(_plain(part) for part in parts))
         self._refuse_foreign(ref.digest)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"files: {name[:80]!a} lies below another file that was sent; name them apart") from error
+        if path.exists():
+            raise InputError(f"files: {name[:80]!a} was sent twice; name them apart")
         blobs = self._workspace.blobs
         if ref.form == "file":
             blobs.fetch(ref.digest, path)
@@ -77,7 +86,7 @@ class Bundles:
         if ref.form != "tree":
             raise InputError(f"file {name!r}: form must be file or tree, got {ref.form!r}")
         listing = tree_listing(blobs, ref.digest)
-        whole = self._uploads.registered(ref.digest)  # then its files are the project's too
+        whole = self._uploads.registered(ref.digest, "tree")  # then its files are the project's too
         path.mkdir(exist_ok=True)
         for inner, file in listing.items():
             if not whole:
@@ -98,6 +107,10 @@ def _plain(part: str) -> str:
     Raises:
         InputError: it is none, or leads elsewhere.
     """
-    if part in ("", ".", "..") or "/" in part or "\0" in part or "\\" in part or len(part.encode()) > _LONGEST_NAME:
-        raise InputError(f"a file's name must be one part of a path, got {part[:80]!r}")
+    try:
+        long = len(part.encode()) > _LONGEST_NAME
+    except UnicodeEncodeError as error:
+        raise InputError(f"a file's name must be text, got {part[:80]!a}") from error
+    if part in ("", ".", "..") or "/" in part or "\0" in part or "\\" in part or long:
+        raise InputError(f"a file's name must be one part of a path, got {part[:80]!a}")
     return part

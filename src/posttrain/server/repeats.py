@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from posttrain.api.problems import problem
+from posttrain.app.collecting import ANSWERS_SECONDS
 from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import CapacityError, ConflictError, InputError, PosttrainError
@@ -20,7 +21,7 @@ from posttrain.server.workers import Refused
 from posttrain.store.ledger import Ledger, numbered
 from posttrain.store.repeated import DONE, Repeats
 
-KEPT_SECONDS = 86400.0  # that an answer can be given again
+KEPT_SECONDS = ANSWERS_SECONDS
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _REQUEST = 26  # hexadecimal digits of a request's id
 _OTHER_HOST = 3600.0  # seconds after which what another host began is taken for over
@@ -74,9 +75,7 @@ class Once:
                 return self._again(verb, known.status, known.answer)
             if self._lives(known.owner, known.at) or not self._repeats.take_over(key, known.owner, self._me):
                 raise LaterError(f"{verb}: the same request is being answered; ask again in a second")
-            with self._ledger.snapshot() as now:
-                written = now.has_request(numbered(self._request, 0))
-            if written:
+            if self._written():
                 self._repeats.done(key, _OK, None)
                 return self._again(verb, _OK, None)
         return self._first(key, verb, do)
@@ -89,20 +88,33 @@ class Once:
             status = int(document["status"])
             if status < _SERVERS:
                 self._repeats.done(key, status, json.dumps(document))
-            else:  # the next try may do better
-                self._repeats.forget(key)
+            else:
+                self._let_again(key)
             raise
         except BaseException:
-            self._repeats.forget(key)
+            self._let_again(key)
             raise
         self._repeats.done(key, _OK, None if verb in _UNKEPT else found.decode())
         return _OK, found
 
+    def _let_again(self, key: str) -> None:
+        """The next try may do better, unless something of this one was written."""
+        if self._written():
+            self._repeats.done(key, _OK, None)
+        else:
+            self._repeats.forget(key)
+
+    def _written(self) -> bool:
+        """Whether the request changed anything."""
+        with self._ledger.snapshot() as now:
+            return now.has_request(numbered(self._request, 0))
+
     def _again(self, verb: str, status: int | None, answer: str | None) -> tuple[int, bytes]:
         if answer is None:
+            words = verb.replace("_", " ")
             raise ConflictError(
-                f"{verb.replace('_', ' ')}: was carried out, and its answer was lost and is not kept; look at what is "
-                "there before you ask again"
+                f"{words}: was carried out, or begun, and its answer is lost or not kept; look at what is there before "
+                "you ask again"
             )
         if status != _OK:
             raise Refused(json.loads(answer))

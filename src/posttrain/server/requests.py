@@ -13,13 +13,19 @@ from posttrain.domain.errors import InputError
 MOST_BYTES = 8 << 20  # of a JSON body
 
 
-async def sent(operation: Operation, request: Request) -> dict[str, Any]:
+def sent(operation: Operation, request: Request, body: bytes) -> dict[str, Any]:
     """A request's parameters by name.
+
+    Args:
+        body: as `read` gave it.
 
     Raises:
         InputError: a body that is too large, or no JSON object; a parameter that is there twice.
     """
     found: dict[str, Any] = {name: request.path_params[name] for name in operation.in_path}
+    odd = next((name for name, value in found.items() if "\ufffd" in value), None)
+    if odd is not None:
+        raise InputError(f"{operation.verb}: {odd} must be text in UTF-8")
     if operation.method in ("GET", "DELETE"):
         for name in request.query_params:
             values = request.query_params.getlist(name)
@@ -27,7 +33,6 @@ async def sent(operation: Operation, request: Request) -> dict[str, Any]:
                 raise InputError(f"{operation.verb}: {name} must be there once, got it {len(values)} times")
             found.setdefault(name, values[0])
         return found
-    body = await _body(request)
     named = _object(body) if body else {}
     twice = next((name for name in named if name in found), None)
     if twice is not None:
@@ -35,7 +40,14 @@ async def sent(operation: Operation, request: Request) -> dict[str, Any]:
     return found | named
 
 
-async def _body(request: Request) -> bytes:
+async def read(operation: Operation, request: Request) -> bytes:
+    """The body of a request; of one whose parameters are its query, nothing.
+
+    Raises:
+        InputError: it is too large.
+    """
+    if operation.method in ("GET", "DELETE"):
+        return b""
     pieces, size = [], 0
     async for piece in request.stream():
         size += len(piece)

@@ -127,9 +127,18 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
             say(f"next: posttrain login {url}")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, _heard)  # uvicorn ends by them, and raises them again when it has
-        server = uvicorn.Server(config)
-        signal.signal(signal.SIGHUP, lambda *_: setattr(server, "should_exit", True))
+        server = _Server(config)
+        signal.signal(signal.SIGHUP, server.handle_exit)
         server.run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    """Tells streams that it ends: they would keep it."""
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """See `uvicorn.Server.handle_exit`."""
+        self.config.app.state.ending = True  # type: ignore[union-attr]  # it is the application
+        super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
 
 def _heard(*_: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from posttrain.server.lanes import FOLLOW, READ, in_thread
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
+    from posttrain.domain.records import RunRecord
     from posttrain.server.app import Server
 
 _EVERY = 0.5  # seconds between two looks at a run
@@ -59,10 +61,10 @@ def add_routes(app: FastAPI, server: Server) -> None:
         if follow not in ("true", "false"):
             raise InputError(f"logs: follow must be true or false, got {follow[:40]!r}")
         asked = await in_thread(READ, control, request, "logs")
-        vigil = asked.vigil(run_id, lambda _: None, None) if follow == "true" else None
+        await in_thread(READ, asked.run, run_id)  # an unknown run is a problem document, and no stream
+        vigil = _WhileRead(lambda: asked.run(run_id)) if follow == "true" else None
         pieces = await in_thread(READ, asked.logs, run_id, stage, vigil)
-        first = await in_thread(FOLLOW, next, pieces, None)
-        stream = _printed(request, first, pieces, _Leave(control, request, "logs"))
+        stream = _printed(request, pieces, vigil, _Leave(control, request, "logs"))
         return StreamingResponse(stream, headers=_HEADERS, media_type="text/event-stream")
 
     app.add_api_route(PREFIX + "/runs/{run_id}/watch", watch, methods=["GET"], name="watch")
@@ -86,7 +88,7 @@ class _Leave:
 async def _looks(request: Request, look: Any, leave: _Leave) -> AsyncIterator[bytes]:
     """A status whenever it is another one, until the run has ended."""
     told, quiet = b"", 0.0
-    while not await request.is_disconnected():
+    while not (await request.is_disconnected() or is_ending(request)):
         try:
             await leave.check()
             body, over = await in_thread(READ, look)
@@ -107,20 +109,60 @@ async def _looks(request: Request, look: Any, leave: _Leave) -> AsyncIterator[by
             yield b": still here\n\n"
 
 
-async def _printed(request: Request, first: Any, pieces: Iterator[Any], leave: _Leave) -> AsyncIterator[bytes]:
-    """What jobs print, as it comes."""
-    piece = first
-    while piece is not None and not await request.is_disconnected():
-        log, text = piece
-        said = {"run_id": log.run_id, "stage": log.stage, "attempt": log.attempt, "text": text}
-        yield _event("log", json.dumps(said).encode())
-        try:
+class _LeftError(PosttrainError):
+    """Nobody reads on."""
+
+
+class _WhileRead:
+    """A vigil that ends when nobody reads on, and not only when the run does."""
+
+    def __init__(self, look: Callable[[], RunRecord]) -> None:
+        self._look, self.over = look, threading.Event()
+
+    def look(self) -> RunRecord:
+        """See `Vigil.look`. Raises _LeftError."""
+        if self.over.is_set():
+            raise _LeftError("nobody reads on")
+        return self._look()
+
+    def rest(self, seconds: float) -> None:
+        """See `Vigil.rest`."""
+        self.over.wait(seconds)
+
+
+async def _printed(
+    request: Request, pieces: Iterator[Any], vigil: _WhileRead | None, leave: _Leave
+) -> AsyncIterator[bytes]:
+    """What jobs print, as it comes. A thread waits for the next piece, until somebody leaves."""
+    lane = FOLLOW if vigil else READ
+    try:
+        while True:
+            waiting = asyncio.ensure_future(in_thread(lane, next, pieces, None))
+            while not (await asyncio.wait({waiting}, timeout=_EVERY))[0]:
+                await leave.check()
+                if vigil is not None and (await request.is_disconnected() or is_ending(request)):
+                    vigil.over.set()
+            piece = await waiting
+            if piece is None:
+                break
+            log, text = piece
+            said = {"run_id": log.run_id, "stage": log.stage, "attempt": log.attempt, "text": text}
+            yield _event("log", json.dumps(said).encode())
             await leave.check()
-            piece = await in_thread(FOLLOW, next, pieces, None)
-        except PosttrainError as error:
-            yield _event("problem", json.dumps(problem(error, request.state.id)).encode())
-            return
+    except _LeftError:
+        return
+    except PosttrainError as error:
+        yield _event("problem", json.dumps(problem(error, request.state.id)).encode())
+        return
+    finally:
+        if vigil is not None:
+            vigil.over.set()
     yield _event("end", b"{}")
+
+
+def is_ending(request: Request) -> bool:
+    """Whether the server is about to end, so that streams do."""
+    return bool(getattr(request.app.state, "ending", False))
 
 
 def _event(kind: str, body: bytes) -> bytes:

@@ -34,10 +34,13 @@ class Uploads:
         self._workspace = workspace
         self._folder = workspace.root / "uploads" / workspace.ledger.project
 
-    def registered(self, digest: str) -> bool:
-        """Whether the project's ledger knows these bytes."""
+    def registered(self, digest: str, form: str = "") -> bool:
+        """Whether the project's ledger knows these bytes, as this form where one is named.
+
+        A file that looks like the listing of a tree is none: what it lists need not be the project's.
+        """
         with self._workspace.ledger.snapshot() as now:
-            return bool(now.artifacts(digest))
+            return any(form in ("", artifact.form) for artifact in now.artifacts(digest))
 
     def held(self, digest: str) -> bool:
         """Whether the project has these bytes, so that nobody needs to send them again."""

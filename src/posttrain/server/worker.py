@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -64,9 +66,18 @@ class Worker:
                 stream.flush()
 
 
+def _end_with(server: int) -> None:
+    """End when the server does, also in the middle of a request: whoever asks it again must not have it done twice."""
+    gone = select.poll()
+    gone.register(server, select.POLLRDHUP)
+    gone.poll()
+    os._exit(1)
+
+
 def main() -> None:
     """Answer until the server is gone."""
     os.set_inheritable(DESCRIPTOR, False)
+    threading.Thread(target=_end_with, args=(DESCRIPTOR,), name="lifeline", daemon=True).start()
     with socket.socket(fileno=DESCRIPTOR) as server:
         Worker(Workspace(Path(sys.argv[1]))).run(server)
 

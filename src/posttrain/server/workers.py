@@ -160,4 +160,7 @@ class _Process:
         self._process.wait()
 
 
-_START = f"import os; os.dup2({{}}, {DESCRIPTOR}); import runpy; runpy.run_module('{_MODULE}', run_name='__main__')"
+_START = (
+    f"import os; os.dup2({{0}}, {DESCRIPTOR}); {{0}} == {DESCRIPTOR} or os.close({{0}}); import runpy; "
+    f"runpy.run_module('{_MODULE}', run_name='__main__')"
+)

@@ -37,6 +37,7 @@ from posttrain.store.schema import (
     looks,
     payloads,
     principals,
+    requests,
     runs,
     work,
 )
@@ -111,6 +112,7 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
         def left(row: _Row, column: str, value: Any) -> Any:
             return _functional(row[0], column, value) if row in rows else value
 
+        _empty_answers(connection)
         _empty_work(connection, (work.c.project == ledger.project) & _below(work.c.object, subject))
         done = _erase(connection, _journal(connection, ledger, actor), subject, reason, list(found.values()), left)
         before = _before(connection, lambda said: said[0] == subject or said[0].startswith(f"{subject}/"))
@@ -140,6 +142,7 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
             )
         principal = str(found)
         end_access(connection, _author(ledger, actor), ledger.clock, principal)
+        _empty_answers(connection)
         journal = _journal(connection, ledger, actor)
         mentioning = [one for one, body in _told(connection) if word.search(body)]
 
@@ -174,6 +177,11 @@ def _refuse_newer(connection: Connection) -> None:
 
 def _below(column: Any, subject: str) -> Any:
     return or_(column == subject, func.substr(column, 1, len(subject) + 1) == f"{subject}/")
+
+
+def _empty_answers(connection: Connection) -> None:
+    """Answers that were kept for whoever asks again may say anything; their requests are not carried out again."""
+    connection.execute(update(requests).where(requests.c.answer.is_not(None)).values(answer=None))
 
 
 def _empty_work(connection: Connection, where: Any) -> None:

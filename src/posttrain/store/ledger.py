@@ -89,6 +89,8 @@ class Ledger:
         try:
             with self.database.write() as connection:
                 transaction = Transaction(connection, author, self.clock, self.project)
+                if self._request and request == numbered(self._request, 0):
+                    transaction.refuse_repeated(request)
                 yield transaction
                 transaction.flush()
         except LostAnswerError as error:

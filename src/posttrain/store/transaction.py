@@ -42,6 +42,18 @@ _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempt
 class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
     """One write transaction of `actor`, open as long as the `with` block of `Ledger.transaction`."""
 
+    def refuse_repeated(self, request: str) -> None:
+        """Refuse to do again what another process, which nobody waits for any more, did under this id.
+
+        Raises:
+            ConflictError: it did.
+        """
+        if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
+            key = int.from_bytes(bytes.fromhex(request[:16]), "big", signed=True)
+            self._connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
+        if self.snapshot.has_request(request):
+            raise ConflictError("the request was carried out already; look at what is there before you ask again")
+
     def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord], artifacts: Sequence[Artifact] = ()) -> None:
         """A new run and all its stages.
 

@@ -34,6 +34,11 @@ def served_at(root: Path) -> Served | None:
         return None
 
 
+def is_served(root: Path) -> bool:
+    """Whether a server has this workspace, which then drives its runs."""
+    return _held(root / LOCK)
+
+
 def _held(lock: Path) -> bool:
     try:
         file = os.open(lock, os.O_RDONLY)

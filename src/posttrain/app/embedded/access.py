@@ -94,4 +94,6 @@ def _role(word: str) -> Role:
     try:
         return Role(word)
     except ValueError as error:
-        raise InputError(f"role must be one of {', '.join(Role)}, got {word[:40]!r}{nearest(word, Role)}") from error
+        raise InputError(
+            f"role must be one of {', '.join(Role)}, got {word[:40]!r}{nearest(word, map(str, Role))}"
+        ) from error

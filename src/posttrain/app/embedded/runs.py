@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.api.values import Locked, RunDiff, Why
+from posttrain.data.confining import refuse_afar
 
 if TYPE_CHECKING:
     from posttrain.api.values import Submitted
@@ -256,6 +257,7 @@ class Runs:
     def track(self, run_id: str, chosen: Mapping[str, Any]) -> list[TrackerState]:
         """See `Runs.track`."""
         if chosen:
+            refuse_afar("track: a server writes the trackers of its workspace; choose none")
             from posttrain.trackers.adding import track_more
 
             return track_more(self.workspace, run_id, chosen)
