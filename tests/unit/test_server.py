@@ -238,7 +238,7 @@ def test_bytes_of_another_project_can_be_neither_used_nor_fetched(bench: ServerB
     assert bench.ask("PATCH", f"/v1/projects/a/blobs/{tree}", mine, body, headers).status == 200
     sent = {"path": {"name": "x", "digest": tree, "form": "tree"}, "name": "mine"}
     assert bench.ask("POST", "/v1/projects/a/assets/datasets", mine, sent).status in (404, 500)
-    assert bench.control(mine, "a").assets(None) == []
+    assert bench.control(mine, "a").assets("dataset") == []
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -598,30 +598,36 @@ def test_only_an_admin_of_the_first_project_sweeps_the_store(bench: ServerBench)
         bench.control(token, "b").gc(0.0, dry_run=True)
 
 
+def waiting(bench: ServerBench, run_id: str) -> str:
+    """A run that waits."""
+    run = RunRecord(run_id, "stream", digest_json(run_id), "pending", "ann", 0.0)
+    with bench.workspace.ledger.transaction("user:ann") as transaction:
+        transaction.insert_run(run, [StageRecord(run.id, "hold", 0, "wait", "pending")])
+    return run_id
+
+
 def test_a_stream_ends_when_whoever_follows_it_may_not_any_more(
     bench: ServerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("posttrain.server.streams._AGAIN", 0.0)
-    run = RunRecord("stream-22222222", "stream", digest_json("stream"), "pending", "ann", 0.0)
-    with bench.workspace.ledger.transaction("user:ann") as transaction:
-        transaction.insert_run(run, [StageRecord(run.id, "hold", 0, "wait", "pending")])
+    run_id = waiting(bench, "stream-22222222")
     token = bench.person("fay", Role.VIEWER)
-    stream = Transport(bench.url, token).stream(f"{PROJECT}/runs/{run.id}/watch")
+    stream = Transport(bench.url, token).stream(f"{PROJECT}/runs/{run_id}/watch")
     kind, data = next(stream)
-    assert (kind, json.loads(data)["run"]["id"]) == ("status", run.id)
+    assert (kind, json.loads(data)["run"]["id"]) == ("status", run_id)
     bench.control(KEY).set_member("user:fay", None)
     with pytest.raises(AccessError, match="has no role"):
         next(stream)
 
 
 def test_many_who_watch_a_run_read_it_once(bench: ServerBench) -> None:
-    watchers = Watchers()
-    looking = [Looking(watchers, bench.workspace, "stream-22222222") for _ in range(50)]
+    watchers, run_id = Watchers(), waiting(bench, "watched-22222222")
+    looking = [Looking(watchers, bench.workspace, run_id) for _ in range(50)]
     first = looking[0].read()
     assert all(one.read() is first for one in looking)
-    assert watchers.read(bench.workspace, "stream-22222222") is not first
+    assert watchers.read(bench.workspace, run_id) is not first
     with pytest.raises(NotFoundError):
-        watchers.read(bench.workspace.seen_by("user:ben", "b", "os"), "stream-22222222")
+        watchers.read(bench.workspace.seen_by("user:ben", "b", "os"), run_id)
 
 
 def test_those_who_wait_keep_nobody_from_an_answer(bench: ServerBench) -> None:
