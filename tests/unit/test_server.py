@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 
 import jsonschema
 import pytest
+from anyio import CapacityLimiter
 from server_bench import KEY, Answer, ServerBench, served
 from sqlalchemy import event
 
@@ -38,6 +39,7 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.domain.roles import Role
 from posttrain.domain.runspec import Budget
+from posttrain.server import lanes
 from posttrain.server.repeats import Once, request_id
 from posttrain.server.uploads import Uploads
 from posttrain.server.watching import Looking, Watchers
@@ -802,3 +804,43 @@ def test_an_erasure_reaches_answers_that_are_kept(bench: ServerBench) -> None:
     assert problem_of(again) == (409, "conflict")
     data = (bench.workspace.root / "ledger.db").read_bytes()
     assert data.count(b"zoe-private") == 0
+
+
+def ended(bench: ServerBench, run_id: str) -> str:
+    """A run that has failed."""
+    waiting(bench, run_id)
+    with bench.workspace.ledger.transaction("user:ann") as transaction:
+        transaction.update_run(transaction.snapshot.run(run_id), state="failed", reason="Lost")
+    return run_id
+
+
+def test_following_ends_with_the_run(bench: ServerBench) -> None:
+    run_id = ended(bench, "over-22222222")
+    transport = Transport(bench.url, KEY)
+    assert list(transport.stream(f"{PROJECT}/runs/{run_id}/logs", {"follow": True})) == [("end", b"{}")]
+    assert [kind for kind, _ in transport.stream(f"{PROJECT}/runs/{run_id}/watch")] == ["status", "end"]
+
+
+def test_more_followers_than_threads_are_refused_and_those_who_leave_make_room(
+    bench: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(lanes._limits, lanes.FOLLOW, CapacityLimiter(2))
+    run_id = waiting(bench, "silent-22222222")
+    head = f"GET {PROJECT}/runs/{run_id}/logs?follow=true HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n"
+    followers = [socket.create_connection(("127.0.0.1", bench.port)) for _ in range(2)]
+    for one in followers:
+        one.sendall(head.encode())
+        assert b"200" in one.recv(4096)
+    with pytest.raises(PosttrainError, match="too much to do"):
+        list(Transport(bench.url, KEY).stream(f"{PROJECT}/runs/{run_id}/logs", {"follow": True}))
+    for one in followers:
+        one.close()
+    assert bench.ask("GET", f"{PROJECT}/runs?limit=1").status == 200
+    over = ended(bench, "overtoo-22222222")
+    while True:  # until the threads of those who left are free
+        try:
+            found = list(Transport(bench.url, KEY).stream(f"{PROJECT}/runs/{over}/logs", {"follow": True}))
+        except PosttrainError:
+            continue
+        break
+    assert found == [("end", b"{}")]

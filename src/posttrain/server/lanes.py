@@ -26,6 +26,6 @@ async def in_thread(lane: str, does: Callable[..., T], *words: Any) -> T:
     limit = _limits.get(lane)
     if limit is None:
         limit = _limits[lane] = anyio.CapacityLimiter(_THREADS[lane])
-    if limit.statistics().tasks_waiting >= _WAITING[lane]:
+    if not limit.available_tokens and limit.statistics().tasks_waiting >= _WAITING[lane]:
         raise CapacityError(f"the server has too much to do ({lane}); ask again in a while")
     return await run_sync(does, *words, limiter=limit)
