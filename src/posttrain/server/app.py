@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain._version import __version__
 from posttrain.api.guarding import refuse
@@ -58,7 +61,7 @@ def build(server: Server) -> FastAPI:
     app.add_api_route("/v1/version", _version, methods=["GET"])
     app.add_api_route("/openapi.json", _interface, methods=["GET"])
     app.add_exception_handler(HTTPException, _http_problem)
-    app.middleware("http")(_around)
+    app.add_middleware(_Around)
     return app
 
 
@@ -114,17 +117,36 @@ def _asked(server: Server, operation: Operation, request: Request, who: Asker, b
     return once.answer(key, operation.verb, given, carried_out)[1]
 
 
-async def _around(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+class _Around:
     """Every answer names its request and the version; every error is a problem document."""
-    request.state.id = request_id("", "", "", request.app.state.server.workspace.ledger.entropy)
-    try:
-        _refuse_other_version(request)
-        response = await call_next(request)
-    except Exception as error:
-        response = _problem(request, error)
-    response.headers["posttrain-request"] = request.state.id
-    response.headers["posttrain-version"] = __version__
-    return response
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request, begun = Request(scope, receive), False
+        request.state.id = request_id("", "", "", os.urandom)
+
+        async def named(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                headers = MutableHeaders(scope=message)
+                headers["posttrain-request"] = request.state.id
+                headers["posttrain-version"] = __version__
+            await send(message)
+
+        try:
+            _refuse_other_version(request)
+            await self._app(scope, receive, named)
+        except Exception as error:
+            if begun:  # what is said already cannot be taken back: the connection ends
+                log.exception("request %s: %s %s", request.state.id, request.method, request.url.path)
+                raise
+            await _problem(request, error)(scope, receive, named)
 
 
 def _problem(request: Request, error: Exception) -> Response:

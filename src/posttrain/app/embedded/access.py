@@ -83,7 +83,7 @@ class Access:
         """See `Access.revoke_token`."""
         known = self.tokens()
         if all(one.id != token_id for one in known):
-            raise NotFoundError(f"there is no token {token_id[:80]!r}{nearest(token_id, [one.id for one in known])}")
+            raise NotFoundError(f"there is no token {token_id[:80]!r}; posttrain token ls shows them")
         with self.workspace.ledger.transaction(self.workspace.actor) as transaction:
             transaction.revoke_token(token_id)
         self.workspace.seal()

@@ -27,6 +27,7 @@ runs = Table(
     Index("runs_by_manifest", "project", "manifest_digest", "repeat", unique=True),
     Index("runs_by_name", "name"),
     Index("runs_by_state", "state"),
+    Index("runs_by_time", "project", "created_at", "repeat", "id"),
 )
 
 stages = Table(

@@ -52,5 +52,6 @@ def upgrade() -> None:
         sa.Column("lease_owner", sa.Text()),
         sa.Column("lease_until", _TIME),
     )
+    op.create_index("runs_by_time", "runs", ["project", "created_at", "repeat", "id"])
     op.add_column("schema_version", sa.Column("usable_since", sa.String(32)))
     op.execute("UPDATE schema_version SET usable_since = '0002'")
