@@ -186,7 +186,7 @@ def test_a_row_that_is_refused_is_one_line(postgres_ledger: str) -> None:
 
 def test_a_newer_schema_is_refused(postgres: Server, postgres_ledger: str) -> None:
     Database(postgres_ledger).close()
-    postgres.sql("UPDATE schema_version SET version_num = '9999'", postgres_ledger)
+    postgres.sql("UPDATE schema_version SET version_num = '9999', usable_since = '9999'", postgres_ledger)
     assert "workspace schema 9999 is newer than this Posttrain" in said(lambda: Database(postgres_ledger))
 
 
