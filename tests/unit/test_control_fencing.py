@@ -147,7 +147,7 @@ def test_a_process_of_another_host_is_waited_for_and_a_person_is_told(bench: Ben
 
 
 def test_a_person_may_say_that_it_is_dead(bench: Bench, elsewhere: str) -> None:
-    assert assume_dead(bench.stores, bench.jobs.folders, elsewhere, "sft").reason == "AssumedDead"
+    assert assume_dead(bench.stores, bench.jobs, elsewhere, "sft").reason == "AssumedDead"
     assert bench.drive(elsewhere).state == "succeeded"
     first, second = bench.ledger.attempts(elsewhere)
     assert (first.state, second.state) == ("lost", "succeeded")
@@ -157,7 +157,7 @@ def test_a_person_may_say_that_it_is_dead(bench: Bench, elsewhere: str) -> None:
 
 
 def test_a_stop_after_that_word_waits_for_nobody(bench: Bench, elsewhere: str) -> None:
-    assume_dead(bench.stores, bench.jobs.folders, elsewhere, "sft")
+    assume_dead(bench.stores, bench.jobs, elsewhere, "sft")
     actions.stop(bench.stores, elsewhere)
     assert bench.drive(elsewhere).state == "stopped"
 
@@ -169,7 +169,7 @@ def test_what_is_seen_is_not_assumed(bench: Bench) -> None:
         bench.reconciler.tick(run_id)
     for stage, error in (("sft", InputError), ("none", NotFoundError)):
         with pytest.raises(error) as caught:
-            assume_dead(bench.stores, bench.jobs.folders, run_id, stage)
+            assume_dead(bench.stores, bench.jobs, run_id, stage)
         assert "\n" not in str(caught.value)
 
 
@@ -178,7 +178,7 @@ def test_a_process_that_is_seen_to_live_is_not_assumed_dead(bench: Bench) -> Non
     for _ in range(3):
         bench.reconciler.tick(run_id)
     with pytest.raises(InputError, match="of this host lives"):
-        assume_dead(bench.stores, bench.jobs.folders, run_id, "sft")
+        assume_dead(bench.stores, bench.jobs, run_id, "sft")
 
 
 def _pending(bench: Bench, run_id: str) -> list[Event]:

@@ -51,7 +51,7 @@ def assume_dead(workspace: Workspace, stage: str) -> AttemptRecord:
     run, _, name = _named(workspace, stage).partition("/")
     if not name:
         raise InputError(f"dead: --assume-dead needs RUN/STAGE, got {stage!r}; posttrain why {run} names the stage")
-    return fencing.assume_dead(workspace.stores, workspace.jobs.folders, run, name)
+    return fencing.assume_dead(workspace.stores, workspace.jobs, run, name)
 
 
 def _named(workspace: Workspace, text: str) -> str:

@@ -26,9 +26,10 @@ from posttrain.store.channels.objects import checked_url
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
 from posttrain.store.holding import LOCK
+from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.upgrade import Upgraded, upgrade_ledger
-from posttrain.workspace.ledgers import FILE, bind, holds_runs, ledger_place, recorded
+from posttrain.workspace.ledgers import FILE, bind, holds_runs, host_name, ledger_place, recorded
 from posttrain.workspace.opened import OpenWorkspace
 from posttrain.workspace.settings import (
     CHANNEL,
@@ -82,7 +83,9 @@ class Workspace(OpenWorkspace):
         self.settings = read_json(self.root / SETTINGS) or {}
         self.ledger = Ledger(database or Database(place, create=create), clock)
         if database is not None:
-            bind(self.ledger, self.root, self.identity(), self.actor)
+            shared = "" if blobs.url == blobs_url(self.root / OWN_STORE) else blobs.url
+            bind(self.ledger, self.root, self.identity(), self.actor, shared)
+            self.hosts = Hosts(database, clock, self.identity(), host_name(self.root))
         if create:
             join_store(self, blobs)
         self.stores = Stores(self.ledger, self.blobs, clock, self.actor)
@@ -93,6 +96,7 @@ class Workspace(OpenWorkspace):
             slots=max(1, os.cpu_count() or 1),
             trust_rewards=self.trusts_rewards,
             workspace=self.place,
+            hosts=self.hosts,
         )
         self.catalog = Catalog(self.ledger, self.blobs, self.actor)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 
-from posttrain.control.jobs import AttemptFolders
+from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.jobs import ANOTHER_RUNS, JobState, Observation
-from posttrain.domain.lifecycle import AttemptState
+from posttrain.domain.lifecycle import AttemptState, is_final
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution import processes
@@ -52,7 +52,7 @@ def another_runs(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord
     return True
 
 
-def assume_dead(stores: Stores, folders: AttemptFolders, run_id: str, stage: str) -> AttemptRecord:
+def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptRecord:
     """Take a person's word that the job of a stage is dead of which nothing can be seen: its host is gone, say.
 
     What it may still compute is published by nobody.
@@ -66,18 +66,36 @@ def assume_dead(stores: Stores, folders: AttemptFolders, run_id: str, stage: str
     if row is None:
         raise NotFoundError(f"run {run_id} has no stage {stage!r}; posttrain get {run_id} shows them")
     attempt = next(iter(reversed(stores.ledger.attempts(run_id, stage))), None)
+    message = f"{stores.actor} says that its job is dead"
+    if attempt is not None and not is_final("attempt", attempt.state) and jobs.elsewhere(attempt):
+        return _with_its_host(stores, jobs, attempt, message)
     unseen = row.reason in (Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)
     if attempt is None or attempt.state != AttemptState.LAUNCHED or not unseen:
         raise InputError(
             f"{run_id}/{stage}: --assume-dead needs a job of which nothing can be seen, the stage is {row.state} "
             f"({row.reason}); posttrain why {run_id}"
         )
-    held = folders.of(attempt).channel.started()
+    held = jobs.folders.of(attempt).channel.started()
     if held is not None and held.host == socket.gethostname() and _may_live(held):
         raise InputError(f"{run_id}/{stage}: process {held.pid} of this host lives; posttrain stop {run_id} ends it")
-    message = f"{stores.actor} says that its job is dead"
     with stores.ledger.transaction(stores.actor) as transaction:
         return transaction.update_attempt(attempt, reason=Reason.ASSUMED_DEAD, message=message)
+
+
+def _with_its_host(stores: Stores, jobs: Jobs, attempt: AttemptRecord, message: str) -> AttemptRecord:
+    """The attempt is this host's from now on, which finds no job of it.
+
+    Should its host come back, it ends the job, which no attempt of its own needs.
+    """
+    host = next((one for one in jobs.hosts.all() if one.id == attempt.host), None) if jobs.hosts else None
+    if host is not None and not host.gone:
+        raise InputError(
+            f"{attempt.run_id}/{attempt.stage}: its host {host.name} was heard of {host.silent:.0f} s ago; posttrain "
+            f"stop {attempt.run_id} ends it there"
+        )
+    with stores.ledger.transaction(stores.actor) as transaction:
+        transaction.leave_to(attempt.run_id, jobs.host)
+        return transaction.update_attempt(attempt, reason=Reason.ASSUMED_DEAD, message=message, host=jobs.host)
 
 
 def unheeded(folders: AttemptFolders, attempt: AttemptRecord) -> str:

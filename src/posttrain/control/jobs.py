@@ -13,6 +13,7 @@ from posttrain.control.codes import trainer_of
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution.ports import Executor, Trainer
 from posttrain.store.attempts import AttemptFolder
+from posttrain.store.hosts import Hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,16 @@ class Jobs:
     slots: int = 1  # jobs of one run at a time
     trust_rewards: bool = False  # rewards may run where the kernel cannot confine them
     workspace: Callable[[], str] = lambda: ""  # what tells it from others and from its copies, on its jobs
+    hosts: Hosts | None = None  # that share the ledger; None: it has one
+
+    @property
+    def host(self) -> str | None:
+        """Whose drivers alone can reach these jobs; None: the ledger has one host."""
+        return self.hosts.id if self.hosts else None
+
+    def elsewhere(self, attempt: AttemptRecord) -> bool:
+        """Whether an attempt's job and folder are on another host."""
+        return attempt.host not in (None, self.host)
 
     def trainer(self, name: str) -> Trainer:
         """A trainer that a manifest names.

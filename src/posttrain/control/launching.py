@@ -51,6 +51,7 @@ def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRec
         resume=found.digest if found else None,
         reason=Reason.PLANNED,
         created_at=now,
+        host=jobs.host,
     )
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_run(stage.run_id)

@@ -82,7 +82,7 @@ class Reconciler:
         self, stores: Stores, jobs: Jobs, owner: str, alive: Callable[[str], bool] = lambda owner: True
     ) -> None:
         self._stores, self._jobs = stores, jobs
-        self.queue = WorkQueue(stores.ledger, owner, alive, LEASE_SECONDS)
+        self.queue = WorkQueue(stores.ledger, owner, alive, LEASE_SECONDS, jobs.host)
         self._manifests: dict[str, Manifest] = {}
         self._held: dict[str, Work] = {}  # run → our claim
         self._watched: dict[str, _Watched] = {}
@@ -100,6 +100,8 @@ class Reconciler:
             return Tick(run, changed=False)
         claim = self._claim(run_id)
         if claim is None:
+            return None
+        if self._is_elsewhere(run_id):
             return None
         troubles = Troubles(self._stores, self.queue, run_id)
         try:
@@ -129,7 +131,10 @@ class Reconciler:
         aside = tuple(sorted(troubles.set_aside)) if after >= NEVER else ()
         after = min(after, RACED_SECONDS if troubles.raced else UNWOKEN_SECONDS)
         said = self._say_set_aside(run, aside)
-        settled = self.queue.give_back(claim, after, hold=True)
+        hold = self._jobs.host is None or any(attempt.host == self._jobs.host for attempt in view.attempts)
+        if not hold:  # what no host has yet is for the first that has room
+            self._held.pop(run.id, None)
+        settled = self.queue.give_back(claim, after, hold=hold)
         return Tick(said, not settled, after, aside if settled else (), view)
 
     def _say_set_aside(self, run: RunRecord, names: Sequence[str]) -> RunRecord:
@@ -178,6 +183,18 @@ class Reconciler:
             return None
         self._held[run_id] = claimed[0]
         return claimed[0]
+
+    def _is_elsewhere(self, run_id: str) -> bool:
+        """Whether another host has a job of this run; its row, which had forgotten that, knows it again."""
+        if self._jobs.host is None:
+            return False
+        tries = self._stores.ledger.attempts(run_id)
+        found = (one.host for one in tries if not is_final("attempt", one.state) and self._jobs.elsewhere(one))
+        other = next(found, None)
+        if other is not None:
+            self._held.pop(run_id, None)
+            self.queue.leave_to(run_id, other)
+        return other is not None
 
     def release(self, run_id: str) -> None:
         """Give the lease back, so that another process need not wait for it to expire."""
@@ -263,7 +280,8 @@ class Reconciler:
             return
         self._swept = self._stores.clock.now()
         with suppress(PosttrainError):  # a database that is away: the next sweep
-            self._sweep_now(f"executor {self._jobs.executor.name}")
+            name = f"executor {self._jobs.executor.name}"
+            self._sweep_now(f"{name} {self._jobs.host}" if self._jobs.host else name)
 
     def _sweep_now(self, name: str) -> None:
         if self.queue.look(SWEEP, name) is None:
@@ -293,6 +311,9 @@ class Reconciler:
     def keep(self) -> None:
         """Hold on to what is held, where a third of the lease has passed."""
         now = self._stores.clock.now()
+        if self._jobs.hosts is not None:
+            with suppress(PosttrainError):  # a database that is away: the next time
+                self._jobs.hosts.beat()
         if self._held and now - self._renewed >= LEASE_SECONDS / 3:
             self._renewed = now
             with suppress(PosttrainError):  # a database that is away: the next time, or the lease runs out

@@ -131,6 +131,7 @@ class AttemptRecord:
     launched_at: float | None = None
     finished_at: float | None = None  # when its end was noticed
     seconds: float = 0.0  # how long its job ran, by the job's own word: what the wall-clock budget is billed
+    host: str | None = None  # whose drivers alone can reach its job; None: the ledger has one host
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from posttrain.app.background import Background
 from posttrain.app.runs import REPORTING, load_ahead
 from posttrain.app.sinks import deliverer
 from posttrain.app.workspace import Workspace
+from posttrain.control.owners import process_name
 from posttrain.domain.errors import PosttrainError
 from posttrain.drivers.log import DriverLog, Veil
 from posttrain.events.bus import Deliverer
@@ -86,6 +87,8 @@ class Upkeep:
             PosttrainError: the ledger is away; do it again later.
         """
         now = time.monotonic()
+        if self._workspace.hosts is not None:
+            self._workspace.hosts.beat()
         if now - self._sealed >= _SEAL:
             self._sealed = now
             self._workspace.seal()
@@ -157,7 +160,7 @@ class Driver:
         if time.monotonic() - self._asked < _EVERY:
             return
         self._asked = time.monotonic()
-        found = open_runs(self._workspace.ledger.database)
+        found = open_runs(self._workspace.ledger.database, self._workspace.jobs.host, process_name())
         for project in found.keys() - self._projects.keys():
             runs, seen = OpenRuns(), self._workspace.seen_by(ACTOR, project, AUTH)
             self._projects[project] = runs, Background(seen, runs, self._log)

@@ -7,7 +7,7 @@ proof builds every told column of every row again from the events, and compares.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Text, select, type_coerce
@@ -46,7 +46,7 @@ def verify_rows(ledger: Ledger) -> int:
                 if row[1] in told or schema <= SCHEMA_VERSION:
                     _take(told, event, row, words[place] if place < len(words) else {})
         for name, rows in told.items():
-            compared += _compare(connection, name, rows)
+            compared += _compare(connection, name, rows, TABLES[name].columns_of(schema))
     return compared
 
 
@@ -81,9 +81,11 @@ def _take(told: _Rows, event: int, row: list[Any], words: Mapping[str, Any]) -> 
     rows[place].update(words)
 
 
-def _compare(connection: Connection, name: str, told: dict[_Key, dict[str, Any]]) -> int:
+def _compare(
+    connection: Connection, name: str, told: dict[_Key, dict[str, Any]], compared_columns: Sequence[str]
+) -> int:
     spec = TABLES[name]
-    columns = [spec.table.c[column] for column in spec.columns]
+    columns = [spec.table.c[column] for column in compared_columns]
     kept = {column.name for column in columns if isinstance(column.type, JsonText)}
     raw = [type_coerce(column, Text).label(column.name) if column.name in kept else column for column in columns]
     query = select(*raw).order_by(*spec.table.primary_key)
@@ -96,7 +98,7 @@ def _compare(connection: Connection, name: str, told: dict[_Key, dict[str, Any]]
         expected = told.pop(key, None)
         if expected is None:
             raise IntegrityError(f"{spec.name(row)}: stands in the ledger, but no event tells of it; {_REMEDY}")
-        for column in spec.columns:
+        for column in compared_columns:
             if column not in spec.key and auditable(row[column]) != expected[column]:
                 raise IntegrityError(
                     f"{spec.name(row)}: {column} must be {expected[column]!r} as the event log says, "

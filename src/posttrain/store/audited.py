@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Table
@@ -28,6 +28,7 @@ class Audited:
     title: str  # of a row, by its columns
     words: frozenset[str] = frozenset()  # free text and personal data
     since: str = "0002"  # the revision that made it
+    later: Mapping[str, str] = field(default_factory=dict)  # column → the later revision that added it
 
     @functools.cached_property
     def key(self) -> tuple[str, ...]:
@@ -38,6 +39,10 @@ class Audited:
     def columns(self) -> tuple[str, ...]:
         """Every column: all are told."""
         return tuple(column.name for column in self.table.columns)
+
+    def columns_of(self, schema: str) -> tuple[str, ...]:
+        """The columns that a ledger of this schema has."""
+        return tuple(name for name in self.columns if self.later.get(name, self.since) <= schema)
 
     def name(self, row: Mapping[str, Any]) -> str:
         """A row as a person calls it."""
@@ -72,6 +77,7 @@ TABLES: Mapping[str, Audited] = {
             schema.attempts,
             "attempt {run_id}/{stage}/{number}",
             frozenset({"message", "failure_signature", "folder", "handle"}),
+            later={"host": "0003"},
         ),
         Audited(schema.signals, "signal {name} of run {run_id}", frozenset({"reason"})),
         Audited(schema.assets, "asset {kind}:{name}@{version}", frozenset({"meta"})),

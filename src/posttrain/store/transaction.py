@@ -27,7 +27,7 @@ from posttrain.store.releasing import ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import asset_status, assets, attempts, projects, runs, signals, stage_cache, stages
 from posttrain.store.sinking import SinkWriting
-from posttrain.store.waking import revive
+from posttrain.store.waking import revive, settle_at
 
 _WATCH = text(
     "INSERT INTO watches (attempt, run_id, progress, quiet, at) VALUES (:attempt, :run_id, :progress, :quiet, :at) "
@@ -80,6 +80,8 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         subject = f"{attempt.run_id}/{attempt.stage}/{attempt.number}"
         what = f"attempt {attempt.name}"
         self._insert(attempts, to_columns(attempt), what, f"attempt.{attempt.state}", subject)
+        if attempt.host is not None:
+            settle_at(self._connection, self._project, attempt.run_id, attempt.host)
         self._woken.add(attempt.run_id)
 
     def update_run(
@@ -182,6 +184,10 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
             held = select(projects.c.id).where(projects.c.id == self._project).with_for_update(read=not exclusive)
             self._connection.execute(held)
+
+    def leave_to(self, run_id: str, host: str | None) -> None:
+        """Let this host's drivers alone look at a run from now on."""
+        settle_at(self._connection, self._project, run_id, host)
 
     def lock_run(self, run_id: str) -> None:
         """Lock a run's row until the end of this transaction: of several drivers one begins or ends something of it."""

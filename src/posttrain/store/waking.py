@@ -30,6 +30,12 @@ def wake(connection: Connection, project: str, kind: str, names: Collection[str]
         connection.execute(_WAKE, [waking(project, kind, name, due) for name in sorted(names)])
 
 
+def settle_at(connection: Connection, project: str, run_id: str, host: str | None) -> None:
+    """Let one host's drivers alone look at a run, whose job it has; None: those of any."""
+    mine = (work.c.project == project) & (work.c.kind == RUN) & (work.c.object == run_id)
+    connection.execute(update(work).where(mine).values(affinity=host))
+
+
 def settle(connection: Connection, project: str, names: Collection[str]) -> None:
     """Nobody has to look at these runs any more, which end in the transaction of `connection`, nor at their stages."""
     for name in sorted(names):

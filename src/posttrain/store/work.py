@@ -40,7 +40,7 @@ from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
 from posttrain.store.rows import plain
 from posttrain.store.schema import cursors, runs, work
-from posttrain.store.waking import RUN, STAGE, wake
+from posttrain.store.waking import RUN, STAGE, settle_at, wake
 
 NEVER = 1e11  # seconds: until somebody wakes it
 _TOKEN_BYTES = 16
@@ -65,7 +65,7 @@ class Work:
     error: str  # of the last one, one line
     traceback: str
     dead_at: float | None  # set aside until a person looks
-    affinity: str | None = None  # the host that alone may look at it
+    affinity: str | None = None  # the host whose drivers alone may look at it
     # seconds, by the clock that set these times: hosts need not agree with the database on one
     due_in: float = field(default=0.0, compare=False)
     failed_for: float | None = field(default=None, compare=False)
@@ -79,12 +79,18 @@ class WorkQueue:
         owner: `host:pid:start` of this process.
         alive: whether another owner still lives, where that can be told: a dead one loses its leases at once.
         lease: seconds that a claim holds without being renewed.
+        host: whose jobs this driver can reach, where a ledger has several; None: it has one.
     """
 
     def __init__(
-        self, ledger: Ledger, owner: str, alive: Callable[[str], bool] = lambda owner: True, lease: float = 15.0
+        self,
+        ledger: Ledger,
+        owner: str,
+        alive: Callable[[str], bool] = lambda owner: True,
+        lease: float = 15.0,
+        host: str | None = None,
     ) -> None:
-        self._ledger, self.owner, self._alive, self.lease = ledger, owner, alive, lease
+        self._ledger, self.owner, self._alive, self.lease, self._host = ledger, owner, alive, lease, host
 
     def due(self, objects: Collection[str] | None = None) -> set[str]:
         """What `claim` would find of these objects, or of all; one statement, which writes nothing."""
@@ -218,6 +224,12 @@ class WorkQueue:
             for name in names if kind == RUN else ():
                 self._finish(connection, name)
 
+    def leave_to(self, run_id: str, host: str) -> None:
+        """Give up a run whose job another host has."""
+        with self._write() as connection:
+            settle_at(connection, self._ledger.project, run_id, host)
+        self.release([run_id])
+
     def release(self, names: Collection[str] | None = None) -> None:
         """Give up what is this owner's, so that nobody has to wait until the leases run out."""
         with self._write() as connection:
@@ -289,9 +301,8 @@ class WorkQueue:
         return found if early else [*found, work.c.due_at <= now]
 
     def _free(self, now: ColumnElement[float]) -> ColumnElement[bool]:
-        host = self.owner.rsplit(":", 2)[0]
-        here = or_(work.c.affinity.is_(None), work.c.affinity == host)
-        return here & or_(work.c.lease_owner.is_(None), work.c.lease_owner == self.owner, work.c.lease_until <= now)
+        mine = work.c.lease_owner == self.owner
+        return _here(self._host) & or_(work.c.lease_owner.is_(None), mine, work.c.lease_until <= now)
 
     def _now(self, connection: Connection) -> ColumnElement[float]:
         moment = self._moment(connection)
@@ -311,17 +322,32 @@ class WorkQueue:
             raise InfrastructureError(f"{error}; looking again") from error
 
 
-def open_runs(database: Database) -> dict[str, list[str]]:
-    """Project → its runs that somebody has to look at now or later, the most urgent first; one statement."""
+def open_runs(database: Database, host: str | None = None, owner: str = "") -> dict[str, list[str]]:
+    """Project → its runs that somebody has to look at now or later, the most urgent first; one statement.
+
+    Args:
+        host: without those that only another host's drivers may look at, or that another one is at.
+        owner: of the leases that are the asker's.
+    """
     found: dict[str, list[str]] = {}
-    query = select(work.c.project, work.c.object).where(work.c.kind == RUN, work.c.dead_at.is_(None))
+    query = select(work.c.project, work.c.object).where(work.c.kind == RUN, work.c.dead_at.is_(None), _here(host))
     with database.read() as connection:
+        if host is not None and connection.dialect.name == "postgresql":
+            free = or_(work.c.lease_owner.is_(None), work.c.lease_owner == owner, work.c.lease_until <= _SERVERS)
+            query = query.where(free)
         for project, run_id in connection.execute(query.order_by(work.c.priority.desc(), work.c.id)):
             found.setdefault(project, []).append(run_id)
     return found
 
 
 _SERVERS = cast(func.extract("epoch", func.clock_timestamp()), Float(53))
+
+
+def server_time() -> ColumnElement[float]:
+    """The time of the database's own clock, on PostgreSQL; seconds since the epoch."""
+    return _SERVERS
+
+
 _FREE: Mapping[str, Any] = {"lease_owner": None, "lease_token": None, "lease_until": None}
 
 
@@ -330,6 +356,11 @@ def let_go(database: Database) -> None:
     with database.write() as connection:
         connection.execute(update(work).values(**_FREE))
         connection.execute(update(cursors).values(lease_owner=None, lease_until=None))
+
+
+def _here(host: str | None) -> ColumnElement[bool]:
+    """What a host's drivers may look at."""
+    return or_(work.c.affinity.is_(None), work.c.affinity == host)
 
 
 def _held(one: Work) -> tuple[ColumnElement[bool], ColumnElement[bool]]:

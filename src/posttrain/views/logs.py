@@ -9,10 +9,11 @@ from pathlib import Path
 from posttrain.control.requests import job_of
 from posttrain.domain.errors import NotFoundError
 from posttrain.domain.lifecycle import is_final
-from posttrain.domain.records import RunRecord
+from posttrain.domain.records import AttemptRecord, RunRecord
 from posttrain.domain.requests import JobRef
 from posttrain.domain.spelling import nearest
 from posttrain.execution.ports import Executor
+from posttrain.store.hosts import Host
 from posttrain.workspace.opened import OpenWorkspace
 
 
@@ -26,9 +27,12 @@ class LogFile:
     path: Path
     job: JobRef
     executor: Executor
+    elsewhere: str = ""  # why it cannot be read here
 
     def read(self, start: int = 0) -> tuple[str, int]:
         """Text from byte `start`, and where the next read starts. A log that is not there yet is empty."""
+        if self.elsewhere:
+            return ("", start) if start else (f"{self.elsewhere}\n", 1)
         page = self.executor.logs(self.job, start)
         return page.text, page.cursor
 
@@ -42,16 +46,27 @@ def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -
     rows = workspace.ledger.stages(run_id)
     if stage is not None and stage not in {row.name for row in rows}:
         raise NotFoundError(f"run {run_id} has no stage {stage!r}{nearest(stage, [row.name for row in rows])}")
-    found = []
+    found: list[LogFile] = []
+    known: dict[str, Host] = {}
     for row in rows:
         if stage not in (None, row.name):
             continue
         origin, _, name = (row.cached_from or f"{run_id}/{row.name}").rpartition("/")
         for attempt in workspace.ledger.attempts(origin, name):
             folder = workspace.jobs.folders.of(attempt)
-            job = job_of(workspace.jobs.folders, attempt)
-            found.append(LogFile(origin, name, attempt.number, folder.log, job, workspace.jobs.executor))
+            job, why = job_of(workspace.jobs.folders, attempt), ""
+            if workspace.hosts is not None and workspace.jobs.elsewhere(attempt):
+                known = known or {one.id: one for one in workspace.hosts.all()}
+                why = not_here(attempt, known.get(str(attempt.host)))
+            found.append(LogFile(origin, name, attempt.number, folder.log, job, workspace.jobs.executor, why))
     return found
+
+
+def not_here(attempt: AttemptRecord, host: Host | None) -> str:
+    """Where an attempt ran that did not run here, in one line."""
+    where = f" ({host.url})" if host and host.url else ""
+    name = host.name if host else attempt.host
+    return f"attempt {attempt.number} of {attempt.stage} is on host {name}{where}: ask there"
 
 
 def read_all(workspace: OpenWorkspace, run_id: str, stage: str | None) -> Iterator[tuple[LogFile, str]]:

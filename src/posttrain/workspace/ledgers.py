@@ -66,42 +66,61 @@ def holds_runs(root: Path) -> bool:
     return (root / "runs").is_dir() and any((root / "runs").iterdir())
 
 
-def bind(ledger: Ledger, root: Path, identity: str, actor: str) -> None:
-    """Make a database this workspace's own: two folders of jobs in one ledger would lose each other's attempts.
+def host_name(root: Path) -> str:
+    """What people call a workspace folder among others of its ledger: HOSTNAME:FOLDER."""
+    return f"{socket.gethostname()}:{root}"
+
+
+def bind(ledger: Ledger, root: Path, identity: str, actor: str, store: str = "") -> None:
+    """Let a workspace folder be one of the hosts of a database; all of them keep their artifacts in one store.
 
     Args:
         identity: what tells the workspace from others; a folder that was moved keeps it.
+        store: URL of the store that others reach, too; empty: it lies in this folder.
 
     Raises:
-        WorkspaceError: it is another workspace's, or this folder is a copy of the one that has it.
+        WorkspaceError: it is that of a workspace with another store, or this folder is a copy of one that has it.
     """
-    mine, where = f"{_SUBJECT}/{identity}", f"{socket.gethostname()}:{root}"
+    mine, where = f"{_SUBJECT}/{identity}", host_name(root)
     place = ledger.database.place
     with ledger.snapshot() as now:
-        if _folders(now, mine, place)[-1:] == [where]:
+        if _bound(now, mine, place)[-1:] == [(where, store)]:
             return
     with ledger.database.alone(), ledger.transaction(actor) as transaction:
-        own = _folders(transaction.snapshot, mine, place)
-        known = _folders(transaction.snapshot, _SUBJECT, place)
-        if not own and known and where not in known:  # the folder itself may have lost its workspace.json
-            raise WorkspaceError(
-                f"{root}: the ledger {ledger.database.place} is that of the workspace {known[-1]}; name another one"
-            )
-        if own and _still_there(own[-1], identity):
+        own = [folder for folder, _ in _bound(transaction.snapshot, mine, place)]
+        known = _bound(transaction.snapshot, _SUBJECT, place)
+        if not own and known and where not in dict(known):  # the folder itself may have lost its workspace.json
+            _refuse_other_store(root, place, known[-1], store)
+        if own and own[-1] != where and _still_there(own[-1], identity):
             raise WorkspaceError(
                 f"{root}: is a copy of the workspace {own[-1]}, which has the ledger {ledger.database.place}; "
                 "use that one, or move it away first"
             )
-        transaction.append_event("workspace.bound", mine, {}, {"folder": where, "ledger": place})
+        transaction.append_event("workspace.bound", mine, {}, {"folder": where, "ledger": place, "store": store})
 
 
-def _folders(now: Snapshot, subject: str, place: str) -> list[str]:
-    """Where the workspaces of a ledger are or were, as `host:folder`, the last one last.
+def _refuse_other_store(root: Path, place: str, known: tuple[str, str], store: str) -> None:
+    """What one host made, every other one must be able to read.
+
+    Raises:
+        WorkspaceError: they keep their artifacts in different stores.
+    """
+    holder, theirs = known
+    if not store or theirs != store:
+        raise WorkspaceError(
+            f"{root}: the ledger {place} is that of the workspace {holder}, whose artifacts are in "
+            f"{theirs or 'its own folder'}, not in {store or 'this folder'}; name another ledger, or one store "
+            "(POSTTRAIN_STORE) for both when they are made"
+        )
+
+
+def _bound(now: Snapshot, subject: str, place: str) -> list[tuple[str, str]]:
+    """Where the workspaces of a ledger are or were, as `host:folder`, with their shared stores, the last one last.
 
     What was said at another address was said of another database, which this one is a copy of.
     """
-    known = [*now.events(subject_prefix=subject), *now.pending_events(subject)]
-    return [str(event.payload.get("folder")) for event in known if event.payload.get("ledger", place) == place]
+    known = [event.payload for event in [*now.events(subject_prefix=subject), *now.pending_events(subject)]]
+    return [(str(one.get("folder")), str(one.get("store", ""))) for one in known if one.get("ledger", place) == place]
 
 
 def _still_there(where: str, identity: str) -> bool:

@@ -24,6 +24,7 @@ from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import RunRecord
 from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.store.atomic import read_json, write_json
+from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal
 from posttrain.workspace.ledgers import recorded
@@ -47,6 +48,7 @@ class OpenWorkspace:
     stores: Stores
     jobs: Jobs
     catalog: Catalog
+    hosts: Hosts | None = None  # of its ledger; None where it is this folder's alone
 
     @property
     def trusts_rewards(self) -> bool:

@@ -77,6 +77,7 @@ attempts = Table(
     Column("launched_at", Float(53)),
     Column("finished_at", Float(53)),
     Column("seconds", Float(53), nullable=False),
+    Column("host", String(32)),  # whose drivers alone can reach its job; NULL: the ledger has one
     ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
 )
 

@@ -40,6 +40,16 @@ watches = Table(  # of jobs: how long they have been silent
     Index("watches_by_run", "run_id"),
 )
 
+hosts = Table(  # of a ledger that several have
+    "hosts",
+    metadata,
+    Column("id", String(32), primary_key=True),  # the identity of its workspace folder
+    Column("name", Text, nullable=False),  # HOSTNAME:FOLDER
+    Column("url", Text, nullable=False),  # where the other servers reach the one that it has; empty: none
+    Column("version", Text, nullable=False),  # of the Posttrain that said so
+    Column("seen_at", Float(53), nullable=False),
+)
+
 requests = Table(  # what was answered, for whoever asks the same again because they heard nothing
     "requests",
     metadata,

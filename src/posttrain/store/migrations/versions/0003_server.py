@@ -1,4 +1,4 @@
-"""What a server needs: answers to repeated requests, and where events are sent on to. Only new tables.
+"""What servers need: answers to repeated requests, where events are sent on to, and which host has which job.
 
 The ledger says from here on which revision's code may still use it, so that two releases can work side by side.
 """
@@ -52,6 +52,15 @@ def upgrade() -> None:
         sa.Column("lease_owner", sa.Text()),
         sa.Column("lease_until", _TIME),
     )
+    op.create_table(
+        "hosts",
+        sa.Column("id", sa.String(32), primary_key=True),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("url", sa.Text(), nullable=False),
+        sa.Column("version", sa.Text(), nullable=False),
+        sa.Column("seen_at", _TIME, nullable=False),
+    )
+    op.add_column("attempts", sa.Column("host", sa.String(32)))
     op.create_index("runs_by_time", "runs", ["project", "created_at", "repeat", "id"])
     op.add_column("schema_version", sa.Column("usable_since", sa.String(32)))
     op.execute("UPDATE schema_version SET usable_since = '0002'")

@@ -1,0 +1,106 @@
+"""The hosts of a ledger: the workspace folders whose drivers share it, each with the jobs that run beside it.
+
+A job runs where its attempt was planned, and only that host's drivers look at its run (`work.affinity`). A host says
+now and then that it is there. What nobody says for long goes on elsewhere, if no job of it may live.
+
+Times are the database's own on PostgreSQL, whose hosts need not agree on one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, exists, literal, select, text, update
+
+from posttrain._version import __version__
+from posttrain.domain.lifecycle import AttemptState, is_final
+from posttrain.domain.ports import Clock
+from posttrain.store.database import Database
+from posttrain.store.schema import attempts, hosts, work
+from posttrain.store.waking import RUN
+from posttrain.store.work import server_time
+
+BEAT_SECONDS = 10.0  # between two words of a host
+GONE_SECONDS = 60.0  # of silence after which a host is taken for gone: what none of its jobs holds goes on elsewhere
+_SAY = (
+    "INSERT INTO hosts (id, name, url, version, seen_at) VALUES (:id, :name, :url, :version, {now}) "
+    "ON CONFLICT (id) DO UPDATE SET name = excluded.name, version = excluded.version, seen_at = excluded.seen_at"
+)
+_AND_URL = ", url = excluded.url"
+_ENDED = [state for state in AttemptState if is_final("attempt", state)]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One of them."""
+
+    id: str
+    name: str  # HOSTNAME:FOLDER
+    url: str  # of its server, for the others; empty: it has none
+    version: str
+    silent: float  # seconds since it was last heard of
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is taken for gone."""
+        return self.silent > GONE_SECONDS
+
+
+class Hosts:
+    """The hosts of one ledger, as one of them sees them."""
+
+    def __init__(self, database: Database, clock: Clock, identity: str, name: str) -> None:
+        self._database, self._clock, self.id, self.name = database, clock, identity, name
+        self._said = -BEAT_SECONDS
+        self._lock = threading.Lock()
+
+    def beat(self) -> None:
+        """Say that this one is there, where it is time; and let go on elsewhere what hosts held that are gone."""
+        with self._lock:
+            if time.monotonic() - self._said < BEAT_SECONDS:
+                return
+            self._said = time.monotonic()
+        with self._database.write() as connection:
+            self._say(connection, None)
+            self._let_go(connection)
+
+    def announce(self, url: str) -> None:
+        """Say where the others reach the server of this one; empty: it has none any more."""
+        with self._database.write() as connection:
+            self._say(connection, url)
+
+    def all(self) -> list[Host]:
+        """Every host that was ever heard of, this one among them, by name."""
+        with self._database.read() as connection:
+            now = self._now(connection)
+            query = select(hosts, (now - hosts.c.seen_at).label("silent")).order_by(hosts.c.name, hosts.c.id)
+            return [
+                Host(row.id, row.name, row.url, row.version, max(0.0, float(row.silent)))
+                for row in connection.execute(query)
+            ]
+
+    def _say(self, connection: Connection, url: str | None) -> None:
+        now = "EXTRACT(EPOCH FROM clock_timestamp())" if connection.dialect.name == "postgresql" else ":now"
+        values: dict[str, Any] = {"id": self.id, "name": self.name, "url": url or "", "version": __version__}
+        statement = _SAY.format(now=now) + ("" if url is None else _AND_URL)
+        connection.execute(text(statement), values | ({} if now != ":now" else {"now": self._clock.now()}))
+
+    def _let_go(self, connection: Connection) -> None:
+        """Runs are anybody's again whose host is gone, and of which no job may live there."""
+        gone = select(hosts.c.id).where(hosts.c.seen_at < self._now(connection) - GONE_SECONDS)
+        live = exists().where(attempts.c.run_id == work.c.object, attempts.c.state.not_in(_ENDED))
+        theirs = (work.c.kind == RUN, work.c.affinity.in_(gone), ~live)
+        anybodys = {"affinity": None, "due_at": 0.0, "wanted_version": work.c.wanted_version + 1}
+        connection.execute(update(work).where(*theirs).values(anybodys))
+
+    def _now(self, connection: Connection) -> Any:
+        return server_time() if connection.dialect.name == "postgresql" else literal(self._clock.now())
+
+
+def silence(known: Sequence[Host], identity: str) -> float | None:
+    """Seconds since a host was heard of; None: it never was."""
+    return next((one.silent for one in known if one.id == identity), None)
