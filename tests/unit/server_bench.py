@@ -21,6 +21,7 @@ from posttrain.client.remote import remote_control
 from posttrain.domain.roles import Role
 from posttrain.server.app import Server, build
 from posttrain.server.entrance import Entrance
+from posttrain.server.forwarding import Peers
 from posttrain.server.worker import Worker
 from posttrain.server.workers import Refused
 
@@ -107,7 +108,7 @@ def served(root: Path) -> Iterator[ServerBench]:
     """A server over a new workspace; everything is answered in this process."""
     workspace = init_workspace(root)
     workers = InProcess(workspace)
-    app = build(Server(workspace, Entrance(workspace, KEY), workers, lambda: ""))
+    app = build(Server(workspace, Entrance(workspace, KEY), workers, lambda: "", Peers(workspace.hosts)))
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -65,6 +65,11 @@ class Operation:
         return dict(_sent(self.verb))
 
     @property
+    def looks_at_jobs(self) -> bool:
+        """Whether the host that has the jobs of a run answers best: it alone can read what they say."""
+        return "run_id" in self.in_path and (not self.unsafe or self.verb == "retry")
+
+    @property
     def unsafe(self) -> bool:
         """Whether it may change something, so that a repeated request must be known as one."""
         return self.method != "GET"

@@ -38,6 +38,7 @@ def serve(
     tls_certificate: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
     behind_proxy: Annotated[bool, typer.Option("--behind-proxy", help="A proxy in front of it ends TLS.")] = False,
+    advertise: Annotated[str, typer.Option(metavar="URL", help="Where servers of other hosts reach it.")] = "",
 ) -> None:
     """Serve the workspace to a team: the same verbs over HTTP, and somebody who drives every run."""
     from posttrain.app.workspace import open_workspace
@@ -50,7 +51,7 @@ def serve(
         ) from error
     workspace = open_workspace()
     try:
-        serve(workspace, Bind(host, port, tls_certificate, tls_key, behind_proxy), _say_now)
+        serve(workspace, Bind(host, port, tls_certificate, tls_key, behind_proxy, advertise), _say_now)
     finally:
         workspace.close()
 

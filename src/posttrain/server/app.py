@@ -25,6 +25,7 @@ from posttrain.domain.errors import AuthenticationError, InputError, NotFoundErr
 from posttrain.server import blobs, streams
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.entrance import Asker, Entrance
+from posttrain.server.forwarding import Peers
 from posttrain.server.lanes import HEAVY, READ, in_thread
 from posttrain.server.repeats import LaterError, Once, request_id
 from posttrain.server.requests import read, sent
@@ -44,6 +45,7 @@ class Server:
     entrance: Entrance
     workers: Answers
     ready: Callable[[], str]  # why it is not; empty: it is
+    peers: Peers
 
 
 def build(server: Server) -> FastAPI:
@@ -80,6 +82,11 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
     async def answer(request: Request) -> Response:
         who = await in_thread(READ, _admitted, server, operation, request)  # before anything of the body is read
         body = await read(operation, request)
+        if operation.looks_at_jobs:
+            run_id = request.path_params["run_id"]
+            elsewhere = await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, body)
+            if elsewhere is not None:
+                return elsewhere
         lane = HEAVY if operation.heavy else READ
         found = await in_thread(lane, _asked, server, operation, request, who, body)
         if operation.unsafe:

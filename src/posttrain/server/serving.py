@@ -36,9 +36,11 @@ from posttrain.domain.errors import ConflictError, InputError, PosttrainError, W
 from posttrain.domain.roles import Role
 from posttrain.server.app import Server, build
 from posttrain.server.entrance import Entrance
+from posttrain.server.forwarding import Peers
 from posttrain.server.repeats import KEPT_SECONDS
 from posttrain.server.workers import Workers
 from posttrain.store.atomic import unwritable, write_json
+from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.repeated import forget_before
 from posttrain.workspace.served import LOCK, PLACE
@@ -51,6 +53,7 @@ _STEADY = 60.0  # seconds after which a driver has lived long enough
 _TIDY = 30.0  # seconds between two looks at idle workers
 _FORGET = 120  # of them between two looks at requests that need not be known any more
 _KEY_BYTES = 32
+_EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Bind:
     certificate: Path | None = None
     key: Path | None = None
     behind_proxy: bool = False  # somebody else ends TLS in front of it
+    advertise: str = ""  # URL by which servers of other hosts reach it; empty: where it listens
 
     def checked(self) -> Bind:
         """This.
@@ -78,6 +82,11 @@ class Bind:
                 "--tls-certificate and --tls-key, or --behind-proxy where a proxy ends TLS"
             )
         return self
+
+    def advertised(self, port: int) -> str:
+        """The URL by which others reach it that listens at this port."""
+        named = socket.gethostname() if self.host in _EVERYWHERE else self.host
+        return self.advertise.rstrip("/") or f"{self.scheme}://{_shown(named)}:{port}"
 
     @property
     def scheme(self) -> str:
@@ -110,7 +119,8 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
         stack.callback(workers.close)
         driver = _Driver(workspace.root)
         stack.callback(driver.close)
-        app = build(Server(workspace, Entrance(workspace, key), workers, driver.trouble))
+        peers = Peers(workspace.hosts)
+        app = build(Server(workspace, Entrance(workspace, key), workers, driver.trouble, peers))
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=10,
             ssl_certfile=bind.certificate, ssl_keyfile=bind.key, server_header=False,
@@ -118,6 +128,10 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
         )  # fmt: skip
         driver.start()
         threading.Thread(target=_tidy, args=(workers, workspace.ledger, driver.over), name="tidy", daemon=True).start()
+        if workspace.hosts is not None:
+            workspace.hosts.announce(bind.advertised(port))
+            stack.callback(_conceal, workspace.hosts)
+            threading.Thread(target=peers.keep_looking, args=(driver.over,), name="peers", daemon=True).start()
         place = workspace.root / PLACE
         write_json(place, {"url": url, "key": key, "pid": os.getpid()})
         stack.callback(place.unlink, missing_ok=True)
@@ -130,6 +144,11 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
         server = _Server(config)
         signal.signal(signal.SIGHUP, server.handle_exit)
         server.run(sockets=[listening])
+
+
+def _conceal(hosts: Hosts) -> None:
+    with suppress(PosttrainError):  # a database that is away: the others see that nobody answers here
+        hosts.announce("")
 
 
 class _Server(uvicorn.Server):
@@ -151,10 +170,10 @@ def _first_token(workspace: Workspace) -> str:
     Until then whoever can read the folder is its admin, and nobody else has any business there.
     """
     ledger = workspace.ledger
-    with ledger.snapshot() as now:
-        if now.roles():
+    with ledger.transaction(workspace.actor) as transaction:  # of several first servers one makes it
+        transaction.alone()
+        if transaction.snapshot.roles():
             return ""
-    with ledger.transaction(workspace.actor) as transaction:
         transaction.set_role(workspace.actor, Role.ADMIN)
     secret, _ = issue(ledger, workspace.actor, workspace.actor, {ledger.project: Role.ADMIN}, FIRST_TOKEN_SECONDS)
     return secret

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from posttrain.api.control import Control
     from posttrain.domain.records import RunRecord
     from posttrain.server.app import Server
+    from posttrain.store.ledger import Ledger
 
 _EVERY = 0.5  # seconds between two looks at a run
 _AGAIN = 5.0  # seconds between two looks whether whoever follows still may
@@ -42,9 +43,14 @@ def add_routes(app: FastAPI, server: Server) -> None:
         refuse(found, verb)
         return found
 
+    def ledger(request: Request) -> Ledger:
+        return server.entrance.ledger(asker(request))
+
     async def watch(request: Request) -> Response:
         run_id = request.path_params["run_id"]
         asked = await in_thread(READ, control, request, "status")
+        if (elsewhere := await server.peers.answer(request, lambda: ledger(request), run_id)) is not None:
+            return elsewhere
         watcher = await in_thread(READ, asked.watcher, run_id)
         await in_thread(READ, watcher.read)  # an unknown run is a problem document, and no stream
 
@@ -61,6 +67,8 @@ def add_routes(app: FastAPI, server: Server) -> None:
         if follow not in ("true", "false"):
             raise InputError(f"logs: follow must be true or false, got {follow[:40]!r}")
         asked = await in_thread(READ, control, request, "logs")
+        if (elsewhere := await server.peers.answer(request, lambda: ledger(request), run_id)) is not None:
+            return elsewhere
         await in_thread(READ, asked.run, run_id)  # an unknown run is a problem document, and no stream
         vigil = _WhileRead(lambda: asked.run(run_id)) if follow == "true" else None
         pieces = await in_thread(READ, asked.logs, run_id, stage, vigil)

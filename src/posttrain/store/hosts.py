@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from posttrain._version import __version__
 from posttrain.domain.lifecycle import AttemptState, is_final
 from posttrain.domain.ports import Clock
 from posttrain.store.database import Database
-from posttrain.store.schema import attempts, hosts, work
+from posttrain.store.schema import attempts, hosts, runs, work
 from posttrain.store.waking import RUN
 from posttrain.store.work import server_time
 
@@ -101,6 +100,10 @@ class Hosts:
         return server_time() if connection.dialect.name == "postgresql" else literal(self._clock.now())
 
 
-def silence(known: Sequence[Host], identity: str) -> float | None:
-    """Seconds since a host was heard of; None: it never was."""
-    return next((one.silent for one in known if one.id == identity), None)
+def host_of(database: Database, project: str, run_id: str) -> str | None:
+    """The host that has the jobs of a run of this project; None: none has, or there is no such run."""
+    mine = (runs.c.project == project) & (runs.c.id == run_id)
+    query = select(attempts.c.host).join(runs, runs.c.id == attempts.c.run_id).where(mine, attempts.c.host.is_not(None))
+    newest = query.order_by(attempts.c.created_at.desc(), attempts.c.stage, attempts.c.number.desc()).limit(1)
+    with database.read() as connection:
+        return connection.execute(newest).scalar()

@@ -21,6 +21,7 @@ from posttrain.domain.lifecycle import check_transition, is_final
 from posttrain.domain.records import Artifact, Asset, AssetStatus, AttemptRecord, RunRecord, Signal, StageRecord, Watch
 from posttrain.store.approving import ApprovalWriting
 from posttrain.store.audited import CHANGED, Change
+from posttrain.store.database import hold_off_others
 from posttrain.store.edges import Sizes, Told
 from posttrain.store.granting import GrantWriting
 from posttrain.store.releasing import ReleaseWriting
@@ -184,6 +185,10 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
             held = select(projects.c.id).where(projects.c.id == self._project).with_for_update(read=not exclusive)
             self._connection.execute(held)
+
+    def alone(self) -> None:
+        """One transaction at a time passes here: for what no compare-and-set decides."""
+        hold_off_others(self._connection)
 
     def leave_to(self, run_id: str, host: str | None) -> None:
         """Let this host's drivers alone look at a run from now on."""
