@@ -11,17 +11,16 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
-from sqlalchemy import Connection, exists, literal, select, text, update
+from sqlalchemy import Connection, exists, select, text, update
 
 from posttrain._version import __version__
 from posttrain.domain.lifecycle import AttemptState, is_final
 from posttrain.domain.ports import Clock
 from posttrain.store.database import Database
+from posttrain.store.moments import moment, now_in
 from posttrain.store.schema import attempts, hosts, runs, work
 from posttrain.store.waking import RUN
-from posttrain.store.work import server_time
 
 BEAT_SECONDS = 10.0  # between two words of a host
 GONE_SECONDS = 60.0  # of silence after which a host is taken for gone: what none of its jobs holds goes on elsewhere
@@ -75,7 +74,7 @@ class Hosts:
     def all(self) -> list[Host]:
         """Every host that was ever heard of, this one among them, by name."""
         with self._database.read() as connection:
-            now = self._now(connection)
+            now = now_in(connection, self._clock)
             query = select(hosts, (now - hosts.c.seen_at).label("silent")).order_by(hosts.c.name, hosts.c.id)
             return [
                 Host(row.id, row.name, row.url, row.version, max(0.0, float(row.silent)))
@@ -83,21 +82,18 @@ class Hosts:
             ]
 
     def _say(self, connection: Connection, url: str | None) -> None:
-        now = "EXTRACT(EPOCH FROM clock_timestamp())" if connection.dialect.name == "postgresql" else ":now"
-        values: dict[str, Any] = {"id": self.id, "name": self.name, "url": url or "", "version": __version__}
-        statement = _SAY.format(now=now) + ("" if url is None else _AND_URL)
-        connection.execute(text(statement), values | ({} if now != ":now" else {"now": self._clock.now()}))
+        at = moment(connection, self._clock)
+        now = ":moment" if at else "EXTRACT(EPOCH FROM clock_timestamp())"
+        values = {"id": self.id, "name": self.name, "url": url or "", "version": __version__, **at}
+        connection.execute(text(_SAY.format(now=now) + ("" if url is None else _AND_URL)), values)
 
     def _let_go(self, connection: Connection) -> None:
         """Runs are anybody's again whose host is gone, and of which no job may live there."""
-        gone = select(hosts.c.id).where(hosts.c.seen_at < self._now(connection) - GONE_SECONDS)
+        gone = select(hosts.c.id).where(hosts.c.seen_at < now_in(connection, self._clock) - GONE_SECONDS)
         live = exists().where(attempts.c.run_id == work.c.object, attempts.c.state.not_in(_ENDED))
         theirs = (work.c.kind == RUN, work.c.affinity.in_(gone), ~live)
         anybodys = {"affinity": None, "due_at": 0.0, "wanted_version": work.c.wanted_version + 1}
         connection.execute(update(work).where(*theirs).values(anybodys))
-
-    def _now(self, connection: Connection) -> Any:
-        return server_time() if connection.dialect.name == "postgresql" else literal(self._clock.now())
 
 
 def host_of(database: Database, project: str, run_id: str) -> str | None:

@@ -23,11 +23,9 @@ from sqlalchemy import (
     Select,
     Update,
     bindparam,
-    cast,
     collate,
     delete,
     func,
-    literal,
     or_,
     select,
     update,
@@ -35,9 +33,9 @@ from sqlalchemy import (
 
 from posttrain.domain.errors import InfrastructureError, NotFoundError, StaleWriteError
 from posttrain.domain.lifecycle import is_final
-from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
+from posttrain.store.moments import SERVER_TIME, moment, now_in
 from posttrain.store.rows import plain
 from posttrain.store.schema import cursors, runs, work
 from posttrain.store.waking import RUN, STAGE, settle_at, wake
@@ -124,9 +122,9 @@ class WorkQueue:
     def look(self, kind: str, name: str) -> Work | None:
         """An object's row as it is; None: it has none."""
         with self._ledger.database.read() as connection:
-            moment = self._moment(connection)
-            values = {"of_project": self._ledger.project, "of_kind": kind, "of_object": name, **moment}
-            row = connection.execute(_looking(not moment), values).one_or_none()
+            at = self._moment(connection)
+            values = {"of_project": self._ledger.project, "of_kind": kind, "of_object": name, **at}
+            row = connection.execute(_looking(not at), values).one_or_none()
             return None if row is None else _work(row)
 
     def renew(self) -> None:
@@ -146,9 +144,9 @@ class WorkQueue:
             Whether that is so; False: it was woken meanwhile, or is not this owner's any more.
         """
         with self._write() as connection:
-            moment = self._moment(connection)
+            at = self._moment(connection)
             seen = {"of_id": one.id, "of_token": one.lease_token, "seen": one.wanted_version, "after": after}
-            done = connection.execute(_giving(not moment, hold), {**seen, **moment}).rowcount
+            done = connection.execute(_giving(not at, hold), {**seen, **at}).rowcount
             if not done and not hold:
                 connection.execute(update(work).where(*_held(one)).values(_FREE))
         return bool(done)
@@ -263,9 +261,9 @@ class WorkQueue:
         if within is not None:
             values |= {"within": f"{within}/", "length": len(within) + 1}
         with self._ledger.database.read() as connection:
-            moment = self._moment(connection)
-            query = _listing(not moment, kind is not None, within is not None, dead)
-            return [_work(row) for row in connection.execute(query, {**values, **moment})]
+            at = self._moment(connection)
+            query = _listing(not at, kind is not None, within is not None, dead)
+            return [_work(row) for row in connection.execute(query, {**values, **at})]
 
     def _in_order(self, connection: Connection, *where: ColumnElement[bool]) -> ColumnElement[bool]:
         """These rows, locked in the order in which `wake` takes them, where rows have locks: two never deadlock."""
@@ -305,13 +303,10 @@ class WorkQueue:
         return _here(self._host) & or_(work.c.lease_owner.is_(None), mine, work.c.lease_until <= now)
 
     def _now(self, connection: Connection) -> ColumnElement[float]:
-        moment = self._moment(connection)
-        return literal(moment["moment"]) if moment else _SERVERS
+        return now_in(connection, self._ledger.clock)
 
     def _moment(self, connection: Connection) -> dict[str, float]:
-        """The time that a prepared statement takes; empty: it asks the server."""
-        server = connection.dialect.name == "postgresql" and isinstance(self._ledger.clock, SystemClock)
-        return {} if server else {"moment": self._ledger.clock.now()}
+        return moment(connection, self._ledger.clock)
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
@@ -333,19 +328,11 @@ def open_runs(database: Database, host: str | None = None, owner: str = "") -> d
     query = select(work.c.project, work.c.object).where(work.c.kind == RUN, work.c.dead_at.is_(None), _here(host))
     with database.read() as connection:
         if host is not None and connection.dialect.name == "postgresql":
-            free = or_(work.c.lease_owner.is_(None), work.c.lease_owner == owner, work.c.lease_until <= _SERVERS)
+            free = or_(work.c.lease_owner.is_(None), work.c.lease_owner == owner, work.c.lease_until <= SERVER_TIME)
             query = query.where(free)
         for project, run_id in connection.execute(query.order_by(work.c.priority.desc(), work.c.id)):
             found.setdefault(project, []).append(run_id)
     return found
-
-
-_SERVERS = cast(func.extract("epoch", func.clock_timestamp()), Float(53))
-
-
-def server_time() -> ColumnElement[float]:
-    """The time of the database's own clock, on PostgreSQL; seconds since the epoch."""
-    return _SERVERS
 
 
 _FREE: Mapping[str, Any] = {"lease_owner": None, "lease_token": None, "lease_until": None}
@@ -381,7 +368,7 @@ def _work(row: Any) -> Work:
 
 
 def _now_of(server: bool) -> ColumnElement[float]:
-    return _SERVERS if server else bindparam("moment", type_=Float(53))
+    return SERVER_TIME if server else bindparam("moment", type_=Float(53))
 
 
 @functools.cache
