@@ -109,7 +109,9 @@ def served(root: Path) -> Iterator[ServerBench]:
     workspace = init_workspace(root)
     workers = InProcess(workspace)
     app = build(Server(workspace, Entrance(workspace, KEY), workers, lambda: "", Peers(workspace.hosts)))
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as `serving` makes it
+    listening.bind(("127.0.0.1", 0))
+    listening.listen(2048)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

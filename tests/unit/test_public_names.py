@@ -99,6 +99,10 @@ COMMANDS = {
     "doctor": ["--end-orphans", "--output", "--probe", "--ray", "-o"],
 }
 EXIT_CODES = {
+    "ApiVersionError": 2,
+    "CursorError": 2,
+    "LimitError": 6,
+    "UploadError": 8,
     "PosttrainError": 1,
     "InputError": 2,
     "NotFoundError": 2,

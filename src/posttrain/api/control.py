@@ -127,8 +127,8 @@ class Submissions(Protocol):
 class Runs(Protocol):
     """Looking at runs."""
 
-    def ids(self, limit: int) -> list[str]:
-        """Of the newest runs."""
+    def ids(self, limit: int, before: str | None = None) -> list[str]:
+        """Of the newest runs; `before`: of those that are older than this one."""
 
     def run(self, words: str) -> RunRecord:
         """A run by id, by a prefix of it, or the newest of a name.
@@ -140,8 +140,8 @@ class Runs(Protocol):
     def manifest(self, run_id: str) -> Manifest:
         """Its locked manifest."""
 
-    def ls(self, limit: int) -> list[RunStatus]:
-        """The newest runs, of each what its jobs said last."""
+    def ls(self, limit: int, before: str | None = None) -> list[RunStatus]:
+        """The newest runs, of each what its jobs said last; `before`: those that are older than this one."""
 
     def status(self, run_id: str) -> RunStatus:
         """How a run stands."""

@@ -12,9 +12,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Annotated, Any, get_origin
+
+from pydantic import Field
 
 from posttrain.api.codec import signature
+from posttrain.api.pages import CURSOR, LIMIT, LISTS, MOST, USUAL
 from posttrain.domain.overrides import Override
 
 API_VERSION = 1
@@ -74,6 +77,11 @@ class Operation:
         """Whether it may change something, so that a repeated request must be known as one."""
         return self.method != "GET"
 
+    @property
+    def paged(self) -> bool:
+        """Whether it answers with pages of a list."""
+        return self.verb in LISTS
+
 
 def _sent(verb: str) -> Iterator[tuple[str, inspect.Parameter]]:
     """A verb's parameters as they are sent."""
@@ -87,12 +95,19 @@ def _sent(verb: str) -> Iterator[tuple[str, inspect.Parameter]]:
             continue
         if _is_path(kind):
             kind = RunFile if verb in RUN_FILES else FileRef if kind is Path else FileRef | None
-        default = () if many else _DEFAULTS.get(name, one.default)
+        if name == LIMIT and verb in LISTS:
+            continue
+        default = () if many else one.default
         kind = list[kind] if many else kind  # type: ignore[valid-type]
+        yield name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+    for name, (kind, default) in _PAGE.items() if verb in LISTS else ():
         yield name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
-_DEFAULTS: Mapping[str, Any] = {"limit": 20}  # over HTTP, where the protocol has none
+_PAGE: Mapping[str, tuple[Any, Any]] = {
+    LIMIT: (Annotated[int, Field(ge=1, le=MOST)], USUAL),
+    CURSOR: (str | None, None),
+}
 
 
 def _is_path(kind: Any) -> bool:

@@ -14,6 +14,7 @@ TYPE = "urn:posttrain:problem:"  # and the name of the error
 UNEXPECTED = "unexpected"  # a bug: the server's log has more
 _STATUS: Mapping[type[PosttrainError], int] = {
     errors.NotFoundError: 404,
+    errors.ApiVersionError: 404,
     errors.InputError: 422,
     errors.AccessError: 403,
     errors.ConflictError: 409,
@@ -23,6 +24,10 @@ _STATUS: Mapping[type[PosttrainError], int] = {
     errors.StoppedError: 409,
     errors.JobFailedError: 409,
     errors.IntegrityError: 500,
+    errors.UploadError: 422,
+    errors.LimitError: 429,
+    errors.SinkError: 424,
+    errors.TrackerError: 424,
     errors.CapacityError: 503,
     errors.InfrastructureError: 503,
     errors.WorkspaceError: 503,
@@ -66,6 +71,9 @@ def raised(document: Mapping[str, Any]) -> PosttrainError:
     known = {TYPE + _name(one): one for one in _classes()}
     word, detail = str(document.get("type", "")), str(document.get("detail") or document.get("title") or "")
     found = known.get(word)
+    code = document.get("exit_code")
+    if found is None and detail and code != PosttrainError.exit_code:  # a type that a newer server has
+        found = next((one for one in _classes() if one.exit_code == code), None)
     if found is not None:
         return found(detail)
     request = f" (request {document['request']})" if document.get("request") else ""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from posttrain.app.workspace import Workspace
 from posttrain.data.importing import Curve, Imported, curves, import_run
+from posttrain.domain.errors import InputError
 from posttrain.domain.records import Asset
 from posttrain.foreign.trl_output import read_trl_output
 
@@ -37,6 +38,8 @@ def history_curves(workspace: Workspace, history: Asset) -> list[Curve]:
     """The metrics of an imported run.
 
     Raises:
-        NotFoundError, IntegrityError: its bytes are missing or corrupt.
+        InputError: it is no history. NotFoundError, IntegrityError: its bytes are missing or corrupt.
     """
+    if history.kind != "history":
+        raise InputError(f"{history.ref}: must be a history, got a {history.kind}; posttrain asset ls --kind history")
     return list(curves(workspace.blobs.get(history.digest)))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from posttrain.api.codec import adapter, answer, signature
 from posttrain.api.operations import ELSEWHERE, OPERATIONS, PREFIX, RUN_FILES, FileRef, Operation, RunFile
+from posttrain.api.pages import CURSOR, LIMIT
 from posttrain.api.values import Answer, Asked
 from posttrain.client.blobs import Fetcher, Sender, refuse_full
 from posttrain.client.bundling import Bundle
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from posttrain.domain.overrides import Setting
     from posttrain.domain.records import Asset, RunRecord
 
+_PAGE = 200  # things of one page
 _EVERY, _DRAW = 0.5, 0.1  # seconds between two looks at a run, and between two calls of whoever draws it
 _NOT_YET = "is not answered by a server yet; ask it where the workspace is"
 
@@ -67,8 +69,10 @@ class RemoteControl:
         def ask(*words: Any, **options: Any) -> Any:
             bound = takes.bind(*words, **options)
             bound.apply_defaults()
-            body = self._body(operation, self._sent(operation, bound.arguments))
-            return answer(operation.verb).validate_json(body)
+            sent = self._sent(operation, bound.arguments)
+            if operation.paged:
+                return self._pages(operation, sent, bound.arguments.get(LIMIT))
+            return answer(operation.verb).validate_json(self._body(operation, sent))
 
         return ask
 
@@ -76,7 +80,7 @@ class RemoteControl:
         """Arguments as they are sent: files are uploaded, what is called back stays here."""
         setting = given.get("setting", ())
         found = {}
-        for name in operation.parameters:
+        for name in operation.parameters.keys() & given.keys():
             value = given[name]
             if isinstance(value, Path):
                 run_file = operation.verb in RUN_FILES
@@ -87,6 +91,24 @@ class RemoteControl:
         if operation.verb in RUN_FILES and "setting" in found:
             found["setting"] = ()  # written into the file
         return found
+
+    def _pages(self, operation: Operation, sent: Mapping[str, Any], wanted: int | None) -> Any:
+        """All pages of a list, or those of its first `wanted` things."""
+        found: list[Any] = []
+        behind: str | None = None
+        while True:
+            left = _PAGE if wanted is None else min(_PAGE, wanted - len(found))
+            if left <= 0:
+                return found
+            said = json.loads(self._body(operation, {**sent, LIMIT: left, CURSOR: behind}))
+            items = answer(operation.verb).validate_json(json.dumps(said["items"]))
+            behind = said["next"]
+            if isinstance(items, dict):
+                found += items.items()
+            else:
+                found += items
+            if behind is None:
+                return dict(found) if isinstance(items, dict) else found
 
     def _body(self, operation: Operation, named: Mapping[str, Any]) -> bytes:
         path = in_path(operation.whole_path, {"project": self._project, **{n: named[n] for n in operation.in_path}})

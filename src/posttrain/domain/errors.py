@@ -4,14 +4,18 @@
 
     PosttrainError                    exit  meaning
     ├── InputError                      2   what was written cannot be run: fix the named field
-    │   └── NotFoundError               2   a ref, run, channel or asset nobody knows
+    │   ├── NotFoundError               2   a ref, run, channel or asset nobody knows
+    │   ├── ApiVersionError             2   a server and its client speak no version of the API in common
+    │   └── CursorError                 2   a cursor that is no place in this list
     ├── GateRejectedError               3   a gate said FAIL or ERROR; nothing shipped
     ├── GateInconclusiveError           4   the evidence is too thin; nothing shipped
     ├── JobFailedError                  5   a job ended in a way that a retry would repeat
     ├── InfrastructureError             6   a job was lost more often than allowed   (retryable)
     │   └── CapacityError               6   devices that a job needs are taken       (retryable)
+    │       └── LimitError              6   one principal asks for too much at once   (retryable)
     ├── BudgetExceededError             7   the run's declared budget is spent
     ├── IntegrityError                  8   bytes do not match their digest, or a chain is broken
+    │   └── UploadError                 8   what was sent is not what its digest says
     ├── ConflictError                   9   somebody moved first (compare-and-set lost)  (retryable)
     │   ├── ChannelClosedError          9   the channel is frozen or protected
     │   ├── RecalledError               9   the model comes from something that was recalled
@@ -53,6 +57,14 @@ class NotFoundError(InputError):
     """A name nobody knows."""
 
 
+class ApiVersionError(InputError):
+    """A server and its client speak no version of the API in common."""
+
+
+class CursorError(InputError):
+    """A cursor that is no place in this list."""
+
+
 class GateRejectedError(PosttrainError):
     """A gate said FAIL or ERROR."""
 
@@ -82,6 +94,10 @@ class CapacityError(InfrastructureError):
     """Devices that a job needs are taken; nothing was started, and nothing is lost by waiting."""
 
 
+class LimitError(CapacityError):
+    """One principal asks for more at once than a server lets them; nothing was done."""
+
+
 class BudgetExceededError(PosttrainError):
     """The run's declared budget is spent."""
 
@@ -100,6 +116,10 @@ class IntegrityError(PosttrainError):
     """Bytes do not match their digest, or a chain is broken."""
 
     exit_code = 8
+
+
+class UploadError(IntegrityError):
+    """What was sent is not what its digest says; nothing of it is kept."""
 
 
 class ConflictError(PosttrainError):

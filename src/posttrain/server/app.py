@@ -34,7 +34,7 @@ from posttrain.server.workers import Answers, Refused
 
 log = logging.getLogger("posttrain.server")
 _VERSION = re.compile(r"/v(\d+)(/|$)")
-_UNCHANGED = 304
+_UNCHANGED, _OTHER_METHOD = 304, 405
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _asked(server: Server, operation: Operation, request: Request, who: Asker, b
     def carried_out() -> bytes:
         if operation.heavy:
             return server.workers.ask(who.to_json(), operation.verb, given, request.state.id)
-        return to_json(call(control, operation.verb, arguments(operation, given)))
+        return to_json(call(control, operation.verb, arguments(operation, given), project=who.project))
 
     if not key:
         return carried_out()
@@ -172,9 +172,13 @@ def _problem(request: Request, error: Exception) -> Response:
 
 async def _http_problem(request: Request, error: Exception) -> Response:
     """What no route answers."""
-    status = getattr(error, "status_code", 500)
-    if status == 405:
-        return _problem(request, InputError(f"{request.method} is not what this path takes; see docs/api.md"))
+    if getattr(error, "status_code", 500) == _OTHER_METHOD:
+        document = problem(
+            InputError(f"{request.method} is not what this path takes; see docs/api.md"),
+            request.state.id,
+            _OTHER_METHOD,
+        )
+        return JSONResponse(document, _OTHER_METHOD, getattr(error, "headers", None), MEDIA_TYPE)
     return _problem(request, NotFoundError("there is nothing at this path; see docs/api.md"))
 
 

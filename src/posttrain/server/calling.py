@@ -11,9 +11,10 @@ import pydantic_core
 from pydantic import ValidationError
 
 from posttrain.api.codec import adapter, signature
-from posttrain.api.operations import FileRef, Operation, RunFile
+from posttrain.api.operations import OPERATIONS, FileRef, Operation, RunFile
 from posttrain.domain.errors import InputError
 from posttrain.domain.spelling import nearest
+from posttrain.server.pages import page
 from posttrain.server.special import SPECIAL
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from posttrain.server.bundles import Bundles
 
 _SHOWN = 80  # characters of what was sent
+_MOST_NUMBER = 1 << 63  # what a database counts to
 
 
 def to_json(value: Any) -> bytes:
@@ -47,7 +49,9 @@ def arguments(operation: Operation, sent: Mapping[str, Any]) -> dict[str, Any]:
             if not _takes_none(kinds):
                 raise InputError(f"{operation.verb}: {name} is required; add it")
         try:
-            found[name] = kinds.validate_python(value)
+            found[name] = checked = kinds.validate_python(value)
+            if isinstance(checked, int) and not -_MOST_NUMBER <= checked < _MOST_NUMBER:
+                raise InputError(f"{operation.verb}: {name} must fit 64 bits, got a larger number")
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(str(part) for part in (name, *first["loc"]))
@@ -56,12 +60,21 @@ def arguments(operation: Operation, sent: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundles | None = None) -> Any:
-    """Ask a verb with the arguments that `arguments` gave.
+def call(
+    control: Control, verb: str, named: Mapping[str, Any], bundles: Bundles | None = None, project: str = ""
+) -> Any:
+    """Ask a verb with the arguments that `arguments` gave; of a list a page.
 
     Args:
         bundles: where files that were sent are laid down; None: the verb takes none.
+        project: whose cursors are known.
     """
+    if OPERATIONS[verb].paged:
+        return page(verb, named, project, lambda asked: _call(control, verb, asked, bundles))
+    return _call(control, verb, named, bundles)
+
+
+def _call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundles | None) -> Any:
     with bundles.opened() if bundles else nullcontext():
         if verb in SPECIAL:
             return SPECIAL[verb](control, {name: _laid_down(value, bundles) for name, value in named.items()}, bundles)

@@ -51,6 +51,19 @@ _STREAMS = {
 }
 
 
+_WRONG = {  # status → of what problems
+    400: "no request that a server reads",
+    401: "nobody is known by the token",
+    403: "the role does not cover it",
+    404: "there is nothing of that name in the project",
+    409: "things stand otherwise than the request takes them to stand",
+    422: "what was sent means nothing",
+    424: "a place outside did not take it",
+    429: "too much at once by one principal; `Retry-After` says when to ask again",
+    500: "stored bytes are corrupt, or a bug in Posttrain",
+    503: "the server, its database or its store cannot answer now",
+    504: "it took too long",
+}
 _KEY = {
     "name": "idempotency-key",
     "in": "header",
@@ -68,7 +81,7 @@ def document() -> dict[str, Any]:
         paths.setdefault(operation.whole_path, {})[operation.method.lower()] = _described(operation, schemas)
     for path, (name, text, in_query) in _STREAMS.items():
         paths[PREFIX + path] = {"get": _stream(name, text, in_query)}
-    paths |= _bytes()
+    paths |= _bytes() | _itself()
     return {
         "openapi": "3.1.0",
         "info": {
@@ -96,13 +109,7 @@ def _described(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
         "summary": " ".join(first.split()),
         "description": f"Needs the role {NEEDS[operation.verb]}." + (f"\n\n{rest}" if rest else ""),
         "parameters": [_project(), *(_parameter(operation, name, asked[name], schemas) for name in named)],
-        "responses": {
-            "200": {"description": "what it answers", "content": _json(_answer(operation, schemas))},
-            "default": {
-                "description": "what went wrong",
-                "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-            },
-        },
+        "responses": _responses(_json(_answer(operation, schemas)), cached=operation.method == "GET"),
     }
     if not inside:
         body = {name: one for name, one in asked.items() if name not in operation.in_path}
@@ -116,6 +123,16 @@ def _described(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _responses(content: dict[str, Any], *, cached: bool = False) -> dict[str, Any]:
+    """What a request is answered with, errors too."""
+    told = {"content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
+    return {
+        "200": {"description": "what it answers", "content": content},
+        **({"304": {"description": "what `If-None-Match` names is still so"}} if cached else {}),
+        **{str(status): {"description": words, **told} for status, words in _WRONG.items()},
+    }
+
+
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
@@ -123,7 +140,11 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
 def _answer(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     if operation.verb in _OWN:
         return _OWN[operation.verb]
-    return _taken(answer(operation.verb).json_schema(mode="serialization", ref_template=_REF), schemas)
+    found = _taken(answer(operation.verb).json_schema(mode="serialization", ref_template=_REF), schemas)
+    if not operation.paged:
+        return found
+    behind = {"type": ["string", "null"], "description": "`cursor` of the next page; null: there is none"}
+    return {"type": "object", "properties": {"items": found, "next": behind}, "required": ["items", "next"]}
 
 
 def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +182,7 @@ def _stream(name: str, text: str, in_query: tuple[str, ...]) -> dict[str, Any]:
             {"name": "run_id", "in": "path", "required": True, **words},
             *({"name": one, "in": "query", "required": False, **words} for one in in_query),
         ],
-        "responses": {"200": {"description": "server-sent events", "content": {"text/event-stream": {}}}},
+        "responses": _responses({"text/event-stream": {}}),
     }
 
 
@@ -173,7 +194,7 @@ def _bytes() -> dict[str, Any]:
         "properties": {"held": {"type": "boolean"}, "offset": {"type": "integer"}},
         "required": ["held", "offset"],
     }
-    stands = {"200": {"description": "how the upload stands", "content": {"application/json": {"schema": state}}}}
+    stands = _responses(_json(state))
     numbers = [
         {"name": name, "in": "header", "required": True, "schema": {"type": "integer"}}
         for name in ("upload-offset", "upload-length")
@@ -185,7 +206,7 @@ def _bytes() -> dict[str, Any]:
                 "operationId": "blob",
                 "summary": "The bytes of a digest that the project holds.",
                 "parameters": [_project(), digest],
-                "responses": {"200": {"description": "the bytes", "content": octets}},
+                "responses": _responses(octets),
             },
             "patch": {
                 "operationId": "add_to_blob",
@@ -203,4 +224,34 @@ def _bytes() -> dict[str, Any]:
                 "responses": stands,
             }
         },
+    }
+
+
+def _itself() -> dict[str, Any]:
+    """How the server stands, and what it speaks: asked without a token."""
+    status = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
+    numbers = {"type": "array", "items": {"type": "integer"}}
+    version = {
+        "type": "object",
+        "properties": {"version": {"type": "string"}, "api": numbers},
+        "required": ["version", "api"],
+    }
+    ready = {"description": "why no run is driven", "content": _json(status)}
+    asked: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+        "/healthz": ("healthy", "Whether the process lives.", status, {}),
+        "/readyz": ("ready", "Whether runs are driven.", status, {"503": ready}),
+        "/v1/version": ("version", "Which version it has, and which versions of the API it speaks.", version, {}),
+        "/openapi.json": ("interface", "This document.", {"type": "object"}, {}),
+    }
+    return {
+        path: {
+            "get": {
+                "operationId": name,
+                "summary": text,
+                "parameters": [],
+                "security": [],
+                "responses": {**_responses(_json(schema)), **more},
+            }
+        }
+        for path, (name, text, schema, more) in asked.items()
     }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.domain.canonical import DIGEST_PREFIX, is_digest
-from posttrain.domain.errors import ConflictError, InputError, IntegrityError
+from posttrain.domain.errors import ConflictError, InputError, UploadError
 from posttrain.store.atomic import make_folder, sync_folder, unwritable
 from posttrain.store.trees import file_digest
 
@@ -61,7 +61,7 @@ class Uploads:
 
         Raises:
             InputError: sizes that cannot be. ConflictError: something else has come so far than `start` bytes.
-            IntegrityError: the whole has another digest; what had come is gone, so that it can be sent again.
+            UploadError: the whole has another digest; what had come is gone, so that it can be sent again.
         """
         if not 0 <= start <= total <= MOST_BYTES:
             raise InputError(f"upload: must be 0 <= offset <= size <= {MOST_BYTES}, got {start} and {total}")
@@ -101,7 +101,7 @@ class Uploads:
         try:
             found = file_digest(part)
             if found != digest:
-                raise IntegrityError(f"upload {digest}: what came has the digest {found}; send it again")
+                raise UploadError(f"upload {digest}: what came has the digest {found}; send it again")
             self._workspace.blobs.put_file(part)
             self._place(digest, "here").touch(mode=0o600)
             sync_folder(self._folder)

@@ -47,7 +47,7 @@ class Worker:
             control = self._entrance.control(asker, asked["request"])
             seen = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth)
             named = arguments(OPERATIONS[asked["verb"]], asked["sent"])
-            return True, to_json(call(control, asked["verb"], named, Bundles(seen, Uploads(seen))))
+            return True, to_json(call(control, asked["verb"], named, Bundles(seen, Uploads(seen)), asker.project))
         except BaseException as error:
             found = problem(error, asked["request"])
             if found["exit_code"] == 1:

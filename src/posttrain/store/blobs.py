@@ -316,9 +316,7 @@ class ObjectBlobs:
         except PosttrainError:
             raise
         except FileNotFoundError as error:  # obstore's NotFoundError is one
-            raise NotFoundError(
-                f"blob {digest} is not in the artifact store {self.url}; run the stage again"
-            ) from error
+            raise NotFoundError(f"blob {digest} is not in the artifact store; run the stage again") from error
         except (BaseError, OSError) as error:
             raise self._failure(error) from error
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Float, Select, and_, bindparam, cast, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Float, Select, and_, bindparam, cast, func, or_, select, tuple_
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.lifecycle import AttemptState, RunState, is_final
@@ -109,11 +109,25 @@ class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
         return to_record(RunRecord, row)
 
     def runs(
-        self, limit: int | None = None, state: str | None = None, manifest_digest: str | None = None
+        self,
+        limit: int | None = None,
+        state: str | None = None,
+        manifest_digest: str | None = None,
+        before: str | None = None,
     ) -> list[RunRecord]:
-        """Runs, newest first; of one manifest by repetition, the last first."""
+        """Runs, newest first; of one manifest by repetition, the last first.
+
+        Args:
+            before: id of a run: only those that come after it in this order.
+
+        Raises:
+            NotFoundError: `before` is no run.
+        """
         query = _runs_on(self._connection.dialect.name).limit(limit)
         query = query.order_by(runs.c.created_at.desc(), runs.c.repeat.desc(), runs.c.id.desc())
+        if before is not None:
+            at = self.run(before)
+            query = query.where(tuple_(runs.c.created_at, runs.c.repeat, runs.c.id) < (at.created_at, at.repeat, at.id))
         if state is not None:
             query = query.where(runs.c.state == state)
         if manifest_digest is not None:

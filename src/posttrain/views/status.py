@@ -305,10 +305,14 @@ def read_status(workspace: OpenWorkspace, run_id: str, *, brief: bool = False) -
     return RunWatcher(workspace, run_id, brief=brief).read()
 
 
-def read_newest(workspace: OpenWorkspace, limit: int) -> list[RunStatus]:
-    """The newest runs in brief: as many statements however many they are, and more for those that ask a person."""
+def read_newest(workspace: OpenWorkspace, limit: int, before: str | None = None) -> list[RunStatus]:
+    """The newest runs in brief: as many statements however many they are, and more for those that ask a person.
+
+    Args:
+        before: id of a run: only those that are older.
+    """
     with workspace.ledger.snapshot() as ledger:
-        rows = Rows(ledger, ledger.runs(limit))
+        rows = Rows(ledger, ledger.runs(limit, before=before))
         return [RunWatcher(workspace, run_id, brief=True).of(rows) for run_id in rows.ids]
 
 

@@ -117,9 +117,10 @@ class Runs:
 
     workspace: Workspace
 
-    def ids(self, limit: int) -> list[str]:
+    def ids(self, limit: int, before: str | None = None) -> list[str]:
         """See `Runs.ids`."""
-        return [run.id for run in self.workspace.ledger.runs(limit=limit)]
+        with self.workspace.ledger.snapshot() as now:
+            return [run.id for run in now.runs(limit, before=before)]
 
     def run(self, words: str) -> RunRecord:
         """See `Runs.run`."""
@@ -129,11 +130,11 @@ class Runs:
         """See `Runs.manifest`."""
         return self.workspace.stores.manifest(self.workspace.ledger.run(run_id))
 
-    def ls(self, limit: int) -> list[RunStatus]:
+    def ls(self, limit: int, before: str | None = None) -> list[RunStatus]:
         """See `Runs.ls`."""
         from posttrain.views.status import read_newest
 
-        return read_newest(self.workspace, limit)
+        return read_newest(self.workspace, limit, before)
 
     def status(self, run_id: str) -> RunStatus:
         """See `Runs.status`."""

@@ -1,0 +1,81 @@
+"""Lists in pages: which verbs answer with a list, and how the place is told at which a page ends.
+
+A cursor names the last thing of a page, never how many came before, so the next page begins behind it whatever was
+added meanwhile. It is of one list of one project, asked with the same parameters, and means nothing anywhere else.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from posttrain.domain.errors import CursorError
+
+MOST, USUAL = 1000, 100  # things of one page
+_SUM = 6  # bytes at the beginning of a cursor, by which it is known to be whole
+LIMIT, CURSOR = "limit", "cursor"
+
+Key = Callable[[Any], tuple[Any, ...]]
+NEWEST: Mapping[
+    str, Callable[[Any], str]
+] = {  # lists of runs, newest first: run of a thing; the ledger finds the place
+    "ls": lambda status: str(status.run.id),
+    "ids": str,
+}
+ORDERED: Mapping[str, Key] = {  # lists in the order of a key that is each thing's own
+    "approval_requests": lambda one: (one.request.at, one.request.digest),
+    "asset_status": lambda one: (one.kind, one.name, one.version),
+    "assets": lambda one: (one.kind, one.name, one.version),
+    "channel_events": lambda one: (one.id,),
+    "channels": lambda one: (one.name,),
+    "dead": lambda one: (one.object, one.kind),
+    "live": lambda one: (one.channel,),
+    "members": lambda one: (one[0],),  # principal and role
+    "policies": lambda one: (one.id,),
+    "sinks": lambda one: (one.name,),
+    "tokens": lambda one: (one.created_at, one.id),
+}
+LISTS = frozenset((*NEWEST, *ORDERED))
+
+
+def cursor(project: str, verb: str, named: Mapping[str, Any], key: tuple[Any, ...]) -> str:
+    """The place behind the thing of this key.
+
+    Args:
+        named: the request's parameters.
+    """
+    body = json.dumps([project, verb, _asked(named), key], separators=(",", ":")).encode()
+    return base64.urlsafe_b64encode(hashlib.sha256(body).digest()[:_SUM] + body).decode().rstrip("=")
+
+
+def place(text: str, project: str, verb: str, named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The key that a cursor was made of.
+
+    Raises:
+        CursorError: it is none, or one of another list, project or parameters.
+    """
+    try:
+        whole = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), b"-_", validate=True)
+        body = whole[_SUM:]
+        if hashlib.sha256(body).digest()[:_SUM] != whole[:_SUM]:
+            raise ValueError("it is not whole")
+        of_project, of_verb, asked, key = json.loads(body)
+    except (ValueError, binascii.Error) as error:
+        raise CursorError(
+            f"cursor must be the `next` of the page before, got {text[:40]!a}; ask without one for the first page"
+        ) from error
+    if (of_project, of_verb, asked) != (project, verb, _asked(named)):
+        raise CursorError(
+            "cursor must be of the same list of the same project, asked with the same parameters, got one of another; "
+            "ask without one for the first page"
+        )
+    return tuple(key)
+
+
+def _asked(named: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in named.items() if name not in (LIMIT, CURSOR)}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:12]
