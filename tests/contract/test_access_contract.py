@@ -10,7 +10,7 @@ import ledger_workers as work
 import pytest
 from control_bench import ManualClock
 
-from posttrain.access.authenticators import system
+from posttrain.access.authenticators import session, system
 from posttrain.access.authenticators.fake import FakeAuthenticator
 from posttrain.access.authenticators.system import SystemUser
 from posttrain.access.authenticators.token import LONGEST, PREFIX, TokenAuthenticator, issue, rotate
@@ -45,7 +45,7 @@ class Bench:
     bad: tuple[str, ...]
 
 
-@pytest.fixture(params=["system", "token", "fake"])
+@pytest.fixture(params=["system", "token", "session", "fake"])
 def bench(request: pytest.FixtureRequest, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> Bench:
     if request.param == "system":
         monkeypatch.setattr(system, "login_name", lambda: "ann")
@@ -54,6 +54,10 @@ def bench(request: pytest.FixtureRequest, ledger: Ledger, monkeypatch: pytest.Mo
         known = {"swordfish": Identity("user:ann", "fake")}
         return Bench(FakeAuthenticator(known), "swordfish", "user:ann", ("", "sword", "swordfish "))
     good, _ = issue(ledger, "user:ann", "service:ci", HERE, DAY)
+    if request.param == "session":
+        secret = session.begin(ledger, good)
+        bad = ("", secret[:-1], secret + "A", f"{secret} ", good, digest_bytes(secret.encode()), "A" * 43)
+        return Bench(session.SessionAuthenticator(ledger), secret, "service:ci", bad)
     changed = good[:-1] + ("A" if good[-1] != "A" else "B")
     stored = digest_bytes(good.encode())
     return Bench(
@@ -249,3 +253,34 @@ def test_events_say_how_whoever_acted_was_known(ledger: Ledger) -> None:
         transaction.append_event("note", "x", {})
     told = {(one.kind, one.actor, one.auth) for one in ledger.pending_events() if one.kind in ("note", "token.issued")}
     assert told == {("token.issued", "user:ann", "os"), ("note", "service:ci", "token")}
+
+
+def test_a_session_ends_with_its_token_by_its_time_and_when_it_is_left(ledger: Ledger) -> None:
+    known = session.SessionAuthenticator(ledger)
+    token, told = issue(ledger, "user:ann", "service:ci", HERE, DAY)
+    left, late, revoked = (session.begin(ledger, token) for _ in range(3))
+    assert known.authenticate(left) == Identity("service:ci", "session", HERE)
+    session.end(ledger, left)
+    with pytest.raises(AccessError, match="over"):
+        known.authenticate(left)
+    ledger.clock.sleep(session.SECONDS)
+    with pytest.raises(AccessError, match="over"):
+        known.authenticate(late)
+    revoked = session.begin(ledger, token)  # the two that are over are forgotten
+    assert known.authenticate(revoked).principal == "service:ci"
+    ledger.clock.sleep(DAY - session.SECONDS - 1)
+    with ledger.transaction("user:ann") as transaction:
+        transaction.revoke_token(told.id)
+    with pytest.raises(AccessError, match="is over"):
+        known.authenticate(revoked)
+    with pytest.raises(AccessError):
+        session.begin(ledger, token[:-1])
+
+
+def test_a_session_is_kept_as_its_digest_only(ledger: Ledger) -> None:
+    token, _ = issue(ledger, "user:ann", "service:ci", HERE, DAY)
+    secret = session.begin(ledger, token)
+    kept = everything(ledger)
+    assert digest_bytes(secret.encode()) in kept
+    assert secret not in kept
+    assert token not in kept

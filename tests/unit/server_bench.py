@@ -106,7 +106,13 @@ class ServerBench:
 @contextmanager
 def served(root: Path) -> Iterator[ServerBench]:
     """A server over a new workspace; everything is answered in this process."""
-    workspace = init_workspace(root)
+    with serving(init_workspace(root)) as bench:
+        yield bench
+
+
+@contextmanager
+def serving(workspace: Workspace) -> Iterator[ServerBench]:
+    """A server over a workspace, which is closed with it."""
     workers = InProcess(workspace)
     app = build(Server(workspace, Entrance(workspace, KEY), workers, lambda: "", Peers(workspace.hosts)))
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as `serving` makes it

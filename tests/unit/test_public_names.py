@@ -44,7 +44,7 @@ COMMANDS = {
     ],
     "export": ["--dtype", "--output", "-o", "DIR", "MODEL"],
     "promote": ["--channel", "--lift-quarantine", "run"],
-    "rollback": ["--from", "--to", "channel"],
+    "rollback": ["--from", "--reason", "--to", "channel"],
     "approve": ["--channel", "--reason", "RUN|REQUEST"],
     "reject": ["--channel", "--reason", "RUN|REQUEST"],
     "channel policy": ["--asked", "--history", "--output", "-o", "channel"],

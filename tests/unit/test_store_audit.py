@@ -166,6 +166,7 @@ def test_every_table_that_holds_state_is_told() -> None:
         "work",
         "watches",
         "requests",
+        "sessions",
         "cursors",
         "hosts",
     }  # made again, or expired

@@ -58,6 +58,8 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "posttrain.views.reporting": "Written",
     "posttrain.views.status": "RunStatus",
     "posttrain.views.tracing": "RecordedSample WrittenTrace",
+    "posttrain.web.comparison": "ComparePage",
+    "posttrain.web.report": "RunReport",
     "typing": "Any",
 }
 _ROOMS = {name: room for room, names in _WHERE.items() for name in names.split()}

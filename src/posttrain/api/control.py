@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Asked,
         ChannelView,
         Collected,
+        ComparePage,
         Comparison,
         Curve,
         Dead,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         RecordedSample,
         RunDiff,
         RunDriver,
+        RunReport,
         RunStatus,
         Scores,
         Submitted,
@@ -143,6 +145,9 @@ class Runs(Protocol):
     def ls(self, limit: int, before: str | None = None) -> list[RunStatus]:
         """The newest runs, of each what its jobs said last; `before`: those that are older than this one."""
 
+    def queue(self, limit: int) -> list[RunStatus]:
+        """Runs that have not ended, those that wait first, each kind newest first."""
+
     def status(self, run_id: str) -> RunStatus:
         """How a run stands."""
 
@@ -164,6 +169,9 @@ class Runs(Protocol):
     def compare(self, words: Sequence[str], page: Path | None = None) -> Comparison:
         """Runs, or their evaluate stages, side by side; `page`: write one of it too."""
 
+    def comparison(self, words: Sequence[str]) -> ComparePage:
+        """Everything that the page of a comparison shows."""
+
     def watcher(self, run_id: str) -> Watcher:
         """Whoever looks at it again and again reads only what is new."""
 
@@ -172,6 +180,9 @@ class Runs(Protocol):
 
     def logs(self, run_id: str, stage: str | None, follow: Vigil | None = None) -> Iterator[tuple[LogFile, str]]:
         """What its jobs printed, piece by piece; with `follow` until it ends."""
+
+    def report(self, run_id: str) -> RunReport:
+        """Everything that its page shows."""
 
     def write_report(self, run_id: str) -> Written:
         """Its page and its learning curves."""
@@ -225,11 +236,12 @@ class Channels(Protocol):
             lift_quarantine: why a model that was rolled back from it may come back.
         """
 
-    def rollback(self, channel: str, to: str | None, since: int | None) -> ReleaseEntry:
+    def rollback(self, channel: str, to: str | None, since: int | None, reason: str = "") -> ReleaseEntry:
         """Point it back at the model before, or at `to` (release number, run id, digest prefix).
 
         Args:
             since: the release that must be live now.
+            reason: why.
         """
 
     def approve(self, what: str, channel: str | None, reason: str) -> Standing:

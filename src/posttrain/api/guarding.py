@@ -15,7 +15,20 @@ if TYPE_CHECKING:
 
 _LOOK = (
     *("plan", "lock", "ids", "run", "manifest", "ls", "status", "scores", "outcome", "driver", "why", "diff"),
-    *("compare", "watcher", "vigil", "logs", "write_report", "write_trace", "samples", "sample", "trackers"),
+    *(
+        "compare",
+        "comparison",
+        "queue",
+        "watcher",
+        "vigil",
+        "logs",
+        "report",
+        "write_report",
+        "write_trace",
+        "samples",
+        "sample",
+        "trackers",
+    ),
     *("channels", "live", "channel_record", "channel", "channel_trackers", "policy", "policies", "channel_events"),
     *("approval_requests", "lineage", "downstream", "verify", "dead", "assets", "asset", "asset_status", "recalled"),
     *("curves", "plan_sweep", "rank", "whoami", "sinks"),

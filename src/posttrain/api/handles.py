@@ -205,16 +205,17 @@ class Channel:
         """Let it move again."""
         return self.control.unfreeze(self.name, why=why)
 
-    def rollback(self, to: str | None = None, *, since: int | None = None) -> ReleaseEntry:
+    def rollback(self, to: str | None = None, *, since: int | None = None, reason: str = "") -> ReleaseEntry:
         """Point it back at the model before, or at `to` (release number, run id, digest prefix).
 
         Args:
             since: the release that must be live now; makes a bare rollback safe to repeat.
+            reason: why, as the event log keeps it.
 
         Raises:
             ApprovalError: the model is quarantined, and may come back once that is approved.
         """
-        return self.control.rollback(self.name, to, since)
+        return self.control.rollback(self.name, to, since, reason)
 
     def lineage(self) -> Node:
         """From its weights back to prompts, reward source, base model and manifest."""

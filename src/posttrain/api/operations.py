@@ -153,6 +153,7 @@ _TABLE = {
     "retry": "POST /runs/{run_id}/retry",
     # runs
     "ls": "GET /runs",
+    "queue": "GET /queue",
     "ids": "GET /run-ids",
     "run": "GET /runs/{words}",
     "status": "GET /runs/{run_id}/status",
@@ -234,5 +235,20 @@ _TABLE = {
     "revoke_token": "DELETE /tokens/{token_id}",
 }
 OPERATIONS: Mapping[str, Operation] = {one.verb: one for one in _operations()}
-# what the client does with other requests, or by itself (see client.remote), and what only this machine can do
-ELSEWHERE = frozenset(("drive", "watcher", "vigil", "logs", "outcome", "follow", "import_mlflow", "compare", "close"))
+# what the client does with other requests, or by itself (see client.remote), what only this machine can do,
+# and what the server's own pages ask
+ELSEWHERE = frozenset(
+    (
+        "drive",
+        "watcher",
+        "vigil",
+        "logs",
+        "outcome",
+        "follow",
+        "import_mlflow",
+        "compare",
+        "close",
+        "report",
+        "comparison",
+    )
+)

@@ -58,13 +58,14 @@ def rollback(
     since: Annotated[
         int | None, typer.Option("--from", help="The release that must be live: a repeated rollback goes back once.")
     ] = None,
+    reason: Annotated[str, typer.Option(help="Why; the event log keeps it.")] = "",
 ) -> None:
     """Point a channel back at the model it served before. Waits for no gate."""
     from posttrain.app.embedded.control import open_control
 
     control = open_control()
     before = control.channel(channel).live
-    entry = control.rollback(channel, to, since)
+    entry = control.rollback(channel, to, since, reason)
     now = control.channel(channel)
     frozen = now.record.frozen
     gone = before and any(one.model_digest == before.model_digest and not one.lifted_at for one in now.quarantine)

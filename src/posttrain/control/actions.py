@@ -182,13 +182,16 @@ def judged_report(stores: Stores, run: RunRecord, verb: str) -> str:
     return str(gate.outputs[REPORT]["digest"])
 
 
-def rollback(stores: Stores, channel: str, to: str | None = None, *, since: int | None = None) -> ReleaseEntry:
+def rollback(
+    stores: Stores, channel: str, to: str | None = None, *, since: int | None = None, reason: str = ""
+) -> ReleaseEntry:
     """Point a channel back at the model it served before. Waits for no gate.
 
     Args:
         to: a model digest prefix, a run id, or a release number of the channel's history; None: the previous model.
             When it is live already nothing moves, so that asking twice is one rollback.
         since: the release that must be live now, so that a repeated bare rollback cannot go back twice.
+        reason: why, in words that may be erased.
 
     Raises:
         NotFoundError: unknown channel, or nothing to return to.
@@ -232,6 +235,7 @@ def rollback(stores: Stores, channel: str, to: str | None = None, *, since: int 
             report_digest=target.report_digest,
             generation=seen.generation,
             approved=approved,
+            why=reason,
         )
 
 

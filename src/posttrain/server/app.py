@@ -24,6 +24,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError, PosttrainError
 from posttrain.server import blobs, streams
 from posttrain.server.calling import arguments, call, to_json
+from posttrain.server.console import routes as console
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.lanes import HEAVY, READ, in_thread
@@ -46,6 +47,7 @@ class Server:
     workers: Answers
     ready: Callable[[], str]  # why it is not; empty: it is
     peers: Peers
+    secure: bool = False  # browsers reach it over TLS alone
 
 
 def build(server: Server) -> FastAPI:
@@ -58,6 +60,7 @@ def build(server: Server) -> FastAPI:
         )
     blobs.add_routes(app, server)
     streams.add_routes(app, server)
+    console.add_routes(app, server)
     app.add_api_route("/healthz", _healthy, methods=["GET"])
     app.add_api_route("/readyz", _ready, methods=["GET"])
     app.add_api_route("/v1/version", _version, methods=["GET"])

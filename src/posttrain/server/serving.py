@@ -75,8 +75,7 @@ class Bind:
         """
         if (self.certificate is None) != (self.key is None):
             raise InputError("serve: TLS needs --tls-certificate and --tls-key, got one of them; name both")
-        safe = self.certificate is not None or self.behind_proxy
-        if not safe and not _is_loopback(self.host):
+        if not self.secure and not _is_loopback(self.host):
             raise InputError(
                 f"serve: {self.host} can be reached by others, who could read tokens on their way; give "
                 "--tls-certificate and --tls-key, or --behind-proxy where a proxy ends TLS"
@@ -87,6 +86,11 @@ class Bind:
         """The URL by which others reach it that listens at this port."""
         named = socket.gethostname() if self.host in _EVERYWHERE else self.host
         return self.advertise.rstrip("/") or f"{self.scheme}://{_shown(named)}:{port}"
+
+    @property
+    def secure(self) -> bool:
+        """Whether whoever reaches it does so over TLS."""
+        return self.certificate is not None or self.behind_proxy
 
     @property
     def scheme(self) -> str:
@@ -120,7 +124,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
         driver = _Driver(workspace.root)
         stack.callback(driver.close)
         peers = Peers(workspace.hosts)
-        app = build(Server(workspace, Entrance(workspace, key), workers, driver.trouble, peers))
+        app = build(Server(workspace, Entrance(workspace, key), workers, driver.trouble, peers, bind.secure))
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=10,
             ssl_certfile=bind.certificate, ssl_keyfile=bind.key, server_header=False,
@@ -136,6 +140,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
         write_json(place, {"url": url, "key": key, "pid": os.getpid()})
         stack.callback(place.unlink, missing_ok=True)
         say(f"serving {workspace.root} at {url}")
+        say(f"console: {url}/ (log in with a token)")
         if token:
             say(f"token of {workspace.actor}, admin, shown once: {token}")
             say(f"next: posttrain login {url}")

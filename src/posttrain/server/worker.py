@@ -22,6 +22,7 @@ from posttrain.api.problems import problem
 from posttrain.app.workspace import Workspace
 from posttrain.server.bundles import Bundles
 from posttrain.server.calling import arguments, call, to_json
+from posttrain.server.console import CONSOLE
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.uploads import Uploads
 
@@ -45,6 +46,10 @@ class Worker:
                 return True, to_json(document())
             asker = Asker.from_json(asked["asker"])
             control = self._entrance.control(asker, asked["request"])
+            if asked["verb"] == CONSOLE:
+                from posttrain.server.console.drawing import drawn  # it loads what draws and judges
+
+                return True, json.dumps(drawn(control, asked["sent"])).encode()
             seen = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth)
             named = arguments(OPERATIONS[asked["verb"]], asked["sent"])
             return True, to_json(call(control, asked["verb"], named, Bundles(seen, Uploads(seen)), asker.project))

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, select
 from posttrain.domain.records import Token
 from posttrain.domain.roles import Role
 from posttrain.store.rows import to_record
-from posttrain.store.schema import events, principals, projects, roles, tokens
+from posttrain.store.schema import events, principals, projects, roles, sessions, tokens
 
 _TOKENS = select(tokens, principals.c.name.label("actor")).join(principals, principals.c.id == tokens.c.principal)
 
@@ -50,6 +50,13 @@ class PrincipalReading:
         query = _TOKENS.order_by(tokens.c.created_at, tokens.c.id)
         found = [to_record(Token, row) for row in self._connection.execute(query)]
         return [one for one in found if self._project in one.scopes]
+
+    def token_behind(self, session: str, moment: float) -> Token | None:
+        """The token behind a browser's session of this digest; None: there is none, or it is over."""
+        query = _TOKENS.join(sessions, sessions.c.token == tokens.c.id)
+        query = query.where(sessions.c.digest == session, sessions.c.expires_at > moment)
+        row = self._connection.execute(query).one_or_none()
+        return None if row is None else to_record(Token, row)
 
     def token_of(self, secret_digest: str) -> Token | None:
         """The token whose secret has this digest; None: there is none."""

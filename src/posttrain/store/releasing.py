@@ -37,6 +37,7 @@ class ReleaseWriting(Writing):
         policy: str | None = None,
         generation: int | None = None,
         approved: str = "",
+        why: str = "",
     ) -> ReleaseEntry:
         """Move a channel to another model: compare-and-set against the release that is live, appended to its history.
 
@@ -49,6 +50,7 @@ class ReleaseWriting(Writing):
             policy: digest of the policy that a promotion was judged under; None: under none.
             generation: of the channel's row when it was decided that the model may come back; None: nobody asked that.
             approved: digest of the request that was approved, where one was needed.
+            why: in words that may be erased.
 
         Raises:
             QuarantinedError: the model was rolled back from this channel, and `lift` says nothing.
@@ -84,7 +86,8 @@ class ReleaseWriting(Writing):
         changes = [self._added(releases, self._owned(entry, "actor"), what), self._serve(entry), touched]
         noted = self._edges.release(entry, previous)
         facts = {"previous": previous} | ({"approved": approved} if approved else {})
-        self._journal.tell(f"channel.{action}", channel, *changes, *noted, facts=facts)
+        said = {"why": plain(why)} if why else None
+        self._journal.tell(f"channel.{action}", channel, *changes, *noted, facts=facts, said=said)
         return entry
 
     def set_channel(

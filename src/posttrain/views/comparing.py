@@ -52,6 +52,11 @@ def write_comparison(workspace: OpenWorkspace, found: Comparison, path: Path) ->
     Raises:
         WorkspaceError: `path` cannot be written.
     """
+    compare_page(path, comparison(workspace, found))
+
+
+def comparison(workspace: OpenWorkspace, found: Comparison) -> ComparePage:
+    """What the page of a comparison shows."""
     watchers = {one.run.id: RunWatcher(workspace, one.run.id, cached=True) for one in found.subjects}
     statuses = {run: watcher.read() for run, watcher in watchers.items()}
     facts = tuple(
@@ -61,7 +66,7 @@ def write_comparison(workspace: OpenWorkspace, found: Comparison, path: Path) ->
     troubles: list[str] = []
     changed = [each for other in found.subjects[1:] for each in _changed(workspace, found.subjects[0], other, troubles)]
     curves = tuple(_overlaid(workspace, found, watchers).items()) if len(watchers) > 1 else ()  # one run has one set
-    compare_page(path, ComparePage(found, facts, tuple(changed), curves, tuple(dict.fromkeys(troubles))))
+    return ComparePage(found, facts, tuple(changed), curves, tuple(dict.fromkeys(troubles)))
 
 
 def _overlaid(

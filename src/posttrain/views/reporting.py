@@ -62,6 +62,17 @@ def write_report(workspace: OpenWorkspace, run_id: str) -> Written:
     return Written(folder / "report.html", folder / "curves.png" if curves.series else None)
 
 
+def read_report(workspace: OpenWorkspace, run_id: str) -> RunReport:
+    """What the page of a run shows, as of now.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    watcher = RunWatcher(workspace, run_id, cached=True)
+    status = watcher.read()
+    return _report(workspace, watcher, status, workspace.stores.manifest(status.run))
+
+
 def overlay(workspace: OpenWorkspace, runs: Sequence[tuple[str, str]], path: Path, title: str = "") -> Path:
     """Draw several runs on one picture.
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from posttrain.control.scores import Scores
 
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
+_OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
 _ALONE = 5.0  # seconds without a driver before that is told: from one driver to the next takes less
 
 
@@ -313,6 +314,14 @@ def read_newest(workspace: OpenWorkspace, limit: int, before: str | None = None)
     """
     with workspace.ledger.snapshot() as ledger:
         rows = Rows(ledger, ledger.runs(limit, before=before))
+        return [RunWatcher(workspace, run_id, brief=True).of(rows) for run_id in rows.ids]
+
+
+def read_unfinished(workspace: OpenWorkspace, limit: int) -> list[RunStatus]:
+    """Runs that have not ended, in brief: those that wait first, each kind newest first; at most `limit` of a kind."""
+    with workspace.ledger.snapshot() as ledger:
+        found = [run for state in _OPEN for run in ledger.runs(limit, state)]
+        rows = Rows(ledger, found)
         return [RunWatcher(workspace, run_id, brief=True).of(rows) for run_id in rows.ids]
 
 

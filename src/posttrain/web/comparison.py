@@ -70,12 +70,16 @@ def compare_page(path: Path, page: ComparePage) -> None:
     write_page(path, render_compare_page(page), "compare")
 
 
-def render_compare_page(page: ComparePage) -> str:
-    """The page as HTML, under 2 MB; the same comparison gives the same text."""
-    return fitted(lambda sizes: _render(page, sizes))
+def render_compare_page(page: ComparePage, name: str = "compare.html") -> str:
+    """The page as HTML, under 2 MB; the same comparison gives the same text.
+
+    Args:
+        name: of the template; `_compare.html` is what stands in the page of a server.
+    """
+    return fitted(lambda sizes: _render(page, sizes, name))
 
 
-def _render(page: ComparePage, sizes: Sizes) -> str:
+def _render(page: ComparePage, sizes: Sizes, name: str) -> str:
     pictures = [
         whiskers(row.metric, [(n % TONES, cell.estimate) for n, cell in enumerate(row.cells) if cell.estimate])
         for row in page.found.metrics
@@ -88,9 +92,7 @@ def _render(page: ComparePage, sizes: Sizes) -> str:
         left -= len(drawn)
         if drawn:
             views.append(_StageView(stage, tuple(panel(metric, series, points) for metric, series in drawn)))
-    return template("compare.html").render(
-        page=page, found=page.found, pictures=pictures, curves=views, sizes=sizes, tones=TONES
-    )
+    return template(name).render(page=page, found=page.found, pictures=pictures, curves=views, sizes=sizes, tones=TONES)
 
 
 template("compare.html")  # now: a page of a changed checkout belongs to no old process

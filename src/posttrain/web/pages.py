@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -86,6 +87,7 @@ def template(name: str) -> Template:
         lstrip_blocks=True,
     )
     environment.filters.update(number=number, duration=duration, tone=tone, brief=brief, volume=volume, excerpt=excerpt)
+    environment.filters.update(ago=ago, moment=moment)
     return environment.get_template(name)
 
 
@@ -114,6 +116,25 @@ def brief(seconds: float) -> str:
     if seconds >= 1:
         return duration(seconds)
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
+
+
+def ago(seconds: float) -> str:
+    """`just now`, `4 minutes ago`, `in 2 hours`."""
+    passed = abs(seconds)
+    for word, scale in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        count = int(passed // scale)
+        if count:
+            said = f"{count} {word}{'s' if count > 1 else ''}"
+            return f"{said} ago" if seconds > 0 else f"in {said}"
+    return "just now" if seconds > -1 else "in a moment"
+
+
+def moment(at: float) -> str:
+    """A time in full, in UTC, as ISO 8601 writes it; empty where it is none."""
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+    except (OverflowError, OSError, ValueError):
+        return ""
 
 
 def volume(size: float) -> str:

@@ -160,9 +160,13 @@ def run_report(path: Path, report: RunReport) -> None:
     write_page(path, render_run_report(report), "run report")
 
 
-def render_run_report(report: RunReport) -> str:
-    """The page as HTML, under 2 MB; the same report gives the same text."""
-    return fitted(lambda sizes: _render(report, sizes))
+def render_run_report(report: RunReport, name: str = "run.html") -> str:
+    """The page as HTML, under 2 MB; the same report gives the same text.
+
+    Args:
+        name: of the template; `_run.html` is what stands in the page of a server.
+    """
+    return fitted(lambda sizes: _render(report, sizes, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +179,12 @@ class CurvesView:
     left_out: int
 
 
-def _render(report: RunReport, sizes: Sizes) -> str:
+def _render(report: RunReport, sizes: Sizes, name: str) -> str:
     pictures = [
         whiskers(row.metric, [(_AFTER, row.estimate), *((_BEFORE, one.estimate) for one in row.before)])
         for row in report.scores.rows
     ]
-    return template("run.html").render(
+    return template(name).render(
         report=report,
         scales=[scale(verdict) for verdict in report.gates],
         pictures=pictures,

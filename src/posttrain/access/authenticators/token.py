@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping
 
 from posttrain.access.ports import Identity
+from posttrain.access.validity import identity_of
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, InputError, NotFoundError
-from posttrain.domain.principals import FORM, NOBODY, is_principal
+from posttrain.domain.principals import FORM, is_principal
 from posttrain.domain.records import Token
 from posttrain.domain.roles import Role
 from posttrain.store.ledger import Ledger
@@ -36,13 +37,8 @@ class TokenAuthenticator:
             raise AccessError(f"a token must be {PREFIX} and 43 letters, digits, - or _; got something else")
         with self._ledger.snapshot() as now:
             token = now.token_of(digest_bytes(proof.encode()))
-        if token is None or token.actor.startswith(NOBODY):
-            raise AccessError("the token is not known here; ask an admin for another one")
-        if token.revoked_at is not None:
-            raise AccessError(f"token {token.id} was revoked; ask an admin for another one")
-        if self._ledger.clock.now() >= token.expires_at:
-            raise AccessError(f"token {token.id} has expired; ask an admin for another one")
-        return Identity(token.actor, self.auth, {name: Role(role) for name, role in token.scopes.items()})
+        unknown = "the token is not known here; ask an admin for another one"
+        return identity_of(token, self._ledger.clock.now(), self.auth, unknown)
 
 
 def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, Role], seconds: float) -> tuple[str, Token]:

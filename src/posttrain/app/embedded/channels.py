@@ -90,13 +90,13 @@ class Channels:
         courier.announce(self.workspace)
         return entry
 
-    def rollback(self, channel: str, to: str | None, since: int | None) -> ReleaseEntry:
+    def rollback(self, channel: str, to: str | None, since: int | None, reason: str = "") -> ReleaseEntry:
         """See `Channels.rollback`."""
         from posttrain.app import courier
         from posttrain.control.actions import rollback
         from posttrain.trackers.registering import announce
 
-        entry = rollback(self.workspace.stores, channel, to, since=since)
+        entry = rollback(self.workspace.stores, channel, to, since=since, reason=reason)
         self.workspace.seal()
         announce(self.workspace, channel)
         courier.announce(self.workspace)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from posttrain.views.reporting import Written
     from posttrain.views.status import RunStatus, RunWatcher, Vigil
     from posttrain.views.tracing import RecordedSample, WrittenTrace
+    from posttrain.web.comparison import ComparePage
+    from posttrain.web.report import RunReport
 
 
 class Submissions:
@@ -136,6 +138,12 @@ class Runs:
 
         return read_newest(self.workspace, limit, before)
 
+    def queue(self, limit: int) -> list[RunStatus]:
+        """See `Runs.queue`."""
+        from posttrain.views.status import read_unfinished
+
+        return read_unfinished(self.workspace, limit)
+
     def status(self, run_id: str) -> RunStatus:
         """See `Runs.status`."""
         from posttrain.views.status import read_status
@@ -199,6 +207,12 @@ class Runs:
             write_comparison(self.workspace, found, page)
         return found
 
+    def comparison(self, words: Sequence[str]) -> ComparePage:
+        """See `Runs.comparison`."""
+        from posttrain.views.comparing import compare_runs, comparison
+
+        return comparison(self.workspace, compare_runs(self.workspace, words))
+
     def watcher(self, run_id: str) -> RunWatcher:
         """See `Runs.watcher`."""
         from posttrain.views.status import RunWatcher
@@ -218,6 +232,12 @@ class Runs:
         if follow is None:
             return logs.read_all(self.workspace, run_id, stage)
         return logs.follow(self.workspace, run_id, stage, follow.look)
+
+    def report(self, run_id: str) -> RunReport:
+        """See `Runs.report`."""
+        from posttrain.views.reporting import read_report
+
+        return read_report(self.workspace, run_id)
 
     def write_report(self, run_id: str) -> Written:
         """See `Runs.write_report`."""

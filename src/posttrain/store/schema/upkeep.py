@@ -66,6 +66,15 @@ requests = Table(  # what was answered, for whoever asks the same again because 
     Index("requests_by_time", "at"),
 )
 
+sessions = Table(  # of browsers: which token stands behind the secret that one shows
+    "sessions",
+    metadata,
+    Column("digest", String(71), primary_key=True),  # of the secret
+    Column("token", String(32), nullable=False),
+    Column("expires_at", Float(53), nullable=False),
+    Index("sessions_by_time", "expires_at"),
+)
+
 cursors = Table(  # how far each sink is
     "cursors",
     metadata,

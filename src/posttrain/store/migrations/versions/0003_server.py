@@ -1,4 +1,4 @@
-"""What servers need: answers to repeated requests, where events are sent on to, and which host has which job.
+"""What servers need: answers to repeated requests, sessions, where events are sent on to, which host has which job.
 
 The ledger says from here on which revision's code may still use it, so that two releases can work side by side.
 """
@@ -28,6 +28,13 @@ def upgrade() -> None:
         sa.Column("at", _TIME, nullable=False),
     )
     op.create_index("requests_by_time", "requests", ["at"])
+    op.create_table(
+        "sessions",
+        sa.Column("digest", sa.String(71), primary_key=True),
+        sa.Column("token", sa.String(32), nullable=False),
+        sa.Column("expires_at", _TIME, nullable=False),
+    )
+    op.create_index("sessions_by_time", "sessions", ["expires_at"])
     op.create_table(
         "sinks",
         sa.Column("project", _PROJECT, primary_key=True),

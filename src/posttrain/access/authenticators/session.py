@@ -1,0 +1,60 @@
+"""Sessions of browsers: 256 random bits in a cookie, which stand for a token. What ends the token ends them.
+
+The ledger keeps the SHA-256 of the bits, and the token is in no cookie, so neither tells the other.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+
+from posttrain.access.ports import Identity
+from posttrain.access.validity import identity_of
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import AccessError
+from posttrain.store.ledger import Ledger
+from posttrain.store.sessions import begin_session, end_session
+
+SESSION = "session"
+SECONDS = 12 * 3600.0  # that a session lasts, where its token does
+_BYTES = 32
+_FORM = re.compile(r"[A-Za-z0-9_-]{43}")
+
+
+class SessionAuthenticator:
+    """Knows principals by sessions that are not over, of tokens that are neither expired nor revoked."""
+
+    auth = SESSION
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def authenticate(self, proof: str) -> Identity:
+        """See `Authenticator.authenticate`."""
+        if not _FORM.fullmatch(proof):
+            raise AccessError("a session must be 43 letters, digits, - or _; got something else; log in")
+        now = self._ledger.clock.now()
+        with self._ledger.snapshot() as ledger:
+            token = ledger.token_behind(digest_bytes(proof.encode()), now)
+        return identity_of(token, now, self.auth, "the session is over; log in again")
+
+
+def begin(ledger: Ledger, proof: str) -> str:
+    """A session of whoever shows a token. Its secret is kept nowhere.
+
+    Args:
+        proof: a token that was found to be good.
+    """
+    secret = base64.urlsafe_b64encode(ledger.entropy(_BYTES)).decode().rstrip("=")
+    with ledger.snapshot() as now:
+        token = now.token_of(digest_bytes(proof.encode()))
+    if token is None:  # revoked tokens stay, so it was none
+        raise AccessError("the token is not known here; ask an admin for another one")
+    until = min(token.expires_at, ledger.clock.now() + SECONDS)
+    begin_session(ledger, digest_bytes(secret.encode()), token.id, until)
+    return secret
+
+
+def end(ledger: Ledger, secret: str) -> None:
+    """Let a session be good for nothing from now on."""
+    end_session(ledger, digest_bytes(secret.encode()))

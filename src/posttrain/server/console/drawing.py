@@ -1,0 +1,52 @@
+"""Parts of pages that a worker draws: they load numpy, read files of jobs, or judge."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from posttrain.domain.errors import NotFoundError
+from posttrain.web.comparison import render_compare_page
+from posttrain.web.pages import template
+from posttrain.web.report import render_run_report
+
+if TYPE_CHECKING:
+    from posttrain.api.control import Control
+
+_LINES = 400  # of a log that are shown
+
+
+def drawn(control: Control, sent: Mapping[str, Any]) -> str:
+    """A part of a page, as HTML.
+
+    Raises:
+        NotFoundError: there is no such part.
+    """
+    words = dict(sent)
+    draw = _PARTS.get(words.pop("page"))
+    if draw is None:
+        raise NotFoundError("there is no such page")
+    return draw(control, **words)
+
+
+def _report(control: Control, run_id: str) -> str:
+    return render_run_report(control.report(run_id), "_run.html")
+
+
+def _compare(control: Control, words: Sequence[str]) -> str:
+    return render_compare_page(control.comparison(words), "_compare.html")
+
+
+def _log(control: Control, run_id: str) -> str:
+    """The last lines of each attempt that printed any."""
+    found: dict[tuple[str, int], deque[str]] = {}
+    for log, text in control.logs(run_id, None):
+        lines = found.setdefault((log.stage, log.attempt), deque(maxlen=_LINES))
+        whole = (lines.pop() if lines else "") + text
+        lines.extend(whole.split("\n"))
+    parts = [(stage, attempt, "\n".join(lines)) for (stage, attempt), lines in found.items()]
+    return template("console/_log.html").render(parts=parts, most=_LINES)
+
+
+_PARTS: Mapping[str, Callable[..., str]] = {"report": _report, "compare": _compare, "log": _log}

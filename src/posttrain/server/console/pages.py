@@ -1,0 +1,204 @@
+"""The pages of the console. Each asks `Control` as whoever is logged in: what they may not see is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from starlette.responses import Response
+
+from posttrain.decision.releases import rollback_target
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.lifecycle import StageState, is_final
+from posttrain.server.console.visiting import Visit, redirect
+
+if TYPE_CHECKING:
+    from posttrain.api.values import ChannelView, RunStatus
+
+COMPARED = 6  # runs side by side: more fit no window
+ROLLED_BACK = "channel.rollback"  # the event
+PAGE = 50  # runs of a page
+_MOST = 1000  # runs that a list grows to
+_QUEUE = 200  # unfinished runs of a kind that are shown
+
+
+def run_list(visit: Visit) -> Response:
+    """The queue, and the newest runs that have ended."""
+    words = visit.request.query_params
+    wanted = words.get("q", "").strip()[:200]
+    note = ""
+    if wanted:
+        try:
+            return visit.goes_to(f"/runs/{visit.control.run(wanted).id}")
+        except (NotFoundError, InputError) as error:
+            note = str(error)
+    limit = _limit(words.get("limit", ""))
+    queue, newest = visit.control.queue(_QUEUE), visit.control.ls(limit)
+    ended = [one for one in newest if is_final("run", one.run.state)]
+    return visit.page(
+        "runs",
+        live="runs",
+        groups=(("Waiting", _waiting(queue, True)), ("Running", _waiting(queue, False)), ("Ended", ended)),
+        note=note,
+        wanted=wanted,
+        more=min(_MOST, limit + PAGE) if len(newest) == limit < _MOST else 0,
+    )
+
+
+def _waiting(queue: Sequence[RunStatus], waits: bool) -> list[RunStatus]:
+    """Those of the queue of which no stage runs, or the others."""
+    return [one for one in queue if waits != any(s.record.state == StageState.RUNNING for s in one.stages)]
+
+
+def _limit(word: str) -> int:
+    return min(_MOST, max(1, int(word))) if word.isdecimal() and len(word) < 6 else PAGE
+
+
+def run(visit: Visit) -> Response:
+    """How a run stands; what its jobs recorded is drawn by a worker, and asked for by the page itself."""
+    status = visit.control.status(visit.named("run"))
+    return visit.page("run", live=f"run/{status.run.id}", status_of=status, over=is_final("run", status.run.state))
+
+
+def report(visit: Visit) -> Response:
+    """Scores, gates, curves, samples, costs, lineage."""
+    run_id = visit.control.run(visit.named("run")).id  # what is not there keeps no worker busy
+    drawn = visit.drawn("report", run_id=run_id)
+    if "part" in visit.request.query_params:
+        return visit.page("part", drawn=drawn)
+    return visit.page("report", run_id=run_id, drawn=drawn)
+
+
+def log(visit: Visit) -> Response:
+    """The end of what its jobs printed."""
+    run_id = visit.control.run(visit.named("run")).id
+    return visit.page("log", live=f"run/{run_id}", run_id=run_id, drawn=visit.drawn("log", run_id=run_id))
+
+
+def compare(visit: Visit) -> Response:
+    """Runs side by side."""
+    chosen = [one[:200] for one in visit.request.query_params.getlist("runs") if one][:COMPARED]
+    if len(chosen) < 2:
+        newest = visit.control.ls(PAGE)
+        return visit.page("choose", newest=[one for one in newest if is_final("run", one.run.state)], chosen=chosen)
+    return visit.page("compare", chosen=chosen, drawn=visit.drawn("compare", words=chosen))
+
+
+def channels(visit: Visit) -> Response:
+    """Every channel, and what it serves."""
+    live = {entry.channel: entry for entry in visit.control.live()}
+    return visit.page("channels", live="channels", records=visit.control.channels(), entries=live)
+
+
+def channel(visit: Visit) -> Response:
+    """What a channel serves, what it waits for, and how that came about."""
+    found = _channel(visit)
+    name = found.record.name
+    moves = [entry for entry in found.history if entry.action == "rollback"]
+    told = visit.control.channel_events(name, ROLLED_BACK)
+    why = {entry.sequence: _why(one) for entry, one in zip(reversed(moves), reversed(told), strict=False)}
+    return visit.page(
+        "channel",
+        live=f"channel/{name}",
+        found=found,
+        name=name,
+        pinned=visit.control.policy(name),
+        asked=visit.control.approval_requests(name),
+        why=why,
+        target=_target(found),
+        frozen_why=_why(found.frozen) if found.frozen else "",
+    )
+
+
+def confirm_rollback(visit: Visit) -> Response:
+    """What would serve afterwards."""
+    found, to = _channel(visit), visit.request.query_params.get("to", "")
+    return _confirmation(visit, found, to)
+
+
+def roll_back(visit: Visit) -> Response:
+    """Do it, with a reason."""
+    found, form = _channel(visit), visit.form
+    to, since, reason = form.get("to", ""), form.get("since", ""), form.get("reason", "").strip()
+    if not reason:
+        return _confirmation(visit, found, to, "a rollback needs a reason: who comes next will want to know")
+    sent = {"channel": found.record.name, "to": to or None, "since": _number(since), "reason": reason}
+    visit.worker("rollback", sent)
+    return visit.goes_to(f"/channels/{_quoted(found.record.name)}")
+
+
+def decide(visit: Visit) -> Response:
+    """Approve or reject what is asked for."""
+    found, form = _channel(visit), visit.form
+    verdict, request = form.get("verdict", ""), form.get("request", "")
+    if verdict not in ("approve", "reject") or not any(
+        one.request.digest == request for one in visit.control.approval_requests(found.record.name)
+    ):
+        raise InputError("nothing that waits for approval here is called that any more; look at the channel again")
+    visit.worker(verdict, {"what": request, "channel": None, "reason": form.get("reason", "").strip()})
+    return visit.goes_to(f"/channels/{_quoted(found.record.name)}")
+
+
+def stop(visit: Visit) -> Response:
+    """Ask a run to stop."""
+    return visit.goes_to(f"/runs/{visit.control.stop(visit.named('run')).id}")
+
+
+def retry(visit: Visit) -> Response:
+    """Let a stopped or failed run go on."""
+    return visit.goes_to(f"/runs/{visit.control.retry(visit.named('run')).id}")
+
+
+def home(visit: Visit) -> Response:
+    """The list of runs."""
+    return redirect(f"/projects/{visit.project}/runs")
+
+
+def _channel(visit: Visit) -> ChannelView:
+    found = visit.control.channel(visit.named("channel"))
+    if not found.record.generation and not found.history:
+        raise NotFoundError("there is no such channel; a release or a policy makes one")
+    return found
+
+
+def _confirmation(visit: Visit, found: ChannelView, to: str, trouble: str = "") -> Response:
+    if found.live is None:
+        raise NotFoundError("nothing was released to this channel yet, so there is nothing to go back to")
+    wanted = next((entry for entry in found.history if to and entry.sequence == _number(to)), None)
+    if to and wanted is None:
+        raise NotFoundError("the channel has no such release")
+    digest = rollback_target(found.history, wanted.model_digest if wanted else None)
+    target = next(entry for entry in reversed(found.history) if entry.model_digest == digest)
+    barred = [one for one in found.quarantine if one.model_digest == digest and not one.lifted_at]
+    return visit.page(
+        "rollback",
+        status=422 if trouble else 200,
+        wrong=trouble,
+        name=found.record.name,
+        live_release=found.live,
+        target=target,
+        to=to,
+        barred=barred,
+    )
+
+
+def _target(found: ChannelView) -> bool:
+    """Whether there is something to go back to."""
+    try:
+        return bool(rollback_target(found.history))
+    except NotFoundError:
+        return False
+
+
+def _why(event: object) -> str:
+    payload = getattr(event, "payload", {})
+    return str(payload.get("why") or "")
+
+
+def _number(word: str) -> int | None:
+    return int(word) if word.isdecimal() and len(word) < 10 else None
+
+
+def _quoted(name: str) -> str:
+    return quote(name, safe="")

@@ -1,0 +1,197 @@
+"""Paths of the console, and the way of a request through it: who sits there, what they send, what they get.
+
+::
+
+    GET  page  ──▶ cookie ─▶ session ─▶ token ─▶ role ─▶ page           (else: /login)
+    POST form  ──▶ the same, and Origin, and the form's own token ─▶ verb ─▶ GET of the page
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError
+from posttrain.server.console import pages, sessions
+from posttrain.server.console.live import Live
+from posttrain.server.console.visiting import ASSETS, HEADERS, Visit, asset, failed, html, redirect
+from posttrain.server.lanes import HEAVY, READ, in_thread
+
+if TYPE_CHECKING:
+    from posttrain.server.app import Server
+
+PROJECT = "/projects/{project}"
+_Page = Callable[[Visit], Response]
+_READ: dict[str, _Page] = {
+    "": pages.home,
+    "/runs": pages.run_list,
+    "/runs/{run}": pages.run,
+    "/channels": pages.channels,
+}
+_HEAVY: dict[str, _Page] = {  # that a worker helps with
+    "/runs/{run}/report": pages.report,
+    "/runs/{run}/log": pages.log,
+    "/compare": pages.compare,
+    "/channels/{channel}": pages.channel,
+    "/channels/{channel}/rollback": pages.confirm_rollback,
+}
+_FORMS: dict[str, _Page] = {
+    "/runs/{run}/stop": pages.stop,
+    "/runs/{run}/retry": pages.retry,
+    "/channels/{channel}/rollback": pages.roll_back,
+    "/channels/{channel}/approvals": pages.decide,
+}
+_NOT_MODIFIED_SECONDS = 3600
+
+
+def add_routes(app: FastAPI, server: Server) -> None:
+    """All of the console."""
+    live = Live()
+    for name in ASSETS:
+        app.add_route(f"/{name}", functools.partial(_asset, name), methods=["GET"])
+    app.add_route("/", functools.partial(_first, server), methods=["GET"])
+    app.add_route("/login", functools.partial(_login_page, server), methods=["GET"])
+    app.add_route("/login", functools.partial(_log_in, server), methods=["POST"])
+    for lane, known in ((READ, _READ), (HEAVY, _HEAVY)):
+        for path, page in known.items():
+            app.add_route(PROJECT + path, _shown(server, page, lane), methods=["GET"])
+    for path, page in _FORMS.items():
+        app.add_route(PROJECT + path, _done(server, page), methods=["POST"])
+    app.add_route(PROJECT + "/logout", functools.partial(_log_out, server), methods=["POST"])
+    app.add_route(PROJECT + "/live", functools.partial(_live, server, live), methods=["GET"])
+    app.add_route("/projects/{rest:path}", _nothing, methods=["GET", "POST"])
+
+
+def _enter(server: Server, request: Request) -> Visit:
+    """Who asks, in the project of the path. It reads the ledger: call it in a thread.
+
+    Raises:
+        AuthenticationError: nobody who is logged in there. NotFoundError: the path is none.
+    """
+    project = request.path_params["project"]
+    secret = sessions.secret_of(request, project, secure=server.secure)
+    if not secret:
+        raise AuthenticationError("log in to this project")
+    who = sessions.asker(server, secret, project)
+    odd = [word for word in request.path_params.values() if not word.isprintable() or len(word) > 300]
+    if odd:
+        raise NotFoundError("there is nothing of that name")
+    control = server.entrance.control(who, request.state.id)
+    return Visit(server, request, who, secret, control, control.whoami().role, {})
+
+
+def _shown(server: Server, page: _Page, lane: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        visit = None
+        try:
+            visit = await in_thread(READ, _enter, server, request)
+            return await in_thread(lane, page, visit)
+        except AuthenticationError:
+            return _to_login(request)
+        except Exception as error:
+            return await in_thread(READ, failed, request, error, visit)
+
+    return answer
+
+
+def _done(server: Server, page: _Page) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        visit = None
+        try:
+            visit = await in_thread(READ, _enter, server, request)
+            fields = await sessions.read_form(request)
+            sessions.refuse_foreign(request, fields, visit.secret)
+            return await in_thread(HEAVY, page, visit.sending(fields))
+        except Exception as error:
+            return await in_thread(READ, failed, request, error, visit)
+
+    return answer
+
+
+def _to_login(request: Request) -> Response:
+    asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    known = sessions.place(asked)
+    return redirect(f"/login?next={quote(known, safe='')}" if known else "/login")
+
+
+async def _first(server: Server, request: Request) -> Response:
+    """The first project that this browser is logged in to."""
+    known = sessions.projects(request, secure=server.secure)
+    return redirect(f"/projects/{known[0]}/runs" if known else "/login")
+
+
+async def _login_page(server: Server, request: Request) -> Response:
+    return _login(server, request, "")
+
+
+def _login(server: Server, request: Request, wrong: str, status: int = 200) -> Response:
+    secret = sessions.secret_of(request, sessions.LOGIN, secure=server.secure)
+    made = secret or server.workspace.ledger.entropy(32).hex()
+    wanted = sessions.place(request.query_params.get("next", ""))
+    answer = html("login", status, form_token=sessions.form_token(made), wanted=wanted, wrong=wrong)
+    if not secret:
+        _keep(server, answer, sessions.LOGIN, made)
+    return answer
+
+
+async def _log_in(server: Server, request: Request) -> Response:
+    try:
+        fields = await sessions.read_form(request)
+        secret = sessions.secret_of(request, sessions.LOGIN, secure=server.secure)
+        sessions.refuse_foreign(request, fields, secret)
+        found = await in_thread(READ, sessions.log_in, server, fields.get("token", "").strip())
+        if not found:
+            raise InputError("the token is for no project")
+    except AuthenticationError as error:
+        return _login(server, request, str(error), 401)
+    except Exception as error:
+        return await in_thread(READ, failed, request, error, None)
+    answer = redirect(sessions.place(fields.get("next", "")) or f"/projects/{min(found)}/runs")
+    for project, made in found.items():
+        _keep(server, answer, project, made)
+    return answer
+
+
+async def _log_out(server: Server, request: Request) -> Response:
+    project = request.path_params["project"]
+    secret = sessions.secret_of(request, project, secure=server.secure)
+    try:
+        fields = await sessions.read_form(request)
+        sessions.refuse_foreign(request, fields, secret)
+        await in_thread(READ, sessions.log_out, server, secret)
+    except Exception as error:
+        return await in_thread(READ, failed, request, error, None)
+    answer = redirect("/login")
+    answer.delete_cookie(
+        sessions.cookie(project, secure=server.secure), secure=server.secure, httponly=True, samesite="strict"
+    )
+    return answer
+
+
+def _keep(server: Server, answer: Response, project: str, secret: str) -> None:
+    answer.set_cookie(
+        sessions.cookie(project, secure=server.secure), secret, secure=server.secure, httponly=True, samesite="strict"
+    )
+
+
+async def _live(server: Server, live: Live, request: Request) -> Response:
+    try:
+        return await live.follow(request, functools.partial(_enter, server))
+    except Exception as error:
+        return await in_thread(READ, failed, request, error, None)
+
+
+async def _asset(name: str, request: Request) -> Response:
+    body, tag = asset(name)
+    kept = f"private, max-age={_NOT_MODIFIED_SECONDS}" if request.query_params.get("v") == tag else "no-store"
+    return Response(body, 200, {**HEADERS, "cache-control": kept}, f"{ASSETS[name]}; charset=utf-8")
+
+
+async def _nothing(request: Request) -> Response:
+    return failed(request, NotFoundError("there is no such page"), None)

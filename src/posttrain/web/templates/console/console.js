@@ -1,0 +1,164 @@
+// The console without this script is whole: it only follows, and gives keys. What it puts into a page is HTML that the
+// server drew and escaped, taken from the very page that a reload would show.
+(() => {
+  "use strict";
+  const AGAIN = 15000, LOAD_EVERY = 10000; // milliseconds
+  const base = document.body.dataset.base || "";
+  const editing = () => {
+    const at = document.activeElement;
+    return at && at.matches("input:not([type=checkbox]), textarea, select");
+  };
+
+  // --- times -------------------------------------------------------------------------------------------------------
+  const words = (seconds) => {
+    const passed = Math.abs(seconds);
+    for (const [word, scale] of [["day", 86400], ["hour", 3600], ["minute", 60]]) {
+      const count = Math.floor(passed / scale);
+      if (count) {
+        const said = `${count} ${word}${count > 1 ? "s" : ""}`;
+        return seconds > 0 ? `${said} ago` : `in ${said}`;
+      }
+    }
+    return seconds > -1 ? "just now" : "in a moment";
+  };
+  setInterval(() => document.querySelectorAll("time[datetime]").forEach((one) => {
+    const at = Date.parse(one.dateTime);
+    if (at) one.textContent = words((Date.now() - at) / 1000);
+  }), 20000);
+
+  // --- follow ------------------------------------------------------------------------------------------------------
+  const parsed = async (url) => {
+    const answer = await fetch(url, { credentials: "same-origin", redirect: "error", cache: "no-store" });
+    if (!answer.ok) throw new Error(String(answer.status));
+    return new DOMParser().parseFromString(await answer.text(), "text/html");
+  };
+  // The same element with what the other one shows; what is open, chosen or being written stays so.
+  const take = (old, fresh) => {
+    if (old.innerHTML === fresh.innerHTML) return false;
+    if (old.contains(document.activeElement) && editing()) return false;
+    const open = [...old.querySelectorAll("details")].map((one) => one.open);
+    const chosen = new Set([...old.querySelectorAll("input:checked")].map((one) => one.value));
+    const at = rows().indexOf(document.activeElement);
+    old.replaceChildren(...fresh.childNodes);
+    old.toggleAttribute("data-over", fresh.hasAttribute("data-over"));
+    const now = [...old.querySelectorAll("details")];
+    if (now.length === open.length) now.forEach((one, place) => { one.open = open[place]; });
+    old.querySelectorAll("input[type=checkbox]").forEach((one) => { one.checked = chosen.has(one.value); });
+    filter();
+    if (at >= 0) (rows()[at] || document.body).focus({ preventScroll: true });
+    return true;
+  };
+  let busy = false, again = false;
+  const refresh = async () => {
+    if (busy) { again = true; return; }
+    busy = true;
+    try {
+      const page = await parsed(location.href);
+      for (const old of document.querySelectorAll("[data-live-part]")) {
+        const fresh = page.getElementById(old.id);
+        if (fresh) take(old, fresh);
+      }
+      document.title = page.title;
+      load();
+    } catch (error) { /* the server is away, or the session over: the next time, or a reload, tells */ }
+    busy = false;
+    if (again) { again = false; refresh(); }
+  };
+  let loaded = 0, waiting = 0;
+  const load = async () => {
+    const place = document.querySelector("[data-load]");
+    if (!place) return;
+    const left = loaded + LOAD_EVERY - Date.now();
+    if (loaded && left > 0) {
+      if (!waiting) waiting = setTimeout(() => { waiting = 0; load(); }, left);
+      return;
+    }
+    loaded = Date.now();
+    try {
+      const page = await parsed(place.dataset.load);
+      if (page.body.children.length) take(place, page.body);
+      place.dataset.loaded = "1";
+    } catch (error) { /* the link to the report stays */ }
+  };
+  const live = document.body.dataset.live;
+  let stream = null, timer = 0;
+  const shown = document.getElementById("following");
+  const follow = () => {
+    if (!live || stream || document.hidden) return;
+    stream = new EventSource(live);
+    stream.addEventListener("open", () => { if (shown) shown.hidden = false; clearInterval(timer); timer = 0; });
+    stream.addEventListener("changed", refresh);
+    stream.addEventListener("error", () => {
+      if (shown) shown.hidden = true;
+      if (stream && stream.readyState === EventSource.CLOSED) { // too many follow: ask now and then instead
+        stream = null;
+        if (!timer) timer = setInterval(() => { if (!document.hidden) refresh(); }, AGAIN);
+      }
+    });
+  };
+  const leave = () => {
+    if (stream) stream.close();
+    stream = null;
+    if (shown) shown.hidden = true;
+  };
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) leave(); else { follow(); if (live) refresh(); }
+  });
+  addEventListener("pagehide", leave);
+
+  // --- lists -------------------------------------------------------------------------------------------------------
+  const rows = () => [...document.querySelectorAll("[data-row]")].filter((one) => !one.hidden);
+  const search = document.getElementById("filter");
+  const filter = () => {
+    const wanted = search ? search.value.trim().toLowerCase() : "";
+    if (!search) return;
+    document.querySelectorAll("[data-row]").forEach((one) => {
+      one.hidden = wanted !== "" && !(one.dataset.text || "").includes(wanted);
+    });
+  };
+  if (search) search.addEventListener("input", filter);
+  const step = (by) => {
+    const all = rows();
+    if (!all.length) return;
+    const at = all.findIndex((one) => one === document.activeElement || one.contains(document.activeElement));
+    const next = all[at < 0 ? (by > 0 ? 0 : all.length - 1) : Math.min(all.length - 1, Math.max(0, at + by))];
+    next.tabIndex = -1;
+    next.focus();
+    next.scrollIntoView({ block: "nearest" });
+  };
+
+  // --- keys --------------------------------------------------------------------------------------------------------
+  const keys = document.getElementById("keys");
+  let going = 0;
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (editing()) {
+      if (event.key === "Escape") document.activeElement.blur();
+      return;
+    }
+    if (keys && keys.open) return;
+    const at = document.activeElement, row = at && at.matches("[data-row]") ? at : null;
+    if (going && Date.now() - going < 1500 && base) {
+      going = 0;
+      if (event.key === "r") { location.href = `${base}/runs`; event.preventDefault(); return; }
+      if (event.key === "c") { location.href = `${base}/channels`; event.preventDefault(); return; }
+    }
+    const does = {
+      j: () => step(1), k: () => step(-1),
+      ArrowDown: row ? () => step(1) : null, ArrowUp: row ? () => step(-1) : null,
+      Enter: row ? () => { const link = row.querySelector("a[href]"); if (link) link.click(); } : null,
+      x: row ? () => { const box = row.querySelector("input[type=checkbox]"); if (box) box.click(); } : null,
+      "/": search ? () => { search.focus(); search.select(); } : null,
+      g: () => { going = Date.now(); },
+      "?": keys ? () => keys.showModal() : null,
+    }[event.key];
+    if (does) { event.preventDefault(); does(); }
+  });
+  document.addEventListener("click", (event) => {
+    document.querySelectorAll("details.menu[open]").forEach((one) => { if (!one.contains(event.target)) one.open = false; });
+  });
+
+  filter();
+  load();
+  follow();
+})();

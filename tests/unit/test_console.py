@@ -1,0 +1,332 @@
+"""The console asks `Control` as whoever is logged in, does nothing by GET, and lets no other site do anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from urllib.parse import quote
+
+import pytest
+from console_bench import ATTACK, CHANNEL, Browser, ConsoleWorld, console_world
+from server_bench import KEY, Answer
+
+from posttrain.access.authenticators import session
+from posttrain.domain.roles import Role
+
+HOME = "/projects/default"
+REFUSED = 403
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
+    with console_world(tmp_path_factory.mktemp("console")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def ann(world: ConsoleWorld) -> Browser:
+    return world.browser()
+
+
+def pages(world: ConsoleWorld) -> list[str]:
+    evil = quote(CHANNEL, safe="")
+    return [
+        *(f"{HOME}/runs", f"{HOME}/runs?q={quote(ATTACK)}", f"{HOME}/runs?limit=1", f"{HOME}/runs/{world.run}"),
+        *(f"{HOME}/runs/{world.hostile}", f"{HOME}/runs/{world.run}/report", f"{HOME}/runs/{world.run}/report?part=1"),
+        *(f"{HOME}/runs/{world.run}/log", f"{HOME}/compare", f"{HOME}/compare?runs={quote(ATTACK)}"),
+        f"{HOME}/compare?runs={world.run}/base-eval&runs={world.run}",
+        *(f"{HOME}/channels", f"{HOME}/channels/prod", f"{HOME}/channels/{evil}", f"{HOME}/channels/guarded"),
+        *(f"{HOME}/channels/prod/rollback", f"{HOME}/channels/prod/rollback?to=1", "/login"),
+    ]
+
+
+def text_of(answer: Answer) -> str:
+    return answer.body.decode()
+
+
+class Elements(HTMLParser):
+    """What a browser would make of a page, as far as it could do harm."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = dict(attrs)
+        if tag in ("img", "iframe", "object", "embed", "base", "meta") and not (
+            tag == "meta" and "http-equiv" not in known
+        ):
+            self.found.append(tag)
+        if tag == "script" and not str(known.get("src", "")).startswith("/console.js?"):
+            self.found.append("script")
+        self.found += [f"{tag} {name}" for name, _ in attrs if name.startswith("on") or name == "style"]
+        self.found += [
+            f"{tag} {name}={value[:20]}"
+            for name, value in attrs
+            if name in ("href", "src", "action") and value and not re.match(r"(/(?!/)|#|data:,)", value)
+        ]
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_every_page_has_its_headers_and_nothing_of_a_run_is_markup(world: ConsoleWorld, ann: Browser) -> None:
+    for path in [*pages(world), f"{HOME}/runs/nothing", f"{HOME}/nothing", "/console.css", "/console.js"]:
+        found = ann.get(path)
+        policy = found.headers["content-security-policy"]
+        assert "default-src 'none'" in policy, path
+        assert "unsafe" not in policy
+        assert found.headers["x-content-type-options"] == "nosniff"
+        assert found.headers["cache-control"] == "no-store"
+        assert "referrer-policy" in found.headers
+        if found.headers["content-type"].startswith("text/html"):
+            assert Elements(text_of(found)).found == [], path
+    assert "&lt;script&gt;window.__pwned" in text_of(ann.get(f"{HOME}/runs/{world.hostile}"))
+
+
+def test_a_run_is_shown_with_stages_curves_samples_gates_and_cost(world: ConsoleWorld, ann: Browser) -> None:
+    whole = text_of(ann.get(f"{HOME}/runs/{world.run}")) + text_of(ann.get(f"{HOME}/runs/{world.run}/report"))
+    for words in ("GatePassed", "1,020 tokens", "curves", "responses while it trained", "Lineage", "to spare", "<svg"):
+        assert words in whole, words
+    assert "grpo says hello" in text_of(ann.get(f"{HOME}/runs/{world.run}/log"))
+    compared = text_of(ann.get(f"{HOME}/compare?runs={world.run}/base-eval&runs={world.run}"))
+    assert "difference to A" in compared
+
+
+def test_a_run_is_opened_by_what_one_types(world: ConsoleWorld, ann: Browser) -> None:
+    assert ann.get(f"{HOME}/runs?q=sort").headers["location"] == f"{HOME}/runs/{world.run}"
+    assert ann.get(f"{HOME}/runs?q=nothing-like-it").status == 200
+
+
+def test_no_page_answers_500_on_odd_ids(world: ConsoleWorld, ann: Browser) -> None:
+    odd = [
+        "%00",
+        "%ff",
+        "..",
+        "%2e%2e%2f",
+        "a%0d%0aset-cookie:x",
+        "x" * 3000,
+        quote("' OR 1=1 --"),
+        "%E2%80%AE",
+        "*",
+        "%25",
+    ]
+    for word in odd:
+        for path in (
+            f"/runs/{word}",
+            f"/runs/{word}/report",
+            f"/runs/{word}/log",
+            f"/channels/{word}",
+            f"/runs?q={word}",
+        ):
+            assert ann.get(HOME + path).status < 500, path
+        for path in (f"/compare?runs={word}&runs={word}", f"/runs?limit={word}", f"/channels/prod/rollback?to={word}"):
+            assert ann.get(HOME + path).status < 500, path
+        assert ann.get(f"{HOME}/live?of={word}").status < 500
+        assert ann.get(f"/projects/{word}/runs").status < 500
+        assert ann.get(f"/login?next={word}").status == 200
+
+
+# --- who is let in ----------------------------------------------------------------------------------------------------
+
+
+def test_nobody_sees_anything_without_a_session(world: ConsoleWorld) -> None:
+    nobody = Browser(world.bench)
+    for path in pages(world)[:-1]:
+        found = nobody.get(path)
+        assert (found.status, found.body) == (303, b""), path
+        assert found.headers["location"].startswith("/login")
+    assert nobody.get("/").headers["location"] == "/login"
+    assert nobody.get(f"{HOME}/live?of=runs").status == 401
+    nobody.cookies["posttrain-default"] = "A" * 43
+    assert nobody.get(f"{HOME}/runs").status == 303
+
+
+def test_a_token_is_no_cookie_and_a_cookie_is_no_token(world: ConsoleWorld) -> None:
+    token = world.bench.person("tom", Role.VIEWER)
+    tom = Browser(world.bench)
+    answer = tom.log_in(token)
+    assert token not in json.dumps(dict(answer.headers))
+    kept = answer.headers["set-cookie"]
+    assert "HttpOnly" in kept
+    assert "SameSite=strict" in kept
+    secret = tom.cookies["posttrain-default"]
+    assert world.bench.ask("GET", "/v1/projects/default/whoami", secret).status == 401
+    shown = Browser(world.bench, {"posttrain-default": token})
+    assert shown.get(f"{HOME}/runs").status == 303
+
+
+@pytest.mark.parametrize("token", ["", "nonsense", "posttrain_" + "x" * 43, KEY])
+def test_only_a_good_token_logs_in(world: ConsoleWorld, token: str) -> None:
+    found = Browser(world.bench).log_in(token)
+    assert found.status == 401
+    assert not token or token not in text_of(found)
+
+
+def test_after_login_one_is_where_one_wanted_to_be_and_nowhere_else(world: ConsoleWorld) -> None:
+    token = world.bench.person("una", Role.VIEWER)
+    for wanted, goes in [
+        (f"{HOME}/channels", f"{HOME}/channels"),
+        ("https://evil.example/", f"{HOME}/runs"),
+        ("//evil.example/", f"{HOME}/runs"),
+        ("/projects//evil.example", f"{HOME}/runs"),
+        ("/projects/x\r\nset-cookie: y=z", f"{HOME}/runs"),
+    ]:
+        assert Browser(world.bench).log_in(token, wanted).headers["location"] == goes
+
+
+def test_a_session_ends_with_its_token_and_by_leaving(world: ConsoleWorld) -> None:
+    admin = world.bench.control(KEY)
+    token = world.bench.person("vic", Role.VIEWER)
+    one, other = Browser(world.bench), Browser(world.bench)
+    one.log_in(token)
+    other.log_in(token)
+    secret = one.cookies["posttrain-default"]
+    left = one.post(f"{HOME}/logout", {"form_token": one.token(f"{HOME}/runs")})
+    assert left.status == 303
+    assert "posttrain-default" not in one.cookies
+    one.cookies["posttrain-default"] = secret
+    assert one.get(f"{HOME}/runs").status == 303
+    assert other.get(f"{HOME}/runs").status == 200
+    known = next(one for one in admin.tokens() if one.actor == "user:vic")
+    admin.revoke_token(known.id)
+    assert other.get(f"{HOME}/runs").status == 303
+
+
+def test_what_another_project_has_is_not_there(world: ConsoleWorld) -> None:
+    ben = world.browser("ben", Role.ADMIN, "b")
+    assert world.run not in text_of(ben.get("/projects/b/runs"))
+    for path in (f"/runs/{world.run}", f"/runs/{world.run}/report", "/channels/prod", f"/runs/{world.run}/log"):
+        there, absent = ben.get(f"/projects/b{path}"), ben.get(f"/projects/b{path[:-3]}xyz")
+        assert there.status == 404, path
+        assert absent.status == 404
+    assert ben.get(f"/projects/b/compare?runs={world.run}&runs={world.hostile}").status == 404
+    assert ben.get(f"/projects/b/live?of=run/{world.run}").status == 404
+    assert ben.get(f"{HOME}/runs").status == 303
+    borrowed = Browser(world.bench, {"posttrain-default": ben.cookies["posttrain-b"]})
+    assert borrowed.get(f"{HOME}/runs").status == 303
+
+
+def test_whoever_lost_their_role_sees_nothing_more(world: ConsoleWorld) -> None:
+    wes = world.browser("wes", Role.VIEWER)
+    assert wes.get(f"{HOME}/runs").status == 200
+    world.bench.control(KEY).set_member("user:wes", None)
+    assert wes.get(f"{HOME}/runs").status == REFUSED
+    assert wes.get(f"{HOME}/live?of=runs").status == REFUSED
+
+
+# --- what is done -----------------------------------------------------------------------------------------------------
+
+
+def rollback(world: ConsoleWorld, who: Browser, **changed: str) -> dict[str, str]:
+    live = world.bench.workspace.ledger.history("prod")[-1]
+    token = who.token(f"{HOME}/channels/prod")
+    return {"form_token": token, "to": "", "since": str(live.sequence), "reason": "worse", **changed}
+
+
+def test_a_form_of_another_page_does_nothing(world: ConsoleWorld, ann: Browser) -> None:
+    place, before = f"{HOME}/channels/prod/rollback", world.bench.workspace.ledger.history("prod")
+    other = world.browser("xan", Role.APPROVER)
+    good = rollback(world, ann)
+    for fields, headers in [
+        ({**good, "form_token": ""}, {}),
+        ({**good, "form_token": "0" * 64}, {}),
+        ({**good, "form_token": other.token(f"{HOME}/runs")}, {}),
+        (good, {"origin": ""}),
+        (good, {"origin": "null"}),
+        (good, {"origin": "https://evil.example"}),
+        (good, {"origin": world.bench.url + ".evil.example"}),
+        (good, {"sec_fetch_site": "cross-site"}),
+        (good, {"sec_fetch_site": "same-site"}),
+    ]:
+        assert ann.post(place, fields, **headers).status == REFUSED, (fields, headers)
+    assert ann.post(place, good, content_type="text/plain").status == 422
+    assert ann.post(place, {**good, "reason": "x" * 70_000}).status == 422
+    foreign = Browser(world.bench)
+    token = foreign.token("/login")
+    given = {"form_token": token, "token": world.bench.tokens["ann"]}
+    assert foreign.post("/login", given, origin="https://evil.example").status == REFUSED
+    assert foreign.post("/login", {**given, "form_token": ""}).status == REFUSED
+    assert ann.post(f"{HOME}/logout", {}, origin="https://evil.example").status == REFUSED
+    assert world.bench.workspace.ledger.history("prod") == before
+    assert ann.get(f"{HOME}/runs").status == 200
+
+
+def test_looking_changes_nothing(world: ConsoleWorld, ann: Browser) -> None:
+    ledger = world.bench.workspace.ledger
+    before = len(ledger.events(limit=10_000))
+    for path in [*pages(world), f"{HOME}/logout", f"{HOME}/runs/{world.hostile}/stop"]:
+        ann.get(path)
+    assert len(ledger.events(limit=10_000)) == before
+
+
+def test_whoever_has_less_than_a_form_needs_is_refused(world: ConsoleWorld) -> None:
+    viewer = world.browser("yve", Role.VIEWER)
+    before = world.bench.workspace.ledger.history("prod")
+    token = viewer.token(f"{HOME}/runs")
+    page = text_of(viewer.get(f"{HOME}/channels/prod"))
+    assert "/rollback" not in page
+    assert viewer.post(f"{HOME}/channels/prod/rollback", rollback(world, viewer)).status == REFUSED
+    assert viewer.post(f"{HOME}/runs/{world.hostile}/stop", {"form_token": token}).status == REFUSED
+    assert world.bench.workspace.ledger.history("prod") == before
+
+
+def test_a_rollback_wants_a_reason_and_the_release_that_was_seen(world: ConsoleWorld) -> None:
+    zoe, ledger = world.browser("zoe"), world.bench.workspace.ledger
+    place, before = f"{HOME}/channels/prod/rollback", ledger.history("prod")
+    shown = text_of(zoe.get(place))
+    assert "Will serve afterwards" in shown
+    assert before[0].model_digest.removeprefix("sha256:")[:12] in shown
+    missing = zoe.post(place, rollback(world, zoe, reason="  "))
+    assert (missing.status, "needs a reason" in text_of(missing)) == (422, True)
+    assert zoe.post(place, rollback(world, zoe, since="1")).status == 409
+    assert ledger.history("prod") == before
+    done = zoe.post(place, rollback(world, zoe, reason=f"worse {ATTACK}"))
+    assert (done.status, done.headers["location"]) == (303, f"{HOME}/channels/prod")
+    entry = ledger.history("prod")[-1]
+    assert (entry.action, entry.actor, entry.model_digest) == ("rollback", "user:zoe", before[0].model_digest)
+    told = ledger.channel_events("prod", "channel.rollback")[-1]
+    assert (told.payload["why"], told.auth) == (f"worse {ATTACK}", session.SESSION)
+    assert "worse &lt;/pre&gt;" in text_of(zoe.get(f"{HOME}/channels/prod"))
+
+
+def test_a_run_is_stopped_by_a_submitter(world: ConsoleWorld) -> None:
+    sue = world.browser("sue", Role.SUBMITTER)
+    token = sue.token(f"{HOME}/runs/{world.hostile}")
+    found = sue.post(f"{HOME}/runs/{world.hostile}/stop", {"form_token": token})
+    assert found.headers["location"] == f"{HOME}/runs/{world.hostile}"
+    assert world.bench.workspace.ledger.run(world.hostile).desired == "stopped"
+
+
+# --- what follows -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_tells_that_a_page_is_another_and_ends_with_the_session(world: ConsoleWorld) -> None:
+    import http.client
+
+    gus = world.browser("gus", Role.SUBMITTER)
+    cookie = "; ".join(f"{name}={value}" for name, value in gus.cookies.items())
+    connection = http.client.HTTPConnection("127.0.0.1", world.bench.port, timeout=300)
+    connection.request("GET", f"{HOME}/live?of=channels", headers={"cookie": cookie})
+    stream = connection.getresponse()
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    assert stream.readline() == b": following\n"
+    world.bench.control(world.bench.person("pol", Role.APPROVER)).freeze("prod", rollbacks=False, why="a look")
+    assert next(line for line in stream if line.startswith(b"event:")) == b"event: changed\n"
+    world.bench.control(KEY).set_member("user:gus", None)
+    rest = stream.read()  # until it ends
+    assert b"changed" in rest
+    connection.close()
+    world.bench.control(world.bench.tokens["pol"]).unfreeze("prod", why="")
+
+
+def test_too_many_followers_are_refused(world: ConsoleWorld, ann: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.server.console.live.MOST", 0)
+    assert ann.get(f"{HOME}/live?of=runs").status == 503
+
+
+def test_the_api_takes_no_cookie(ann: Browser) -> None:
+    assert ann.get("/v1/projects/default/whoami").status == 401
