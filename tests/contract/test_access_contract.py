@@ -271,7 +271,7 @@ def test_a_session_ends_with_its_token_by_its_time_and_when_it_is_left(ledger: L
     ledger.clock.sleep(DAY - session.SECONDS - 1)
     with ledger.transaction("user:ann") as transaction:
         transaction.revoke_token(told.id)
-    with pytest.raises(AccessError, match="is over"):
+    with pytest.raises(AccessError, match="was revoked"):
         known.authenticate(revoked)
     with pytest.raises(AccessError):
         session.begin(ledger, token[:-1])
