@@ -5,6 +5,21 @@ from __future__ import annotations
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+KEYS = {"ACCESS_KEY_ID": "the-servers-key", "SECRET_ACCESS_KEY": "the-servers-secret", "ALLOW_HTTP": "true"}
+
+
+def use_s3(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Let this process and its children find a server, and no key of whoever runs the tests."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    for name in ("REGION", "DEFAULT_REGION", "SESSION_TOKEN"):
+        monkeypatch.delenv(f"AWS_{name}", raising=False)
+    for name, value in KEYS.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
 
 
 @contextmanager

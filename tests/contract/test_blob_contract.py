@@ -1,4 +1,4 @@
-"""What every artifact store must honour, over the local folder and the memory fake."""
+"""What every artifact store must honour, over the local folder, the memory fake, and S3 over HTTP."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from obstore.store import from_url
+from s3_server import s3_server, use_s3
 
 from posttrain.domain.canonical import digest_bytes, digest_chunks
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, WorkspaceError
@@ -48,8 +49,17 @@ class Place:
         return self.blobs.url.startswith("memory://")
 
 
-@pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server("artifacts") as address:
+        yield address
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    if request.param == "s3":
+        use_s3(monkeypatch, request.getfixturevalue("s3"))
+        return Place(open_blobs(f"s3://artifacts/{uuid.uuid4()}"))
     where = tmp_path / "a store" if request.param == "local" else f"memory://{uuid.uuid4()}"
     return Place(open_blobs(where))
 

@@ -1,21 +1,30 @@
-"""Files of this machine, sent to a server by their digests. What the project holds already is not sent again."""
+"""Files of this machine, sent to a server by their digests. What the project holds already is not sent again.
+
+Large ones go directly to the server's store and come from there, where it has such a way; where that fails a person is
+told, and they go through the server.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from posttrain.api.operations import PREFIX, FileRef
-from posttrain.client.transport import Transport, in_path
+from posttrain.client.direct import DirectError, sent
+from posttrain.client.transport import PATIENCE, Transport, in_path
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes
-from posttrain.domain.errors import ConflictError, InputError, IntegrityError, unwritable
+from posttrain.domain.errors import ConflictError, InfrastructureError, InputError, IntegrityError, unwritable
 from posttrain.store.atomic import write_stream
 from posttrain.store.trees import file_digest, put_tree
 
 _CHUNK = 8 << 20  # bytes of one request
+_LARGE = 8 << 20  # bytes from which a server is asked for a direct way
+_PAUSE = 2.0  # seconds before an answer that broke off is asked for again
 _TRIES = 20  # where somebody else sends the same file at this moment
 
 
@@ -24,6 +33,7 @@ class Sender:
 
     def __init__(self, transport: Transport, project: str, say: Callable[[str], None] = lambda _: None) -> None:
         self._transport, self._project, self._say = transport, project, say
+        self._direct = True
 
     def send(self, path: Path, skip: Callable[[str], bool] = lambda _: False, *, follow_links: bool = False) -> FileRef:
         """A file, or a folder with all that is in it.
@@ -53,8 +63,30 @@ class Sender:
                 file.seek(start)
                 return file.read(length)
 
-        self._send(digest, size, piece)
+        if not self._sent_directly(digest, size, path):
+            self._send(digest, size, piece)
         return digest
+
+    def _sent_directly(self, digest: str, size: int, path: Path) -> bool:
+        """Whether the file is where it should be without the server having seen its bytes."""
+        if not self._direct or size < _LARGE:
+            return False
+        place = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
+        state = self._state(place)
+        if state["held"] or state["offset"]:
+            return bool(state["held"])
+        ticket = json.loads(self._transport.ask("POST", place + "/direct", body={"size": size}).body)
+        if not ticket["url"]:
+            self._direct = False
+            return False
+        try:
+            sent(ticket["url"], ticket["headers"], path)
+            self._transport.ask("POST", place + "/arrived", body={"size": size})
+        except (DirectError, IntegrityError) as error:
+            self._direct = False
+            _tell(error)
+            return False
+        return True
 
     def _send(self, digest: str, size: int, piece: Callable[[int, int], bytes]) -> None:
         path = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
@@ -87,6 +119,7 @@ class Fetcher:
 
     def __init__(self, transport: Transport, project: str) -> None:
         self._transport, self._project = transport, project
+        self._direct = True
 
     def fetch(
         self, files: Mapping[str, Mapping[str, Any]], folder: Path, progress: Callable[[str], None] = lambda _: None
@@ -115,7 +148,7 @@ class Fetcher:
 
         def fill(file: BinaryIO) -> None:
             state = hashlib.sha256()
-            for piece in self._transport.pieces(place):
+            for piece in self._transport.pieces(place, direct=self._direct):
                 state.update(piece)
                 file.write(piece)
             if DIGEST_PREFIX + state.hexdigest() != digest:
@@ -125,7 +158,23 @@ class Fetcher:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(path, error) from error
-        write_stream(path, fill)
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return write_stream(path, fill)
+            except (DirectError, IntegrityError) as error:
+                if not self._direct:
+                    raise
+                self._direct = False
+                _tell(error)
+            except InfrastructureError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_PAUSE)
+
+
+def _tell(error: Exception) -> None:
+    print(f"the server's store cannot be used from here ({error}); going through the server", file=sys.stderr)
 
 
 def refuse_full(folder: Path) -> None:

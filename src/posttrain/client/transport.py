@@ -18,7 +18,8 @@ from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
 from posttrain._version import __version__
 from posttrain.api.problems import MEDIA_TYPE, raised
-from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.client.direct import fetched
+from posttrain.domain.errors import InfrastructureError, InputError, UnavailableError
 
 ANSWER_SECONDS = 960.0  # longer than a server lets a request take
 _CONNECT_SECONDS = 30.0
@@ -95,13 +96,17 @@ class Transport:
                         f"server {self.url} does not answer ({_words(error)}); trying for two minutes", file=sys.stderr
                     )
             else:
-                told = MEDIA_TYPE in reply.headers.get("content-type", "") and "retry-after" not in reply.headers
-                if reply.status not in _LATER or told:
+                told = MEDIA_TYPE in reply.headers.get("content-type", "")
+                if reply.status not in _LATER or (told and "retry-after" not in reply.headers):
                     return _checked(reply)
-                last = InfrastructureError(f"status {reply.status}")
+                last = raised(json.loads(reply.body)) if told else InfrastructureError(f"status {reply.status}")
+                if tried == _TOLD:
+                    print(f"server {self.url}: {last}; trying for two minutes", file=sys.stderr)
             if time.monotonic() >= until:
                 break
             time.sleep(_PAUSES[min(tried, len(_PAUSES) - 1)])
+        if isinstance(last, UnavailableError):
+            raise last
         raise InfrastructureError(
             f"server {self.url} cannot be reached: {_words(last)}; see that it runs, and that its address is right"
         ) from last
@@ -136,16 +141,23 @@ class Transport:
         finally:
             connection.close()
 
-    def pieces(self, path: str) -> Iterator[bytes]:
+    def pieces(self, path: str, *, direct: bool = False) -> Iterator[bytes]:
         """The bytes at a path, piece by piece.
+
+        Args:
+            direct: follow the server where it sends us elsewhere, which gets no token of ours.
 
         Raises:
             PosttrainError: the problem that the server answered with. InfrastructureError: the answer broke off.
+            DirectError: the other place did not give them.
         """
         connection = self._connect(ANSWER_SECONDS)
         try:
-            connection.request("GET", self._path(path, None), headers=self._headers({}))
+            connection.request("GET", self._path(path, {"direct": "yes"} if direct else None), headers=self._headers({}))
             response = connection.getresponse()
+            if direct and response.status == http.client.TEMPORARY_REDIRECT:
+                yield from fetched(str(response.headers.get("location")))
+                return
             if response.status != http.client.OK:
                 _checked(Reply(response.status, _lower(response), response.read()))
             while piece := response.read(_PIECE):

@@ -11,8 +11,9 @@
     ├── GateInconclusiveError           4   the evidence is too thin; nothing shipped
     ├── JobFailedError                  5   a job ended in a way that a retry would repeat
     ├── InfrastructureError             6   a job was lost more often than allowed   (retryable)
-    │   └── CapacityError               6   devices that a job needs are taken       (retryable)
-    │       └── LimitError              6   one principal asks for too much at once   (retryable)
+    │   ├── CapacityError               6   devices that a job needs are taken       (retryable)
+    │   │   └── LimitError              6   one principal asks for too much at once   (retryable)
+    │   └── UnavailableError            6   a store does not answer at the moment    (retryable)
     ├── BudgetExceededError             7   the run's declared budget is spent
     ├── IntegrityError                  8   bytes do not match their digest, or a chain is broken
     │   └── UploadError                 8   what was sent is not what its digest says
@@ -96,6 +97,10 @@ class CapacityError(InfrastructureError):
 
 class LimitError(CapacityError):
     """One principal asks for more at once than a server lets them; nothing was done."""
+
+
+class UnavailableError(InfrastructureError):
+    """The artifact store does not answer at the moment; nothing is half-written, and asking again later helps."""
 
 
 class BudgetExceededError(PosttrainError):

@@ -21,7 +21,7 @@ from posttrain.api.guarding import refuse
 from posttrain.api.operations import API_VERSION, OPERATIONS, PREFIX, Operation
 from posttrain.api.problems import MEDIA_TYPE, problem
 from posttrain.app.workspace import Workspace
-from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError, PosttrainError
+from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError, PosttrainError, UnavailableError
 from posttrain.server import blobs, streams
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import routes as console
@@ -36,6 +36,8 @@ from posttrain.server.workers import Answers, Refused
 log = logging.getLogger("posttrain.server")
 _VERSION = re.compile(r"/v(\d+)(/|$)")
 _UNCHANGED, _OTHER_METHOD = 304, 405
+_AWAY = "5"  # seconds after which a store that does not answer is worth another try
+_UNAVAILABLE = problem(UnavailableError())["type"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ def _problem(request: Request, error: Exception) -> Response:
             log.exception("request %s: %s %s", request.state.id, request.method, request.url.path)
     headers = {"www-authenticate": "Bearer"} if document["status"] == 401 else {}
     headers |= {"retry-after": "1"} if isinstance(error, LaterError) else {}
+    headers |= {"retry-after": _AWAY} if document["type"] == _UNAVAILABLE else {}
     return JSONResponse(document, document["status"], headers, MEDIA_TYPE)
 
 

@@ -1,27 +1,35 @@
-"""Bytes by digest: asked for, sent in pieces, fetched. Of one project, whose asker sees no other's."""
+"""Bytes by digest: asked for, sent in pieces, fetched. Of one project, whose asker sees no other's.
+
+Where the store is S3, large ones go between it and the client by presigned URLs (`store.direct`), if the client asks
+for one: who cannot reach the store sends and fetches by the server.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from posttrain.api.guarding import refuse
 from posttrain.api.operations import PREFIX
 from posttrain.domain.errors import DeadlineError, InputError, NotFoundError
 from posttrain.server.lanes import READ, UPLOAD, in_thread
-from posttrain.server.uploads import Uploads
+from posttrain.server.uploads import MOST_BYTES, Uploads
+from posttrain.store.direct import LARGE, open_direct
 
 if TYPE_CHECKING:
     from posttrain.server.app import Server
     from posttrain.server.entrance import Asker
 
 _PATH = PREFIX + "/blobs/{digest}"
+_UNKEPT = {"cache-control": "no-store"}
+_MOST_BODY = 1 << 10  # bytes
 _PIECES = 16  # of an upload that wait to be written
 _CHUNK = 1 << 20
 _FULL = 0.01  # seconds between two looks whether there is room
@@ -29,8 +37,10 @@ _STALLED = 60.0  # seconds without a byte, after which an upload holds no thread
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """HEAD asks how much of an upload is there, PATCH adds to it, GET gives the bytes."""
+    """State asks how much of an upload is there, PATCH adds to it, GET gives the bytes; POST asks for a way around."""
     from posttrain.server.app import asker
+
+    direct = open_direct(server.workspace.blobs.url)
 
     def uploads(request: Request, verb: str) -> tuple[Asker, Uploads]:
         who = asker(request)
@@ -44,7 +54,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
         return {"held": mine.held(digest), "offset": mine.offset(digest)}
 
     async def state(request: Request) -> Response:
-        return JSONResponse(await in_thread(READ, ask, request))
+        return JSONResponse(await in_thread(UPLOAD, ask, request))
 
     async def add(request: Request) -> Response:
         _, mine = await in_thread(READ, uploads, request, "add_dataset")  # before anything of the body is read
@@ -83,11 +93,39 @@ def add_routes(app: FastAPI, server: Server) -> None:
                 raise NotFoundError(f"there are no bytes {digest[:80]!r} in this project")
             return server.workspace.blobs.size(digest)
 
-        size = await in_thread(READ, found)
+        size = await in_thread(UPLOAD, found)
+        if direct is not None and size >= LARGE and request.query_params.get("direct") == "yes":
+            url = await in_thread(UPLOAD, direct.download, digest)
+            return RedirectResponse(url, headers=_UNKEPT)
         pieces = server.workspace.blobs.stream(digest)
         headers = {"content-length": str(size)}  # an answer that breaks off is seen to
         return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
+    async def offer(request: Request) -> Response:
+        who, mine = await in_thread(READ, uploads, request, "add_dataset")
+        size = await _size(request)
+        ticket = None if direct is None else direct.upload(who.project, mine.checked(request.path_params["digest"]), size)
+        found = {"url": ticket.url, "headers": dict(ticket.headers)} if ticket else {"url": "", "headers": {}}
+        return JSONResponse(found, headers=_UNKEPT)
+
+    async def arrived(request: Request) -> Response:
+        who, mine = await in_thread(READ, uploads, request, "add_dataset")
+        digest, size = mine.checked(request.path_params["digest"]), await _size(request)
+        if direct is None:
+            raise InputError("upload: this server's store takes nothing directly; send it to the server")
+
+        def adopted() -> None:
+            if mine.held(digest):  # an answer that was lost is asked for again
+                return
+            with server.workspace.blobs.holding():
+                direct.adopt(who.project, digest, size)
+                mine.note(digest)
+
+        await in_thread(UPLOAD, adopted)
+        return JSONResponse({"held": True, "offset": size})
+
+    app.add_api_route(_PATH + "/direct", offer, methods=["POST"], name="blob_direct")
+    app.add_api_route(_PATH + "/arrived", arrived, methods=["POST"], name="blob_arrived")
     app.add_api_route(_PATH + "/state", state, methods=["GET"], name="blob_state")
     app.add_api_route(_PATH, add, methods=["PATCH"], name="blob_add")
     app.add_api_route(_PATH, fetch, methods=["GET"], name="blob_fetch")
@@ -127,6 +165,22 @@ class _Pieces:
         """What is not written any more must not keep whoever reads it waiting."""
         for _ in self:
             continue
+
+
+async def _size(request: Request) -> int:
+    """The size that a small body names."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MOST_BODY:
+            raise InputError(f"upload: the body must have at most {_MOST_BODY} bytes")
+    try:
+        size = json.loads(body)["size"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError('upload: the body must be {"size": BYTES}') from error
+    if type(size) is not int or not 0 <= size <= MOST_BYTES:
+        raise InputError(f"upload: size must be 0 to {MOST_BYTES} bytes, got {str(size)[:40]!r}")
+    return size
 
 
 def _number(request: Request, name: str) -> int:

@@ -93,20 +93,34 @@ class Uploads:
             self._place(digest, kind).touch(mode=0o600)
         return digest
 
+    def note(self, digest: str) -> None:
+        """Bytes that came into the store by another way are this project's."""
+        make_folder(self._folder)
+        self._place(digest, "here").touch(mode=0o600)
+        sync_folder(self._folder)
+        self._place(digest, "part").unlink(missing_ok=True)
+
+    def checked(self, digest: str) -> str:
+        """A digest that is one.
+
+        Raises:
+            InputError: it is none.
+        """
+        self._place(digest, "here")
+        return digest
+
     def given(self, digest: str) -> bool:
         """Whether whoever may look may have the bytes: a page that was made for them."""
         return self._place(digest, "given").exists()
 
     def _store(self, digest: str, part: Path) -> None:
-        try:
-            found = file_digest(part)
-            if found != digest:
-                raise UploadError(f"upload {digest}: what came has the digest {found}; send it again")
-            self._workspace.blobs.put_file(part)
-            self._place(digest, "here").touch(mode=0o600)
-            sync_folder(self._folder)
-        finally:
+        found = file_digest(part)
+        if found != digest:
             part.unlink(missing_ok=True)
+            raise UploadError(f"upload {digest}: what came has the digest {found}; send it again")
+        with self._workspace.blobs.holding():
+            self._workspace.blobs.put_file(part)  # where the store is away, what came waits for the next request
+            self.note(digest)
 
     def _place(self, digest: str, kind: str) -> Path:
         if not is_digest(digest):

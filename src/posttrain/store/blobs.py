@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
-import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError
+from obstore.exceptions import AlreadyExistsError, NotSupportedError
 
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_chunks, is_digest
-from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, PosttrainError
-from posttrain.store.atomic import unwritable, write_stream
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
+from posttrain.store.answering import answering
+from posttrain.store.atomic import write_stream
 from posttrain.store.backends.local import LocalFolder
 from posttrain.store.backends.memory import SCHEME as MEMORY
 from posttrain.store.backends.memory import Memory
@@ -27,7 +25,6 @@ from posttrain.store.holding import shared
 
 _CHUNK = 4 << 20
 _USERS = "workspaces"
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how obstore's messages carry errno
 
 
 class Backend(Protocol):
@@ -49,6 +46,12 @@ class Backend(Protocol):
         Args:
             modified: when it was written (seconds since the epoch).
         """
+
+    def pieces(self, store: Any, key: str) -> Iterator[bytes]:
+        """The bytes of an object, a few megabytes at a time."""
+
+    def write(self, store: Any, key: str, pieces: Iterator[bytes], size: int) -> None:
+        """Write an object of `size` bytes in constant memory; where `pieces` raises, nothing is there afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +132,14 @@ class ObjectBlobs:
             WorkspaceError: the disk is full or read-only.
         """
         digest = digest_bytes(data)
-        key = _key(digest)
+        key = blob_key(digest)
         with self.holding():
             if not self._intact(digest):
                 with self._translated(digest):
                     try:
                         obstore.put(self._store, key, data, mode="create")
-                    except AlreadyExistsError:  # corrupt, or written this moment by another: these bytes are right
+                    except (AlreadyExistsError, NotSupportedError, NotImplementedError):
+                        # corrupt, written this moment by another, or the store has no conditions: these bytes are right
                         obstore.put(self._store, key, data)
             self._settle(digest)
         return digest
@@ -175,12 +179,12 @@ class ObjectBlobs:
                 )
 
         with self._translated(digest):
-            obstore.put(self._store, _key(digest), checked())
+            self._backend.write(self._store, blob_key(digest), checked(), path.stat().st_size)
 
     def _settle(self, digest: str) -> None:
         """Also done for a blob that was there: whoever wrote it may not have come this far."""
         with self._translated(digest):
-            self._backend.settle(_key(digest))
+            self._backend.settle(blob_key(digest))
 
     def get(self, digest: str) -> bytes:
         """The verified bytes.
@@ -189,9 +193,11 @@ class ObjectBlobs:
             NotFoundError: no such blob.
             IntegrityError: the bytes do not hash to the digest.
         """
-        with self._translated(digest):
-            data = bytes(obstore.get(self._store, _key(digest)).bytes())
+        data = b"".join(self._stream(digest))
         found = digest_bytes(data)
+        if found != digest:  # on its way, perhaps
+            data = b"".join(self._stream(digest))
+            found = digest_bytes(data)
         if found != digest:
             raise _corrupt(digest, found)
         return data
@@ -255,7 +261,7 @@ class ObjectBlobs:
             NotFoundError: no such blob.
         """
         with self._translated(digest):
-            return int(obstore.head(self._store, _key(digest))["size"])
+            return int(obstore.head(self._store, blob_key(digest))["size"])
 
     def stored(self) -> Iterator[StoredBlob]:
         """Every blob that there is."""
@@ -273,12 +279,12 @@ class ObjectBlobs:
             NotFoundError: no such blob.
         """
         with self._translated(digest):
-            return float(obstore.head(self._store, _key(digest))["last_modified"].timestamp())
+            return float(obstore.head(self._store, blob_key(digest))["last_modified"].timestamp())
 
     def delete(self, digest: str) -> None:
         """Delete a blob; one that is gone already is no error. Hold the store's lock alone (`store.holding`)."""
         with suppress(NotFoundError), self._translated(digest):
-            obstore.delete(self._store, _key(digest))
+            obstore.delete(self._store, blob_key(digest))
 
     def join(self, name: str, where: str) -> None:
         """Say in the store that a workspace keeps its artifacts here."""
@@ -300,38 +306,24 @@ class ObjectBlobs:
             if digest_chunks(self._stream(digest)) != digest:
                 return False
             with self._translated(digest):
-                return self._backend.touch(_key(digest), self.modified(digest))
+                return self._backend.touch(blob_key(digest), self.modified(digest))
         except NotFoundError:
             return False
 
     def _stream(self, digest: str) -> Iterator[bytes]:
         with self._translated(digest):
-            for chunk in obstore.get(self._store, _key(digest)).stream(min_chunk_size=_CHUNK):
-                yield bytes(chunk)
+            yield from self._backend.pieces(self._store, blob_key(digest))
 
-    @contextmanager
-    def _translated(self, digest: str) -> Iterator[None]:
-        try:
-            yield
-        except PosttrainError:
-            raise
-        except FileNotFoundError as error:  # obstore's NotFoundError is one
-            raise NotFoundError(f"blob {digest} is not in the artifact store; run the stage again") from error
-        except (BaseError, OSError) as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: Exception) -> PosttrainError:
-        found = _OS_ERROR.search(str(error))
-        code = int(found.group(1)) if found else getattr(error, "errno", None)
-        if code is None and isinstance(error, PermissionDeniedError):
-            code = errno.EACCES
-        if code is not None:
-            return unwritable(self.url, OSError(code, os.strerror(code)))
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return InfrastructureError(f"artifact store {self.url} does not answer: {line}; try again")
+    def _translated(self, digest: str) -> AbstractContextManager[None]:
+        return answering(self.url, digest)
 
 
-def _key(digest: str) -> str:
+def blob_key(digest: str) -> str:
+    """The key of a blob's object.
+
+    Raises:
+        IntegrityError: no digest.
+    """
     if not is_digest(digest):
         raise IntegrityError(
             f"a digest must be sha256: and 64 hex digits, got {digest!r}; a row that names it was altered: posttrain "

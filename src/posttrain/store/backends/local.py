@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import obstore
 from obstore.store import LocalStore
 
 from posttrain.domain.errors import WorkspaceError
 from posttrain.store.atomic import make_folder, sync_folder, unwritable
 
+_CHUNK = 4 << 20
 _OTHERS = 0o077  # permissions of anybody but the owner
 
 
@@ -48,6 +52,15 @@ class LocalFolder:
         with suppress(PermissionError):
             os.utime(self.folder / key)
         return True
+
+    def pieces(self, store: Any, key: str) -> Iterator[bytes]:
+        """See `Backend.pieces`."""
+        for chunk in obstore.get(store, key).stream(min_chunk_size=_CHUNK):
+            yield bytes(chunk)
+
+    def write(self, store: Any, key: str, pieces: Iterator[bytes], size: int) -> None:
+        """See `Backend.write`."""
+        obstore.put(store, key, pieces)
 
     def settle(self, key: str) -> None:
         """Make the blob at `key` survive a power cut, and its owner's alone: obstore leaves that to the umask."""

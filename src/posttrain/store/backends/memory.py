@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import obstore
 from obstore.store import MemoryStore
 
 SCHEME = "memory://"
+_CHUNK = 4 << 20
 _stores: dict[str, MemoryStore] = {}
 
 
@@ -22,6 +27,15 @@ class Memory:
     def touch(self, _key: str, _modified: float) -> bool:
         """Memory is written again at no cost."""
         return False
+
+    def pieces(self, store: Any, key: str) -> Iterator[bytes]:
+        """See `Backend.pieces`."""
+        for chunk in obstore.get(store, key).stream(min_chunk_size=_CHUNK):
+            yield bytes(chunk)
+
+    def write(self, store: Any, key: str, pieces: Iterator[bytes], size: int) -> None:
+        """See `Backend.write`."""
+        obstore.put(store, key, pieces)
 
     def settle(self, key: str) -> None:
         """Nothing: memory does not survive a power cut."""

@@ -1,15 +1,33 @@
-"""Any object store obstore knows by URL: `s3://bucket/prefix`, `gs://…`, `az://…`; credentials by the environment."""
+"""Any object store obstore knows by URL: `s3://bucket/prefix`, `gs://…`, `az://…`; credentials by the environment.
+
+Every request has a time that it may take, so that a store which is gone or slow is an error within a minute. So nothing
+large is one request: objects are read in ranges, and written in parts (multipart), of which few are in memory. An
+upload that fails is aborted; one whose process was killed is left to `posttrain gc` (`store.direct`).
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from typing import Any
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
+import obstore
+from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from posttrain.domain.errors import InputError
 
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
 YOUNG = 3600.0  # seconds; nothing younger is deleted unless somebody asks for it
+PART = 8 << 20  # bytes of one request
+_MOST_PARTS = 9000  # S3 takes 10,000
+_AT_ONCE = 2  # parts under way
+_EMPTY = "416"  # what is answered to who asks for a range of an empty object
+_RETRIES: RetryConfig = {"max_retries": 4, "retry_timeout": timedelta(seconds=15)}
 
 
 class Remote:
@@ -25,7 +43,7 @@ class Remote:
             InputError: obstore does not know the URL.
         """
         try:
-            return from_url(self.url)
+            return from_url(self.url, client_options=_client(), retry_config=_RETRIES)
         except Exception as error:  # obstore raises its own and built-in errors alike here
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(
@@ -36,5 +54,28 @@ class Remote:
         """An object gets another time only where it is written again, which is done for one that is not young."""
         return time.time() - modified < YOUNG
 
+    def pieces(self, store: Any, key: str) -> Iterator[bytes]:
+        """See `Backend.pieces`: a request each."""
+        try:
+            first = obstore.get(store, key, options={"range": (0, PART)})
+        except BaseError as error:
+            if _EMPTY not in str(error) or obstore.head(store, key)["size"]:
+                raise
+            return
+        size = int(first.meta["size"])
+        yield bytes(first.bytes())
+        for start in range(PART, size, PART):
+            yield bytes(obstore.get_range(store, key, start=start, end=min(size, start + PART)))
+
+    def write(self, store: Any, key: str, pieces: Iterator[bytes], size: int) -> None:
+        """See `Backend.write`."""
+        part = max(PART, -(-size // _MOST_PARTS))
+        obstore.put(store, key, pieces, chunk_size=part, max_concurrency=_AT_ONCE)
+
     def settle(self, key: str) -> None:
         """Nothing to do."""
+
+
+def _client() -> ClientConfig:
+    plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes", "on")
+    return {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=30), "allow_http": plain}

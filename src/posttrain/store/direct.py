@@ -1,0 +1,204 @@
+"""Large blobs on a way of their own between whoever has or wants them and an S3 store: by presigned URLs.
+
+A URL is for one object and expires. One for an upload binds length and SHA-256 of what is sent, and names an object
+that nobody reads: what has come is copied to where nobody else writes, hashed there, and only then copied to the
+blob's own name. So whatever the store checks of what the URL binds, wrong bytes are seen by nobody.
+
+::
+
+    uploads/PROJECT/HEX           what a client sends
+    uploads/PROJECT/HEX.RANDOM    a copy that is being verified
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import secrets
+import ssl
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import obstore
+
+from posttrain.domain.canonical import DIGEST_PREFIX, digest_chunks
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, UnavailableError
+from posttrain.store.answering import answering
+from posttrain.store.backends.remote import Remote
+from posttrain.store.blobs import blob_key
+from posttrain.store.signing import Keys, presigned
+
+LARGE = 8 << 20  # bytes from which a blob goes its own way
+MOST = 5 << 30  # bytes that S3 takes, and copies, in one request
+SECONDS = 3600  # that a URL is good for: it begins what may take as long as it takes
+_UPLOADS = "uploads"
+_ANSWER_SECONDS = 30.0
+_XML = "{http://s3.amazonaws.com/doc/2006-03-01/}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What lets a client send one blob to the store."""
+
+    url: str = field(repr=False)
+    headers: Mapping[str, str]  # that it must send along
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What somebody began to write and did not end."""
+
+    key: str
+    id: str  # of a multipart upload; empty: an object
+    at: float  # seconds since the epoch
+
+
+def open_direct(url: str) -> Direct | None:
+    """The direct way to a store; None where it has none: a folder, or another kind of store."""
+    return Direct(url) if url.startswith("s3://") else None
+
+
+class Direct:
+    """The direct way to an S3 store.
+
+    Raises:
+        InputError: the URL is none.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url, self._remote = url, Remote(url)
+        self._store = self._remote.open()
+
+    def download(self, digest: str) -> str:
+        """A URL by which one blob can be had.
+
+        Raises:
+            UnavailableError: the store's keys cannot be had.
+        """
+        with answering(self._url, digest):
+            return str(obstore.sign(self._store, "GET", blob_key(digest), timedelta(seconds=SECONDS)))
+
+    def upload(self, project: str, digest: str, size: int) -> Ticket | None:
+        """A way for one blob into the store; None: it goes through the server."""
+        keys = Keys.of_environment()
+        if keys is None or not LARGE <= size <= MOST:
+            return None
+        checksum = base64.b64encode(bytes.fromhex(digest.removeprefix(DIGEST_PREFIX))).decode()
+        headers = {"content-length": str(size), "x-amz-checksum-sha256": checksum}
+        place = self._address(_sent(project, digest))
+        return Ticket(presigned(keys, "PUT", place, SECONDS, headers=headers), headers)
+
+    def adopt(self, project: str, digest: str, size: int) -> None:
+        """Make a blob of what a client has sent, if that is what it said.
+
+        Raises:
+            NotFoundError: nothing has come.
+            IntegrityError: something else has come; it is gone.
+            UnavailableError: the store does not answer; what came is still there.
+        """
+        came = _sent(project, digest)
+        own = f"{came}.{secrets.token_hex(16)}"
+        with answering(self._url, digest):
+            try:
+                found = int(obstore.head(self._store, came)["size"])
+            except FileNotFoundError as error:
+                raise NotFoundError(f"upload {digest}: nothing has come; send it") from error
+            if found != size:
+                self._drop(came)
+                raise IntegrityError(f"upload {digest}: must be {size} bytes, got {found}; send it again")
+            obstore.copy(self._store, came, own)
+            try:
+                actual = digest_chunks(self._remote.pieces(self._store, own))
+                if actual != digest:
+                    self._drop(came)
+                    raise IntegrityError(f"upload {digest}: what came has the digest {actual}; send it again")
+                obstore.copy(self._store, own, blob_key(digest))
+                self._drop(came)
+            finally:
+                self._drop(own)
+
+    def unfinished(self, before: float) -> list[Unfinished]:
+        """What was begun before this moment and not ended: objects that nobody came back for, multipart uploads.
+
+        Raises:
+            UnavailableError: the store does not answer.
+        """
+        found = []
+        with answering(self._url, _UPLOADS):
+            for some in obstore.list(self._store, prefix=_UPLOADS):
+                for one in some:
+                    found.append(Unfinished(str(one["path"]), "", one["last_modified"].timestamp()))
+        keys = Keys.of_environment()
+        if keys is not None:
+            found.extend(self._multipart(keys))
+        return [one for one in found if one.at < before]
+
+    def end(self, one: Unfinished) -> None:
+        """Delete it, or abort it; one that is gone already is no error."""
+        if not one.id:
+            with answering(self._url, one.key):
+                self._drop(one.key)
+            return
+        keys = Keys.of_environment()
+        if keys is not None:
+            self._ask(keys, "DELETE", self._address(one.key), {"uploadId": one.id})
+
+    def _multipart(self, keys: Keys) -> Iterator[Unfinished]:
+        own = urlsplit(self._url).path.strip("/")
+        bucket = self._address("x").removesuffix(f"{own}/x" if own else "x").rstrip("/")
+        more = {"uploads": "", "prefix": f"{own}/" if own else ""}
+        while True:
+            answer = ET.fromstring(self._ask(keys, "GET", bucket, more))
+            for one in answer.iter(f"{_XML}Upload"):
+                key, begun = _text(one, "Key"), datetime.fromisoformat(_text(one, "Initiated"))
+                at = (begun if begun.tzinfo else begun.replace(tzinfo=UTC)).timestamp()
+                yield Unfinished(key.removeprefix(f"{own}/" if own else ""), _text(one, "UploadId"), at)
+            if _text(answer, "IsTruncated") != "true":
+                return
+            markers = {"key-marker": "NextKeyMarker", "upload-id-marker": "NextUploadIdMarker"}
+            more |= {name: _text(answer, word) for name, word in markers.items()}
+
+    def _ask(self, keys: Keys, method: str, address: str, query: Mapping[str, str]) -> bytes:
+        parts = urlsplit(presigned(keys, method, address, 300, query=query))
+        kind: Any = http.client.HTTPConnection
+        options: dict[str, Any] = {}
+        if parts.scheme == "https":
+            kind, options = http.client.HTTPSConnection, {"context": ssl.create_default_context()}
+        connection = kind(str(parts.hostname), parts.port, timeout=_ANSWER_SECONDS, **options)
+        try:
+            connection.request(method, f"{parts.path}?{parts.query}")
+            response = connection.getresponse()
+            body: bytes = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise UnavailableError(f"artifact store {self._url} does not answer: {error}; try again") from error
+        finally:
+            connection.close()
+        if response.status not in (200, 204, 404):
+            raise UnavailableError(f"artifact store {self._url} answers {response.status} to {method}; try again")
+        return body
+
+    def _address(self, key: str) -> str:
+        """Where an object is, without a signature."""
+        with answering(self._url, key):
+            signed = str(obstore.sign(self._store, "GET", key, timedelta(seconds=60)))
+        return signed.partition("?")[0]
+
+    def _drop(self, key: str) -> None:
+        with suppress(FileNotFoundError):
+            obstore.delete(self._store, key)
+
+
+def _sent(project: str, digest: str) -> str:
+    blob_key(digest)
+    if not project or "/" in project:
+        raise InputError(f"project must be one word, got {project[:40]!r}")
+    return f"{_UPLOADS}/{project}/{digest.removeprefix(DIGEST_PREFIX)}"
+
+
+def _text(node: ET.Element, name: str) -> str:
+    return node.findtext(f"{_XML}{name}") or ""
