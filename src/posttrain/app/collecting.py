@@ -12,6 +12,7 @@ from posttrain.app.workspace import Workspace, join_store
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import ConflictError
 from posttrain.store.blobs import ObjectBlobs, open_blobs
+from posttrain.store.direct import open_direct
 from posttrain.store.holding import LOCK, alone
 from posttrain.store.marking import Marker, ended_runs
 from posttrain.store.scratch import scratch
@@ -44,6 +45,7 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
         folders, size = len(leftovers), sum(_size(path) for path in leftovers)
     else:
         folders, size = _clear(workspace, blobs, older_than)  # first: nobody is told of bytes that are gone
+    folders += _end_unfinished(blobs.url, older_than, dry_run)
     done = sweep(ledger, blobs, lock, actor, older_than=older_than, dry_run=dry_run)
     workspace.seal()
     return Collected(dry_run, done, folders, size, answers)
@@ -62,6 +64,16 @@ def _refuse_shared(workspace: Workspace, blobs: ObjectBlobs) -> None:
             f"artifact store {blobs.url} must be this workspace's alone for gc, got that of {where} too; if that "
             f"workspace is no more, delete the object workspaces/{name} in the store"
         )
+
+
+def _end_unfinished(url: str, older_than: float, dry_run: bool) -> int:
+    """End what was begun in a store beside its blobs and never ended: multipart uploads, and what clients sent."""
+    direct = open_direct(url)
+    found = direct.unfinished(time.time() - older_than) if direct is not None else []
+    for one in found:
+        if direct is not None and not dry_run:
+            direct.end(one)
+    return len(found)
 
 
 def _clear(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> tuple[int, int]:

@@ -150,7 +150,7 @@ class Direct:
 
     def _multipart(self, keys: Keys) -> Iterator[Unfinished]:
         own = urlsplit(self._url).path.strip("/")
-        bucket = self._address("x").removesuffix(f"{own}/x" if own else "x").rstrip("/")
+        bucket = self._address("x").rsplit("/", 1 + (own.count("/") + 1 if own else 0))[0]
         more = {"uploads": "", "prefix": f"{own}/" if own else ""}
         while True:
             answer = ET.fromstring(self._ask(keys, "GET", bucket, more))
