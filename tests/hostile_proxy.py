@@ -63,7 +63,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, headers, found, sent)
 
     def _behind(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        connection = http.client.HTTPConnection(str(urlsplit(self.proxy.behind).hostname), urlsplit(self.proxy.behind).port)
+        connection = http.client.HTTPConnection(
+            str(urlsplit(self.proxy.behind).hostname), urlsplit(self.proxy.behind).port
+        )
         try:
             connection.request(self.command, self.path, body or None, dict(self.headers.items()))
             answer = connection.getresponse()
@@ -97,7 +99,7 @@ def hostile_proxy(behind: str) -> Iterator[HostileProxy]:
     made = HostileProxy(behind)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": made}))
     server.daemon_threads = True
-    made.url = "http://127.0.0.1:{}".format(server.server_address[1])
+    made.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -19,7 +19,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from obstore.store import from_url
-from s3_server import s3_server, use_s3
 
 from posttrain.domain.canonical import digest_bytes, digest_chunks
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, WorkspaceError
@@ -28,6 +27,7 @@ from posttrain.store.backends.local import LocalFolder
 from posttrain.store.backends.memory import Memory
 from posttrain.store.backends.remote import Remote
 from posttrain.store.blobs import open_blobs
+from s3_server import s3_server, use_s3
 
 ABSENT = "sha256:" + "0" * 64
 LARGE = 9_000_001  # more than two chunks

@@ -111,6 +111,7 @@ EXIT_CODES = {
     "JobFailedError": 5,
     "InfrastructureError": 6,
     "CapacityError": 6,
+    "UnavailableError": 6,
     "TrackerError": 6,
     "SinkError": 6,
     "BudgetExceededError": 7,

@@ -18,10 +18,9 @@ import pytest
 from botocore.auth import S3SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
-from hostile_proxy import BUSY, GONE, HALF, SILENT, WRONG, HostileProxy, hostile_proxy
-from s3_server import KEYS, s3_server, use_s3
 from server_bench import KEY, ServerBench, served
 
+from hostile_proxy import BUSY, GONE, HALF, SILENT, WRONG, HostileProxy, hostile_proxy
 from posttrain.api.problems import MEDIA_TYPE, TYPE
 from posttrain.client.blobs import Fetcher, Sender
 from posttrain.client.direct import sent
@@ -32,6 +31,7 @@ from posttrain.domain.roles import Role
 from posttrain.store import signing
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.signing import Keys, presigned
+from s3_server import KEYS, s3_server, use_s3
 
 BIG = LARGE * 2 + 4321
 
@@ -95,7 +95,7 @@ def test_large_files_go_directly_and_small_ones_through_the_server(
     assert base64.b64decode(headers["x-amz-checksum-sha256"]) == hashlib.sha256(big.read_bytes()).digest()
     assert "authorization" not in headers
     assert bench.workspace.blobs.get(digest) == big.read_bytes()
-    assert not [path for path in (bench.workspace.root / "uploads").rglob("*.part")]
+    assert not list((bench.workspace.root / "uploads").rglob("*.part"))
     proxy.seen.clear()
     (tmp_path / "out").mkdir()
     assert fetched(bench, digest, tmp_path / "out") == big.read_bytes()
@@ -168,7 +168,10 @@ def test_a_size_that_is_none_is_refused(bench: ServerBench, body: bytes) -> None
 @pytest.mark.parametrize("session", ["", "a/session+token=="])
 def test_urls_are_signed_as_aws_signs_them(monkeypatch: pytest.MonkeyPatch, session: str) -> None:
     keys = Keys("AKIDEXAMPLE", "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY", session, "eu-west-3")
-    url, headers = "https://s3.eu-west-3.amazonaws.com/bucket/a/b%20c", {"content-length": "5", "x-amz-checksum-sha256": "=="}
+    url, headers = (
+        "https://s3.eu-west-3.amazonaws.com/bucket/a/b%20c",
+        {"content-length": "5", "x-amz-checksum-sha256": "=="},
+    )
     request = AWSRequest("PUT", url, headers=headers)
     S3SigV4QueryAuth(Credentials(keys.access, keys.secret, session or None), "s3", "eu-west-3", 900).add_auth(request)
     at = time.mktime(time.strptime(parse_qs(urlsplit(request.url).query)["X-Amz-Date"][0], "%Y%m%dT%H%M%SZ"))

@@ -1,4 +1,4 @@
-"""What goes directly between this machine and the server's store, by presigned URLs: they are secrets, and never said."""
+"""What goes directly between this machine and the server's store, by presigned URLs, which are secrets."""
 
 from __future__ import annotations
 

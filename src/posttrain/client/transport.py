@@ -153,7 +153,9 @@ class Transport:
         """
         connection = self._connect(ANSWER_SECONDS)
         try:
-            connection.request("GET", self._path(path, {"direct": "yes"} if direct else None), headers=self._headers({}))
+            connection.request(
+                "GET", self._path(path, {"direct": "yes"} if direct else None), headers=self._headers({})
+            )
             response = connection.getresponse()
             if direct and response.status == http.client.TEMPORARY_REDIRECT:
                 yield from fetched(str(response.headers.get("location")))

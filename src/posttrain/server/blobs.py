@@ -104,7 +104,9 @@ def add_routes(app: FastAPI, server: Server) -> None:
     async def offer(request: Request) -> Response:
         who, mine = await in_thread(READ, uploads, request, "add_dataset")
         size = await _size(request)
-        ticket = None if direct is None else direct.upload(who.project, mine.checked(request.path_params["digest"]), size)
+        ticket = (
+            None if direct is None else direct.upload(who.project, mine.checked(request.path_params["digest"]), size)
+        )
         found = {"url": ticket.url, "headers": dict(ticket.headers)} if ticket else {"url": "", "headers": {}}
         return JSONResponse(found, headers=_UNKEPT)
 
