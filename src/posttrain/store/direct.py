@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import obstore
 
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_chunks
-from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, UnavailableError
+from posttrain.domain.errors import InputError, NotFoundError, UnavailableError, UploadError
 from posttrain.store.answering import answering
 from posttrain.store.backends.remote import Remote
 from posttrain.store.blobs import blob_key
@@ -98,7 +98,7 @@ class Direct:
 
         Raises:
             NotFoundError: nothing has come.
-            IntegrityError: something else has come; it is gone.
+            UploadError: something else has come; it is gone.
             UnavailableError: the store does not answer; what came is still there.
         """
         came = _sent(project, digest)
@@ -110,13 +110,13 @@ class Direct:
                 raise NotFoundError(f"upload {digest}: nothing has come; send it") from error
             if found != size:
                 self._drop(came)
-                raise IntegrityError(f"upload {digest}: must be {size} bytes, got {found}; send it again")
+                raise UploadError(f"upload {digest}: must be {size} bytes, got {found}; send it again")
             obstore.copy(self._store, came, own)
             try:
                 actual = digest_chunks(self._remote.pieces(self._store, own))
                 if actual != digest:
                     self._drop(came)
-                    raise IntegrityError(f"upload {digest}: what came has the digest {actual}; send it again")
+                    raise UploadError(f"upload {digest}: what came has the digest {actual}; send it again")
                 obstore.copy(self._store, own, blob_key(digest))
                 self._drop(came)
             finally:
