@@ -22,6 +22,8 @@ from posttrain.domain.roles import Role
 from posttrain.server.app import Server, build
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
+from posttrain.server.metering import Meters
+from posttrain.server.serving import Bind, configured
 from posttrain.server.worker import Worker
 from posttrain.server.workers import Refused
 
@@ -104,21 +106,26 @@ class ServerBench:
 
 
 @contextmanager
-def served(root: Path) -> Iterator[ServerBench]:
+def served(root: Path, behind_proxy: bool = False) -> Iterator[ServerBench]:
     """A server over a new workspace; everything is answered in this process."""
-    with serving(init_workspace(root)) as bench:
+    with serving(init_workspace(root), behind_proxy) as bench:
         yield bench
 
 
 @contextmanager
-def serving(workspace: Workspace) -> Iterator[ServerBench]:
+def serving(workspace: Workspace, behind_proxy: bool = False) -> Iterator[ServerBench]:
     """A server over a workspace, which is closed with it."""
     workers = InProcess(workspace)
-    app = build(Server(workspace, Entrance(workspace, KEY), workers, lambda: "", Peers(workspace.hosts)))
+    app = build(
+        Server(
+            *(workspace, Entrance(workspace, KEY), workers, lambda: "", Peers(workspace.hosts)),
+            behind_proxy=behind_proxy, meters=Meters(workspace),
+        )
+    )  # fmt: skip
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as `serving` makes it
     listening.bind(("127.0.0.1", 0))
     listening.listen(2048)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    server = uvicorn.Server(configured(app, Bind()))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:

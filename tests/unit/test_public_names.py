@@ -83,7 +83,10 @@ COMMANDS = {
     "restore": ["--output", "-o", "FOLDER"],
     "gc": ["--dry-run", "--older-than", "--output", "-o"],
     "erase": ["--output", "--reason", "-o", "RUN|ASSET|user:NAME"],
-    "serve": ["--behind-proxy", "--host", "--port", "--tls-certificate", "--tls-key"],
+    "serve": [
+        *("--advertise", "--behind-proxy", "--host", "--log-format", "--log-level", "--no-token"),
+        *("--port", "--tls-certificate", "--tls-key"),
+    ],
     "login": ["--project", "URL"],
     "logout": ["URL"],
     "whoami": ["--output", "-o"],

@@ -39,19 +39,24 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
     behind_proxy: Annotated[bool, typer.Option("--behind-proxy", help="A proxy in front of it ends TLS.")] = False,
     advertise: Annotated[str, typer.Option(metavar="URL", help="Where servers of other hosts reach it.")] = "",
+    log_format: Annotated[str, typer.Option(help="json or text; text on a terminal, else json.")] = "",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    no_token: Annotated[bool, typer.Option("--no-token", help="Show no first token: what is said is kept.")] = False,
 ) -> None:
     """Serve the workspace to a team: the same verbs over HTTP, and somebody who drives every run."""
     from posttrain.app.workspace import open_workspace
 
     try:
-        from posttrain.server.serving import Bind, serve
+        from posttrain.server.logs import Logging
+        from posttrain.server.serving import Bind, Telling, serve
     except ModuleNotFoundError as error:
         raise InputError(
             f"serve needs the extra `server` ({error.name} is missing): pip install -e '.[server]' -c constraints.txt"
         ) from error
     workspace = open_workspace()
     try:
-        serve(workspace, Bind(host, port, tls_certificate, tls_key, behind_proxy, advertise), _say_now)
+        bind = Bind(host, port, tls_certificate, tls_key, behind_proxy, advertise)
+        serve(workspace, bind, _say_now, Telling(Logging(log_format, log_level), token=not no_token))
     finally:
         workspace.close()
 

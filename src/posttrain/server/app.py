@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
@@ -22,12 +22,17 @@ from posttrain.api.operations import API_VERSION, OPERATIONS, PREFIX, Operation
 from posttrain.api.problems import MEDIA_TYPE, problem
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError, PosttrainError, UnavailableError
+from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.server import blobs, streams
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import routes as console
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.lanes import HEAVY, READ, in_thread
+from posttrain.server.logs import facts
+from posttrain.server.metering import MEDIA_TYPE as METRICS_TYPE
+from posttrain.server.metering import Meters
+from posttrain.server.observing import Observing, verb_of
 from posttrain.server.repeats import LaterError, Once, request_id
 from posttrain.server.requests import read, sent
 from posttrain.server.worker import INTERFACE
@@ -38,6 +43,7 @@ _VERSION = re.compile(r"/v(\d+)(/|$)")
 _UNCHANGED, _OTHER_METHOD = 304, 405
 _AWAY = "5"  # seconds after which a store that does not answer is worth another try
 _UNAVAILABLE = problem(UnavailableError())["type"]
+_SERVERS = 500  # and above: something is wrong with the server, and not with what was asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class Server:
     ready: Callable[[], str]  # why it is not; empty: it is
     peers: Peers
     secure: bool = False  # browsers reach it over TLS alone
+    behind_proxy: bool = False
+    meters: Meters = field(default_factory=Meters)
 
 
 def build(server: Server) -> FastAPI:
@@ -63,12 +71,16 @@ def build(server: Server) -> FastAPI:
     blobs.add_routes(app, server)
     streams.add_routes(app, server)
     console.add_routes(app, server)
-    app.add_api_route("/healthz", _healthy, methods=["GET"])
-    app.add_api_route("/readyz", _ready, methods=["GET"])
-    app.add_api_route("/v1/version", _version, methods=["GET"])
-    app.add_api_route("/openapi.json", _interface, methods=["GET"])
+    app.add_api_route("/healthz", _healthy, methods=["GET"], name="healthz")
+    app.add_api_route("/readyz", _ready, methods=["GET"], name="readyz")
+    app.add_api_route("/metrics", _metrics, methods=["GET"], name="metrics")
+    app.add_api_route("/v1/version", _version, methods=["GET"], name="version")
+    app.add_api_route("/openapi.json", _interface, methods=["GET"], name="openapi")
     app.add_exception_handler(HTTPException, _http_problem)
     app.add_middleware(_Around)
+    app.add_middleware(
+        Observing, meter=server.meters, may_name=server.entrance.may_name, behind_proxy=server.behind_proxy
+    )
     return app
 
 
@@ -80,7 +92,9 @@ def asker(request: Request) -> Asker:
     """
     server: Server = request.app.state.server
     identity = server.entrance.identify(request.headers.get("authorization", ""))
-    return Asker(identity, request.path_params["project"])
+    who = Asker(identity, request.path_params["project"])
+    request.state.asker, request.state.principal = who, server.entrance.known_as(who)
+    return who
 
 
 def _answering(server: Server, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
@@ -156,7 +170,7 @@ class _Around:
             await self._app(scope, receive, named)
         except Exception as error:
             if begun:  # what is said already cannot be taken back: the connection ends
-                log.exception("request %s: %s %s", request.state.id, request.method, request.url.path)
+                log.exception("an answer broke off", extra=facts(request=request.state.id, verb=verb_of(scope)))
                 raise
             await _problem(request, error)(scope, receive, named)
 
@@ -168,8 +182,11 @@ def _problem(request: Request, error: Exception) -> Response:
         document = problem(error, request.state.id, 401)
     else:
         document = problem(error, request.state.id)
+        told = facts(request=request.state.id, verb=verb_of(request.scope), status=document["status"])
         if not isinstance(error, PosttrainError):
-            log.exception("request %s: %s %s", request.state.id, request.method, request.url.path)
+            log.error("an error that nobody meant to raise", exc_info=error, extra=told)
+        elif document["status"] >= _SERVERS:
+            log.warning("%s", error, extra=told)
     headers = {"www-authenticate": "Bearer"} if document["status"] == 401 else {}
     headers |= {"retry-after": "1"} if isinstance(error, LaterError) else {}
     headers |= {"retry-after": _AWAY} if document["type"] == _UNAVAILABLE else {}
@@ -205,6 +222,20 @@ async def _ready(request: Request) -> Response:
     server: Server = request.app.state.server
     why = await in_thread(READ, server.ready)
     return JSONResponse({"status": why or "ok"}, 503 if why else 200)
+
+
+async def _metrics(request: Request) -> Response:
+    """Numbers of the whole server, without names; for whoever may look into the project that made the others."""
+    server: Server = request.app.state.server
+
+    def page() -> bytes:
+        who = Asker(server.entrance.identify(request.headers.get("authorization", "")), DEFAULT_PROJECT)
+        refuse(server.entrance.control(who), "status")
+        request.state.asker, request.state.principal = who, server.entrance.known_as(who)
+        return server.meters.page()
+
+    body = await in_thread(READ, page)
+    return Response(body, headers={"content-type": METRICS_TYPE, "cache-control": "no-store"})
 
 
 async def _interface(request: Request) -> Response:

@@ -23,16 +23,18 @@ from posttrain.app.sinks import deliverer
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import PosttrainError
-from posttrain.drivers.log import DriverLog, Veil
+from posttrain.drivers.log import DriverLog
 from posttrain.events.bus import Deliverer
+from posttrain.server.board import Board
+from posttrain.server.logs import DriverLines, Logging, begin
 from posttrain.store.work import open_runs
 
 ACTOR, AUTH = "service:posttrain", "server"
-LOG = "server-driver.log"
 _EVERY = 1.5  # seconds between two looks for runs
 _SEAL = 2.0  # seconds between two looks for events to seal
 _SINKS = 10.0  # seconds between two looks for projects that have sinks
 _GIVEN_UP = 60.0  # seconds between two looks at a run that failed for long
+_SHOW = 1.0  # seconds between two looks of others at what it does
 _PAUSE = 0.1  # seconds between passes that change nothing
 
 
@@ -116,8 +118,10 @@ class Upkeep:
 class Driver:
     """Over all projects of a workspace."""
 
-    def __init__(self, workspace: Workspace, log: DriverLog) -> None:
-        self._workspace, self._log = workspace, log
+    def __init__(self, workspace: Workspace, log: DriverLog, board: Board | None = None) -> None:
+        self._workspace, self._log, self._board = workspace, log, board
+        self._passes = self._errors = 0
+        self._spent = self._shown = 0.0
         self._upkeep = Upkeep(workspace)
         self._projects: dict[str, tuple[OpenRuns, Background]] = {}
         self._asked = -_EVERY
@@ -138,10 +142,25 @@ class Driver:
 
     def look(self) -> bool:
         """One pass over everything; whether anything changed."""
+        began = time.monotonic()
+        changed = self._pass()
+        self._passes, self._spent = self._passes + 1, self._spent + time.monotonic() - began
+        self._show()
+        return changed
+
+    def _show(self) -> None:
+        """What it has done, now and then."""
+        now = time.monotonic()
+        if self._board is not None and now - self._shown >= _SHOW:
+            self._shown = now
+            self._board.write({"passes": self._passes, "seconds": self._spent, "errors": self._errors, "at": now})
+
+    def _pass(self) -> bool:
         try:
             self._find()
             self._upkeep.step()
         except PosttrainError as error:  # a database that is away: the next time
+            self._errors += 1
             self._log.say(f"the ledger cannot be used: {error}")
             self._over.wait(_EVERY)
         changed = False
@@ -169,16 +188,21 @@ class Driver:
             runs.take(found.get(project, []))
 
 
-def main(root: Path) -> int:
-    """Drive until told to end."""
-    log = DriverLog(root / LOG, Veil(os.environ))
+def main(root: Path, words: list[str]) -> int:
+    """Drive until told to end.
+
+    Args:
+        words: how it logs, and the descriptor of the board on which it shows what it does.
+    """
+    begin(Logging.of(words))
+    log = DriverLines()
     log.take_over()
     try:
         workspace = Workspace(root)
     except PosttrainError as error:
         log.say(f"error: {error}")
         return error.exit_code
-    driver = Driver(workspace, log)
+    driver = Driver(workspace, log, Board(int(words[2])) if len(words) > 2 else None)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, driver.end)
     log.say(f"driver {os.getpid()} of {root}")
@@ -192,4 +216,4 @@ def main(root: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

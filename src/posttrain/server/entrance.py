@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from posttrain.views.status import RunStatus
 
 _SCHEME = "bearer "
+_NAMES, _NAMED_SECONDS = 10_000, 60.0  # kept, so that a line of the log costs no statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Entrance:
         self._projects: set[str] = set()  # that are known to exist; none is ever removed
         self._lock = threading.Lock()
         self._watchers = Watchers()
+        self._names: dict[str, tuple[str, float]] = {}  # principal → pseudonymous id, until when it is believed
 
     def identify(self, header: str) -> Identity:
         """Whoever sends this `Authorization` header.
@@ -112,6 +115,22 @@ class Entrance:
     def ledger(self, asker: Asker) -> Ledger:
         """Of their project."""
         return self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth).ledger
+
+    def known_as(self, asker: Asker) -> str:
+        """Their pseudonymous id for the log, as it was a moment ago."""
+        name, now = asker.identity.principal, time.monotonic()
+        known = self._names.get(name)
+        if known is None or known[1] < now:
+            with self._lock:
+                if len(self._names) >= _NAMES:
+                    self._names.clear()
+            known = self._names[name] = self.principal(asker), now + _NAMED_SECONDS
+        return known[0]
+
+    def may_name(self, asker: Asker) -> bool:
+        """Whether there is such a project, and it is one of theirs: otherwise it is words that they sent."""
+        scopes = asker.identity.scopes
+        return (scopes is None or asker.project in scopes) and asker.project in self._projects
 
     def principal(self, asker: Asker) -> str:
         """Their pseudonymous id; of whoever has none yet, how they are known."""

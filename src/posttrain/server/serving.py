@@ -25,19 +25,26 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
+from posttrain._version import __version__
 from posttrain.access.authenticators.token import issue
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
 from posttrain.domain.roles import Role
+from posttrain.server import logs
 from posttrain.server.app import Server, build
+from posttrain.server.board import Board
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
+from posttrain.server.logs import Logging
+from posttrain.server.metering import Meters
 from posttrain.server.repeats import KEPT_SECONDS
+from posttrain.server.systemd import Systemd
 from posttrain.server.workers import Workers
 from posttrain.store.atomic import unwritable, write_json
 from posttrain.store.hosts import Hosts
@@ -98,7 +105,15 @@ class Bind:
         return "https" if self.certificate else "http"
 
 
-def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """What a server tells of itself."""
+
+    log: Logging = field(default_factory=Logging)
+    token: bool = True  # the first one, once: not where what is said is kept
+
+
+def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Telling) -> None:
     """Answer until SIGTERM, SIGINT or SIGHUP.
 
     Args:
@@ -110,6 +125,8 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
         WorkspaceError: the workspace may only be read.
     """
     bind.checked()
+    logs.begin(how.log, held=True)
+    systemd = Systemd(os.environ)
     if workspace.read_only:
         raise WorkspaceError(f"{workspace.root}: is read-only, so it cannot be served; make it writable")
     with ExitStack() as stack:
@@ -118,18 +135,16 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
         port = listening.getsockname()[1]
         url = f"{bind.scheme}://{_shown(bind.host)}:{port}"
         key = workspace.ledger.entropy(_KEY_BYTES).hex()
-        token = _first_token(workspace)
-        workers = Workers(workspace.root)
+        first = _first_token(workspace, how.token)
+        words = how.log.words()
+        workers = Workers(workspace.root, words)
         stack.callback(workers.close)
-        driver = _Driver(workspace.root)
+        driver = _Driver(workspace.root, words)
         stack.callback(driver.close)
-        peers = Peers(workspace.hosts)
-        app = build(Server(workspace, Entrance(workspace, key), workers, driver.trouble, peers, bind.secure))
-        config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=10,
-            ssl_certfile=bind.certificate, ssl_keyfile=bind.key, server_header=False,
-            h11_max_incomplete_event_size=1 << 16,
-        )  # fmt: skip
+        peers, own = Peers(workspace.hosts), {"server": [os.getpid()]}
+        meters = Meters(workspace, driver.board.read, lambda: {**own, **driver.ids(), **workers.ids()})
+        entrance = Entrance(workspace, key)
+        app = build(Server(workspace, entrance, workers, driver.trouble, peers, bind.secure, bind.behind_proxy, meters))
         driver.start()
         threading.Thread(target=_tidy, args=(workers, workspace.ledger, driver.over), name="tidy", daemon=True).start()
         if workspace.hosts is not None:
@@ -141,12 +156,13 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None]) -> None:
         stack.callback(place.unlink, missing_ok=True)
         say(f"serving {workspace.root} at {url}")
         say(f"console: {url}/ (log in with a token)")
-        if token:
-            say(f"token of {workspace.actor}, admin, shown once: {token}")
+        log.info("serving at %s, Posttrain %s", url, __version__)
+        if first:
+            say(f"token of {workspace.actor}, admin, shown once: {first}")
             say(f"next: posttrain login {url}")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, _heard)  # uvicorn ends by them, and raises them again when it has
-        server = _Server(config)
+        server = _Server(configured(app, bind), systemd)
         signal.signal(signal.SIGHUP, server.handle_exit)
         server.run(sockets=[listening])
 
@@ -156,11 +172,37 @@ def _conceal(hosts: Hosts) -> None:
         hosts.announce("")
 
 
+def configured(app: FastAPI, bind: Bind) -> uvicorn.Config:
+    """How uvicorn serves it: without lines of its own, which have paths in them, and without WebSockets, which nobody
+    takes. What a proxy says is looked at by `observing`.
+    """
+    return uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=10,
+        ssl_certfile=bind.certificate, ssl_keyfile=bind.key, server_header=False,
+        h11_max_incomplete_event_size=1 << 16, proxy_headers=False, ws="none",
+    )  # fmt: skip
+
+
 class _Server(uvicorn.Server):
-    """Tells streams that it ends: they would keep it."""
+    """Tells streams that it ends: they would keep it. Tells systemd how it stands."""
+
+    def __init__(self, config: uvicorn.Config, systemd: Systemd) -> None:
+        super().__init__(config)
+        self._systemd = systemd
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server.startup`."""
+        await super().startup(sockets)
+        self._systemd.ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        """See `uvicorn.Server.on_tick`: ten times a second, by the loop that answers."""
+        self._systemd.alive()
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """See `uvicorn.Server.handle_exit`."""
+        self._systemd.stopping()
         self.config.app.state.ending = True  # type: ignore[union-attr]  # it is the application
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
@@ -169,8 +211,8 @@ def _heard(*_: object) -> None:
     """What is open is closed after the server, not before."""
 
 
-def _first_token(workspace: Workspace) -> str:
-    """A token of an admin, where nobody has a role yet; empty: somebody has.
+def _first_token(workspace: Workspace, wanted: bool) -> str:
+    """A token of an admin, where nobody has a role yet; empty: somebody has, or none is wanted.
 
     Until then whoever can read the folder is its admin, and nobody else has any business there.
     """
@@ -180,6 +222,8 @@ def _first_token(workspace: Workspace) -> str:
         if transaction.snapshot.roles():
             return ""
         transaction.set_role(workspace.actor, Role.ADMIN)
+    if not wanted:
+        return ""
     secret, _ = issue(ledger, workspace.actor, workspace.actor, {ledger.project: Role.ADMIN}, FIRST_TOKEN_SECONDS)
     return secret
 
@@ -223,8 +267,9 @@ def _listen(bind: Bind) -> Iterator[socket.socket]:
 class _Driver:
     """The child that drives runs, kept alive."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, words: list[str]) -> None:
+        self._root, self._words = root, words
+        self.board = Board()
         self.over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._trouble = "the driver is starting"
@@ -238,6 +283,10 @@ class _Driver:
         """Why no run is driven; empty: they are."""
         return self._trouble
 
+    def ids(self) -> dict[str, list[int]]:
+        """Of its process, by its kind."""
+        return {"driver": [self._process.pid] if self._process is not None else []}
+
     def close(self) -> None:
         """End it. Jobs go on."""
         self.over.set()
@@ -248,9 +297,10 @@ class _Driver:
         tries = 0
         while not self.over.is_set():
             try:
+                words = [str(self._root), *self._words, str(self.board.descriptor)]
                 process = subprocess.Popen(
-                    [sys.executable, "-s", "-P", "-m", _DRIVER, str(self._root)],
-                    stdin=subprocess.PIPE, cwd="/", start_new_session=True,
+                    [sys.executable, "-s", "-P", "-m", _DRIVER, *words],
+                    stdin=subprocess.PIPE, cwd="/", start_new_session=True, pass_fds=(self.board.descriptor,),
                 )  # fmt: skip
             except OSError as error:
                 self._trouble = f"the driver cannot be started: {error.strerror}"
@@ -259,6 +309,7 @@ class _Driver:
             self._process, self._trouble = process, ""
             with process:  # the driver sees the end of its stdin when this process dies
                 tries = 0 if self._lived(process) else tries + 1
+            self.board.clear()
             if not self.over.is_set():
                 self._trouble = f"the driver ended with {process.returncode}; it is started again"
                 log.error("%s", self._trouble)

@@ -8,12 +8,12 @@ ends a worker and not the server. It ends when the server does.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import socket
 import sys
 import threading
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from posttrain.server.bundles import Bundles
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import CONSOLE
 from posttrain.server.entrance import Asker, Entrance
+from posttrain.server.logs import Logging, Printed, begin, facts
 from posttrain.server.uploads import Uploads
 
+log = logging.getLogger("posttrain.worker")
 DESCRIPTOR = 3
 INTERFACE = "openapi"  # no verb: what the server looks like
 
@@ -56,7 +58,8 @@ class Worker:
         except BaseException as error:
             found = problem(error, asked["request"])
             if found["exit_code"] == 1:
-                print(f"request {asked['request']}: {asked['verb']}", traceback.format_exc(), sep="\n", file=sys.stderr)
+                told = facts(request=asked["request"], verb=asked["verb"])
+                log.error("an error that nobody meant to raise", exc_info=error, extra=told)
             if not isinstance(error, Exception):
                 raise
             return False, json.dumps(found).encode()
@@ -82,6 +85,8 @@ def _end_with(server: int) -> None:
 def main() -> None:
     """Answer until the server is gone."""
     os.set_inheritable(DESCRIPTOR, False)
+    begin(Logging.of(sys.argv[2:]))
+    sys.stdout = sys.stderr = Printed()
     threading.Thread(target=_end_with, args=(DESCRIPTOR,), name="lifeline", daemon=True).start()
     with socket.socket(fileno=DESCRIPTOR) as server:
         Worker(Workspace(Path(sys.argv[1]))).run(server)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,12 +41,13 @@ class Workers:
     """A few of them over one workspace; each answers one request at a time.
 
     Args:
+        words: how they log (`logs.Logging.words`).
         most: processes at a time.
         deadline: seconds that a request may take, its wait for a worker included.
     """
 
-    def __init__(self, root: Path, most: int = 2, deadline: float = 900.0) -> None:
-        self._root, self._deadline = root, deadline
+    def __init__(self, root: Path, words: Sequence[str] = (), most: int = 2, deadline: float = 900.0) -> None:
+        self._root, self._words, self._deadline = root, words, deadline
         self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: one that may be started
         for _ in range(most):
             self._free.put(None)
@@ -96,6 +97,11 @@ class Workers:
         for one in sorted(kept, key=lambda one: one.used if one else 0.0):
             self._free.put(one)
 
+    def ids(self) -> dict[str, list[int]]:
+        """Of the processes that there are, by their kind."""
+        with self._lock:
+            return {"worker": [one.id for one in self._all]}
+
     def close(self) -> None:
         """End all of them."""
         with self._lock:
@@ -108,7 +114,7 @@ class Workers:
         with self._lock:
             if self._closed:
                 raise InfrastructureError("the server is ending; ask again")
-            made = _Process(self._root)
+            made = _Process(self._root, self._words)
             self._all.add(made)
             return made
 
@@ -123,15 +129,19 @@ class Workers:
 class _Process:
     """One worker."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, words: Sequence[str]) -> None:
         self._ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-c", _START.format(theirs.fileno()), str(root)],
+                [sys.executable, "-s", "-P", "-c", _START.format(theirs.fileno()), str(root), *words],
                 stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), cwd="/", start_new_session=True,
             )  # fmt: skip
         self._stream = self._ours.makefile("rwb")
         self.used = time.monotonic()
+
+    @property
+    def id(self) -> int:
+        return self._process.pid
 
     @property
     def alive(self) -> bool:

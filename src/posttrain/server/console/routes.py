@@ -79,6 +79,7 @@ def _enter(server: Server, request: Request) -> Visit:
     if not secret:
         raise AuthenticationError("log in to this project")
     who = sessions.asker(server, secret, project)
+    request.state.asker, request.state.principal = who, server.entrance.known_as(who)
     odd = [word for word in request.path_params.values() if not word.isprintable() or len(word) > 300]
     if odd:
         raise NotFoundError("there is nothing of that name")

@@ -19,6 +19,7 @@ from posttrain.api.problems import problem
 from posttrain.domain.errors import AuthenticationError, PosttrainError
 from posttrain.domain.roles import Role
 from posttrain.server.console import CONSOLE, sessions
+from posttrain.server.logs import facts
 from posttrain.server.workers import Refused
 from posttrain.web.pages import template
 
@@ -132,7 +133,7 @@ def failed(request: Request, error: Exception, visit: Visit | None) -> Response:
     document = error.document if isinstance(error, Refused) else problem(error, request.state.id, status)
     status = int(document["status"])
     if not isinstance(error, PosttrainError | Refused):
-        log.error("request %s: %s %s", request.state.id, request.method, request.url.path, exc_info=error)
+        log.error("a page that nobody meant to fail", exc_info=error, extra=facts(request=request.state.id))
     words = {"title": _TITLES.get(status, "That did not work"), "detail": str(document["detail"])}
     if visit is None:
         return html("error", status, **words)

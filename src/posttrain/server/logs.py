@@ -1,0 +1,254 @@
+"""What a server, its driver and its workers say: one JSON object a line on stderr, or text where a person reads it.
+
+A line has `time`, `level`, `logger`, `message` and whatever is known of `request`, `principal` (pseudonymous),
+`project`, `verb`, `method`, `status`, `milliseconds`, `run`, `client`. What was sent is never in it: no path, query,
+header or body. A traceback names places and classes; messages of errors that nobody meant to raise quote what was sent,
+so they are left out, but for what the operating system says.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import queue
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from posttrain.domain.errors import InputError
+from posttrain.drivers.log import DriverLog, Veil
+
+JSON, TEXT = "json", "text"
+FORMATS = (JSON, TEXT)
+LEVELS = ("debug", "info", "warning", "error")
+OURS = "posttrain"
+_FACTS = "facts"  # attribute of a record: its fields
+_WAITING = 10_000  # lines that may wait for whoever reads stderr
+_FRAMES, _CAUSES = 40, 8  # of one traceback
+_RUN = re.compile(r"run ([a-z0-9][a-z0-9.-]{0,63}): ")
+_SECRETS = (
+    (re.compile(r"posttrain_[A-Za-z0-9_-]{16,}"), "posttrain_…"),
+    (re.compile(r"(?i)\b(bearer|basic)\s+\S+"), r"\1 …"),
+    (re.compile(r"(://[^\s?#\"']*)[?#][^\s\"']*"), r"\1?…"),  # a presigned URL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Logging:
+    """How lines are written.
+
+    Raises:
+        InputError: a format or level that there is not.
+    """
+
+    format: str = ""  # "": text on a terminal, else json
+    level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.format not in ("", *FORMATS):
+            raise InputError(f"--log-format must be {' or '.join(FORMATS)}, got {self.format!r}; name one of them")
+        if self.level not in LEVELS:
+            raise InputError(f"--log-level must be one of {', '.join(LEVELS)}, got {self.level!r}; name one of them")
+
+    def words(self) -> list[str]:
+        """For the command line of a process that writes the same."""
+        return [self.format or (TEXT if os.isatty(2) else JSON), self.level]
+
+    @classmethod
+    def of(cls, words: list[str]) -> Logging:
+        """What `words` made; of a process that was told nothing, the default."""
+        return cls(*words[:2])
+
+
+def begin(how: Logging, *, held: bool = False) -> None:
+    """Let everything that this process says go to stderr in one form.
+
+    Args:
+        held: whether a thread writes the lines, so that nobody who says something waits for whoever reads them.
+    """
+    form = how.words()[0]
+    handler: logging.Handler = _Held() if held else _Direct()
+    handler.setFormatter(_Lines(Veil(os.environ), text=form == TEXT))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger(OURS).setLevel(how.level.upper())
+    logging.captureWarnings(True)
+    sys.excepthook = _fell
+    threading.excepthook = _thread_fell
+
+
+def facts(**known: Any) -> dict[str, Any]:
+    """`extra=` of a line: its fields; what is None or empty is left out."""
+    return {_FACTS: {name: value for name, value in known.items() if value is not None and value != ""}}
+
+
+class Printed(io.TextIOBase):
+    """Instead of stdout and stderr: whole lines that libraries print."""
+
+    def __init__(self) -> None:
+        self._partial = ""
+        self._alone = threading.Lock()
+
+    def write(self, text: str) -> int:
+        """See `io.TextIOBase.write`."""
+        with self._alone:
+            *whole, self._partial = (self._partial + text).split("\n")
+        for line in filter(None, map(str.strip, whole)):
+            logging.getLogger(f"{OURS}.printed").info("%s", line)
+        return len(text)
+
+
+class DriverLines(DriverLog):
+    """What a driver says, as lines of the server's log. Whoever reads stderr bounds it."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(os.devnull), Veil({}))
+        self._said = logging.getLogger(f"{OURS}.driver")
+
+    def say(self, line: str) -> None:
+        """See `DriverLog.say`."""
+        run = _RUN.match(line)
+        self._said.info("%s", line, extra=facts(run=run[1] if run else None))
+
+    def bound(self) -> None:
+        """See `DriverLog.bound`."""
+
+    def take_over(self) -> None:
+        """See `DriverLog.take_over`."""
+        sys.stdout = sys.stderr = Printed()
+
+
+def traced(error: BaseException) -> list[str]:
+    """Where an error came from, the oldest cause first; of messages only the operating system's."""
+    found: list[str] = []
+    for one in reversed(list(_causes(error))):
+        said = f": {os.strerror(one.errno)}" if isinstance(one, OSError) and one.errno else ""
+        found.append(f"{type(one).__module__}.{type(one).__qualname__}{said}")
+        frames = traceback.extract_tb(one.__traceback__)[-_FRAMES:]
+        found += [f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    return found
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    waiting: list[BaseException] = [error]
+    while waiting and len(seen) < _CAUSES:
+        one = waiting.pop(0)
+        if any(one is other for other in seen):
+            continue
+        seen.append(one)
+        yield one
+        inside = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        cause = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        waiting += [*inside, *([cause] if cause else [])]
+
+
+class _Lines(logging.Formatter):
+    """A record as one line of JSON, or as text, with its traceback below."""
+
+    def __init__(self, veil: Veil, *, text: bool) -> None:
+        super().__init__()
+        self._veil, self._text = veil, text
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        error = record.exc_info[1] if record.exc_info else None
+        known: Mapping[str, Any] = getattr(record, _FACTS, {})
+        if self._text:
+            more = " ".join(f"{name}={value}" for name, value in known.items())
+            line = f"{at} {record.levelname.lower():7} {record.name}: {self._message(record)}"
+            below = "".join(f"\n    {one}" for one in traced(error)) if error else ""
+            return f"{line}{' ' if more else ''}{more}{below}"
+        said: dict[str, Any] = {
+            "time": at,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": self._message(record),
+        }
+        return json.dumps(said | dict(known) | ({"traceback": traced(error)} if error else {}))
+
+    def _message(self, record: logging.LogRecord) -> str:
+        """In one line. Of other libraries the first, whose rest is what they were given."""
+        try:
+            said = record.getMessage()
+        except Exception:  # words that do not fit the template
+            said = str(record.msg)
+        if record.name.partition(".")[0] != OURS:
+            said = said.partition("\n")[0]
+        said = " ".join(self._veil.over(said).split())
+        for pattern, instead in _SECRETS:
+            said = pattern.sub(instead, said)
+        return said
+
+
+class _Direct(logging.Handler):
+    """Writes a line at once."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`. Whatever is wrong with stderr ends nothing."""
+        with suppress(OSError):
+            _write(self.format(record))
+
+
+class _Held(logging.Handler):
+    """Gives lines to a thread; those that would wait for too long are counted instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.Queue[str] = queue.Queue(_WAITING)
+        self._lost = 0
+        threading.Thread(target=self._write_them, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`."""
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """Wait for what was said; `logging.shutdown` calls it when the process ends."""
+        until = threading.Event()
+        for _ in range(100):
+            if not self._lines.unfinished_tasks or until.wait(0.02):
+                break
+        super().close()
+
+    def _write_them(self) -> None:
+        while True:
+            line = self._lines.get()
+            with suppress(OSError):
+                _write(line)
+                if self._lost:
+                    lost, self._lost = self._lost, 0
+                    logging.getLogger(OURS).warning("%d lines were lost: nobody read stderr in time", lost)
+            self._lines.task_done()
+
+
+def _write(line: str) -> None:
+    data = (line + "\n").encode("utf-8", errors="replace")
+    while data:
+        data = data[os.write(2, data) :]
+
+
+def _fell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger(OURS).critical("the process ends by an error", exc_info=(kind, error, trace))
+
+
+def _thread_fell(said: threading.ExceptHookArgs) -> None:
+    if said.exc_value is not None and not isinstance(said.exc_value, SystemExit):
+        logging.getLogger(OURS).error("a thread ends by an error", exc_info=said.exc_value)

@@ -1,0 +1,215 @@
+"""What a server counts and measures, in the text format of Prometheus: `GET /metrics`.
+
+No label names a project, a principal, a run or anything else that somebody chose, so their number is bounded, and
+whoever reads them learns nobody's names. What costs statements is asked once in `AGE` seconds, whoever reads how often.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+from posttrain._version import __version__
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import PosttrainError
+from posttrain.store.schema import SCHEMA_VERSION
+from posttrain.store.standing import Standing, standing
+
+if TYPE_CHECKING:
+    from posttrain.app.workspace import Workspace
+    from posttrain.server.observing import Seen
+
+MEDIA_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+AGE = 10.0  # seconds that an answer of database and store is shown
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)  # seconds
+_UPLOAD = "blob_add"
+_PROBE = digest_bytes(b"is anybody there?")
+_STATUSES = range(100, 600)
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each, which nobody asked for
+Processes = Callable[[], Mapping[str, list[int]]]
+
+
+class Meters:
+    """Counts requests, and shows what is asked of others when somebody reads it.
+
+    Args:
+        workspace: whose database and store are looked at; None: nothing is.
+        driver: what the driver shows (`server.board`).
+        processes: kind → ids of processes.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace | None = None,
+        driver: Callable[[], Mapping[str, float]] = dict,
+        processes: Processes = dict,
+    ) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter("posttrain_requests", "Requests answered.", ["verb", "status"], registry=registry)
+        self._seconds = Histogram(
+            "posttrain_request_seconds", "Until an answer was whole; streams are not in it.", ["verb"],
+            buckets=_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._in_flight = Gauge("posttrain_requests_in_flight", "Requests being answered.", registry=registry)
+        self._followers = Gauge("posttrain_followers", "Streams that somebody reads.", registry=registry)
+        self._received = Counter("posttrain_received_bytes", "Bytes of bodies that came.", registry=registry)
+        self._uploaded = Counter("posttrain_uploaded_bytes", "Bytes of uploads that came.", registry=registry)
+        self._sent = Counter("posttrain_sent_bytes", "Bytes of answers' bodies.", registry=registry)
+        about = {"version": __version__, "schema": SCHEMA_VERSION, "python": platform.python_version()}
+        build = Gauge("posttrain_build_info", "What runs here.", list(about), registry=registry)
+        build.labels(**about).set(1)
+        registry.register(_Asked(workspace, driver, processes))
+
+    def begun(self) -> None:
+        """See `observing.Meter`."""
+        self._in_flight.inc()
+
+    def follows(self, number: int) -> None:
+        """See `observing.Meter`."""
+        self._followers.inc(number)
+
+    def ended(self, verb: str, seen: Seen, seconds: float) -> None:
+        """See `observing.Meter`."""
+        self._in_flight.dec()
+        self._requests.labels(verb, str(seen.status) if seen.status in _STATUSES else "other").inc()
+        if not seen.follows:
+            self._seconds.labels(verb).observe(seconds)
+        self._received.inc(seen.received)
+        self._sent.inc(seen.sent)
+        if verb == _UPLOAD:
+            self._uploaded.inc(seen.received)
+
+    def page(self) -> bytes:
+        """All of it. It asks database and store: call it in a thread."""
+        return generate_latest(self._registry)
+
+
+class _Asked:
+    """What is asked when somebody reads."""
+
+    def __init__(
+        self, workspace: Workspace | None, driver: Callable[[], Mapping[str, float]], processes: Processes
+    ) -> None:
+        self._workspace, self._driver, self._processes = workspace, driver, processes
+        self._lock = threading.Lock()
+        self._at = -AGE
+        self._kept: list[Metric] = []
+        self._failures = {"database": 0, "store": 0}
+
+    def describe(self) -> list[Metric]:
+        """Nothing: whoever registers this asks nobody."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """As `prometheus_client` wants it."""
+        yield from _driven(self._driver())
+        yield from _memory(self._processes())
+        if self._workspace is None:
+            return
+        # whoever comes while another one asks is shown what was, and waits for no database that hangs
+        if time.monotonic() - self._at >= AGE and self._lock.acquire(blocking=False):
+            try:
+                self._kept = list(self._ask(self._workspace))
+                self._at = time.monotonic()
+            finally:
+                self._lock.release()
+        yield from self._kept
+
+    def _ask(self, workspace: Workspace) -> Iterator[Metric]:
+        ledger, blobs, found = workspace.ledger, workspace.blobs, list[Standing]()
+        up = GaugeMetricFamily("posttrain_up", "Whether it answers.", labels=["of"])
+        took = GaugeMetricFamily("posttrain_probe_seconds", "How long a look at it took.", labels=["of"])
+        failed = CounterMetricFamily("posttrain_probe_failures", "Looks at it that failed.", labels=["of"])
+        looks: Mapping[str, Callable[[], object]] = {
+            "database": lambda: found.append(standing(ledger.database, ledger.clock)),
+            "store": lambda: blobs.has(_PROBE),
+        }
+        for name, look in looks.items():
+            began, good = time.perf_counter(), True
+            try:
+                look()
+            except PosttrainError:
+                good = False
+                self._failures[name] += 1
+            up.add_metric([name], float(good))
+            took.add_metric([name], time.perf_counter() - began)
+            failed.add_metric([name], self._failures[name])
+        yield from (up, took, failed)
+        free = GaugeMetricFamily("posttrain_disk_free_bytes", "Of the workspace's folder.")
+        free.add_metric([], _free(workspace.root))
+        yield free
+        for one in found:
+            yield from _stood(one)
+
+
+def _driven(shown: Mapping[str, float]) -> Iterator[Metric]:
+    up = GaugeMetricFamily("posttrain_driver_up", "Whether a driver has made a pass.", value=float(bool(shown)))
+    yield up
+    if not shown:
+        return
+    yield CounterMetricFamily("posttrain_driver_passes", "Passes over all runs.", value=shown["passes"])
+    yield CounterMetricFamily("posttrain_driver_pass_seconds", "Seconds spent in them.", value=shown["seconds"])
+    yield CounterMetricFamily("posttrain_driver_errors", "Passes that could not use the ledger.", value=shown["errors"])
+    since = max(0.0, time.monotonic() - shown["at"])
+    yield GaugeMetricFamily("posttrain_driver_last_pass_seconds", "Since the last pass ended.", value=since)
+
+
+def _memory(processes: Mapping[str, list[int]]) -> Iterator[Metric]:
+    used = GaugeMetricFamily("posttrain_resident_memory_bytes", "Of the processes of a kind.", labels=["process"])
+    there = GaugeMetricFamily("posttrain_processes", "How many there are.", labels=["process"])
+    for kind, ids in processes.items():
+        sizes = [_resident(one) for one in ids]
+        used.add_metric([kind], sum(sizes))
+        there.add_metric([kind], sum(size > 0 for size in sizes))
+    yield from (used, there)
+
+
+def _resident(process: int) -> int:
+    try:
+        return int(psutil.Process(process).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def _free(root: Path) -> float:
+    try:
+        return float(shutil.disk_usage(root).free)
+    except OSError:
+        return 0.0
+
+
+def _stood(one: Standing) -> Iterator[Metric]:
+    runs = GaugeMetricFamily("posttrain_runs", "Runs by state, at most 100000 of each.", labels=["state"])
+    for state, number in one.runs.items():
+        runs.add_metric([state], number)
+    yield runs
+    for name, text, value in (
+        ("posttrain_work_due", "Objects that wait for a driver.", one.due),
+        ("posttrain_work_oldest_seconds", "How long the first of them has waited.", one.oldest_due),
+        ("posttrain_work_leased", "Objects that somebody looks at.", one.leased),
+        ("posttrain_work_leases_expired", "Leases that nobody renewed and nobody took.", one.expired),
+        ("posttrain_work_dead", "Objects set aside until a person looks (posttrain dead).", one.dead),
+        ("posttrain_events_sealed", "Events in the sealed log.", one.sealed),
+        ("posttrain_events_unsealed", "Events appended and not sealed.", one.unsealed),
+        ("posttrain_events_unsealed_seconds", "Age of the first of them.", one.oldest_unsealed),
+    ):
+        yield GaugeMetricFamily(name, text, value=value)
+    sinks = GaugeMetricFamily("posttrain_sinks", "Sinks by kind and state.", labels=["kind", "state"])
+    behind = GaugeMetricFamily("posttrain_sink_behind_events", "Of the one that is furthest behind.", labels=["kind"])
+    failures = GaugeMetricFamily("posttrain_sink_failures", "Most failures in a row of one.", labels=["kind"])
+    for kind, found in one.sinks.items():
+        for state, number in found.states.items():
+            sinks.add_metric([kind, state], number)
+        behind.add_metric([kind], found.behind)
+        failures.add_metric([kind], found.failures)
+    yield from (sinks, behind, failures)
