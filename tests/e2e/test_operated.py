@@ -88,7 +88,7 @@ def test_a_run_is_seen_in_logs_and_metrics_and_no_secret_is(operated: Operated) 
     assert measured["posttrain_driver_passes_total{}"] > 0
     for kind in ("server", "driver", "worker"):
         assert measured[f'posttrain_resident_memory_bytes{{"process": "{kind}"}}'] > 0
-    assert measured["posttrain_uploaded_bytes_total{}"] > 0
+    assert measured["posttrain_received_bytes_total{}"] > 0
     assert operated.end() in (0, -signal.SIGTERM)
     lines = operated.lines()
     assert {line["logger"] for line in lines} >= {"posttrain.server", "posttrain.server.access", "posttrain.driver"}
