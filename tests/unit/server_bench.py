@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from posttrain.access.authenticators.token import issue
 from posttrain.api.control import Control
@@ -68,6 +69,7 @@ class ServerBench:
     workspace: Workspace
     url: str
     workers: InProcess
+    app: FastAPI
     tokens: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -129,7 +131,7 @@ def serving(workspace: Workspace, behind_proxy: bool = False) -> Iterator[Server
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:
-        yield ServerBench(workspace, f"http://127.0.0.1:{listening.getsockname()[1]}", workers)
+        yield ServerBench(workspace, f"http://127.0.0.1:{listening.getsockname()[1]}", workers, app)
     finally:
         server.should_exit = True
         thread.join()

@@ -250,7 +250,9 @@ def test_bytes_of_another_project_can_be_neither_used_nor_fetched(bench: ServerB
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "kind"),
     [
-        ("GET", "/v2/projects/default/runs", None, 404, "not-found"),
+        ("GET", "/v2/projects/default/runs", None, 404, "api-version"),
+        ("GET", "/v0/projects/default/runs", None, 404, "api-version"),
+        ("GET", "/v" + "9" * 5000, None, 404, "not-found"),
         ("GET", "/v1/nothing", None, 404, "not-found"),
         ("DELETE", "/v1/projects/default/runs", None, 405, "input"),
         ("GET", "/v1/projects/default/asset", None, 422, "input"),

@@ -18,10 +18,10 @@ from pydantic import Field
 
 from posttrain.api.codec import signature
 from posttrain.api.pages import CURSOR, LIMIT, LISTS, MOST, USUAL
+from posttrain.api.versions import API_VERSION
 from posttrain.domain.overrides import Override
 
-API_VERSION = 1
-PREFIX = "/v1/projects/{project}"
+PREFIX = f"/v{API_VERSION}/projects/{{project}}"
 _NAMED = re.compile(r"{(\w+)}")
 
 

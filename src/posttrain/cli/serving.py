@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -239,9 +238,11 @@ def _show(issued: Issued, output: Output) -> None:
 
 
 def _line(token: Token) -> str:
-    what = "revoked" if token.revoked_at else "expired" if token.expires_at <= time.time() else "good"
+    what = (
+        "revoked" if token.revoked_at else f"ends {moment(token.expires_at)}"
+    )  # whether it has: by the server's clock
     scopes = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
-    return f"{token.id}  {token.actor}  {scopes}  {what} until {moment(token.expires_at)}"
+    return f"{token.id}  {token.actor}  {scopes}  {what}"
 
 
 def _say_now(line: str) -> None:

@@ -10,6 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from pydantic import ValidationError
+
 from posttrain.api.codec import adapter, answer, signature
 from posttrain.api.operations import ELSEWHERE, OPERATIONS, PREFIX, RUN_FILES, FileRef, Operation, RunFile
 from posttrain.api.pages import CURSOR, LIMIT
@@ -18,7 +20,7 @@ from posttrain.client.blobs import Fetcher, Sender, refuse_full
 from posttrain.client.bundling import Bundle
 from posttrain.client.transport import Transport, in_path
 from posttrain.client.waiting import RemoteLog, RemoteVigil, RemoteWatcher
-from posttrain.domain.errors import DeadlineError, InputError, PosttrainError
+from posttrain.domain.errors import ApiVersionError, DeadlineError, InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.overrides import Override
 
@@ -72,7 +74,7 @@ class RemoteControl:
             sent = self._sent(operation, bound.arguments)
             if operation.paged:
                 return self._pages(operation, sent, bound.arguments.get(LIMIT))
-            return answer(operation.verb).validate_json(self._body(operation, sent))
+            return self._read(operation.verb, self._body(operation, sent))
 
         return ask
 
@@ -80,8 +82,10 @@ class RemoteControl:
         """Arguments as they are sent: files are uploaded, what is called back stays here."""
         setting = given.get("setting", ())
         found = {}
-        for name in operation.parameters.keys() & given.keys():
-            value = given[name]
+        for name, one in operation.parameters.items():
+            value = given.get(name, one.default)
+            if value is one.default or (value == one.default and type(value) is type(one.default)):
+                continue  # so that a server of the release before, which may not know it, answers
             if isinstance(value, Path):
                 run_file = operation.verb in RUN_FILES
                 value = Bundle(self._sender).of(value, setting) if run_file else self._sender.send(value)
@@ -101,14 +105,30 @@ class RemoteControl:
             if left <= 0:
                 return found
             said = json.loads(self._body(operation, {**sent, LIMIT: left, CURSOR: behind}))
-            items = answer(operation.verb).validate_json(json.dumps(said["items"]))
-            behind = said["next"]
+            said = said if isinstance(said, dict) else {}
+            items = self._read(operation.verb, json.dumps(said.get("items")).encode())
+            behind = said.get("next")
             if isinstance(items, dict):
                 found += items.items()
             else:
                 found += items
             if behind is None:
                 return dict(found) if isinstance(items, dict) else found
+
+    def _read(self, verb: str, body: bytes) -> Any:
+        """A verb's answer.
+
+        Raises:
+            ApiVersionError: it is of another release, and means nothing here.
+        """
+        try:
+            return answer(verb).validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(map(str, (verb.replace("_", " "), *first["loc"])))
+            raise ApiVersionError(
+                f"{place}: the answer cannot be read: {first['msg']}; {self._transport.skew}"
+            ) from error
 
     def _body(self, operation: Operation, named: Mapping[str, Any]) -> bytes:
         path = in_path(operation.whole_path, {"project": self._project, **{n: named[n] for n in operation.in_path}})
@@ -180,7 +200,7 @@ class RemoteControl:
         """See `Runs.scores`."""
         operation = OPERATIONS["scores"]
         body = self._body(operation, {"run_id": status.run.id})
-        found: Scores = answer("scores").validate_json(body)
+        found: Scores = self._read("scores", body)
         return found
 
     def compare(self, words: Any, page: Path | None = None) -> Comparison:
@@ -192,7 +212,7 @@ class RemoteControl:
         until = time.monotonic() + wait
         while True:
             body = self._body(OPERATIONS["trackers"], {"run_id": run_id})
-            found: list[TrackerState] = answer("trackers").validate_json(body)
+            found: list[TrackerState] = self._read("trackers", body)
             if not any(one.under_way for one in found) or time.monotonic() >= until:
                 return found
             time.sleep(_EVERY)
@@ -230,7 +250,7 @@ class RemoteControl:
         if how.get("reward"):
             how["reward"] = {**how["reward"], "ref": bundle.word("reward", how["reward"]["ref"])}
         body = self._body(OPERATIONS["evaluate"], {**words, **how, "files": bundle.files})
-        found: Submitted = answer("evaluate").validate_json(body)
+        found: Submitted = self._read("evaluate", body)
         return found
 
     def ask(self, model: str, prompts: Sequence[str], **how: Any) -> Asked:
@@ -241,7 +261,7 @@ class RemoteControl:
 
     def curves(self, history: Asset) -> list[Curve]:
         """See `Assets.curves`."""
-        found: list[Curve] = answer("curves").validate_json(self._body(OPERATIONS["curves"], {"ref": history.ref}))
+        found: list[Curve] = self._read("curves", self._body(OPERATIONS["curves"], {"ref": history.ref}))
         return found
 
     def plan_sweep(
@@ -250,20 +270,20 @@ class RemoteControl:
         """See `Models.plan_sweep`."""
         asked = {"overrides": overrides, "seeds": seeds, "metric": metric, "better": better}
         sent = {"path": Bundle(self._sender).of(path), **asked}
-        found: Sweep = answer("plan_sweep").validate_json(self._body(OPERATIONS["plan_sweep"], sent))
+        found: Sweep = self._read("plan_sweep", self._body(OPERATIONS["plan_sweep"], sent))
         self._sweep = sent
         return replace(found, source=path)
 
     def submit_point(self, point: Point) -> Submitted:
         """See `Models.submit_point`: of the sweep that was planned last."""
         sent = {**self._sweep, "place": point.place, "seed": point.seed}
-        found: Submitted = answer("submit_point").validate_json(self._body(OPERATIONS["submit_point"], sent))
+        found: Submitted = self._read("submit_point", self._body(OPERATIONS["submit_point"], sent))
         return found
 
     def rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
         """See `Models.rank`: of the sweep that was planned last."""
         sent = {**self._sweep, "runs": [[*key, run] for key, run in runs.items()]}
-        found: Ranked = answer("rank").validate_json(self._body(OPERATIONS["rank"], sent))
+        found: Ranked = self._read("rank", self._body(OPERATIONS["rank"], sent))
         return found
 
     def close(self) -> None:

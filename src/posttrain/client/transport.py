@@ -18,8 +18,9 @@ from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
 from posttrain._version import __version__
 from posttrain.api.problems import MEDIA_TYPE, raised
+from posttrain.api.versions import API_VERSION, UNKNOWN_PARAMETER
 from posttrain.client.direct import fetched
-from posttrain.domain.errors import InfrastructureError, InputError, UnavailableError
+from posttrain.domain.errors import ApiVersionError, InfrastructureError, InputError, LimitError, UnavailableError
 
 ANSWER_SECONDS = 960.0  # longer than a server lets a request take
 _CONNECT_SECONDS = 30.0
@@ -27,7 +28,8 @@ PATIENCE = 120.0  # seconds that a server may be away: it is restarted, or its d
 _TOLD = 3  # tries after which a person is told
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one again and again
 _PIECE = 1 << 20  # bytes
-_LATER = (502, 503, 504)
+_LATER = (429, 502, 503, 504)
+_MOST_PAUSE = 30.0  # seconds that a server may ask to be waited for at a time
 _GONE = (http.client.HTTPException, ConnectionError, socket.gaierror, TimeoutError, OSError)
 
 
@@ -56,6 +58,7 @@ class Transport:
         self.url = url.rstrip("/")
         self._secure, self._host, self._base = parts.scheme == "https", str(parts.hostname), parts.path.rstrip("/")
         self._port, self._token = parts.port, token
+        self.release = ""  # of the server, once it has answered
         self._local = threading.local()
 
     def ask(
@@ -81,6 +84,7 @@ class Transport:
         last: BaseException | None = None
         until = time.monotonic() + PATIENCE
         for tried in itertools.count():
+            pause = 0.0
             try:
                 reply = self._once(method, path, query, sent, {**named, **(headers or {})})
             except ssl.SSLError as error:
@@ -98,14 +102,15 @@ class Transport:
             else:
                 told = MEDIA_TYPE in reply.headers.get("content-type", "")
                 if reply.status not in _LATER or (told and "retry-after" not in reply.headers):
-                    return _checked(reply)
+                    return self._checked(reply)
                 last = raised(json.loads(reply.body)) if told else InfrastructureError(f"status {reply.status}")
                 if tried == _TOLD:
                     print(f"server {self.url}: {last}; trying for two minutes", file=sys.stderr)
+                pause = _told_later(reply)
             if time.monotonic() >= until:
                 break
-            time.sleep(_PAUSES[min(tried, len(_PAUSES) - 1)])
-        if isinstance(last, UnavailableError):
+            time.sleep(pause or _PAUSES[min(tried, len(_PAUSES) - 1)])
+        if isinstance(last, UnavailableError | LimitError):
             raise last
         raise InfrastructureError(
             f"server {self.url} cannot be reached: {_words(last)}; see that it runs, and that its address is right"
@@ -122,7 +127,7 @@ class Transport:
             connection.request("GET", self._path(path, query), headers=self._headers({"accept": "text/event-stream"}))
             response = connection.getresponse()
             if response.status != http.client.OK:
-                _checked(Reply(response.status, _lower(response), response.read()))
+                self._checked(Reply(response.status, _lower(response), response.read()))
             kind, data = "", b""
             for line in response:
                 word, _, rest = line.rstrip(b"\n").partition(b": ")
@@ -161,7 +166,7 @@ class Transport:
                 yield from fetched(str(response.headers.get("location")))
                 return
             if response.status != http.client.OK:
-                _checked(Reply(response.status, _lower(response), response.read()))
+                self._checked(Reply(response.status, _lower(response), response.read()))
             while piece := response.read(_PIECE):
                 yield piece
             if response.length:
@@ -205,6 +210,37 @@ class Transport:
     def _headers(self, more: Mapping[str, str]) -> dict[str, str]:
         return {"authorization": f"Bearer {self._token}", "user-agent": f"posttrain/{__version__}", **more}
 
+    def _checked(self, reply: Reply) -> Reply:
+        """A good answer.
+
+        Raises:
+            PosttrainError: the problem that the server answered with. ApiVersionError: it speaks another API.
+        """
+        spoken = reply.headers.get("posttrain-api", "")
+        if spoken and str(API_VERSION) not in spoken.split(", "):
+            raise ApiVersionError(
+                f"server {self.url} speaks version {spoken} of the API, and this client (Posttrain {__version__}) "
+                f"version {API_VERSION}; install Posttrain {reply.headers.get('posttrain-version')}, which it has"
+            )
+        self.release = reply.headers.get("posttrain-version", "")
+        if reply.status < http.client.BAD_REQUEST:
+            return reply
+        try:
+            document = json.loads(reply.body)
+        except ValueError:
+            document = {}
+        if not isinstance(document, dict) or "type" not in document:
+            raise InfrastructureError(f"the server answered with status {reply.status} and no problem document")
+        error = raised(document)
+        if isinstance(error, InputError) and UNKNOWN_PARAMETER in str(error) and self.release not in ("", __version__):
+            raise ApiVersionError(f"{error}; {self.skew}") from error
+        raise error
+
+    @property
+    def skew(self) -> str:
+        """What to do where the server is of another release."""
+        return f"server {self.url} is Posttrain {self.release}, this is {__version__}; install Posttrain {self.release}"
+
     def close(self) -> None:
         """Close this thread's connection."""
         self._drop()
@@ -234,16 +270,10 @@ def in_path(template: str, named: Mapping[str, Any]) -> str:
     return template.format_map({name: quote(str(value), safe="") for name, value in named.items()})
 
 
-def _checked(reply: Reply) -> Reply:
-    if reply.status < http.client.BAD_REQUEST:
-        return reply
-    try:
-        document = json.loads(reply.body)
-    except ValueError:
-        document = {}
-    if not isinstance(document, dict) or "type" not in document:
-        raise InfrastructureError(f"the server answered with status {reply.status} and no problem document")
-    raise raised(document)
+def _told_later(reply: Reply) -> float:
+    """Seconds after which a server says to ask again; 0: it says nothing of that."""
+    said = reply.headers.get("retry-after", "")
+    return min(_MOST_PAUSE, float(said)) if said.isdecimal() else 0.0
 
 
 def _lower(response: http.client.HTTPResponse) -> dict[str, str]:

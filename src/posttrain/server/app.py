@@ -18,10 +18,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain._version import __version__
 from posttrain.api.guarding import refuse
-from posttrain.api.operations import API_VERSION, OPERATIONS, PREFIX, Operation
+from posttrain.api.operations import OPERATIONS, PREFIX, Operation
 from posttrain.api.problems import MEDIA_TYPE, problem
+from posttrain.api.versions import API_VERSIONS
 from posttrain.app.workspace import Workspace
-from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError, PosttrainError, UnavailableError
+from posttrain.domain.errors import (
+    ApiVersionError,
+    AuthenticationError,
+    InputError,
+    LimitError,
+    NotFoundError,
+    PosttrainError,
+    UnavailableError,
+)
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.server import blobs, streams
 from posttrain.server.calling import arguments, call, to_json
@@ -29,6 +38,7 @@ from posttrain.server.console import routes as console
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.lanes import HEAVY, READ, in_thread
+from posttrain.server.limits import RETRY_SECONDS, Limits
 from posttrain.server.logs import facts
 from posttrain.server.metering import MEDIA_TYPE as METRICS_TYPE
 from posttrain.server.metering import Meters
@@ -39,11 +49,12 @@ from posttrain.server.worker import INTERFACE
 from posttrain.server.workers import Answers, Refused
 
 log = logging.getLogger("posttrain.server")
-_VERSION = re.compile(r"/v(\d+)(/|$)")
+_VERSION = re.compile(r"/v([0-9]{1,9})(/|$)")
 _UNCHANGED, _OTHER_METHOD = 304, 405
 _AWAY = "5"  # seconds after which a store that does not answer is worth another try
 _UNAVAILABLE = problem(UnavailableError())["type"]
 _SERVERS = 500  # and above: something is wrong with the server, and not with what was asked
+_SPOKEN = ", ".join(map(str, API_VERSIONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,7 @@ class Server:
     secure: bool = False  # browsers reach it over TLS alone
     behind_proxy: bool = False
     meters: Meters = field(default_factory=Meters)
+    limits: Limits = field(default_factory=Limits)
 
 
 def build(server: Server) -> FastAPI:
@@ -107,7 +119,8 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
             if elsewhere is not None:
                 return elsewhere
         lane = HEAVY if operation.heavy else READ
-        found = await in_thread(lane, _asked, server, operation, request, who, body)
+        async with server.limits.taken(who.identity.principal, lane):
+            found = await in_thread(lane, _asked, server, operation, request, who, body)
         if operation.unsafe:
             return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
         tag = f'"{hashlib.sha256(found).hexdigest()[:32]}"'
@@ -163,6 +176,7 @@ class _Around:
                 headers = MutableHeaders(scope=message)
                 headers["posttrain-request"] = request.state.id
                 headers["posttrain-version"] = __version__
+                headers["posttrain-api"] = _SPOKEN
             await send(message)
 
         try:
@@ -188,8 +202,8 @@ def _problem(request: Request, error: Exception) -> Response:
         elif document["status"] >= _SERVERS:
             log.warning("%s", error, extra=told)
     headers = {"www-authenticate": "Bearer"} if document["status"] == 401 else {}
-    headers |= {"retry-after": "1"} if isinstance(error, LaterError) else {}
     headers |= {"retry-after": _AWAY} if document["type"] == _UNAVAILABLE else {}
+    headers |= {"retry-after": str(RETRY_SECONDS)} if isinstance(error, LaterError | LimitError) else {}
     return JSONResponse(document, document["status"], headers, MEDIA_TYPE)
 
 
@@ -207,10 +221,11 @@ async def _http_problem(request: Request, error: Exception) -> Response:
 
 def _refuse_other_version(request: Request) -> None:
     found = _VERSION.match(request.url.path)
-    if found and int(found[1]) != API_VERSION:
-        raise NotFoundError(
-            f"this server speaks version {API_VERSION} of the API, got version {found[1]}; use a client of Posttrain "
-            f"{__version__}"
+    if found and int(found[1]) not in API_VERSIONS:
+        which = "old" if int(found[1]) < min(API_VERSIONS) else "new"
+        raise ApiVersionError(
+            f"this server speaks version {_SPOKEN} of the API, and was asked in version {found[1]} by a client that is "
+            f"too {which}; install Posttrain {__version__}, which it has itself"
         )
 
 
@@ -248,7 +263,7 @@ async def _interface(request: Request) -> Response:
 
 
 async def _version() -> Response:
-    return JSONResponse({"version": __version__, "api": [API_VERSION]})
+    return JSONResponse({"version": __version__, "api": list(API_VERSIONS)})
 
 
 __all__ = ["PREFIX", "Server", "asker", "build"]

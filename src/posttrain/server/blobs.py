@@ -33,6 +33,7 @@ _MOST_BODY = 1 << 10  # bytes
 _PIECES = 16  # of an upload that wait to be written
 _CHUNK = 1 << 20
 _FULL = 0.01  # seconds between two looks whether there is room
+_DIGITS = 16  # of a size that is a number
 _STALLED = 60.0  # seconds without a byte, after which an upload holds no thread any more
 
 
@@ -57,8 +58,12 @@ def add_routes(app: FastAPI, server: Server) -> None:
         return JSONResponse(await in_thread(UPLOAD, ask, request))
 
     async def add(request: Request) -> Response:
-        _, mine = await in_thread(READ, uploads, request, "add_dataset")  # before anything of the body is read
+        who, mine = await in_thread(READ, uploads, request, "add_dataset")  # before anything of the body is read
         start, total = _number(request, "upload-offset"), _number(request, "upload-length")
+        async with server.limits.taken(who.identity.principal, UPLOAD, _size(request)):
+            return await added(request, mine, start, total)
+
+    async def added(request: Request, mine: Uploads, start: int, total: int) -> Response:
         pieces = _Pieces()
 
         def write() -> int:
@@ -190,3 +195,9 @@ def _number(request: Request, name: str) -> int:
     if not value.isascii() or not value.isdigit() or len(value) > 15:
         raise InputError(f"upload: header {name} must be a whole number of bytes, got {value[:40]!r}")
     return int(value)
+
+
+def _size(request: Request) -> int:
+    """Bytes of the body as its sender says; of who does not say, one piece that may wait here."""
+    said = request.headers.get("content-length", "")
+    return int(said) if said.isdecimal() and len(said) < _DIGITS else _PIECES * _CHUNK

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from posttrain.api.codec import adapter, signature
 from posttrain.api.operations import OPERATIONS, FileRef, Operation, RunFile
+from posttrain.api.versions import UNKNOWN_PARAMETER
 from posttrain.domain.errors import InputError
 from posttrain.domain.spelling import nearest
 from posttrain.server.pages import page
@@ -39,7 +40,9 @@ def arguments(operation: Operation, sent: Mapping[str, Any]) -> dict[str, Any]:
     known = operation.parameters
     for name in sent:
         if name not in known:
-            raise InputError(f"{operation.verb}: unknown parameter {name!r}{nearest(name, known)}; remove or rename it")
+            raise InputError(
+                f"{operation.verb}: {UNKNOWN_PARAMETER} {name!r}{nearest(name, known)}; remove or rename it"
+            )
     found = {}
     for name, one in known.items():
         value = sent.get(name, one.default)

@@ -8,11 +8,13 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from posttrain.api.guarding import refuse
 from posttrain.api.operations import PREFIX
@@ -43,6 +45,9 @@ def add_routes(app: FastAPI, server: Server) -> None:
         refuse(found, verb)
         return found
 
+    def principal(request: Request) -> str:
+        return asker(request).identity.principal
+
     def ledger(request: Request) -> Ledger:
         return server.entrance.ledger(asker(request))
 
@@ -59,7 +64,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
             return to_json(status), is_final("run", status.run.state)
 
         stream = _looks(request, look, _Leave(control, request, "status"))
-        return StreamingResponse(stream, headers=_HEADERS, media_type="text/event-stream")
+        return Followed(stream, server.limits.taken(await in_thread(READ, principal, request), FOLLOW))
 
     async def logs(request: Request) -> Response:
         run_id, stage = request.path_params["run_id"], request.query_params.get("stage")
@@ -73,10 +78,23 @@ def add_routes(app: FastAPI, server: Server) -> None:
         vigil = _WhileRead(lambda: asked.run(run_id)) if follow == "true" else None
         pieces = await in_thread(READ, asked.logs, run_id, stage, vigil)
         stream = _printed(request, pieces, vigil, _Leave(control, request, "logs"))
-        return StreamingResponse(stream, headers=_HEADERS, media_type="text/event-stream")
+        return Followed(stream, server.limits.taken(await in_thread(READ, principal, request), FOLLOW))
 
     app.add_api_route(PREFIX + "/runs/{run_id}/watch", watch, methods=["GET"], name="watch")
     app.add_api_route(PREFIX + "/runs/{run_id}/logs", logs, methods=["GET"], name="logs")
+
+
+class Followed(StreamingResponse):
+    """Server-sent events to one follower, who is counted as long as they are sent."""
+
+    def __init__(self, events: AsyncIterator[bytes], counted: AbstractAsyncContextManager[None]) -> None:
+        super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
+        self._counted = counted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raise LimitError before anything is sent where they follow too much already."""
+        async with self._counted:
+            await super().__call__(scope, receive, send)
 
 
 class _Leave:

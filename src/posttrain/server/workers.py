@@ -46,7 +46,7 @@ class Workers:
         deadline: seconds that a request may take, its wait for a worker included.
     """
 
-    def __init__(self, root: Path, words: Sequence[str] = (), most: int = 2, deadline: float = 900.0) -> None:
+    def __init__(self, root: Path, words: Sequence[str] = (), most: int = 3, deadline: float = 900.0) -> None:
         self._root, self._words, self._deadline = root, words, deadline
         self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: one that may be started
         for _ in range(most):

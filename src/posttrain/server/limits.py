@@ -1,0 +1,83 @@
+"""What one principal may have under way at once: beyond it they wait, and beyond that they are told to ask later.
+
+So whoever asks much keeps only themselves waiting: of the threads and workers there are always some that they cannot
+have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+from posttrain.domain.errors import LimitError
+from posttrain.server.lanes import FOLLOW, HEAVY, READ, UPLOAD
+
+RETRY_SECONDS = 1  # that whoever was refused is told to wait
+MOST_BYTES = 256 << 20  # of uploads by one principal that are under way
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """Of one kind of requests by one principal."""
+
+    running: int  # fewer than there are threads or workers for it
+    known: int  # with those that wait
+
+
+MOST = {READ: Most(24, 500), HEAVY: Most(2, 16), UPLOAD: Most(12, 12), FOLLOW: Most(32, 32)}
+_WORDS = {READ: "requests", HEAVY: "requests that compute", UPLOAD: "uploads", FOLLOW: "followers"}
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one principal has under way in one lane."""
+
+    turn: anyio.CapacityLimiter
+    known: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class Limits:
+    """Of every principal of a server. It is asked by the event loop alone."""
+
+    most: dict[str, Most] = field(default_factory=lambda: dict(MOST))
+    most_bytes: int = MOST_BYTES
+    _held: dict[tuple[str, str], _Held] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def taken(self, principal: str, lane: str, size: int = 0) -> AsyncIterator[None]:
+        """Have a request of this kind under way, once it is its turn.
+
+        Args:
+            size: bytes of an upload; a single one may be as large as it likes.
+
+        Raises:
+            LimitError: they have too many already.
+        """
+        key, most = (principal, lane), self.most[lane]
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = _Held(anyio.CapacityLimiter(most.running))
+        if held.known >= most.known:
+            raise LimitError(
+                f"{principal}: at most {most.known} {_WORDS[lane]} at once, got one more; wait for {RETRY_SECONDS} s"
+            )
+        if held.bytes and held.bytes + size > self.most_bytes:
+            raise LimitError(
+                f"{principal}: at most {self.most_bytes} bytes of uploads at once, got {size} more; "
+                f"wait for {RETRY_SECONDS} s"
+            )
+        held.known += 1
+        held.bytes += size
+        try:
+            async with held.turn:
+                yield
+        finally:
+            held.known -= 1
+            held.bytes -= size
+            if not held.known:
+                self._held.pop(key, None)

@@ -1,0 +1,149 @@
+"""Whoever asks much keeps themselves waiting, and nobody else."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_bench import Answer, ServerBench, served
+
+from posttrain.client.transport import Transport
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import LimitError
+from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.roles import Role
+from posttrain.server.lanes import FOLLOW, HEAVY, UPLOAD
+from posttrain.server.limits import MOST, Limits, Most
+
+P = "/v1/projects/default"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[ServerBench]:
+    with served(tmp_path) as made:
+        made.person("ann", Role.ADMIN)
+        made.person("ben", Role.ADMIN)
+        yield made
+
+
+def limits(bench: ServerBench) -> Limits:
+    found: Limits = bench.app.state.server.limits
+    return found
+
+
+def refused(answer: Answer) -> bool:
+    if answer.status != 429:
+        return False
+    assert answer.json["type"] == "urn:posttrain:problem:limit"
+    assert (answer.headers["retry-after"], answer.json["retryable"]) == ("1", True)
+    assert "posttrain_" not in answer.body.decode()
+    return True
+
+
+class Slow:
+    """Workers that answer one of them when they are let."""
+
+    def __init__(self, bench: ServerBench, name: str) -> None:
+        self.name, self.begun, self.go = name, threading.Semaphore(0), threading.Event()
+        self._real = bench.workers.ask
+        bench.workers.ask = self.ask  # type: ignore[method-assign]
+
+    def ask(self, asker: Mapping[str, Any], *words: Any) -> bytes:
+        if asker["principal"] == self.name:
+            self.begun.release()
+            self.go.wait()
+        return self._real(asker, *words)
+
+
+def test_one_who_asks_for_much_takes_no_worker_from_others(bench: ServerBench) -> None:
+    slow, found = Slow(bench, "user:ann"), list[Answer]()
+    ann, ben = bench.tokens["ann"], bench.tokens["ben"]
+    asked = MOST[HEAVY].known + 8  # more than the lane has threads
+
+    def ask() -> None:
+        found.append(bench.ask("GET", f"{P}/lineage?target=x", ann))
+
+    threads = [threading.Thread(target=ask) for _ in range(asked)]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(MOST[HEAVY].running):
+            slow.begun.acquire()
+        while len(found) < 8:  # those beyond what may wait are refused at once
+            pass
+        assert all(refused(one) for one in found)
+        assert not slow.begun.acquire(blocking=False), "no more of them than may run"
+        assert bench.ask("GET", f"{P}/lineage?target=x", ben).status == 404
+        assert bench.ask("GET", f"{P}/whoami", ann).status == 200
+    finally:
+        slow.go.set()
+        for thread in threads:
+            thread.join()
+    assert sorted(one.status for one in found) == [404] * MOST[HEAVY].known + [429] * 8
+    assert not limits(bench)._held
+
+
+def test_a_client_waits_as_it_is_told(bench: ServerBench) -> None:
+    limits(bench).most[HEAVY] = Most(1, 1)
+    slow = Slow(bench, "user:ann")
+    ann, done = bench.tokens["ann"], list[Any]()
+    first = threading.Thread(target=bench.ask, args=("GET", f"{P}/lineage?target=x", ann))
+    first.start()
+    slow.begun.acquire()
+    second = threading.Thread(target=lambda: done.append(bench.control(ann).dead(None)))
+    second.start()
+    assert refused(bench.ask("GET", f"{P}/lineage?target=x", ann))
+    assert not done
+    slow.go.set()
+    first.join()
+    second.join()
+    assert done == [[]]
+
+
+def test_followers_of_one_are_counted_until_they_leave(bench: ServerBench) -> None:
+    limits(bench).most[FOLLOW] = Most(2, 2)
+    run = RunRecord("r-00000001", "r", digest_json(1), "pending", "ann", 1.0)
+    with bench.workspace.ledger.transaction("user:ann") as transaction:
+        transaction.insert_run(run, [StageRecord(run.id, "hold", 0, "wait", "pending")])
+    path = f"{P}/runs/{run.id}/watch"
+    head = f"GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {bench.tokens['ann']}\r\n\r\n"
+    followers = [socket.create_connection(("127.0.0.1", bench.port)) for _ in range(2)]
+    for one in followers:
+        one.sendall(head.encode())
+        assert b"200" in one.recv(4096)
+    assert refused(bench.ask("GET", path, bench.tokens["ann"]))
+    with pytest.raises(LimitError):
+        next(Transport(bench.url, bench.tokens["ann"]).stream(path))
+    assert next(Transport(bench.url, bench.tokens["ben"]).stream(path))[0] == "status"
+    for one in followers:
+        one.close()
+    while True:  # until they are known to have left
+        try:
+            assert next(Transport(bench.url, bench.tokens["ann"]).stream(path))[0] == "status"
+        except LimitError:
+            continue
+        break
+
+
+def test_bytes_of_uploads_of_one_are_counted(bench: ServerBench) -> None:
+    limits(bench).most_bytes = 1000
+    digest = "sha256:" + "ab" * 32
+    head = f"PATCH {P}/blobs/{digest} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {bench.tokens['ann']}\r\n"
+    sizes = {"upload-offset": "0", "upload-length": "900"}
+    with socket.create_connection(("127.0.0.1", bench.port)) as one:
+        one.sendall(f"{head}upload-offset: 0\r\nupload-length: 900\r\ncontent-length: 900\r\n\r\n1".encode())
+        while ("user:ann", UPLOAD) not in limits(bench)._held:
+            pass
+        other = "sha256:" + "cd" * 32
+        assert refused(bench.ask("PATCH", f"{P}/blobs/{other}", bench.tokens["ann"], b"x" * 200, sizes))
+        sent = bench.ask("PATCH", f"{P}/blobs/{other}", bench.tokens["ben"], b"x" * 200, sizes)
+        assert sent.json == {"held": False, "offset": 200}
+    while limits(bench)._held:
+        pass
+    large = {"upload-offset": "0", "upload-length": "5000"}
+    sent = bench.ask("PATCH", f"{P}/blobs/{'sha256:' + 'ef' * 32}", bench.tokens["ann"], b"x" * 4000, large)
+    assert sent.json == {"held": False, "offset": 4000}, "one alone may be as large as it likes"
