@@ -60,7 +60,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
     async def add(request: Request) -> Response:
         who, mine = await in_thread(READ, uploads, request, "add_dataset")  # before anything of the body is read
         start, total = _number(request, "upload-offset"), _number(request, "upload-length")
-        async with server.limits.taken(who.identity.principal, UPLOAD, _size(request)):
+        async with server.limits.taken(who.identity.principal, UPLOAD, _weight(request)):
             return await added(request, mine, start, total)
 
     async def added(request: Request, mine: Uploads, start: int, total: int) -> Response:
@@ -197,7 +197,7 @@ def _number(request: Request, name: str) -> int:
     return int(value)
 
 
-def _size(request: Request) -> int:
+def _weight(request: Request) -> int:
     """Bytes of the body as its sender says; of who does not say, one piece that may wait here."""
     said = request.headers.get("content-length", "")
     return int(said) if said.isdecimal() and len(said) < _DIGITS else _PIECES * _CHUNK
