@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from console_bench import ATTACK, CHANNEL, Browser, ConsoleWorld, console_world
 from server_bench import KEY, Answer
+from web_pages import TWO
 
 from posttrain.access.authenticators import session
 from posttrain.domain.roles import Role
@@ -33,7 +37,12 @@ def ann(world: ConsoleWorld) -> Browser:
 def pages(world: ConsoleWorld) -> list[str]:
     evil = quote(CHANNEL, safe="")
     return [
-        *(f"{HOME}/runs", f"{HOME}/runs?q={quote(ATTACK)}", f"{HOME}/runs?limit=1", f"{HOME}/runs/{world.run}"),
+        *(
+            f"{HOME}/runs",
+            f"{HOME}/runs?q={quote(ATTACK)}",
+            f"{HOME}/runs?before={world.run}",
+            f"{HOME}/runs/{world.run}",
+        ),
         *(f"{HOME}/runs/{world.hostile}", f"{HOME}/runs/{world.run}/report", f"{HOME}/runs/{world.run}/report?part=1"),
         *(f"{HOME}/runs/{world.run}/log", f"{HOME}/compare", f"{HOME}/compare?runs={quote(ATTACK)}"),
         f"{HOME}/compare?runs={world.run}/base-eval&runs={world.run}",
@@ -123,7 +132,7 @@ def test_no_page_answers_500_on_odd_ids(world: ConsoleWorld, ann: Browser) -> No
             f"/runs?q={word}",
         ):
             assert ann.get(HOME + path).status < 500, path
-        for path in (f"/compare?runs={word}&runs={word}", f"/runs?limit={word}", f"/channels/prod/rollback?to={word}"):
+        for path in (f"/compare?runs={word}&runs={word}", f"/runs?before={word}", f"/channels/prod/rollback?to={word}"):
             assert ann.get(HOME + path).status < 500, path
         assert ann.get(f"{HOME}/live?of={word}").status < 500
         assert ann.get(f"/projects/{word}/runs").status < 500
@@ -291,6 +300,53 @@ def test_a_rollback_wants_a_reason_and_the_release_that_was_seen(world: ConsoleW
     told = ledger.channel_events("prod", "channel.rollback")[-1]
     assert (told.payload["why"], told.auth) == (f"worse {ATTACK}", session.SESSION)
     assert "worse &lt;/pre&gt;" in text_of(zoe.get(f"{HOME}/channels/prod"))
+
+
+def test_an_approver_lets_a_release_go_and_another_one_rejects_it(world: ConsoleWorld) -> None:
+    made = world.world
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made.root)
+        made.write("waits.yaml", TWO.replace("channel: prod", "channel: guarded").replace("seed: 17", "seed: 18"))
+        assert made("run", "waits.yaml", "--timeout", "200").exit_code == 12
+    ledger = world.bench.workspace.ledger
+    ann, viewer = world.browser("ann"), world.browser("lou", Role.VIEWER)
+    shown = text_of(ann.get(f"{HOME}/channels/guarded"))
+    (request,) = re.findall(r'name="request" value="(sha256:[0-9a-f]{64})"', shown)
+    assert "Waits for approval" in shown
+    assert 'name="request"' not in text_of(viewer.get(f"{HOME}/channels/guarded"))
+    place = f"{HOME}/channels/guarded/approvals"
+    said = {"form_token": ann.token(f"{HOME}/channels"), "request": request, "verdict": "reject", "reason": ATTACK}
+    assert viewer.post(place, {**said, "form_token": viewer.token(f"{HOME}/channels")}).status == REFUSED
+    for changed in ({"verdict": "erase"}, {"request": "sha256:" + "0" * 64}, {"request": ""}):
+        assert ann.post(place, {**said, **changed}).status == 422
+    assert ann.post(place, said).headers["location"] == f"{HOME}/channels/guarded"
+    assert "rejected by user:ann: &lt;/pre&gt;" in text_of(ann.get(f"{HOME}/channels/guarded"))
+    assert ann.post(place, {**said, "verdict": "approve"}).status == 303
+    bob = world.browser("bob")
+    given = {**said, "verdict": "approve", "form_token": bob.token(f"{HOME}/channels"), "reason": "the numbers hold"}
+    assert bob.post(place, given).status == 303
+    assert "approved by user:bob: the numbers hold" in text_of(bob.get(f"{HOME}/channels/guarded"))
+    assert ledger.history("guarded") == []  # whoever drives the run releases it
+
+
+def test_a_long_list_comes_in_pages(world: ConsoleWorld, ann: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.server.console.pages.PAGE", 1)
+    seen, place = [], f"{HOME}/runs"
+    while place:
+        shown = text_of(ann.get(place))
+        older = re.search(r'rel="next" href="([^"]+)"', shown)
+        place = older[1] if older else ""
+        seen.append(place)
+    assert len(seen) == len(world.bench.workspace.ledger.runs()) + 1
+
+
+def test_the_server_draws_its_own_pages_without_anything_large(world: ConsoleWorld) -> None:
+    """Curves, gates and comparisons are a worker's: numpy alone is 40 MB."""
+    program = Path(__file__).parent / "console_pages.py"
+    words = [str(world.world.root / ".posttrain"), world.run, world.bench.person("max", Role.APPROVER)]
+    asked = [sys.executable, str(program), *words]
+    shown = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=500)
+    assert shown.stdout.splitlines()[-1] == "[]", shown.stdout
 
 
 def test_a_run_is_stopped_by_a_submitter(world: ConsoleWorld) -> None:

@@ -15,15 +15,15 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from posttrain.api.guarding import refuse
 from posttrain.domain.errors import CapacityError, InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.server.console.pages import PAGE
 from posttrain.server.console.visiting import HEADERS
-from posttrain.server.lanes import READ, in_thread
-from posttrain.server.streams import is_ending
+from posttrain.server.lanes import FOLLOW, READ, in_thread
+from posttrain.server.streams import Followed, is_ending
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -36,6 +36,7 @@ _AGAIN = 5.0  # seconds between two looks whether whoever follows still may
 _SILENT = 15.0  # seconds after which a comment keeps the connection open
 _LONGEST = 900.0  # seconds of one stream; the browser opens another one
 _KEPT = 256  # marks
+_RUN = "run/"
 
 
 class Live:
@@ -73,14 +74,18 @@ class Live:
         """A stream of events `changed`."""
         of = request.query_params.get("of", "")
         visit = await in_thread(READ, enter, request)
+        if of.startswith(_RUN):
+            run_id = of.removeprefix(_RUN)
+            found = await visit.server.peers.answer(request, lambda: visit.server.entrance.ledger(visit.asker), run_id)
+            if found is not None:
+                return found
         told = await in_thread(READ, self.mark, visit, of)
         if self.followers >= MOST:
             raise CapacityError("too many follow pages of this server; reload instead")
-        return StreamingResponse(
-            self._told(request, enter, visit, of, told),
-            headers={**HEADERS, "x-accel-buffering": "no"},
-            media_type="text/event-stream",
-        )
+        counted = visit.server.limits.taken(visit.asker.identity.principal, FOLLOW)
+        stream = Followed(self._told(request, enter, visit, of, told), counted)
+        stream.headers.update(HEADERS)
+        return stream
 
     async def _told(
         self, request: Request, enter: Callable[[Request], Visit], visit: Visit, of: str, told: str

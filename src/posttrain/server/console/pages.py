@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 COMPARED = 6  # runs side by side: more fit no window
 ROLLED_BACK = "channel.rollback"  # the event
 PAGE = 50  # runs of a page
-_MOST = 1000  # runs that a list grows to
 _QUEUE = 200  # unfinished runs of a kind that are shown
 
 
@@ -33,26 +32,24 @@ def run_list(visit: Visit) -> Response:
             return visit.goes_to(f"/runs/{visit.control.run(wanted).id}")
         except (NotFoundError, InputError) as error:
             note = str(error)
-    limit = _limit(words.get("limit", ""))
-    queue, newest = visit.control.queue(_QUEUE), visit.control.ls(limit)
+    before = words.get("before") or None
+    newest = visit.control.ls(PAGE, before)
+    queue = [] if before else visit.control.queue(_QUEUE)
     ended = [one for one in newest if is_final("run", one.run.state)]
     return visit.page(
         "runs",
-        live="runs",
+        live="" if before else "runs",  # what is older stays as it is
         groups=(("Waiting", _waiting(queue, True)), ("Running", _waiting(queue, False)), ("Ended", ended)),
         note=note,
         wanted=wanted,
-        more=min(_MOST, limit + PAGE) if len(newest) == limit < _MOST else 0,
+        before=before,
+        older=newest[-1].run.id if len(newest) == PAGE else "",
     )
 
 
 def _waiting(queue: Sequence[RunStatus], waits: bool) -> list[RunStatus]:
     """Those of the queue of which no stage runs, or the others."""
     return [one for one in queue if waits != any(s.record.state == StageState.RUNNING for s in one.stages)]
-
-
-def _limit(word: str) -> int:
-    return min(_MOST, max(1, int(word))) if word.isdecimal() and len(word) < 6 else PAGE
 
 
 def run(visit: Visit) -> Response:

@@ -48,6 +48,7 @@ _FORMS: dict[str, _Page] = {
     "/channels/{channel}/approvals": pages.decide,
 }
 _NOT_MODIFIED_SECONDS = 3600
+_LONGEST = 1000  # characters of a name
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
@@ -80,8 +81,8 @@ def _enter(server: Server, request: Request) -> Visit:
         raise AuthenticationError("log in to this project")
     who = sessions.asker(server, secret, project)
     request.state.asker, request.state.principal = who, server.entrance.known_as(who)
-    odd = [word for word in request.path_params.values() if not word.isprintable() or len(word) > 300]
-    if odd:
+    words = [*request.path_params.values(), *(word for _, word in request.query_params.multi_items())]
+    if any(not word.isprintable() or "\ufffd" in word or len(word) > _LONGEST for word in words):
         raise NotFoundError("there is nothing of that name")
     control = server.entrance.control(who, request.state.id)
     return Visit(server, request, who, secret, control, control.whoami().role, {})
@@ -92,13 +93,28 @@ def _shown(server: Server, page: _Page, lane: str) -> Callable[[Request], Awaita
         visit = None
         try:
             visit = await in_thread(READ, _enter, server, request)
-            return await in_thread(lane, page, visit)
+            elsewhere = await _elsewhere(visit)
+            if elsewhere is not None:
+                return elsewhere
+            async with server.limits.taken(visit.asker.identity.principal, lane):
+                return await in_thread(lane, page, visit)
         except AuthenticationError:
             return _to_login(request)
         except Exception as error:
             return await in_thread(READ, failed, request, error, visit)
 
     return answer
+
+
+async def _elsewhere(visit: Visit) -> Response | None:
+    """A run's page from the server of the host that has its jobs; None: from this one."""
+    run_id = visit.request.path_params.get("run")
+    if run_id is None:
+        return None
+    found = await visit.server.peers.answer(visit.request, lambda: visit.server.entrance.ledger(visit.asker), run_id)
+    if found is not None:
+        found.headers.update(HEADERS)
+    return found
 
 
 def _done(server: Server, page: _Page) -> Callable[[Request], Awaitable[Response]]:
@@ -108,7 +124,8 @@ def _done(server: Server, page: _Page) -> Callable[[Request], Awaitable[Response
             visit = await in_thread(READ, _enter, server, request)
             fields = await sessions.read_form(request)
             sessions.refuse_foreign(request, fields, visit.secret)
-            return await in_thread(HEAVY, page, visit.sending(fields))
+            async with server.limits.taken(visit.asker.identity.principal, HEAVY):
+                return await in_thread(HEAVY, page, visit.sending(fields))
         except Exception as error:
             return await in_thread(READ, failed, request, error, visit)
 

@@ -104,9 +104,12 @@ async def read_form(request: Request) -> dict[str, str]:
         if len(body) > MOST_BYTES:
             raise InputError(f"a form must have at most {MOST_BYTES} bytes")
     try:
-        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=50))
+        fields = dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=50, errors="strict"))
     except ValueError as error:
         raise InputError("a form must be text in UTF-8 of at most 50 fields") from error
+    if any("\0" in value for value in fields.values()):
+        raise InputError("a form must be text, got a NUL character in it")
+    return fields
 
 
 def refuse_foreign(request: Request, fields: Mapping[str, str], secret: str) -> None:
