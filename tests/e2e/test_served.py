@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,10 @@ import psutil
 import pytest
 from tiny_run import RUN
 from workbench import Reference, Workbench
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+from console_bench import Browser
+from server_bench import ServerBench
 
 pytestmark = pytest.mark.slow
 
@@ -212,3 +217,21 @@ def test_no_token_is_written_down(served: Served, tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org"])
 def test_a_server_that_others_can_reach_needs_tls(empty: Workbench, host: str) -> None:
     assert "--tls-certificate" in empty.run("serve", "--host", host, "--port", "0", code=2).error
+
+
+def test_a_browser_sees_what_real_jobs_do(served: Served) -> None:
+    host = served.host
+    host.write("run.yaml", RUN)
+    host.run("run", "run.yaml")
+    run_id = host.run_id()
+    secret = host.run("token", "issue", "user:root", "--role", "viewer", "-o", "json").json["secret"]
+    ann = Browser(ServerBench(None, served.url, None))  # type: ignore[arg-type]  # which is asked over HTTP alone
+    assert ann.log_in(secret).status == 303
+    status = ann.get(f"/projects/default/runs/{run_id}").body.decode()
+    report = ann.get(f"/projects/default/runs/{run_id}/report").body.decode()  # drawn by a worker's process
+    assert "succeeded" in status
+    for words in ("grpo: curves", "responses while it trained", "Gates", "Lineage", "<svg"):
+        assert words in report, words
+    assert ann.get(f"/projects/default/runs/{run_id}/log").status == 200
+    server = psutil.Process(served.process.pid)
+    assert server.memory_info().rss < 150 << 20

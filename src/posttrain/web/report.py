@@ -160,13 +160,14 @@ def run_report(path: Path, report: RunReport) -> None:
     write_page(path, render_run_report(report), "run report")
 
 
-def render_run_report(report: RunReport, name: str = "run.html") -> str:
+def render_run_report(report: RunReport, name: str = "run.html", *, stages: bool = True) -> str:
     """The page as HTML, under 2 MB; the same report gives the same text.
 
     Args:
         name: of the template; `_run.html` is what stands in the page of a server.
+        stages: with the table of them, which a page of the server may have already.
     """
-    return fitted(lambda sizes: _render(report, sizes, name))
+    return fitted(lambda sizes: _render(report, sizes, name, stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +180,14 @@ class CurvesView:
     left_out: int
 
 
-def _render(report: RunReport, sizes: Sizes, name: str) -> str:
+def _render(report: RunReport, sizes: Sizes, name: str, stages: bool) -> str:
     pictures = [
         whiskers(row.metric, [(_AFTER, row.estimate), *((_BEFORE, one.estimate) for one in row.before)])
         for row in report.scores.rows
     ]
     return template(name).render(
         report=report,
+        stages=stages,
         scales=[scale(verdict) for verdict in report.gates],
         pictures=pictures,
         curves=_panels(report.curves, sizes),

@@ -30,8 +30,8 @@ def drawn(control: Control, sent: Mapping[str, Any]) -> str:
     return draw(control, **words)
 
 
-def _report(control: Control, run_id: str) -> str:
-    return render_run_report(control.report(run_id), "_run.html")
+def _report(control: Control, run_id: str, stages: bool) -> str:
+    return render_run_report(control.report(run_id), "_run.html", stages=stages)
 
 
 def _compare(control: Control, words: Sequence[str]) -> str:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from posttrain.api.guarding import refuse
 from posttrain.domain.errors import CapacityError, InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.server.console.pages import PAGE
@@ -53,10 +52,9 @@ class Live:
         Raises:
             InputError: there is no such page.
         """
-        verb, does = _LOOKS.get(of.partition("/")[0], (None, None))
-        if verb is None or does is None:
+        does = _LOOKS.get(of.partition("/")[0])
+        if does is None:
             raise InputError(f"live: of must be runs, run/ID, channels or channel/NAME, got {of[:80]!a}")
-        refuse(visit.control, verb)
         key = visit.project, of
         with self._lock:
             at, known = self._marks.get(key, (-_EVERY, ""))
@@ -140,9 +138,10 @@ def _channel(control: Control, name: str) -> Any:
     return control.channel(name), control.approval_requests(name)
 
 
-_LOOKS: dict[str, tuple[str, Callable[[Control, str], Any]]] = {
-    "runs": ("ls", _runs),
-    "run": ("watcher", _run),
-    "channels": ("channels", _channels),
-    "channel": ("channel", _channel),
+# each asks what whoever is logged in may look at, which is why nobody is asked again where a mark is known
+_LOOKS: dict[str, Callable[[Control, str], Any]] = {
+    "runs": _runs,
+    "run": _run,
+    "channels": _channels,
+    "channel": _channel,
 }

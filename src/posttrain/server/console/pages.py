@@ -61,8 +61,9 @@ def run(visit: Visit) -> Response:
 def report(visit: Visit) -> Response:
     """Scores, gates, curves, samples, costs, lineage."""
     run_id = visit.control.run(visit.named("run")).id  # what is not there keeps no worker busy
-    drawn = visit.drawn("report", run_id=run_id)
-    if "part" in visit.request.query_params:
+    part = "part" in visit.request.query_params  # of the page of the run, which shows the stages itself
+    drawn = visit.drawn("report", run_id=run_id, stages=not part)
+    if part:
         return visit.page("part", drawn=drawn)
     return visit.page("report", run_id=run_id, drawn=drawn)
 
