@@ -141,6 +141,7 @@ def test_a_job_on_a_host_that_is_gone_waits_for_a_persons_word(two: Two) -> None
     hosts_of(two.b).beat()
     two.pass_over(run_id, two.b)
     assert two.b.launched == [], "its job may live"
+    assert WorkQueue(two.b.ledger, "b:1:0").rows("run")[0].affinity == "a" * 32
     word = assume_dead(two.b.stores, two.b.jobs, run_id, "sft")
     assert (word.reason, word.host) == ("AssumedDead", "b" * 32)
     assert two.b.drive(run_id).state == "succeeded"

@@ -203,13 +203,16 @@ def logs(
     run_id = control.run(run).id
     pieces = control.logs(run_id, stage, control.vigil(run_id, aside, timeout) if follow else None)
     if output is Output.JSON:
-        emit_json([{**asdict(file), "path": str(file.path), "text": text} for file, text in pieces])
+        named = [
+            ({"run_id": one.run_id, "stage": one.stage, "attempt": one.attempt}, one.path, text) for one, text in pieces
+        ]
+        emit_json([{**name, "path": path and str(path), "text": text} for name, path, text in named])
         return
     last = None
     for file, text in pieces:
         if file != last:
             last = file
-            say(f"==> {file.run_id} {file.stage} attempt {file.attempt} ({file.path})")
+            say(f"==> {file.run_id} {file.stage} attempt {file.attempt}{f' ({file.path})' if file.path else ''}")
         pass_on(text, end=not follow)
         sys.stdout.flush()
     if last is None:

@@ -14,7 +14,7 @@ from posttrain.cli.tables import Column, Grid
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
-from posttrain.domain.reasons import HELD_UP, meaning
+from posttrain.domain.reasons import meaning
 from posttrain.domain.records import AssetStatus, AttemptRecord, ChannelRecord, Event, Look, Quarantine, ReleaseEntry
 from posttrain.domain.waits import span
 from posttrain.planner.feasibility import gib
@@ -120,7 +120,7 @@ def _stage_line(stage: StageStatus) -> Text:
     elif row.state == StageState.RUNNING:
         under_way = progress.total and not progress.stale
         line.append(f"  step {progress.step}/{progress.total}" if under_way else "  starting")
-        if row.reason in HELD_UP:
+        if stage.held_up:
             line.append(f"  {stage.reason}", style=style("warn"))
         elif progress.eta is not None:
             line.append(f"  eta {duration(progress.eta)}", style="dim")

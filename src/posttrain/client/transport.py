@@ -20,7 +20,14 @@ from posttrain._version import __version__
 from posttrain.api.problems import MEDIA_TYPE, raised
 from posttrain.api.versions import API_VERSION, UNKNOWN_PARAMETER
 from posttrain.client.direct import fetched
-from posttrain.domain.errors import ApiVersionError, InfrastructureError, InputError, LimitError, UnavailableError
+from posttrain.domain.errors import (
+    ApiVersionError,
+    InfrastructureError,
+    InputError,
+    LedgerUnavailableError,
+    LimitError,
+    UnavailableError,
+)
 
 ANSWER_SECONDS = 960.0  # longer than a server lets a request take
 _CONNECT_SECONDS = 30.0
@@ -110,7 +117,7 @@ class Transport:
             if time.monotonic() >= until:
                 break
             time.sleep(pause or _PAUSES[min(tried, len(_PAUSES) - 1)])
-        if isinstance(last, UnavailableError | LimitError):
+        if isinstance(last, UnavailableError | LedgerUnavailableError | LimitError):
             raise last
         raise InfrastructureError(
             f"server {self.url} cannot be reached: {_words(last)}; see that it runs, and that its address is right"

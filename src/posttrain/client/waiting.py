@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.api.codec import answer
@@ -27,6 +28,7 @@ class RemoteLog:
     run_id: str
     stage: str
     attempt: int
+    path: Path | None = None  # on a machine that is not ours
 
 
 class RemoteWatcher:

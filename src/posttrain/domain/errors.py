@@ -24,6 +24,7 @@
     │   ├── ApprovalError               9   an approval is missing, or was refused
     │   └── StaleWriteError             9   a ledger row changed since it was read       (retryable)
     ├── WorkspaceError                 10   no workspace, read-only, disk full, newer schema
+    │   └── LedgerUnavailableError     10   its database does not answer at the moment   (retryable)
     ├── StoppedError                   11   the run was stopped by a person
     ├── DeadlineError                  12   a wait reached its deadline               (retryable)
     └── AccessError                    13   whoever asks may not do this
@@ -162,6 +163,12 @@ class WorkspaceError(PosttrainError):
     """The workspace cannot be used as it stands."""
 
     exit_code = 10
+
+
+class LedgerUnavailableError(WorkspaceError):
+    """The ledger's database cannot be reached at the moment."""
+
+    retryable = True
 
 
 class StoppedError(PosttrainError):

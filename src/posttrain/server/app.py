@@ -26,6 +26,7 @@ from posttrain.domain.errors import (
     ApiVersionError,
     AuthenticationError,
     InputError,
+    LedgerUnavailableError,
     LimitError,
     NotFoundError,
     PosttrainError,
@@ -51,8 +52,8 @@ from posttrain.server.workers import Answers, Refused
 log = logging.getLogger("posttrain.server")
 _VERSION = re.compile(r"/v([0-9]{1,9})(/|$)")
 _UNCHANGED, _OTHER_METHOD = 304, 405
-_AWAY = "5"  # seconds after which a store that does not answer is worth another try
-_UNAVAILABLE = problem(UnavailableError())["type"]
+_AWAY = "5"  # seconds after which a store or a database that does not answer is worth another try
+_UNAVAILABLE = [problem(one)["type"] for one in (UnavailableError(), LedgerUnavailableError())]
 _SERVERS = 500  # and above: something is wrong with the server, and not with what was asked
 _SPOKEN = ", ".join(map(str, API_VERSIONS))
 
@@ -202,7 +203,7 @@ def _problem(request: Request, error: Exception) -> Response:
         elif document["status"] >= _SERVERS:
             log.warning("%s", error, extra=told)
     headers = {"www-authenticate": "Bearer"} if document["status"] == 401 else {}
-    headers |= {"retry-after": _AWAY} if document["type"] == _UNAVAILABLE else {}
+    headers |= {"retry-after": _AWAY} if document["type"] in _UNAVAILABLE else {}
     headers |= {"retry-after": str(RETRY_SECONDS)} if isinstance(error, LaterError | LimitError) else {}
     return JSONResponse(document, document["status"], headers, MEDIA_TYPE)
 

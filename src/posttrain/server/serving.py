@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ _STEADY = 60.0  # seconds after which a driver has lived long enough
 _TIDY = 30.0  # seconds between two looks at idle workers
 _FORGET = 120  # of them between two looks at requests that need not be known any more
 _KEY_BYTES = 32
+_PING = 1.0  # seconds between two questions to the database
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -144,7 +146,8 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         peers, own = Peers(workspace.hosts), {"server": [os.getpid()]}
         meters = Meters(workspace, driver.board.read, lambda: {**own, **driver.ids(), **workers.ids()})
         entrance = Entrance(workspace, key)
-        app = build(Server(workspace, entrance, workers, driver.trouble, peers, bind.secure, bind.behind_proxy, meters))
+        ready = _Ready(driver, workspace.ledger)
+        app = build(Server(workspace, entrance, workers, ready.trouble, peers, bind.secure, bind.behind_proxy, meters))
         driver.start()
         threading.Thread(target=_tidy, args=(workers, workspace.ledger, driver.over), name="tidy", daemon=True).start()
         if workspace.hosts is not None:
@@ -262,6 +265,29 @@ def _listen(bind: Bind) -> Iterator[socket.socket]:
         yield listening
     finally:
         listening.close()
+
+
+class _Ready:
+    """Whether requests are answered and runs driven; the database is asked once a second at most."""
+
+    def __init__(self, driver: _Driver, ledger: Ledger) -> None:
+        self._driver, self._ledger = driver, ledger
+        self._asked, self._away = -_PING, ""
+        self._lock = threading.Lock()
+
+    def trouble(self) -> str:
+        """Why not; empty: they are."""
+        with self._lock:
+            if time.monotonic() - self._asked >= _PING:
+                try:
+                    with self._ledger.database.read() as connection:
+                        connection.exec_driver_sql("SELECT 1")
+                    self._away = ""
+                except PosttrainError as error:
+                    log.warning("%s", error)
+                    self._away = "the ledger's database does not answer"
+                self._asked = time.monotonic()
+            return self._away or self._driver.trouble()
 
 
 class _Driver:

@@ -22,8 +22,9 @@ from urllib.parse import quote
 from sqlalchemy import URL, Connection, create_engine, event, inspect, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from posttrain.domain.errors import ConflictError, DeadlineError, PosttrainError, WorkspaceError
+from posttrain.domain.errors import ConflictError, DeadlineError, LedgerUnavailableError, PosttrainError, WorkspaceError
 from posttrain.domain.ports import Clock
 from posttrain.store import postgres
 from posttrain.store.atomic import unwritable
@@ -266,6 +267,10 @@ class Database:
             ) from error
         except DBAPIError as error:
             raise self._translate(error.orig) from error
+        except PoolTimeoutError as error:
+            raise LedgerUnavailableError(
+                f"ledger {self.place}: all connections of this process are taken; ask again in a while"
+            ) from error
         except sqlite3.Error as error:
             raise self._translate(error) from error
 

@@ -12,7 +12,14 @@ from typing import Any
 from sqlalchemy import URL, Connection, make_url, text
 from sqlalchemy.exc import ArgumentError
 
-from posttrain.domain.errors import ConflictError, DeadlineError, InputError, PosttrainError, WorkspaceError
+from posttrain.domain.errors import (
+    ConflictError,
+    DeadlineError,
+    InputError,
+    LedgerUnavailableError,
+    PosttrainError,
+    WorkspaceError,
+)
 
 SCHEME = "postgresql"
 EXTRA = "pip install 'posttrain[postgres]'"
@@ -20,6 +27,10 @@ _DRIVER = "postgresql+psycopg"
 _SPELLINGS = (SCHEME, "postgres", _DRIVER)
 _SECRETS = ("password", "sslpassword")  # libpq takes these as parameters of a URL, too
 _CONNECT_SECONDS = 10
+_NOTICED = {  # a server that is cut off is noticed in less than a minute
+    **{"keepalives_idle": 20, "keepalives_interval": 5, "keepalives_count": 4},  # seconds, seconds, times
+    "tcp_user_timeout": 40_000,  # milliseconds
+}
 _WORDS = {
     "password authentication failed": "it refuses the password; give the right one by PGPASSWORD or ~/.pgpass",
     "no password supplied": "it asks for a password; give it by PGPASSWORD or ~/.pgpass",
@@ -29,6 +40,7 @@ _WORDS = {
     "starting up": "it is starting; run the command again",
     "shutting down": "it is shutting down; start it and run the command again",
 }
+_PASSING = frozenset(_WORDS[words] for words in ("too many clients", "starting up", "shutting down"))
 _STATES: Mapping[str, str] = {
     "28P01": _WORDS["password authentication failed"],
     "28000": _WORDS["no pg_hba.conf entry"],
@@ -106,7 +118,7 @@ def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:
     given = url.query.get("options", "")
     ours = [f"-c {name}={max(1, int(seconds * 1000))}" for name, seconds in waits.items()]
     options = " ".join([*ours, *([given] if isinstance(given, str) else given)]).strip()
-    arguments: dict[str, Any] = {"options": options, "application_name": "posttrain", "keepalives_idle": 30}
+    arguments: dict[str, Any] = {"options": options, "application_name": "posttrain", **_NOTICED}
     if "connect_timeout" not in url.query:
         arguments["connect_timeout"] = _CONNECT_SECONDS
     arguments = {name: value for name, value in arguments.items() if name == "options" or name not in url.query}
@@ -141,4 +153,7 @@ def translate(error: BaseException | None, place: str, busy_seconds: float) -> P
         reason = next((reason for words, reason in _WORDS.items() if words in said), None)
     if reason is None and (not state or state.startswith(_LOST)):
         reason = f"it cannot be reached, or ended the connection ({said}); see to it and run the command again"
+        return LedgerUnavailableError(f"cannot use the ledger {place}: {reason}")
+    if reason in _PASSING:
+        return LedgerUnavailableError(f"cannot use the ledger {place}: {reason}")
     return WorkspaceError(f"cannot use the ledger {place}: {reason or f'{said}; check its address and its schema'}")

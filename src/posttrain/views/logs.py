@@ -14,6 +14,7 @@ from posttrain.domain.requests import JobRef
 from posttrain.domain.spelling import nearest
 from posttrain.execution.ports import Executor
 from posttrain.store.hosts import Host
+from posttrain.views.hosts import named
 from posttrain.workspace.opened import OpenWorkspace
 
 
@@ -64,9 +65,7 @@ def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -
 
 def not_here(attempt: AttemptRecord, host: Host | None) -> str:
     """Where an attempt ran that did not run here, in one line."""
-    where = f" ({host.url})" if host and host.url else ""
-    name = host.name if host else attempt.host
-    return f"attempt {attempt.number} of {attempt.stage} is on host {name}{where}: ask there"
+    return f"attempt {attempt.number} of {attempt.stage} is on host {named(host) if host else attempt.host}: ask there"
 
 
 def read_all(workspace: OpenWorkspace, run_id: str, stage: str | None) -> Iterator[tuple[LogFile, str]]:

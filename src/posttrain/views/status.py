@@ -25,6 +25,7 @@ from posttrain.domain.waits import span, waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
+from posttrain.views.hosts import on_another_host
 from posttrain.views.rows import Rows
 from posttrain.views.since import as_they_stand
 from posttrain.workspace.opened import OpenWorkspace
@@ -49,6 +50,12 @@ class StageStatus:
     next_action: str
     changed_at: float | None = None  # when the ledger was last told something of it
     begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", where it went on from another stage's checkpoint
+    elsewhere: bool = False  # another host has its job, which does not answer here: `reason` says so
+
+    @property
+    def held_up(self) -> bool:
+        """Whether it runs, and yet waits: `reason` says for what."""
+        return self.elsewhere or self.record.reason in HELD_UP
 
     @property
     def output(self) -> str | None:
@@ -109,7 +116,7 @@ class RunStatus:
         """One line: why it is where it is. Of one that only waits, for what; of one whose job hangs, that it does."""
         under_way = [stage for stage in self.stages if stage.record.state == StageState.RUNNING]
         if is_final("run", self.run.state) or under_way:
-            hung = [f"stage {s.record.name}: {s.reason}" for s in under_way if s.record.reason in HELD_UP]
+            hung = [f"stage {s.record.name}: {s.reason}" for s in under_way if s.held_up]
             return "; ".join(hung) or self.run.message
         waits = [f"stage {stage.record.name} {stage.reason}" for stage in self.stages if waiting(stage.record)]
         return "; ".join(waits) or self.run.message
@@ -219,7 +226,7 @@ class RunWatcher:
         driver = run_driver(self._workspace.root, run, now)
         stages = tuple(self._stage(run, row, own, waiting_for, now) for row, own in zip(rows, attempts, strict=True))
         seconds = (run.finished_at or now) - run.started_at if run.started_at else 0.0
-        action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driver, rows)
+        action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driver, stages)
         metrics = {row.name: row.metrics for row in rows}
         warnings = tuple(choice_warnings(self._manifest, metrics)) if self._manifest else ()
         return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings, signals, asked)
@@ -253,11 +260,12 @@ class RunWatcher:
         live = [attempt.launched_at for attempt in own if attempt.launched_at and attempt.finished_at is None]
         running = sum(max(0.0, now - launched) for launched in live)
         seconds = spending((), own, running=running).seconds  # what the budget is billed, or will be
-        reason, action = _stage_words(run, row, waiting_for.get(row.name, ""), now)
+        words = on_another_host(self._workspace, own)
+        reason, action = words or _stage_words(run, row, waiting_for.get(row.name, ""), now)
         if attempts and not self._begun.get(row.name):
             self._begun[row.name] = trained_elsewhere(self._workspace.stores, self._workspace.jobs.folders, attempts)
         changed, begun = self._changed[row.name][1], self._begun.get(row.name, "")
-        return StageStatus(row, own, progress, seconds, reason, action, changed, begun)
+        return StageStatus(row, own, progress, seconds, reason, action, changed, begun, words is not None)
 
 
 class Vigil:
@@ -369,15 +377,18 @@ def _stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tu
     return row.message or row.state, row.next_action or f"posttrain why {run.id}"
 
 
-def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[StageRecord]) -> str:
+def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[StageStatus]) -> str:
     if run.state == RunState.SUCCEEDED:
         return f"posttrain lineage {run.id} shows what it was made from"
     if driver is None:
         return run.next_action or f"posttrain why {run.id}"
     if run.reason == Reason.SET_ASIDE:
         return run.next_action
+    if any(stage.elsewhere for stage in stages):
+        return next(stage.next_action for stage in stages if stage.elsewhere)
     if driver.kind is not DriverKind.NONE:
-        asked = [stage.next_action for stage in stages if waiting(stage) and stage.next_action.startswith("posttrain")]
+        rows = [stage.record for stage in stages if waiting(stage.record)]
+        asked = [row.next_action for row in rows if row.next_action.startswith("posttrain")]
         return asked[0] if asked else f"posttrain get {run.id} --watch"
     return f"posttrain attach {run.id} drives it on (no process does now)"
 
