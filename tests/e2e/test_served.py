@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from tiny_run import RUN
 from workbench import Reference, Workbench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
