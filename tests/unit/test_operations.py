@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from dataclasses import replace
@@ -14,8 +15,9 @@ from test_control_protocol import VERBS
 
 from posttrain.api.codec import adapter, answer
 from posttrain.api.guarding import NEEDS
-from posttrain.api.operations import ELSEWHERE, OPERATIONS
+from posttrain.api.operations import ELSEWHERE, OF_PAGES, OPERATIONS
 from posttrain.api.problems import problem, raised
+from posttrain.client.remote import RemoteControl
 from posttrain.domain import errors
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.roles import Role
@@ -25,8 +27,10 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 
 def test_every_verb_is_an_operation_or_known_to_be_none() -> None:
-    assert set(OPERATIONS) | ELSEWHERE == VERBS == set(NEEDS)
+    assert set(OPERATIONS) | ELSEWHERE | OF_PAGES == VERBS == set(NEEDS)
     assert not set(OPERATIONS) & ELSEWHERE
+    for verb in VERBS - OF_PAGES:  # a client answers each: by its operation, or by requests of its own
+        assert verb in OPERATIONS or inspect.isfunction(vars(RemoteControl)[verb]), verb
     places = [(one.method, one.path) for one in OPERATIONS.values()]
     assert len(set(places)) == len(places)
 
@@ -45,6 +49,7 @@ def test_what_an_operation_takes_and_answers_can_be_read(verb: str) -> None:
 def test_what_only_looks_is_a_get_and_what_changes_is_none(verb: str) -> None:
     looks = NEEDS[verb] is Role.VIEWER
     posts = {
+        "compare",
         "plan",
         "plan_sweep",
         "rank",

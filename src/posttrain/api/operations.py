@@ -126,6 +126,8 @@ _SWEEP = {"path": RunFile, "overrides": list[Override], "seeds": int, "metric": 
 _OTHERWISE: Mapping[str, Mapping[str, Any]] = {  # parameters that are values which the server has, by what names them
     "scores": {"run_id": str},
     "curves": {"ref": str},
+    "compare": {"words": list[str], "page": bool},
+    "import_mlflow": {"folder": FileRef, "name": str | None},  # as `foreign.carrying` has it
     "evaluate": {  # files: relative path in the words → what lies there
         **{"model": str, "suites": list[str], "settings": dict[str, Any], "runtime": dict[str, Any]},
         **{"reward": dict[str, Any] | None, "seed": int, "again": bool, "files": dict[str, FileRef]},
@@ -162,6 +164,7 @@ _TABLE = {
     "driver": "GET /runs/{run_id}/driver",
     "why": "GET /runs/{run_id}/why heavy",
     "diff": "GET /diffs heavy",
+    "compare": "POST /comparisons heavy",
     "samples": "GET /runs/{run_id}/samples heavy",
     "sample": "GET /runs/{run_id}/samples/{sample} heavy",
     "trackers": "GET /runs/{run_id}/trackers heavy",
@@ -209,6 +212,7 @@ _TABLE = {
     "create_model": "POST /assets/made-models heavy",
     "mark": "POST /assets/marks heavy",
     "import_trl_output": "POST /imports/trl heavy",
+    "import_mlflow": "POST /imports/mlflow heavy",
     "import_wandb_export": "POST /imports/wandb heavy",
     # sinks
     "sinks": "GET /sinks",
@@ -235,20 +239,6 @@ _TABLE = {
     "revoke_token": "DELETE /tokens/{token_id}",
 }
 OPERATIONS: Mapping[str, Operation] = {one.verb: one for one in _operations()}
-# what the client does with other requests, or by itself (see client.remote), what only this machine can do,
-# and what the server's own pages ask
-ELSEWHERE = frozenset(
-    (
-        "drive",
-        "watcher",
-        "vigil",
-        "logs",
-        "outcome",
-        "follow",
-        "import_mlflow",
-        "compare",
-        "close",
-        "report",
-        "comparison",
-    )
-)
+# what the client does with other requests, or by itself (see client.remote)
+ELSEWHERE = frozenset(("drive", "watcher", "vigil", "logs", "outcome", "follow", "close"))
+OF_PAGES = frozenset(("report", "comparison"))  # what the server's own pages ask, of which a client gets the pages

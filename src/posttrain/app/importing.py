@@ -27,6 +27,13 @@ def import_mlflow(workspace: Workspace, where: str, run: str | None = None, name
     return import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", read_mlflow(where, run), name)
 
 
+def import_carried(workspace: Workspace, folder: Path, name: str | None = None) -> Imported:
+    """Register a run that was read on another machine. Raises as `import_trl_output`."""
+    from posttrain.foreign.carrying import carried
+
+    return import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", carried(folder), name)
+
+
 def import_wandb_export(workspace: Workspace, folder: Path, name: str | None = None) -> Imported:
     """Register a W&B run's files. Raises as `import_trl_output`; InputError too where wandb is missing and needed."""
     from posttrain.foreign.wandb_export import read_wandb_export

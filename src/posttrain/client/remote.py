@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -13,14 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import ValidationError
 
 from posttrain.api.codec import adapter, answer, signature
-from posttrain.api.operations import ELSEWHERE, OPERATIONS, PREFIX, RUN_FILES, FileRef, Operation, RunFile
+from posttrain.api.operations import OPERATIONS, PREFIX, RUN_FILES, FileRef, Operation, RunFile
 from posttrain.api.pages import CURSOR, LIMIT
 from posttrain.api.values import Answer, Asked
 from posttrain.client.blobs import Fetcher, Sender, refuse_full
 from posttrain.client.bundling import Bundle
 from posttrain.client.transport import Transport, in_path
 from posttrain.client.waiting import RemoteLog, RemoteVigil, RemoteWatcher
-from posttrain.domain.errors import ApiVersionError, DeadlineError, InputError, PosttrainError
+from posttrain.domain.errors import ApiVersionError, DeadlineError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.overrides import Override
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         Comparison,
         Curve,
         Exported,
+        Imported,
         Locked,
         Point,
         Ranked,
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
 
 _PAGE = 200  # things of one page
 _EVERY, _DRAW = 0.5, 0.1  # seconds between two looks at a run, and between two calls of whoever draws it
-_NOT_YET = "is not answered by a server yet; ask it where the workspace is"
 
 
 class RemoteControl:
@@ -59,10 +60,8 @@ class RemoteControl:
 
     def __getattr__(self, verb: str) -> Any:
         operation = OPERATIONS.get(verb)
-        if operation is None and verb not in ELSEWHERE:
-            raise AttributeError(f"Control has no {verb}")
         if operation is None:
-            raise InputError(f"{verb.replace('_', ' ')} {_NOT_YET}")
+            raise AttributeError(f"Control has no {verb}")
         return self._asking(operation)
 
     def _asking(self, operation: Operation) -> Callable[..., Any]:
@@ -203,9 +202,25 @@ class RemoteControl:
         found: Scores = self._read("scores", body)
         return found
 
-    def compare(self, words: Any, page: Path | None = None) -> Comparison:
-        """See `Runs.compare`."""
-        raise InputError(f"compare {_NOT_YET}")
+    def compare(self, words: Sequence[str], page: Path | None = None) -> Comparison:
+        """See `Runs.compare`: a page is made by the server, and fetched."""
+        sent = {"words": list(words), "page": page is not None}
+        said = json.loads(self._body(OPERATIONS["compare"], sent))
+        if page is not None:
+            self._fetcher.fetch({page.name: said["files"]["comparison.html"]}, page.parent)
+        found: Comparison = self._read("compare", json.dumps(said["value"]).encode())
+        return found
+
+    def import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
+        """See `Assets.import_mlflow`: the store is read here, and what was found is sent."""
+        from posttrain.foreign.carrying import carry
+        from posttrain.foreign.mlflow_run import read_mlflow
+
+        with tempfile.TemporaryDirectory(prefix="posttrain-import-") as folder:
+            sent = self._sender.send(carry(read_mlflow(where, run), Path(folder)), follow_links=True)
+        body = self._body(OPERATIONS["import_mlflow"], {"folder": replace(sent, name="run"), "name": name})
+        found: Imported = self._read("import_mlflow", body)
+        return found
 
     def trackers(self, run_id: str, wait: float = 0.0) -> list[TrackerState]:
         """See `Runs.trackers`."""

@@ -12,11 +12,29 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
+
+
+class _Json:
+    """How pydantic writes an array as JSON: a list of numbers, which give the same array back."""
+
+    def __get_pydantic_core_schema__(self, *_: object) -> CoreSchema:
+        from pydantic_core import core_schema as kinds
+
+        numbers = kinds.list_schema(kinds.float_schema())
+        written = kinds.plain_serializer_function_ser_schema(lambda array: array.tolist(), return_schema=numbers)
+        return kinds.no_info_after_validator_function(
+            lambda found: np.asarray(found, dtype=np.float64), numbers, serialization=written
+        )
+
+
+Array = Annotated[NDArray[np.float64], _Json()]
 
 RESAMPLES = 9_999  # with one more it divides every usual level: the quantile is one of the draws, not between two
 _DRAWS_AT_ONCE = 2_000_000  # bounds the memory of the weights to some 32 MB, whatever the number of items

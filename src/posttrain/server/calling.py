@@ -28,7 +28,14 @@ _MOST_NUMBER = 1 << 63  # what a database counts to
 
 def to_json(value: Any) -> bytes:
     """A verb's answer. Numbers that JSON has not are words: "NaN", "Infinity"."""
-    return pydantic_core.to_json(value, inf_nan_mode="strings")
+    return pydantic_core.to_json(value, inf_nan_mode="strings", fallback=_numbers)
+
+
+def _numbers(value: Any) -> Any:
+    """An array as a list, without a look at numpy, which the server itself does not load."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"{type(value).__name__} has no form as JSON")
+    return value.tolist()
 
 
 def arguments(operation: Operation, sent: Mapping[str, Any]) -> dict[str, Any]:

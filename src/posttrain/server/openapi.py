@@ -30,7 +30,7 @@ _FILES = {  # of verbs that answer with files, which are fetched by their digest
 }
 _OWN: dict[str, dict[str, Any]] = {
     "ask": {"type": "object"},
-    **dict.fromkeys(("export", "write_trace", "write_report"), _FILES),
+    **dict.fromkeys(("compare", "export", "write_trace", "write_report"), _FILES),
 }
 _PROBLEM = {
     "type": "object",

@@ -68,6 +68,20 @@ def export(control: Control, named: Mapping[str, Any], bundles: Bundles | None) 
     return {"value": replace(done, folder=Path(".")), "files": _sent(bundles, _below(Path(_OUT)), to_viewers=False)}
 
 
+def compare(control: Control, named: Mapping[str, Any], bundles: Bundles | None) -> Any:
+    """The comparison, and its page where one is wanted."""
+    page = Path(_OUT, "comparison.html") if named["page"] else None
+    if page is not None:
+        page.parent.mkdir()
+    value = control.compare(named["words"], page)
+    return {"value": value, "files": _sent(bundles, ((one.name, one) for one in [page] if one is not None))}
+
+
+def import_mlflow(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
+    """What the client read of the store."""
+    return control.import_mlflow(str(named["folder"]), None, named["name"])
+
+
 def submit_point(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
     """The run of one point of a sweep, which is planned again: it is what it was, or another one is refused."""
     sweep = _sweep(control, named)
@@ -107,10 +121,12 @@ def _sent(
 
 SPECIAL: Mapping[str, Callable[[Control, Mapping[str, Any], Bundles | None], Any]] = {
     "ask": ask,
+    "compare": compare,
     "curves": curves,
     "detach": driven,
     "evaluate": evaluate,
     "export": export,
+    "import_mlflow": import_mlflow,
     "rank": rank,
     "scores": scores,
     "submit_point": submit_point,

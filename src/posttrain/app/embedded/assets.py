@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.api.values import Asked
+from posttrain.data.confining import is_confined
 
 if TYPE_CHECKING:
     from posttrain.api.values import Exported, Marked, Point, Ranked, Submitted, Sweep
@@ -89,8 +90,10 @@ class Assets:
 
     def import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
         """See `Assets.import_mlflow`."""
-        from posttrain.app.importing import import_mlflow
+        from posttrain.app.importing import import_carried, import_mlflow
 
+        if is_confined():  # the client read it where the store is, and sent what it found
+            return self._imported(import_carried(self.workspace, Path(where), name))
         return self._imported(import_mlflow(self.workspace, where, run, name))
 
     def import_wandb_export(self, folder: Path, name: str | None) -> Imported:

@@ -1,0 +1,180 @@
+"""Verbs whose answers are large, or whose input lies on the client's machine: the same from afar as in process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_world import BAD_REWARD, World, make_world
+from hypothesis import given
+from hypothesis import strategies as st
+from server_bench import KEY, ServerBench, serving
+
+from posttrain.api.codec import adapter
+from posttrain.api.control import Control
+from posttrain.app.embedded.control import control_of
+from posttrain.app.workspace import Workspace
+from posttrain.decision.gates import Evidence
+from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.foreign.carrying import RUN as FOUND
+from posttrain.foreign.carrying import carried, carry
+from posttrain.foreign.outside import FoundModel, Named, OutsideRun, Points
+from posttrain.server.calling import to_json
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, list[str]]]:
+    """A good run and a spoiled one."""
+    with pytest.MonkeyPatch.context() as patch:
+        world = make_world(tmp_path_factory.mktemp("compare"), patch)
+        world.prepare()
+        world.ok("run", "run.yaml")
+        good = world.newest()
+        world.ok("asset", "add", "reward:sort", world.write("reward_v2.py", BAD_REWARD))
+        assert world("run", "run.yaml").exit_code == 3
+        yield world, [good, world.newest()]
+
+
+@pytest.fixture(scope="module")
+def bench(story: tuple[World, list[str]]) -> Iterator[ServerBench]:
+    with serving(Workspace(story[0].root / ".posttrain")) as made:
+        yield made
+
+
+def test_a_comparison_is_the_same_from_afar(bench: ServerBench, story: tuple[World, list[str]]) -> None:
+    here, there = control_of(bench.workspace).compare(story[1]), bench.control(KEY).compare(story[1])
+    assert there.to_json() == here.to_json()
+    assert (there.metrics, there.parameters, there.notes) == (here.metrics, here.parameters, here.notes)
+    for mine, theirs in zip(here.subjects, there.subjects, strict=True):
+        assert (theirs.run, theirs.manifest, theirs.rows, theirs.name) == (
+            mine.run,
+            mine.manifest,
+            mine.rows,
+            mine.name,
+        )
+        for one, other in zip(mine.evaluations, theirs.evaluations, strict=True):
+            for metric, evidence in one.evidence.items():
+                found = other.evidence[metric]
+                assert (found.item_ids, found.range) == (evidence.item_ids, evidence.range)
+                assert found.values.dtype == np.float64
+                assert np.array_equal(found.values, evidence.values)
+
+
+def test_its_page_is_written_where_it_was_asked_for(
+    bench: ServerBench, story: tuple[World, list[str]], tmp_path: Path
+) -> None:
+    page = tmp_path / "mine.html"
+    bench.control(KEY).compare(story[1], page)
+    assert "<html" in page.read_text()
+    assert str(bench.workspace.root) not in page.read_text()
+    assert [one.name for one in tmp_path.iterdir()] == ["mine.html"]
+    with pytest.raises(InputError, match="name 2 to"):
+        bench.control(KEY).compare(story[1][:1])
+
+
+@given(st.lists(st.floats(width=64), max_size=20))
+def test_arrays_come_back_bit_by_bit(values: list[float]) -> None:
+    before = Evidence(tuple(map(str, range(len(values)))), np.array(values, dtype=np.float64), None)
+    after = adapter(Evidence).validate_json(to_json(before))
+    assert np.array_equal(after.values, before.values, equal_nan=True)
+    assert np.array_equal(np.signbit(after.values), np.signbit(before.values)) or np.isnan(before.values).any()
+
+
+# --- runs of other programs -------------------------------------------------------------------------------------------
+
+
+def outside(folder: Path) -> OutsideRun:
+    points = Points()
+    for step in range(5):
+        points.add("loss", step, 1.0 / (step + 3), 1000.0 + step)
+        points.add("odd", step, float("nan") if step == 2 else float(step))
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
+    (folder / "config.yaml").write_text("x: 1\n")
+    (folder / "secret.txt").write_text("not for anybody")
+    named = Named("data set", "rows.jsonl", folder / "rows.jsonl", "by its parameter train_file")
+    return OutsideRun(
+        "mlflow", "a run ü", points, tools={"mlflow": "3"}, params={"lr": "0.1"}, withheld=("api_key",),
+        read={"config.yaml": folder / "config.yaml"}, named=(named, Named("base model", "tiny")), notes=("a note",),
+    )  # fmt: skip
+
+
+def plain(run: OutsideRun) -> Any:
+    points = {name: list(getattr(run.points, name)) for name in ("names", "metric", "step", "at", "value")}
+    rest = {name: getattr(run, name) for name in ("format", "source", "stage", "tools", "params", "withheld", "notes")}
+    read = {name: path.read_bytes() for name, path in run.read.items()}
+    named = [(one.role, one.name, one.path and (one.path.name, one.path.read_bytes()), one.said) for one in run.named]
+    return json.dumps([points, run.points.strange, rest], default=str), read, named
+
+
+def test_what_was_read_here_is_registered_there(
+    bench: ServerBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = outside(tmp_path)
+    monkeypatch.setattr("posttrain.foreign.mlflow_run.read_mlflow", lambda where, name: run)
+    there: Control = bench.control(KEY)
+    from_afar = there.import_mlflow("sqlite:///nowhere.db", "x", "mine")
+    assert [one.ref for one in from_afar.assets] == ["dataset:mine-rows@1", "history:mine@1"]
+    here = control_of(bench.workspace).import_mlflow("sqlite:///nowhere.db", "x", "mine")
+    assert here.record == from_afar.record
+    assert here.digest == from_afar.digest
+    assert [one.ref for one in here.assets] == ["history:mine@1"], "the same again is the same"
+
+
+def sent(folder: Path) -> Path:
+    """As a server has it: without links."""
+    return shutil.copytree(folder, folder.parent / f"{folder.name}-sent")
+
+
+def test_a_run_comes_back_as_it_was_read(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    run = outside(tmp_path / "from")
+    assert plain(carried(sent(carry(run, tmp_path / "to")))) == plain(run)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "again").mkdir()
+    model = OutsideRun(
+        "mlflow", "m", Points(), model=FoundModel({"config.json": tmp_path / "model/config.json"}, "root")
+    )
+    back = carried(sent(carry(model, tmp_path / "again"))).model
+    assert back is not None
+    assert (back.place, back.files["config.json"].read_text()) == ("root", "{}")
+
+
+@pytest.mark.parametrize(
+    "place", ["../secret.txt", "/etc/passwd", "files/0/../../../secret.txt", "", "files/9/x", "link"]
+)
+def test_a_run_that_came_from_afar_names_no_file_of_the_server(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / "sent"
+    folder.mkdir()
+    carry(outside(tmp_path), folder)
+    (folder / "link").symlink_to(tmp_path / "secret.txt")
+    said = json.loads((folder / FOUND).read_text())
+    for change in ({"read": {"x": place}}, {"model": {"place": "x", "files": {"x": place}}}):
+        (folder / FOUND).write_text(json.dumps({**said, **change}))
+        with pytest.raises(PosttrainError):
+            carried(folder)
+    if place:
+        (folder / FOUND).write_text(json.dumps({**said, "named": [["data set", "x", place, ""]]}))
+        with pytest.raises(PosttrainError):
+            carried(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"format": "posttrain.outside/1"}', '{"format": "posttrain.outside/9"}']
+)
+def test_a_run_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / FOUND).write_text(text)
+    with pytest.raises(InputError):
+        carried(tmp_path)
+
+
+def test_an_address_from_afar_is_not_connected_to(bench: ServerBench) -> None:
+    body = {"folder": {"name": "x", "digest": "sha256:" + "0" * 64, "form": "tree"}, "name": None, "where": "http://x"}
+    found = bench.ask("POST", "/v1/projects/default/imports/mlflow", KEY, body)
+    assert (found.status, "where" in found.json["detail"]) == (422, True)
