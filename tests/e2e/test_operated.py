@@ -16,12 +16,16 @@ from typing import Any
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from test_served import free_port
 from tiny_run import RUN
 from workbench import Workbench
 
 pytestmark = pytest.mark.slow
 TOKEN = re.compile(r"posttrain_[A-Za-z0-9_-]{43}")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 @dataclass
@@ -131,3 +135,10 @@ def test_a_service_shows_no_token_and_its_owner_issues_one(empty: Workbench) -> 
     process.send_signal(signal.SIGTERM)
     process.wait()
     assert not TOKEN.search((empty.folder / "out").read_text() + (empty.folder / "err").read_text())
+
+
+def test_doctor_says_how_a_served_workspace_stands(operated: Operated) -> None:
+    found = operated.host.run("doctor", "-o", "json", code=None).json
+    states = {check["name"]: check["state"] for check in found}
+    assert {states[name] for name in ("server", "driver", "queue", "store", "ledger", "disk")} == {"ok"}
+    assert f"{operated.url} answers" in next(check["finding"] for check in found if check["name"] == "server")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_it_says_how_runs_queue_log_and_sinks_stand(bench: ServerBench) -> None:
     assert one(found, "posttrain_runs", state="pending") == 3
     assert one(found, "posttrain_runs", state="failed") == 0
     assert one(found, "posttrain_work_due") == 3
-    assert one(found, "posttrain_work_oldest_seconds") >= 0
+    assert 0 <= one(found, "posttrain_work_oldest_seconds") < 1e6  # due at once, and not since 1970
     assert one(found, "posttrain_work_dead") == 0
     assert one(found, "posttrain_events_unsealed") > 0
     assert one(found, "posttrain_sinks", kind="jsonl", state="delivering") == 1
@@ -111,6 +112,21 @@ def test_it_says_how_runs_queue_log_and_sinks_stand(bench: ServerBench) -> None:
     assert now.unsealed == 0
     assert now.sealed > 0
     assert now.sinks["jsonl"].behind >= 1
+
+
+def test_what_waits_grows_older_as_long_as_nobody_looks_at_it(
+    bench: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret_project(bench)
+    clock = [1000.0]
+    stopped = types.SimpleNamespace(monotonic=lambda: clock[0], perf_counter=lambda: clock[0])
+    monkeypatch.setattr(metering, "time", stopped)
+    meters = metering.Meters(bench.workspace)
+    ages = []
+    for _ in range(3):
+        ages.append(one(samples(meters.page().decode()), "posttrain_work_oldest_seconds"))
+        clock[0] += 60.0
+    assert ages == [0.0, 60.0, 120.0]
 
 
 def test_what_hangs_or_is_away_is_shown_and_readers_do_not_wait_for_it(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from posttrain.app.served import server_checks, standing_checks
 from posttrain.app.workspace import Workspace, find_workspace
 from posttrain.control.orphans import end_orphans, find_orphans
 from posttrain.domain.errors import InfrastructureError, PosttrainError, WorkspaceError
@@ -56,6 +57,7 @@ def examine(*, probe: bool = False, ray: str = "", end: bool = False) -> list[Ch
     checks += [*_device_locks(), _rewards(), _packages()]
     try:
         root = find_workspace()
+        checks += server_checks(root)
         workspace = Workspace(root)
     except WorkspaceError as error:
         missing = "no workspace" in str(error) or "is no workspace" in str(error)
@@ -66,6 +68,7 @@ def examine(*, probe: bool = False, ray: str = "", end: bool = False) -> list[Ch
         checks += [
             _guarded("ledger", lambda: _ledger(workspace)),
             _guarded("jobs", lambda: _orphans(workspace, end)),
+            *standing_checks(workspace),
             *_runs(workspace),
         ]
     finally:

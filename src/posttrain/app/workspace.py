@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -174,15 +174,18 @@ def init_workspace(
     return Workspace(root)
 
 
-def upgrade_workspace() -> Upgraded:
+def upgrade_workspace(say: Callable[[str], None] = lambda line: None) -> Upgraded:
     """Bring the ledger of the nearest workspace to the present schema.
+
+    Args:
+        say: told what it waits for.
 
     Raises:
         ConflictError: a driver of an older version is at work.
         IntegrityError: its event log does not hold.
     """
     root = find_workspace().resolve()
-    done = upgrade_ledger(ledger_place(root, read_json(root / SETTINGS)), process_alive)
+    done = upgrade_ledger(ledger_place(root, read_json(root / SETTINGS)), process_alive, say)
     workspace = Workspace(root)
     join_store(workspace, open_blobs(workspace.blobs.url))
     workspace.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, console, emit_json, glyph, say, style
+from posttrain.cli.console import Output, OutputOption, aside, console, emit_json, glyph, say, style
 from posttrain.cli.shell import lazily
 from posttrain.cli.tracking import TrackerOption
 from posttrain.domain.errors import InputError
@@ -141,7 +141,7 @@ def upgrade(output: OutputOption = Output.TEXT) -> None:
 
     from posttrain.app.workspace import upgrade_workspace
 
-    done = upgrade_workspace()
+    done = upgrade_workspace(aside)
     if output is Output.JSON:
         emit_json(asdict(done))
     elif not done.copy:

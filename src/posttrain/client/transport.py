@@ -123,6 +123,22 @@ class Transport:
             f"server {self.url} cannot be reached: {_words(last)}; see that it runs, and that its address is right"
         ) from last
 
+    def look(self, path: str) -> Reply:
+        """What a GET answers, whatever its status, asked once.
+
+        Raises:
+            InfrastructureError: there is no answer.
+        """
+        try:
+            connection = self._connect(_CONNECT_SECONDS)
+            connection.request("GET", self._path(path, None), headers=self._headers({}))
+            response = connection.getresponse()
+            return Reply(response.status, _lower(response), response.read())
+        except _GONE as error:
+            raise InfrastructureError(
+                f"server {self.url} does not answer: {_words(error)}; see that it runs"
+            ) from error
+
     def stream(self, path: str, query: Mapping[str, Any] | None = None) -> Iterator[tuple[str, bytes]]:
         """Server-sent events: kind and data of each, until the server ends or the connection does.
 

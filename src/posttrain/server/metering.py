@@ -105,6 +105,7 @@ class _Asked:
         self._at = -AGE
         self._kept: list[Metric] = []
         self._failures = {"database": 0, "store": 0}
+        self._seen: dict[int, float] = {}  # what waits → since when it was seen to
 
     def describe(self) -> list[Metric]:
         """Nothing: whoever registers this asks nobody."""
@@ -149,7 +150,13 @@ class _Asked:
         free.add_metric([], _free(workspace.root))
         yield free
         for one in found:
-            yield from _stood(one)
+            yield from _stood(one, self._waited(one))
+
+    def _waited(self, now: Standing) -> float:
+        """How long somebody has waited for a driver: of those who were due at once, as long as they were seen here."""
+        moment = time.monotonic()
+        self._seen = {one: self._seen.get(one, moment) for one in now.at_once}
+        return max(now.oldest_due, moment - min(self._seen.values(), default=moment))
 
 
 def _driven(shown: Mapping[str, float]) -> Iterator[Metric]:
@@ -188,14 +195,14 @@ def _free(root: Path) -> float:
         return 0.0
 
 
-def _stood(one: Standing) -> Iterator[Metric]:
+def _stood(one: Standing, waited: float) -> Iterator[Metric]:
     runs = GaugeMetricFamily("posttrain_runs", "Runs by state, at most 100000 of each.", labels=["state"])
     for state, number in one.runs.items():
         runs.add_metric([state], number)
     yield runs
     for name, text, value in (
         ("posttrain_work_due", "Objects that wait for a driver.", one.due),
-        ("posttrain_work_oldest_seconds", "How long the first of them has waited.", one.oldest_due),
+        ("posttrain_work_oldest_seconds", "How long the first of them has waited.", waited),
         ("posttrain_work_leased", "Objects that somebody looks at.", one.leased),
         ("posttrain_work_leases_expired", "Leases that nobody renewed and nobody took.", one.expired),
         ("posttrain_work_dead", "Objects set aside until a person looks (posttrain dead).", one.dead),

@@ -294,10 +294,13 @@ class Database:
         return WorkspaceError(f"cannot use the ledger {self.place}: {reason}")
 
 
-def hold_off_others(connection: Connection) -> None:
-    """Let one transaction at a time make or upgrade the ledger, until it ends. SQLite has one writer anyway."""
-    if connection.dialect.name == "postgresql":
-        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MAKING})")
+def hold_off_others(connection: Connection, *, wait: bool = True) -> bool:
+    """Let one transaction at a time make or upgrade the ledger, until it ends; False: another one is at it. SQLite has
+    one writer anyway."""
+    if connection.dialect.name != "postgresql":
+        return True
+    how = "pg_advisory_xact_lock" if wait else "pg_try_advisory_xact_lock"
+    return connection.exec_driver_sql(f"SELECT {how}({_MAKING})").scalar_one() is not False
 
 
 def migrate(connection: Connection) -> None:

@@ -1,6 +1,6 @@
 """How a ledger stands as a whole, in numbers, for whoever watches a server. Of all projects, and without their names.
 
-Two statements, whose price does not grow with what happened so far: what may be many is counted up to `MOST`.
+Three statements, whose price does not grow with what happened so far: what may be many is counted up to `MOST`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from posttrain.store.database import Database
 from posttrain.store.schema import cursors, events, runs, sinks, tree_head, unsealed, work
 
 MOST = 100_000  # that are counted of anything
+_AT_ONCE = 1000  # named
 DELIVERING, FAILING, PAUSED = "delivering", "failing", "paused"
 
 
@@ -35,7 +36,8 @@ class Standing:
 
     runs: Mapping[str, int]  # by state
     due: int  # objects that wait for a driver
-    oldest_due: float  # seconds that the first of them has waited
+    oldest_due: float  # seconds that the first of those has waited which were due at a time
+    at_once: frozenset[int]  # those that were due at once: nothing says since when, but whoever saw them before
     leased: int
     expired: int  # leases that nobody renewed and nobody took
     dead: int  # set aside until a person looks
@@ -56,6 +58,8 @@ def standing(database: Database, clock: Clock) -> Standing:
         of_server = connection.dialect.name == "postgresql"  # whose own clock the queue's times are of
         now: ColumnElement[float] = _SERVERS if of_server else literal(here, Float(53))
         row = connection.execute(select(*_runs(), *_queue(now), *_log())).one()._mapping
+        waiting = select(work.c.id).where(*_due(now), work.c.due_at == 0.0).order_by(work.c.id).limit(_AT_ONCE)
+        at_once = frozenset(connection.execute(waiting).scalars())
         kinds: dict[str, SinksStanding] = {}
         for kind, state, number, behind, failures in connection.execute(_SINKS):
             known = kinds.get(kind, SinksStanding({}, 0, 0))
@@ -66,6 +70,7 @@ def standing(database: Database, clock: Clock) -> Standing:
         runs={state: row[f"runs_{state}"] for state in RUN},
         due=row["due"],
         oldest_due=max(0.0, row["oldest_due"] or 0.0),
+        at_once=at_once,
         leased=row["leased"],
         expired=row["expired"],
         dead=row["dead"],
@@ -86,18 +91,21 @@ def _runs() -> list[ColumnElement[int]]:
 
 def _queue(now: ColumnElement[float]) -> list[ColumnElement[float]]:
     """Rows of the queue are of what has not ended."""
-    open_, held = work.c.dead_at.is_(None), work.c.lease_owner.is_not(None)
-    due = (open_, work.c.due_at <= now, ~held)
+    held = work.c.lease_owner.is_not(None)
     wanted = {
-        "due": (select(func.count()), due),
-        "oldest_due": (select(now - func.min(work.c.due_at)), due),
+        "due": (select(func.count()), _due(now)),
+        "oldest_due": (select(now - func.min(work.c.due_at)), (*_due(now), work.c.due_at > 0.0)),
         "leased": (select(func.count()), (held, work.c.lease_until > now)),
         "expired": (select(func.count()), (held, work.c.lease_until <= now)),
-        "dead": (select(func.count()), (~open_,)),
+        "dead": (select(func.count()), (work.c.dead_at.is_not(None),)),
     }
     return [
         query.select_from(work).where(*where).scalar_subquery().label(name) for name, (query, where) in wanted.items()
     ]
+
+
+def _due(now: ColumnElement[float]) -> tuple[ColumnElement[bool], ...]:
+    return work.c.dead_at.is_(None), work.c.due_at <= now, work.c.lease_owner.is_(None)
 
 
 def _log() -> list[ColumnElement[float]]:

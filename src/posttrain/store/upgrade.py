@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Connection, func, inspect, select, text
+from sqlalchemy.exc import OperationalError
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError
@@ -44,11 +45,14 @@ class Upgraded:
     events: int  # of before, which still hold by their own rule
 
 
-def upgrade_ledger(location: str | Path, alive: Callable[[str], bool]) -> Upgraded:
+def upgrade_ledger(
+    location: str | Path, alive: Callable[[str], bool], say: Callable[[str], None] = lambda line: None
+) -> Upgraded:
     """Bring a ledger to the present schema and prove that what it told before holds.
 
     Args:
         alive: whether a holder of a lease (`host:pid:start`) may still live.
+        say: told what it waits for.
 
     Raises:
         ConflictError: a driver is at work whose version cannot use the new schema.
@@ -60,7 +64,7 @@ def upgrade_ledger(location: str | Path, alive: Callable[[str], bool]) -> Upgrad
         ledger = Ledger(database)
         _verify_newer(ledger)
         with database.write() as connection:
-            hold_off_others(connection)
+            _come_alone(connection, say)
             came_from, kept = schema_version(connection) or SCHEMA_VERSION, ""
             if came_from < SCHEMA_VERSION:
                 if came_from == _FIRST:
@@ -77,6 +81,22 @@ def upgrade_ledger(location: str | Path, alive: Callable[[str], bool]) -> Upgrad
     finally:
         database.close()
     return Upgraded(came_from, max(came_from, SCHEMA_VERSION), kept, count, report.before)
+
+
+def _come_alone(connection: Connection, say: Callable[[str], None]) -> None:
+    """Whoever upgrades the ledger at this moment comes first; then whoever writes waits until this is over."""
+    if connection.dialect.name != "postgresql":
+        return  # which has one writer anyway
+    if not hold_off_others(connection, wait=False):
+        say("another process makes or upgrades this ledger; waiting until it is done")
+        hold_off_others(connection)
+    if inspect(connection).has_table("events"):
+        try:
+            with connection.begin_nested():
+                connection.execute(text("LOCK TABLE events IN SHARE MODE NOWAIT"))
+        except OperationalError:
+            say("somebody writes at this moment; waiting for the end of that transaction")
+            connection.execute(text("LOCK TABLE events IN SHARE MODE"))  # changes of rows are told there
 
 
 def _verify_newer(ledger: Ledger) -> None:
@@ -125,10 +145,9 @@ def _refuse_driven(connection: Connection, now: float, alive: Callable[[str], bo
 
 
 def _keep(connection: Connection, place: str | None, schema: str) -> str:
-    """Copy the ledger as it is under the write lock; where the copy is."""
+    """Copy the ledger as it is under the write lock, or that of `events`; where the copy is."""
     if connection.dialect.name == "sqlite":
         return str(_keep_file(Path(str(place)), schema))
-    connection.execute(text("LOCK TABLE events IN SHARE MODE"))  # whoever changes a row tells it there, and waits
     number = 1
     there = text("SELECT 1 FROM pg_namespace WHERE nspname = :name")
     while connection.execute(there, {"name": (name := f"before_{schema}_upgrade_{number}")}).first():
