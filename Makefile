@@ -98,7 +98,7 @@ site: $(VENV)/.docs ## the documentation as a site in .site/, made anew; a broke
 	rm -rf .site && $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c handbook -d .site/.doctrees docs .site
 	@echo "open .site/index.html"
 
-browser: $(VENV)/.browser ## report, comparison, trace and the site in a real Chromium; screenshots in .screenshots/
+browser: $(VENV)/.browser ## report, comparison, trace, the console and the site in a real Chromium; screenshots in .screenshots/
 	@for name in "$$CHROMIUM" chromium chromium-browser google-chrome; do command -v "$$name" >/dev/null && exit; done; \
 	  echo "make browser needs Chromium: apt-get install -y chromium (or set CHROMIUM=/path/to/it)" >&2; exit 1
 	$(BIN)/python -m pytest -m browser tests/browser

@@ -18,6 +18,8 @@ from posttrain.domain.roles import Role
 
 pytestmark = pytest.mark.browser
 WIDTHS = (390, 1280)
+HIDE = """() => { Object.defineProperty(document, 'hidden', {value: true});
+  document.dispatchEvent(new Event('visibilitychange')); }"""
 STARTED = "() => [window.__pwned, document.title.startsWith('pwned')]"
 
 
@@ -136,6 +138,8 @@ def test_a_change_is_seen_without_a_reload(page: Any, world: ConsoleWorld) -> No
     world.bench.control(world.bench.person("cy", Role.SUBMITTER)).stop(run.id)
     page.wait_for_selector("#status:has-text('stop')", timeout=120_000)
     assert page.evaluate("() => window.stayed")
+    page.evaluate(HIDE)
+    assert page.query_selector("#following:not([hidden])") is None, "nobody looks"
 
 
 def test_the_keyboard_alone_is_enough(page: Any, world: ConsoleWorld) -> None:

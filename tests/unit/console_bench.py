@@ -103,6 +103,9 @@ def console_world(folder: Path) -> Iterator[ConsoleWorld]:
         run = world.newest()
         workspace = Workspace(folder / ".posttrain")
         hostile = _hostile(workspace, run)
+        for attempt in workspace.ledger.attempts(run, "grpo"):
+            log = workspace.jobs.folders.of(attempt).log
+            log.write_text(f"{log.read_text()}{ATTACK}\n" * 3)
         world.ok("channel", "set-policy", "guarded", world.write("policy.yaml", POLICY))
         with serving(workspace) as bench:
             yield ConsoleWorld(bench, world, run, hostile)

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import pytest
 from console_bench import ATTACK, CHANNEL, Browser, ConsoleWorld, console_world
 from server_bench import KEY, Answer
+from starlette.responses import Response
 from web_pages import TWO
 
 from posttrain.access.authenticators import session
@@ -248,6 +249,8 @@ def test_a_form_of_another_page_does_nothing(world: ConsoleWorld, ann: Browser) 
         (good, {"origin": "null"}),
         (good, {"origin": "https://evil.example"}),
         (good, {"origin": world.bench.url + ".evil.example"}),
+        (good, {"origin": world.bench.url.replace("http:", "https:")}),
+        (good, {"origin": "http://[::1"}),
         (good, {"sec_fetch_site": "cross-site"}),
         (good, {"sec_fetch_site": "same-site"}),
     ]:
@@ -349,12 +352,42 @@ def test_the_server_draws_its_own_pages_without_anything_large(world: ConsoleWor
     assert shown.stdout.splitlines()[-1] == "[]", shown.stdout
 
 
-def test_a_run_is_stopped_by_a_submitter(world: ConsoleWorld) -> None:
+def test_over_tls_cookies_and_forms_are_of_tls(world: ConsoleWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.server.app.Server.secure", True)
+    token = world.bench.person("ida", Role.VIEWER)
+    ida = Browser(world.bench)
+    fields = {"form_token": ida.token("/login"), "token": token}
+    assert ida.post("/login", fields).status == REFUSED, "from a page without TLS"
+    answer = ida.post("/login", fields, origin=world.bench.url.replace("http:", "https:"))
+    assert answer.status == 303
+    kept = answer.headers["set-cookie"]
+    assert kept.startswith("__Host-posttrain-default=")
+    assert "Secure" in kept
+    assert ida.get(f"{HOME}/runs").status == 200
+
+
+def test_a_page_of_a_run_comes_from_the_host_that_has_its_jobs(
+    world: ConsoleWorld, ann: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(*_: object) -> Response:
+        return Response("drawn elsewhere", media_type="text/html")
+
+    monkeypatch.setattr("posttrain.server.forwarding.Peers.answer", answer)
+    for path in (f"/runs/{world.run}", f"/runs/{world.run}/report", f"/live?of=run/{world.run}"):
+        found = ann.get(HOME + path)
+        assert text_of(found) == "drawn elsewhere"
+        assert "default-src 'none'" in found.headers["content-security-policy"]
+    assert "elsewhere" not in text_of(ann.get(f"{HOME}/runs"))
+
+
+def test_a_run_is_stopped_and_retried_by_a_submitter(world: ConsoleWorld) -> None:
     sue = world.browser("sue", Role.SUBMITTER)
     token = sue.token(f"{HOME}/runs/{world.hostile}")
     found = sue.post(f"{HOME}/runs/{world.hostile}/stop", {"form_token": token})
     assert found.headers["location"] == f"{HOME}/runs/{world.hostile}"
     assert world.bench.workspace.ledger.run(world.hostile).desired == "stopped"
+    assert sue.post(f"{HOME}/runs/{world.run}/retry", {"form_token": token}).status in (409, 422), "it succeeded"
+    assert sue.get(f"{HOME}/runs/{world.hostile}/stop").status == 404
 
 
 # --- what follows -----------------------------------------------------------------------------------------------------

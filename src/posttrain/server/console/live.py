@@ -76,6 +76,7 @@ class Live:
             run_id = of.removeprefix(_RUN)
             found = await visit.server.peers.answer(request, lambda: visit.server.entrance.ledger(visit.asker), run_id)
             if found is not None:
+                found.headers.update(HEADERS)
                 return found
         told = await in_thread(READ, self.mark, visit, of)
         if self.followers >= MOST:

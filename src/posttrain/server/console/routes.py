@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -123,7 +124,7 @@ def _done(server: Server, page: _Page) -> Callable[[Request], Awaitable[Response
         try:
             visit = await in_thread(READ, _enter, server, request)
             fields = await sessions.read_form(request)
-            sessions.refuse_foreign(request, fields, visit.secret)
+            sessions.refuse_foreign(request, fields, visit.secret, secure=server.secure)
             async with server.limits.taken(visit.asker.identity.principal, HEAVY):
                 return await in_thread(HEAVY, page, visit.sending(fields))
         except Exception as error:
@@ -140,8 +141,16 @@ def _to_login(request: Request) -> Response:
 
 async def _first(server: Server, request: Request) -> Response:
     """The first project that this browser is logged in to."""
-    known = sessions.projects(request, secure=server.secure)
-    return redirect(f"/projects/{known[0]}/runs" if known else "/login")
+    return redirect(await in_thread(READ, _home, server, request))
+
+
+def _home(server: Server, request: Request) -> str:
+    for project in sessions.projects(request, secure=server.secure):
+        secret = sessions.secret_of(request, project, secure=server.secure)
+        with suppress(AuthenticationError):
+            sessions.asker(server, secret, project)
+            return f"/projects/{project}/runs"
+    return "/login"
 
 
 async def _login_page(server: Server, request: Request) -> Response:
@@ -162,7 +171,7 @@ async def _log_in(server: Server, request: Request) -> Response:
     try:
         fields = await sessions.read_form(request)
         secret = sessions.secret_of(request, sessions.LOGIN, secure=server.secure)
-        sessions.refuse_foreign(request, fields, secret)
+        sessions.refuse_foreign(request, fields, secret, secure=server.secure)
         found = await in_thread(READ, sessions.log_in, server, fields.get("token", "").strip())
         if not found:
             raise InputError("the token is for no project")
@@ -172,6 +181,9 @@ async def _log_in(server: Server, request: Request) -> Response:
         return await in_thread(READ, failed, request, error, None)
     answer = redirect(sessions.place(fields.get("next", "")) or f"/projects/{min(found)}/runs")
     for project, made in found.items():
+        before = sessions.secret_of(request, project, secure=server.secure)
+        if before:
+            await in_thread(READ, sessions.log_out, server, before)
         _keep(server, answer, project, made)
     return answer
 
@@ -181,7 +193,7 @@ async def _log_out(server: Server, request: Request) -> Response:
     secret = sessions.secret_of(request, project, secure=server.secure)
     try:
         fields = await sessions.read_form(request)
-        sessions.refuse_foreign(request, fields, secret)
+        sessions.refuse_foreign(request, fields, secret, secure=server.secure)
         await in_thread(READ, sessions.log_out, server, secret)
     except Exception as error:
         return await in_thread(READ, failed, request, error, None)

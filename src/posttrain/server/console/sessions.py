@@ -112,19 +112,31 @@ async def read_form(request: Request) -> dict[str, str]:
     return fields
 
 
-def refuse_foreign(request: Request, fields: Mapping[str, str], secret: str) -> None:
+def refuse_foreign(request: Request, fields: Mapping[str, str], secret: str, *, secure: bool) -> None:
     """Let nothing happen that another site's page asks for.
+
+    Args:
+        secure: pages come over TLS alone, so one of this host that did not is not this server's.
 
     Raises:
         AccessError: the form is not from a page of this server and this session.
     """
-    origin, site = request.headers.get("origin", ""), request.headers.get("sec-fetch-site", "")
-    here = request.headers.get("host", "")
-    if not origin or urlsplit(origin).netloc != here or site not in ("", "same-origin"):
+    origin, site = _origin(request.headers.get("origin", "")), request.headers.get("sec-fetch-site", "")
+    here = ("https" if secure else "http", request.headers.get("host", ""))
+    if origin != here or site not in ("", "same-origin"):
         raise AccessError("the form must come from a page of this server; open the page again, and send it from there")
     given = fields.get(FIELD, "")
     if not secret or not hmac.compare_digest(given.encode(), form_token(secret).encode()):
         raise AccessError("the form must be of the session that you are logged in to; open the page again")
+
+
+def _origin(said: str) -> tuple[str, str]:
+    """Scheme and host."""
+    try:
+        parts = urlsplit(said)
+    except ValueError:
+        return "", ""
+    return parts.scheme, parts.netloc
 
 
 def place(word: str) -> str:
