@@ -26,6 +26,7 @@ ATTACK = (
     "{{7*7}}</a>&"
 )
 CHANNEL = "<img src=x onerror='window.__pwned=1'><svg onload=window.__pwned=1>\"{{7*7}}&"  # no `/`: paths have that
+NAMED = '"><svg onload=window.__pwned=1>'  # as long as an id may be
 POLICY = """\
 gates:
   - {name: accuracy, metric: heldout/accuracy, at_least: 0.9}
@@ -93,9 +94,15 @@ class ConsoleWorld:
 
 
 @contextmanager
-def console_world(folder: Path) -> Iterator[ConsoleWorld]:
-    """A run with curves, samples and scores, two releases of a channel, and a run that waits."""
+def console_world(folder: Path, ledger: str = "") -> Iterator[ConsoleWorld]:
+    """A run with curves, samples and scores, two releases of a channel, and a run that waits.
+
+    Args:
+        ledger: address of a database in PostgreSQL; empty: SQLite.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        if ledger:
+            patch.setenv("POSTTRAIN_LEDGER", ledger)
         patch.setattr(web_pages, "EVIL", ATTACK)
         patch.setattr(web_pages, "SAID", f"{ATTACK} \u202etxt.exe \x1b[31m")
         world = rich_world(folder, patch, TWO)
@@ -121,7 +128,7 @@ def _hostile(workspace: Workspace, run: str) -> str:
     with ledger.transaction(f"user:{ATTACK}") as transaction:
         transaction.insert_run(hostile, [stage])
         transaction.append_release("prod", made["sft"]["model"]["digest"], run, "promote", expected=1, lift=ATTACK)
-        transaction.append_release(CHANNEL, made["sft"]["model"]["digest"], ATTACK, "promote", expected=0)
+        transaction.append_release(CHANNEL, made["sft"]["model"]["digest"], NAMED, "promote", expected=0)
         record = transaction.snapshot.channel_record(CHANNEL)
         transaction.set_channel(record, "channel.frozen", ATTACK, frozen="all")
     return hostile.id

@@ -24,10 +24,14 @@ HOME = "/projects/default"
 REFUSED = 403
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
-    with console_world(tmp_path_factory.mktemp("console")) as made:
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
+    server = request.getfixturevalue("postgres") if request.param == "postgresql" else None
+    address = server.create() if server else ""
+    with console_world(tmp_path_factory.mktemp("console"), address) as made:
         yield made
+    if server:
+        server.drop(address)
 
 
 @pytest.fixture(scope="module")
