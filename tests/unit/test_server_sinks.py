@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from server_bench import ServerBench, served
 
-from posttrain.domain.errors import AccessError, InputError, NotFoundError
+from posttrain.domain.errors import AccessError, InputError, NotFoundError, SinkError
 from posttrain.domain.roles import Role
 from posttrain.domain.sinks import FOR_PEOPLE, Rule
+from posttrain.events.admitting import VARIABLE, public
 from posttrain.server.driver import Upkeep
 from sink_servers import SECRET, Receiver, receiver
 
@@ -27,6 +28,7 @@ def bench(tmp_path: Path) -> Iterator[ServerBench]:
 
 @pytest.fixture
 def http(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    monkeypatch.setenv(VARIABLE, "127.0.0.0/8")
     for name in ("POSTTRAIN_SINK_SECRET", "POSTTRAIN_SINK_OTHER_SECRET"):
         monkeypatch.setenv(name, SECRET)
     with receiver() as known:
@@ -107,3 +109,67 @@ def test_the_servers_driver_delivers_each_projects_events_to_its_own_sinks(bench
     for project, events in told.items():
         assert {one["project"] for one in events} == {project}
         assert [one["audited"]["of"] for one in events if one["type"] == "note.told"] == [project]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *(
+            "127.0.0.1",
+            "10.0.0.1",
+            "192.168.1.1",
+            "172.16.5.4",
+            "169.254.169.254",
+            "0.0.0.0",
+            "100.64.0.1",
+            "224.0.0.1",
+        ),
+        *("::1", "fe80::1", "fe80::1%eth0", "fd00::1", "::", "::ffff:127.0.0.1", "::ffff:169.254.169.254", "ff02::1"),
+        *("64:ff9b::a9fe:a9fe", "2002:a9fe:a9fe::1", "fd00:ec2::254"),
+    ],
+)
+def test_a_server_connects_to_no_private_address(address: str) -> None:
+    assert "no public address" in public({})(address)
+    assert public({VARIABLE: "0.0.0.0/0,::/0"})(address) == ""
+
+
+@pytest.mark.parametrize("address", ["93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946", "::ffff:93.184.216.34"])
+def test_public_addresses_are_reached(address: str) -> None:
+    assert public({})(address) == ""
+
+
+@pytest.mark.parametrize("text", ["x", "10.0.0.1/8", "10.0.0.0/99", "::/200"])
+def test_networks_must_be_some(text: str) -> None:
+    with pytest.raises(InputError, match=VARIABLE):
+        public({VARIABLE: text})
+
+
+def test_a_webhook_reaches_nothing_that_only_the_server_reaches(
+    bench: ServerBench, http: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    control = bench.control(bench.person("ann", Role.ADMIN))
+    for url in (http.url, "http://169.254.169.254/latest/meta-data", "https://[::1]/x"):
+        with pytest.raises(InputError, match="may not be reached"):
+            control.add_sink("inside", "webhook", {"url": url, **WEB}, {})
+    named = http.url.replace("127.0.0.1", "localhost")  # a name, which may mean another address at any time
+    control.add_sink("inside", "webhook", {"url": named, **WEB}, {"on": ["all"]})
+    with pytest.raises(SinkError, match=r"may not be reached: .* is no public address"):
+        control.test_sink("inside")
+    tell(bench, "default")
+    upkeep = Upkeep(bench.workspace)
+    try:
+        while not control.sinks()[0].failures:
+            upkeep.step()
+    finally:
+        upkeep.close()
+    assert "no public address" in control.sinks()[0].error
+    assert http.posts == []
+
+
+def test_a_secret_that_is_not_there_is_said_at_once(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = bench.control(bench.person("ann", Role.ADMIN))
+    made = control.add_sink("chat", "webhook", {"url": "https://example.org/x", **WEB}, {})
+    assert made.lacks == "variable POSTTRAIN_SINK_SECRET is not set"
+    monkeypatch.setenv("POSTTRAIN_SINK_SECRET", SECRET)
+    assert control.sinks()[0].lacks == ""

@@ -216,7 +216,7 @@ _TABLE = {
     "import_wandb_export": "POST /imports/wandb heavy",
     # sinks
     "sinks": "GET /sinks",
-    "add_sink": "POST /sinks",
+    "add_sink": "POST /sinks heavy",
     "test_sink": "POST /sinks/{name}/test heavy",
     "pause_sink": "POST /sinks/{name}/pause",
     "resume_sink": "POST /sinks/{name}/resume heavy",

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from posttrain.access.ports import OS
 from posttrain.control.owners import process_alive, process_name
+from posttrain.data.confining import is_confined
 from posttrain.domain.errors import InputError
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
 from posttrain.domain.spelling import nearest
+from posttrain.events.admitting import public
 from posttrain.events.bus import Deliverer
 from posttrain.events.messages import trial
 from posttrain.events.ports import VARIABLES, Admit, Sink, anywhere
@@ -86,6 +91,7 @@ def views(workspace: OpenWorkspace) -> list[SinkView]:
                     delivered_at=known.at,
                     created_at=record.created_at,
                     actor=record.actor,
+                    lacks=_lacks(record),
                 )
             )
     return found
@@ -124,6 +130,7 @@ def add(
         _refuse_reaching(workspace.ledger.project, name, kind, settings)
     record = SinkRecord(name, kind, dict(settings), (Rule.of(rule),), 0.0, workspace.actor)
     open_sink(workspace, record).close()
+    _refuse_private(record)
     workspace.seal()
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.add_sink(record, 0 if from_start else transaction.snapshot.sealed())
@@ -158,12 +165,38 @@ def send_test(workspace: OpenWorkspace, name: str) -> str:
     ledger = workspace.ledger
     with ledger.snapshot() as now:
         record = now.sink(name)
-    sink = open_sink(workspace, record)
+    sink = open_sink(workspace, record, public() if is_confined() else anywhere)
     try:
         sink.send([trial(name, ledger.project, ledger.entropy(_ENDS).hex(), ledger.clock.now())])
     finally:
         sink.close()
     return sink.where
+
+
+def _refuse_private(record: SinkRecord) -> None:
+    """Refuse an address that a server does not connect to; a name is looked up when it is connected to.
+
+    Raises:
+        InputError: it is one.
+    """
+    host = urlsplit(str(record.settings.get("url") or "")).hostname or str(record.settings.get("host") or "")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return
+    refused = public()(host) if is_confined() else ""
+    if refused:
+        raise InputError(f"sink {record.name}: may not be reached: {refused}")
+
+
+def _lacks(record: SinkRecord) -> str:
+    """What it needs where events are delivered and is not there, as far as this process sees."""
+    for setting, value in record.settings.items():
+        if setting.endswith("_env") and not os.environ.get(str(value), "").strip():
+            return f"variable {value} is not set"
+        if setting == "secret_file" and not os.access(str(value), os.R_OK):
+            return f"file {value} cannot be read"
+    return ""
 
 
 def pause(workspace: OpenWorkspace, name: str) -> None:

@@ -79,7 +79,10 @@ def add(
     control = open_control()
     found = control.add_sink(name, kinds[0], settings, rule, from_start=from_start)
     control.close()
-    say(f"sink {name}: {found.kind} {found.where}, told of {_told(found.rules)}", f"next: posttrain sink test {name}")
+    say(f"sink {name}: {found.kind} {found.where}, told of {_told(found.rules)}")
+    if found.lacks:
+        say(f"warning: {found.lacks}; set it where runs are driven, or nothing is delivered")
+    say(f"next: posttrain sink test {name}")
 
 
 def _refuse_others(name: str, kind: str, web: dict[str, str], mail: dict[str, str]) -> None:
@@ -126,6 +129,8 @@ def ls(output: OutputOption = Output.TEXT) -> None:
         if one.error:
             again = "" if one.paused or one.not_before is None else f"; again at {moment(one.not_before)}"
             say(f"{one.name}: {one.failures} failures, the last: {one.error}{again}")
+        if one.lacks:
+            say(f"{one.name}: {one.lacks}; set it where runs are driven, or nothing is delivered")
         if one.paused:
             say(f"{one.name}: paused; next: posttrain sink resume {one.name}")
 

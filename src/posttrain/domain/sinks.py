@@ -100,6 +100,7 @@ class SinkView:
     delivered_at: float | None
     created_at: float
     actor: str
+    lacks: str = ""  # what it needs and is not there, where whoever answered looked: a variable that is not set
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from posttrain.access.authenticators.token import issue
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
 from posttrain.domain.roles import Role
+from posttrain.events.admitting import public
 from posttrain.server import logs
 from posttrain.server.app import Server, build
 from posttrain.server.board import Board
@@ -127,6 +128,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         WorkspaceError: the workspace may only be read.
     """
     bind.checked()
+    public()  # networks that are none are told now
     logs.begin(how.log, held=True)
     systemd = Systemd(os.environ)
     if workspace.read_only:
