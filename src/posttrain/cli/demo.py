@@ -15,7 +15,8 @@ import typer
 
 from posttrain.cli.console import Output, OutputOption, duration, emit_json, say
 from posttrain.cli.shell import lazily
-from posttrain.domain.errors import InputError, WorkspaceError
+from posttrain.domain.errors import AccessError, InputError, WorkspaceError
+from posttrain.domain.roles import Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 FOLDER = ".demo"
 _MARKER = ".posttrain-demo"  # a file with this text in a folder: a demo made it, so a demo may empty it
 _MADE_BY = "made by `posttrain demo`, which empties this folder when it plays again\n"
-_VARIABLE = "POSTTRAIN_WORKSPACE"
+_VARIABLE, _SERVER = "POSTTRAIN_WORKSPACE", "POSTTRAIN_SERVER"
 
 
 def register(app: typer.Typer) -> None:
@@ -41,22 +42,36 @@ def demo(
     seed: Annotated[int | None, typer.Option(help="Of data, model and runs.")] = None,
     workspace: Annotated[Path, typer.Option(help="A folder of its own, made anew.")] = Path(FOLDER),
 ) -> None:
-    """Play an example: train, judge, ship, roll back. Every step is a public command, printed before it runs."""
+    """Play an example: train, judge, ship, roll back. Every step is a public command, printed before it runs.
+
+    Where a server is named, over it, in its project.
+    """
     from posttrain.app.examples import OWN, copy_example, find_example, load_demo
 
     started = time.monotonic()
+    served = bool(os.environ.get(_SERVER))
     example = find_example(task)
     plan = load_demo(example)
+    if served:
+        _refuse_lesser()
     _make_folder(workspace)
     if example.parent == OWN:
         copy_example(example, workspace / example.name)  # beside what is made of it, where its paths are short
         example = workspace / example.name
-    stage = _Stage(workspace, example, plan, plan.seed if seed is None else seed)
+    stage = _Stage(workspace, example, plan, plan.seed if seed is None else seed, served)
     say(f"{plan.title} ({example.name}, seed {stage.seed}) in {workspace}/", f"$ cd {workspace}")
     stage.prepare()
     for run in plan.runs:
         stage.play(run)
     stage.release()
+    if served:
+        say(
+            "",
+            f"done in {duration(time.monotonic() - started)}",
+            *(f"  run {key}   {run}" for key, run in stage.ids.items()),
+        )
+        say("  look around: posttrain ls")
+        return
     picture = _overlay(workspace, stage.ids, plan.title)
     say("", f"done in {duration(time.monotonic() - started)}")
     for label, run_id in stage.ids.items():
@@ -103,8 +118,8 @@ def examples(
 class _Stage:
     """The folder in which the commands run, and the runs made so far."""
 
-    def __init__(self, folder: Path, example: Path, plan: DemoPlan, seed: int) -> None:
-        self._folder, self._plan, self.seed = folder, plan, seed
+    def __init__(self, folder: Path, example: Path, plan: DemoPlan, seed: int, served: bool) -> None:
+        self._folder, self._plan, self.seed, self._served = folder, plan, seed, served
         self._example = os.path.relpath(example, folder)
         self.ids: dict[str, str] = {}  # label → run id
         self._environment = {key: value for key, value in os.environ.items() if key != _VARIABLE}
@@ -113,8 +128,13 @@ class _Stage:
         """Data, workspace, base model, assets."""
         from posttrain.app.examples import preparation
 
-        _headline("Data, a workspace, a base model made from nothing, and versioned assets")
-        self._init()
+        _headline(
+            f"Data, {'' if self._served else 'a workspace, '}a base model made from nothing, and versioned assets"
+        )
+        if self._served:
+            self._posttrain("whoami")
+        else:
+            self._init()
         for step in preparation(self._plan, self._example, self.seed):
             (self._python if step[0] == "python" else self._posttrain)(*step[1:])
         self._posttrain("plan", f"{self._example}/{self._plan.runs[0].file}", "--seed", str(self.seed))
@@ -176,6 +196,24 @@ class _Stage:
             command, cwd=self._folder, env=self._environment, check=True, stdout=subprocess.PIPE, text=True
         )
         return str(json.loads(done.stdout)["runs"][0]["id"])
+
+
+def _refuse_lesser() -> None:
+    """The story ends with a rollback.
+
+    Raises:
+        AccessError: whoever plays it may not do that on the server.
+    """
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    found = control.whoami()
+    control.close()
+    if found.role not in (Role.APPROVER, Role.ADMIN):
+        raise AccessError(
+            f"demo: rolls back at its end, which needs the role approver of {found.project}, {found.principal} is "
+            f"{found.role or 'nobody'} there; ask an admin, or play it without a server"
+        )
 
 
 def _headline(text: str) -> None:
