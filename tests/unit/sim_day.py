@@ -7,12 +7,24 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, cast
 from unittest.mock import patch
 
 from sim_checks import Unheard, check_budgets, check_end, check_now, check_told
 from sim_jobs import Jobs
 from sim_people import Drivers, Faults, People
-from sim_ports import Outside, Process, Rows, SimBlobs, SimDatabase, SimExecutor, SimFolder, Weather, sim_folders
+from sim_ports import (
+    HostExecutor,
+    Outside,
+    Process,
+    Rows,
+    SimBlobs,
+    SimDatabase,
+    SimExecutor,
+    SimFolder,
+    Weather,
+    sim_folders,
+)
 from sim_world import SimClock, World
 
 from posttrain.control.jobs import Jobs as ControlJobs
@@ -20,11 +32,13 @@ from posttrain.control.stores import Stores
 from posttrain.execution.executors.fake import Hostility
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.database import Database
+from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
 
 # A day has as many renewals as leases fit into it, and as many looks at silent jobs: here they are longer, and so is
 # what freezes a driver.
 LEASE_SECONDS, UNSEEN_SECONDS, SWEEP_SECONDS = 300.0, 900.0, 900.0
+BEAT_SECONDS, GONE_SECONDS = 120.0, 400.0
 WAITS = {"WaitingForIdenticalStage": 60.0, "SubmissionUnknown": 15.0, "JobNotVisible": 15.0}
 
 
@@ -67,7 +81,9 @@ class Simulation:
         self.executor.holds = self._holds
         self.executor.launched_by_rows = lambda name: bool(self._handle(name))
         self.trainers = {"native": NativeTrainer()}
-        self.drivers = Drivers(world, lambda: self.rows, self._process, alike=dice.random() < 0.5)
+        alike = dice.random() < 0.5
+        self.drivers = Drivers(world, lambda: self.rows, self._process, alike)
+        self.drivers.stays = self.hosts = not alike  # jobs belong to the host that began them
         self.people = People(world, lambda: self.rows, self._process, most=dice.randint(3, 6))
         self.executor.doubted = self.people.lose_patience
         self.drivers.looks = self.people.meddle
@@ -93,6 +109,8 @@ class Simulation:
                 patch("posttrain.control.reconciler.LEASE_SECONDS", LEASE_SECONDS),
                 patch("posttrain.control.reconciler.SWEEP_SECONDS", SWEEP_SECONDS),
                 patch("posttrain.control.pulse.UNSEEN_SECONDS", UNSEEN_SECONDS),
+                patch("posttrain.store.hosts.BEAT_SECONDS", BEAT_SECONDS),
+                patch("posttrain.store.hosts.GONE_SECONDS", GONE_SECONDS),
                 patch.dict("posttrain.control.pulse._WAITS", WAITS),
                 patch("posttrain.execution.processes.alive", self.jobs.alive),
                 patch("os.fsync", lambda handle: None),
@@ -120,7 +138,12 @@ class Simulation:
         ledger = Ledger(self.database, SimClock(self.world), entropy=self.world.random.randbytes)
         folders = sim_folders(self.root, self.channel, self.channels)
         stores = Stores(ledger, self.blobs, SimClock(self.world), actor)
-        return Process(stores, ControlJobs(self.executor, self.trainers, folders, slots=2))
+        host = actor.partition(":")[0]
+        if not self.hosts or ":" not in actor:
+            return Process(stores, ControlJobs(self.executor, self.trainers, folders, slots=2))
+        hosts = Hosts(self.database, SimClock(self.world), host, host)
+        mine = cast(Any, HostExecutor(self.executor, host))
+        return Process(stores, ControlJobs(mine, self.trainers, folders, slots=2, hosts=hosts))
 
     def _holds(self, run_id: str) -> bool:
         query = "SELECT lease_owner, lease_until FROM work WHERE kind = 'run' AND object = ?"

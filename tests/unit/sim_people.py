@@ -78,13 +78,14 @@ class Drivers:
     def __init__(self, world: World, rows: Callable[[], Rows], wire: Callable[[str], Process], alike: bool) -> None:
         self._world, self._rows, self._wire, self._alike = world, rows, wire, alike
         self.living: dict[str, Actor] = {}  # owner → who
+        self.stays = False  # whether one that comes later is on the host of the one before: jobs are hosts' own
         self.looks: Callable[[str], None] = lambda run_id: None
         self._count = 0
 
-    def start(self, after: float) -> None:
+    def start(self, after: float, where: str | None = None) -> None:
         """A new process."""
         self._count += 1
-        host = "host" if self._alike else f"host{self._count % 3}"
+        host = where or ("host" if self._alike else f"host{self._count % (2 if self.stays else 3)}")
         owner, name = f"{host}:{self._count}:{self._count}", f"driver {self._count}"
         actor = self._world.add(name, lambda: self._drive(owner), after, driver=True)
         self.living[owner] = actor
@@ -93,7 +94,7 @@ class Drivers:
     def _gone(self, owner: str) -> None:
         self._world.say(f"{self.living[owner].name} is gone")
         del self.living[owner]
-        self.start(self._world.random.expovariate(1 / 120))
+        self.start(self._world.random.expovariate(1 / 120), owner.partition(":")[0] if self.stays else None)
 
     def _alive(self, asking: str, owner: str) -> bool:
         there = owner.partition(":")[0] != asking.partition(":")[0]

@@ -18,7 +18,7 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import DeadlineError, InfrastructureError, NotFoundError
 from posttrain.domain.jobs import Cause, Observation, Signal, Submission, Unknown
 from posttrain.domain.records import AttemptRecord
-from posttrain.domain.requests import JobRef, JobRequest
+from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.execution.executors.fake import FakeExecutor, Hostility
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.channel import AttemptChannel
@@ -229,6 +229,7 @@ class SimExecutor(FakeExecutor):
         self.doubted: Callable[[str], None] = lambda run_id: None  # a run whose job may have been submitted
         self.holds: Callable[[str], bool] = lambda run_id: True  # whether who acts has the lease of this run
         self.launched_by_rows: Callable[[str], bool] = lambda name: False
+        self.hosts: dict[str, str] = {}  # job → the host that submitted it, where jobs are hosts' own
         self._unproven: dict[str, JobRequest] = {}  # submitted, and nobody has seen yet whether it is there
         super().__init__(self._on_start, outside.world.now, hostility)
 
@@ -309,6 +310,41 @@ class SimExecutor(FakeExecutor):
     def _on_start(self, request: JobRequest) -> None:
         number = sum(one.name == request.name for one in self.launched) - 1
         self._begin(request, number)
+
+
+class HostExecutor:
+    """The executor as the drivers of one host reach it: its own jobs, and none of another's."""
+
+    def __init__(self, whole: SimExecutor, host: str) -> None:
+        self._whole, self._host = whole, host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def submit(self, request: JobRequest) -> Submission:
+        """See `Executor.submit`."""
+        self._must(request.name, "submits")
+        self._whole.hosts.setdefault(request.name, self._host)
+        return self._whole.submit(request)
+
+    def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
+        """See `Executor.observe`."""
+        for job in jobs:
+            self._must(job.name, "looks at")
+        return self._whole.observe(jobs)
+
+    def kill(self, job: JobRef) -> None:
+        """See `Executor.kill`."""
+        self._must(job.name, "kills")
+        self._whole.kill(job)
+
+    def list(self, prefix: str) -> list[Listed]:
+        """See `Executor.list`."""
+        return [one for one in self._whole.list(prefix) if self._whole.hosts.get(one.name) == self._host]
+
+    def _must(self, name: str, what: str) -> None:
+        other = self._whole.hosts.get(name, self._host)
+        self._whole.outside.world.must(other == self._host, f"{self._host} {what} {name}, a job of {other}")
 
 
 class SimFolders(AttemptFolders):

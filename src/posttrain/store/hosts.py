@@ -9,7 +9,6 @@ Times are the database's own on PostgreSQL, whose hosts need not agree on one.
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, exists, select, text, update
@@ -53,15 +52,16 @@ class Hosts:
 
     def __init__(self, database: Database, clock: Clock, identity: str, name: str) -> None:
         self._database, self._clock, self.id, self.name = database, clock, identity, name
-        self._said = -BEAT_SECONDS
+        self._said = -BEAT_SECONDS  # by its clock, which may jump
         self._lock = threading.Lock()
 
     def beat(self) -> None:
         """Say that this one is there, where it is time; and let go on elsewhere what hosts held that are gone."""
         with self._lock:
-            if time.monotonic() - self._said < BEAT_SECONDS:
+            now = self._clock.now()
+            if 0 <= now - self._said < BEAT_SECONDS:
                 return
-            self._said = time.monotonic()
+            self._said = now
         with self._database.write() as connection:
             self._say(connection, None)
             self._let_go(connection)
