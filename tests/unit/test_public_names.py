@@ -15,7 +15,16 @@ from posttrain.cli.main import app
 from posttrain.domain import errors
 
 COMMANDS = {
-    "init": ["--attempt-channels", "--executor", "--from", "--ledger", "--rewards", "--tracker", "[DIR]"],
+    "init": [
+        "--attempt-channels",
+        "--executor",
+        "--from",
+        "--job-variable",
+        "--ledger",
+        "--rewards",
+        "--tracker",
+        "[DIR]",
+    ],
     "demo": ["--seed", "--task", "--workspace"],
     "examples": ["--output", "--to", "-o", "[NAME]"],
     "plan": ["--output", "--seed", "--set", "-o", "RUN.yaml"],

@@ -167,6 +167,7 @@ def test_every_table_that_holds_state_is_told() -> None:
         "watches",
         "requests",
         "sessions",
+        "grants",
         "cursors",
         "hosts",
     }  # made again, or expired

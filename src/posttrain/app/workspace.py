@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from posttrain.access.authenticators.system import SystemUser
-from posttrain.control.jobs import AttemptFolders, Jobs
+from posttrain.control.jobs import Access, AttemptFolders, Jobs
 from posttrain.control.owners import process_alive
 from posttrain.control.stores import Stores
 from posttrain.data.catalog import Catalog
@@ -18,6 +20,7 @@ from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.machine import local_devices
 from posttrain.execution.ports import Executor
+from posttrain.execution.processes import of_a_server
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.atomic import make_folder, read_json, write_json
@@ -40,7 +43,9 @@ from posttrain.workspace.settings import (
     SETTINGS,
     STORE_VARIABLE,
     VARIABLE,
+    VARIABLES,
     record_places,
+    record_variables,
     settings_lock,
 )
 
@@ -146,6 +151,7 @@ def init_workspace(
     ledger: str | None = None,
     executor: str | None = None,
     channel: str | None = None,
+    job_variables: Collection[str] | None = None,
 ) -> Workspace:
     """Make a workspace below `path` (default: here). Doing it again changes nothing but what is given.
 
@@ -155,9 +161,11 @@ def init_workspace(
         ledger: address of the PostgreSQL database that a new workspace keeps its ledger in.
         executor: who runs its jobs: `local`, or one that an installed package adds.
         channel: URL below which the jobs of a new workspace and its drivers talk to each other; None: in its folder.
+        job_variables: names of variables that its jobs get of its server's environment, in place of those before.
 
     Raises:
-        InputError: an unknown executor, or a broken one; a URL below which there can be no channels.
+        InputError: an unknown executor, or a broken one; a variable that no job gets; a URL below which there
+            can be no channels.
         ConflictError: another executor than before, while runs go on.
     """
     named = os.environ.get(VARIABLE)
@@ -165,13 +173,29 @@ def init_workspace(
     if executor not in (None, LOCAL):
         InstalledExecutor(executor, [LOCAL], root / "runs").load()  # first: an unknown one leaves no workspace
     workspace = Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger, channel=channel)
-    if executor in (None, workspace.settings.get(EXECUTOR, LOCAL)):
+    other = executor not in (None, workspace.settings.get(EXECUTOR, LOCAL))
+    if not other and job_variables is None:
         return workspace
     try:
-        _record_executor(workspace, executor)
+        if job_variables is not None:
+            record_variables(root, job_variables)
+        if executor is not None and other:
+            _record_executor(workspace, executor)
     finally:
         workspace.close()
     return Workspace(root)
+
+
+def serve_jobs(workspace: Workspace, access: Access) -> None:
+    """Let a workspace's jobs have what jobs of a server have: access to their inputs, and a machine's variables.
+
+    An executor that an installed package adds decides itself which variables its jobs get.
+    """
+    executor = workspace.jobs.executor
+    if isinstance(executor, LocalExecutor):
+        keep = partial(of_a_server, named=tuple(workspace.settings.get(VARIABLES, ())))
+        executor = LocalExecutor("posttrain.jobs.preload", local_devices, workspace.root / "runs", keep)
+    workspace.jobs = replace(workspace.jobs, executor=executor, access=access)
 
 
 def upgrade_workspace(say: Callable[[str], None] = lambda line: None) -> Upgraded:

@@ -70,6 +70,15 @@ AttemptChannelsOption = Annotated[
         show_default=False,
     ),
 ]
+JobVariableOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--job-variable",
+        metavar="NAME",
+        help="A variable that jobs get of their server's environment, in place of those named before; none: no other.",
+        show_default=False,
+    ),
+]
 
 
 def init(
@@ -82,6 +91,7 @@ def init(
     ledger: LedgerOption = None,
     executor: ExecutorOption = None,
     attempt_channels: AttemptChannelsOption = None,
+    job_variable: JobVariableOption = None,
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
     from posttrain.app.choices import chosen_places, read_choice, refuse_unwritable_choice
@@ -91,9 +101,11 @@ def init(
     chosen = read_choice(tracker) if tracker else None
     if chosen:
         refuse_unwritable_choice(chosen, folder)
+    variables = None if not job_variable else [] if job_variable == ["none"] else job_variable
     workspace = init_workspace(
-        folder, rewards=rewards, trackers=chosen, ledger=ledger, executor=executor, channel=attempt_channels
-    )
+        folder, rewards=rewards, trackers=chosen, ledger=ledger, executor=executor, channel=attempt_channels,
+        job_variables=variables,
+    )  # fmt: skip
     if workspace.trusts_rewards:
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
     say(f"workspace {workspace.root}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from posttrain.control.codes import trainer_of
 from posttrain.domain.records import AttemptRecord
@@ -37,6 +38,13 @@ class AttemptFolders:
         return f"{base}/{attempt.run_id}/{attempt.stage}/{attempt.number:03d}" if base else ""
 
 
+class Access(Protocol):
+    """Lets the jobs of a server read what they need, and nothing else."""
+
+    def give(self, attempt: AttemptRecord, folder: Path) -> None:
+        """Write into an attempt's folder what lets its job in, until the attempt ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Jobs:
     """Executor, trainers and attempt folders of one control plane, and what its jobs may."""
@@ -48,6 +56,7 @@ class Jobs:
     trust_rewards: bool = False  # rewards may run where the kernel cannot confine them
     workspace: Callable[[], str] = lambda: ""  # what tells it from others and from its copies, on its jobs
     hosts: Hosts | None = None  # that share the ledger; None: it has one
+    access: Access | None = None  # how jobs reach their inputs; None: by the store, with the user's own rights
 
     @property
     def host(self) -> str | None:

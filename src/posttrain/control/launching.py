@@ -92,6 +92,8 @@ def launch_attempt(
     if not jobs.folders.root.is_dir():  # nothing is made where a workspace was
         raise WorkspaceError(f"{jobs.folders.root}: is gone; a workspace that was moved is driven where it is now")
     folder.write_order(order)
+    if jobs.access is not None:
+        jobs.access.give(attempt, folder.path)
     request = request_of(jobs, attempt, order, trainer)
     crashpoint("attempt.after_intent")
     try:
@@ -173,7 +175,7 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
         seed=manifest.seed,
         params=plan.params,
         inputs={slot: InputBlob(**blob) for slot, blob in stage.inputs.items()},
-        store_url=stores.blobs.url,
+        store_url="" if jobs.access else stores.blobs.url,
         cache_dir=str(jobs.folders.root / "cache"),
         resume=attempt.resume,
         resumed_from=origin,
@@ -188,6 +190,7 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
         epoch=attempt.number,
         channel=jobs.folders.channel(attempt),
         phase_seconds=phase_seconds(stall_after(manifest, stage.name)),
+        served=jobs.access is not None,
     )
 
 

@@ -30,7 +30,10 @@ class InputBlob:
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """`job.json`: everything a job needs. It reaches nothing but its attempt folder and the artifact store."""
+    """`job.json`: everything a job needs. It reaches nothing but its attempt folder and the artifact store.
+
+    A job of a server names no store: it reads its inputs from there, as `access.json` in its folder lets it.
+    """
 
     name: str  # deterministic external name: <run>-<stage>-<attempt>
     kind: str  # of the stage
@@ -52,6 +55,7 @@ class JobOrder:
     epoch: int = 0  # of the attempt: later ones of its stage have larger numbers
     channel: str = ""  # URL of the attempt's channel, without credentials; empty: its folder
     phase_seconds: float = PHASE_SECONDS  # after the last word, when the end of a phase is told by itself
+    served: bool = False  # its inputs come from the server that access.json names; `store_url` is empty
     schema: int = ORDER_SCHEMA
 
     def to_json(self) -> dict[str, Any]:

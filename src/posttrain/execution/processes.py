@@ -5,12 +5,15 @@ Only the standard library: the supervisor imports this and must start fast.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+from posttrain.domain.requests import SECRET_NAME
 
 HEARTBEAT_SECONDS = 0.25  # between two signs of life of a supervisor
 LEAVING_SECONDS = 60.0  # that a job may take to go once its result is there: freeing a GPU, leaving a cluster
@@ -24,6 +27,18 @@ _CONTROLS = (
     "POSTTRAIN_SERVER",
     "POSTTRAIN_CONFIG",
 )  # keys and addresses that are the control side's
+_ALLOWED = frozenset(
+    {"PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE"}
+    | {"SSL_CERT_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME"}
+    | {"TRITON_CACHE_DIR", "VIRTUAL_ENV", "POSTTRAIN_CRASHPOINT", "POSTTRAIN_CRASHPOINT_ONCE", "POSTTRAIN_DEVICES"}
+    | {"POSTTRAIN_DEVICE_LOCKS"}
+)  # what a job of a server gets of its server's environment
+_ALLOWED_BEGINNINGS = (
+    *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "ROCR_", "HIP_", "HSA_", "GPU_", "OMP_", "MKL_", "KMP_", "GOMP_"),
+    *("OPENBLAS_", "NUMEXPR_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "RAY_"),
+)
+NEVER = ("AWS_", "AZURE_", "GOOGLE_", "PG", "POSTTRAIN_", "PYTHON", *_CONTROLS)  # whoever names them
+_PR_SET_DUMPABLE = 4
 _PROC = Path("/proc")
 _DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
 
@@ -36,6 +51,26 @@ def supported() -> bool:
 def without_trackers(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment for jobs and whatever works for them: no tracker's key, no password of the ledger."""
     return {name: value for name, value in environment.items() if not name.startswith(_CONTROLS)}
+
+
+def of_a_server(environment: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
+    """The part of a server's environment that its jobs get: what a machine needs, and what an admin named; no keys.
+
+    Args:
+        named: variables that jobs get besides; those of the control side never.
+    """
+    given = {name for name in named if not name.startswith(NEVER)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in given
+        or ((name in _ALLOWED or name.startswith(_ALLOWED_BEGINNINGS)) and not SECRET_NAME.search(name))
+    }
+
+
+def close_to_others() -> None:
+    """Keep this process's memory and environment from other processes of the same account (root excepted)."""
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def identity(pid: int) -> str | None:

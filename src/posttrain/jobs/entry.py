@@ -44,6 +44,7 @@ from posttrain.execution.environment import PACKAGES, pinned
 from posttrain.execution.processes import identity
 from posttrain.store.atomic import sync_folder, sync_tree
 from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
+from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.blobs import open_blobs
 from posttrain.store.channel import ControlKind
 from posttrain.store.trees import materialise
@@ -147,7 +148,7 @@ def run(attempt_dir: str, body: Body) -> int:
 
             def work() -> JobResult:
                 _refuse_other_package(order)
-                return body(job(blobs=open_blobs(order.store_url)))
+                return body(job(blobs=_inputs(attempt, order)))
 
             result = _guarded(work)
         if attempt.outputs.is_dir():
@@ -174,6 +175,11 @@ def main(body: Body) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _inputs(attempt: AttemptFolder, order: JobOrder) -> BlobStore:
+    """Where the job reads what it needs: its server, or with its user's own rights the store."""
+    return ServedBlobs(attempt.path) if order.served else open_blobs(order.store_url)
 
 
 def _begins(attempt: AttemptFolder, order: JobOrder) -> bool:

@@ -33,7 +33,7 @@ from posttrain.domain.errors import (
     UnavailableError,
 )
 from posttrain.domain.records import DEFAULT_PROJECT
-from posttrain.server import blobs, streams
+from posttrain.server import attempts, blobs, streams
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import routes as console
 from posttrain.server.entrance import Asker, Entrance
@@ -82,6 +82,7 @@ def build(server: Server) -> FastAPI:
             operation.whole_path, _answering(server, operation), methods=[operation.method], name=operation.verb
         )
     blobs.add_routes(app, server)
+    attempts.add_routes(app, server)
     streams.add_routes(app, server)
     console.add_routes(app, server)
     app.add_api_route("/healthz", _healthy, methods=["GET"], name="healthz")

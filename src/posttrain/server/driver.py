@@ -20,14 +20,17 @@ from pathlib import Path
 from posttrain.app.background import Background
 from posttrain.app.runs import REPORTING, load_ahead
 from posttrain.app.sinks import deliverer
-from posttrain.app.workspace import Workspace
+from posttrain.app.workspace import Workspace, serve_jobs
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import PosttrainError
 from posttrain.drivers.log import DriverLog
 from posttrain.events.admitting import public
 from posttrain.events.bus import Deliverer
+from posttrain.execution.processes import close_to_others
 from posttrain.server.board import Board
+from posttrain.server.granting import Granting
 from posttrain.server.logs import DriverLines, Logging, begin
+from posttrain.store.grants import Grants
 from posttrain.store.work import open_runs
 
 ACTOR, AUTH = "service:posttrain", "server"
@@ -119,8 +122,10 @@ class Upkeep:
 class Driver:
     """Over all projects of a workspace."""
 
-    def __init__(self, workspace: Workspace, log: DriverLog, board: Board | None = None) -> None:
-        self._workspace, self._log, self._board = workspace, log, board
+    def __init__(
+        self, workspace: Workspace, log: DriverLog, board: Board | None = None, granting: Granting | None = None
+    ) -> None:
+        self._workspace, self._log, self._board, self._granting = workspace, log, board, granting
         self._passes = self._errors = 0
         self._spent = self._shown = 0.0
         self._upkeep = Upkeep(workspace)
@@ -160,6 +165,8 @@ class Driver:
         try:
             self._find()
             self._upkeep.step()
+            if self._granting is not None:
+                self._granting.keep()
         except PosttrainError as error:  # a database that is away: the next time
             self._errors += 1
             self._log.say(f"the ledger cannot be used: {error}")
@@ -195,6 +202,7 @@ def main(root: Path, words: list[str]) -> int:
     Args:
         words: how it logs, and the descriptor of the board on which it shows what it does.
     """
+    close_to_others()
     begin(Logging.of(words))
     log = DriverLines()
     log.take_over()
@@ -203,7 +211,9 @@ def main(root: Path, words: list[str]) -> int:
     except PosttrainError as error:
         log.say(f"error: {error}")
         return error.exit_code
-    driver = Driver(workspace, log, Board(int(words[2])) if len(words) > 2 else None)
+    granting = Granting(root, Grants(workspace.ledger.database, workspace.ledger.clock), workspace.jobs.host)
+    serve_jobs(workspace, granting)
+    driver = Driver(workspace, log, Board(int(words[2])) if len(words) > 2 else None, granting)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, driver.end)
     log.say(f"driver {os.getpid()} of {root}")

@@ -38,6 +38,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
 from posttrain.domain.roles import Role
 from posttrain.events.admitting import public
+from posttrain.execution.processes import close_to_others
 from posttrain.server import logs
 from posttrain.server.app import Server, build
 from posttrain.server.board import Board
@@ -124,7 +125,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
 
     Raises:
         ConflictError: the workspace is served already.
-        InputError: it cannot listen there.
+        InputError: it cannot listen there, or jobs could not talk to their drivers.
         WorkspaceError: the workspace may only be read.
     """
     bind.checked()
@@ -133,6 +134,12 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
     systemd = Systemd(os.environ)
     if workspace.read_only:
         raise WorkspaceError(f"{workspace.root}: is read-only, so it cannot be served; make it writable")
+    if workspace.channel_address:
+        raise InputError(
+            f"{workspace.root}: has its attempt channels at {workspace.channel_address}, to which jobs of a server get "
+            "no key; serve a workspace that was made without --attempt-channels"
+        )
+    close_to_others()
     with ExitStack() as stack:
         stack.enter_context(_alone(workspace.root))
         listening = stack.enter_context(_listen(bind))
@@ -150,15 +157,16 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         entrance = Entrance(workspace, key)
         ready = _Ready(driver, workspace.ledger)
         app = build(Server(workspace, entrance, workers, ready.trouble, peers, bind.secure, bind.behind_proxy, meters))
+        place = workspace.root / PLACE
+        certificate = str(bind.certificate.resolve()) if bind.certificate else ""
+        write_json(place, {"url": url, "key": key, "pid": os.getpid(), "certificate": certificate})
+        stack.callback(place.unlink, missing_ok=True)
         driver.start()
         threading.Thread(target=_tidy, args=(workers, workspace.ledger, driver.over), name="tidy", daemon=True).start()
         if workspace.hosts is not None:
             workspace.hosts.announce(bind.advertised(port))
             stack.callback(_conceal, workspace.hosts)
             threading.Thread(target=peers.keep_looking, args=(driver.over,), name="peers", daemon=True).start()
-        place = workspace.root / PLACE
-        write_json(place, {"url": url, "key": key, "pid": os.getpid()})
-        stack.callback(place.unlink, missing_ok=True)
         say(f"serving {workspace.root} at {url}")
         say(f"console: {url}/ (log in with a token)")
         log.info("serving at %s, Posttrain %s", url, __version__)

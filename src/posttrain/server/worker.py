@@ -20,6 +20,7 @@ from typing import Any
 from posttrain.api.operations import OPERATIONS
 from posttrain.api.problems import problem
 from posttrain.app.workspace import Workspace
+from posttrain.execution.processes import close_to_others
 from posttrain.server.bundles import Bundles
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import CONSOLE
@@ -84,6 +85,7 @@ def _end_with(server: int) -> None:
 
 def main() -> None:
     """Answer until the server is gone."""
+    close_to_others()
     os.set_inheritable(DESCRIPTOR, False)
     begin(Logging.of(sys.argv[2:]))
     sys.stdout = sys.stderr = Printed()

@@ -2,18 +2,21 @@
 
 ::
 
-    {"format": …, "store": …, "ledger": …, "id": …, "rewards": …, "trackers": …, "executor": …, "channel": …}
+    {"format": …, "store": …, "ledger": …, "id": …, "rewards": …, "trackers": …, "executor": …, "channel": …,
+     "job_variables": …}
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from posttrain.domain.errors import InputError
+from posttrain.execution.processes import NEVER
 from posttrain.store.atomic import read_json, write_json
 from posttrain.store.blobs import blobs_url
 from posttrain.workspace.ledgers import KEY
@@ -26,6 +29,7 @@ SETTINGS = "workspace.json"
 TRUSTED = "trusted"
 LOCAL = "local"
 EXECUTOR = "executor"  # the key of one that is not local
+VARIABLES = "job_variables"  # the key of names of variables that jobs of a server get besides
 CHANNEL = "channel"  # the key of a URL below which attempts have their channels; absent: in their folders
 _FORMAT = "posttrain.workspace/1"
 OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
@@ -52,6 +56,23 @@ def record_places(
 def fresh_record(root: Path, url: str) -> dict[str, Any]:
     """Of a workspace that says nothing else."""
     return {"format": _FORMAT, "store": OWN_STORE if url == blobs_url(root / OWN_STORE) else url}
+
+
+def record_variables(root: Path, names: Collection[str]) -> None:
+    """Which variables of a server's environment its jobs get besides those that a machine needs; none: no others.
+
+    Raises:
+        InputError: a name that is none, or of a variable that no job of a server gets.
+    """
+    for name in names:
+        if not name.isidentifier() or name.startswith(NEVER):
+            raise InputError(
+                f"init: --job-variable must be the name of a variable, and none of {', '.join(NEVER[:4])}…, which are "
+                f"the server's own; got {name[:80]!a}"
+            )
+    with settings_lock(root):
+        record = {key: value for key, value in read_json(root / SETTINGS).items() if key != VARIABLES}
+        write_json(root / SETTINGS, record | ({VARIABLES: sorted(set(names))} if names else {}))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from posttrain.store.schema.channels import (
 from posttrain.store.schema.columns import JsonText, UnreadableColumnError, metadata
 from posttrain.store.schema.log import chain_head, events, events_before, leaves, payloads, tiles, tree_head, unsealed
 from posttrain.store.schema.runs import attempts, runs, signals, stage_cache, stages
-from posttrain.store.schema.upkeep import cursors, hosts, requests, sessions, watches, work
+from posttrain.store.schema.upkeep import cursors, grants, hosts, requests, sessions, watches, work
 
 SCHEMA_VERSION = "0003"  # the newest revision in migrations/versions; revisions are counted, so they compare as text
 VERSION_TABLE = "schema_version"
@@ -48,6 +48,7 @@ __all__ = [
     "edges",
     "events",
     "events_before",
+    "grants",
     "holds",
     "hosts",
     "leaves",

@@ -66,6 +66,17 @@ requests = Table(  # what was answered, for whoever asks the same again because 
     Index("requests_by_time", "at"),
 )
 
+grants = Table(  # of running jobs: which attempt stands behind the secret that one shows
+    "grants",
+    metadata,
+    Column("digest", String(71), primary_key=True),  # of the secret
+    Column("run_id", String(64), nullable=False),
+    Column("stage", String(128), nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("expires_at", Float(53), nullable=False),
+    Index("grants_by_attempt", "run_id", "stage", "number"),
+)
+
 sessions = Table(  # of browsers: which token stands behind the secret that one shows
     "sessions",
     metadata,

@@ -15,7 +15,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,12 +63,15 @@ class LocalExecutor:
         preload: str | None = None,
         devices: Callable[[], Devices] = Devices,
         runs: Path | None = None,
+        keep: Callable[[Mapping[str, str]], dict[str, str]] = processes.without_trackers,
     ) -> None:
         """Args:
         preload: a module that imports what jobs need (see `ForkServer`); None: every job imports for itself.
         devices: of this machine, asked once, when a job first needs one; none: jobs share what is there.
         runs: the folder below which attempt folders are, for `list`.
+        keep: what jobs, and whatever works for them, get of this process's environment.
         """
+        self._keep = keep
         self._runs = runs
         self._forks = ForkServer(preload) if preload else None
         self._list, self._devices = devices, Devices()
@@ -78,7 +81,7 @@ class LocalExecutor:
         """See `Executor.submit`; the handle is the supervisor's pid. Whether it has one is never unknown."""
         if not processes.supported():
             raise InfrastructureError("the local executor needs Linux's /proc, which is not there; run on Linux")
-        refuse_elsewhere(request)
+        refuse_elsewhere(request, self._keep(os.environ))
         folder = _folder(request)
         make_folder(folder)
         deadline, ours = time.monotonic() + _LAUNCH_SECONDS, False
@@ -161,14 +164,17 @@ class LocalExecutor:
         machine = self._machine() if request.devices else Devices()
         reserved = {"machine": asdict(machine), "devices": request.devices if machine.names else 0}
         write_json(folder / "spec.json", {**asdict(request), **reserved})
-        code = None
+        code, own = None, self._keep(os.environ)
         if self._forks is not None:
-            code = self._forks.start(folder, job_environment(request.environment), _LAUNCH_SECONDS)
-        return code if code in _ANSWERS else _start_supervisor(folder, request)
+            code = self._forks.start(folder, job_environment(request.environment, own), _LAUNCH_SECONDS)
+        return code if code in _ANSWERS else _start_supervisor(folder, request, own)
 
 
-def refuse_elsewhere(request: JobRequest) -> None:
+def refuse_elsewhere(request: JobRequest, own: Mapping[str, str] | None = None) -> None:
     """Refuse what one machine without a scheduler does not give.
+
+    Args:
+        own: the environment that its jobs get; None: this process's.
 
     Raises:
         InputError: more than one pod, more than the machine has, another environment, a secret that nobody set.
@@ -189,11 +195,12 @@ def refuse_elsewhere(request: JobRequest) -> None:
     for what, needed, has in (("cpus", group.cpus, os.cpu_count() or 1), ("bytes of memory", group.memory, memory)):
         if needed > has:
             raise InputError(f"job {request.name} asks for {needed} {what}, this machine has {has}; ask for less")
-    lacking = [name for name in request.secrets if name not in job_environment({})]
+    lacking = [name for name in request.secrets if name not in job_environment({}, own)]
     if lacking:
         raise InputError(
             f"job {request.name} needs {', '.join(lacking)} in the environment of whoever drives its run, where it is "
-            "not set (or is a tracker's or Python's, which jobs do not get); export it"
+            "not set (or is one that jobs do not get: a tracker's, Python's; a server's that init --job-variable does "
+            "not name); export it"
         )
 
 
@@ -240,7 +247,7 @@ def _folder(job: JobRef) -> Path:
     return Path(job.attempt_dir).absolute()
 
 
-def _start_supervisor(folder: Path, request: JobRequest) -> int:
+def _start_supervisor(folder: Path, request: JobRequest, own: dict[str, str]) -> int:
     """Start one and wait until it has the attempt or knows that another one has; its exit code.
 
     Raises:
@@ -252,7 +259,7 @@ def _start_supervisor(folder: Path, request: JobRequest) -> int:
             # a session of its own from the start: Ctrl-C at the terminal is not for the job
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=processes.without_trackers(os.environ),
+                env=own,
             )  # fmt: skip
             code = process.wait(_LAUNCH_SECONDS)
     except subprocess.TimeoutExpired:

@@ -186,9 +186,13 @@ def settle(folder: Path) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
 
-def job_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a job gets: this process's but for those of Python and of trackers, and what it is given."""
-    own = without_trackers(os.environ)
+def job_environment(given: Mapping[str, str], kept: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that a job gets: this process's but for those of Python and of trackers, and what it is given.
+
+    Args:
+        kept: what jobs get of the environment of whoever submits them; None: this process's.
+    """
+    own = without_trackers(os.environ if kept is None else kept)
     return {name: value for name, value in own.items() if not name.startswith("PYTHON")} | dict(given)
 
 

@@ -29,6 +29,15 @@ def upgrade() -> None:
     )
     op.create_index("requests_by_time", "requests", ["at"])
     op.create_table(
+        "grants",
+        sa.Column("digest", sa.String(71), primary_key=True),
+        sa.Column("run_id", sa.String(64), nullable=False),
+        sa.Column("stage", sa.String(128), nullable=False),
+        sa.Column("number", sa.Integer(), nullable=False),
+        sa.Column("expires_at", _TIME, nullable=False),
+    )
+    op.create_index("grants_by_attempt", "grants", ["run_id", "stage", "number"])
+    op.create_table(
         "sessions",
         sa.Column("digest", sa.String(71), primary_key=True),
         sa.Column("token", sa.String(32), nullable=False),

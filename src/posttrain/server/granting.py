@@ -1,0 +1,73 @@
+"""Lets jobs of a served workspace in: each by a token of its attempt, which its folder holds and the ledger knows."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import InfrastructureError
+from posttrain.domain.records import AttemptRecord
+from posttrain.store.access import JobAccess, read_access
+from posttrain.store.atomic import read_json
+from posttrain.store.grants import Grants
+from posttrain.workspace.served import PLACE
+
+PREFIX = "posttrain_job_"
+RENEW_SECONDS = 60.0  # between two renewals
+_BYTES = 32
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class Granting:
+    """Of one host's driver.
+
+    Args:
+        root: the workspace's folder.
+        host: whose attempts it renews; None: the ledger has one host.
+    """
+
+    def __init__(self, root: Path, grants: Grants, host: str | None) -> None:
+        self._root, self._grants, self._host = root, grants, host
+        self._renewed = -RENEW_SECONDS
+
+    def give(self, attempt: AttemptRecord, folder: Path) -> None:
+        """See `control.jobs.Access.give`.
+
+        Raises:
+            InfrastructureError: the server does not say where it is.
+        """
+        url, certificate = self._server()
+        secret = PREFIX + secrets.token_urlsafe(_BYTES)
+        self._grants.add(attempt, digest_bytes(secret.encode()))
+        JobAccess(url, secret, certificate).write(folder)
+
+    def keep(self) -> None:
+        """Renew what living jobs have, where it is time, and tell them where the server is now.
+
+        Raises:
+            PosttrainError: ledger or server are away; do it again later.
+        """
+        if time.monotonic() - self._renewed < RENEW_SECONDS:
+            return
+        url, certificate = self._server()
+        for name in self._grants.renew(self._host):
+            folder = self._root / name
+            known = read_access(folder)
+            if known is not None and (known.url, known.certificate) != (url, certificate):
+                JobAccess(url, known.token, certificate).write(folder)
+        self._renewed = time.monotonic()
+
+    def _server(self) -> tuple[str, str]:
+        said = read_json(self._root / PLACE)
+        try:
+            parts, certificate = urlsplit(str(said["url"])), str(said.get("certificate", ""))
+            host = _EVERYWHERE.get(str(parts.hostname), str(parts.hostname))
+            shown = f"[{host}]" if ":" in host else host
+            return f"{parts.scheme}://{shown}:{parts.port}", Path(certificate).read_text() if certificate else ""
+        except (TypeError, KeyError, OSError) as error:
+            raise InfrastructureError(
+                f"{self._root / PLACE}: does not say where the server is; it is starting"
+            ) from error

@@ -1,0 +1,336 @@
+"""What a job of a server can reach with its attempt's token, for how long, and what of an environment it gets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from cli_world import World, make_world
+from server_bench import KEY, ServerBench, served
+
+from posttrain.app.workspace import init_workspace, serve_jobs
+from posttrain.domain.canonical import canonical_json, digest_bytes
+from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, UnavailableError
+from posttrain.domain.lifecycle import AttemptState
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
+from posttrain.domain.requests import JobRequest
+from posttrain.domain.roles import Role
+from posttrain.execution.executors.local.executor import refuse_elsewhere
+from posttrain.execution.processes import of_a_server
+from posttrain.server.granting import PREFIX, Granting
+from posttrain.store.access import JobAccess, read_access
+from posttrain.store.atomic import write_json
+from posttrain.store.backends.served import ServedBlobs
+from posttrain.store.grants import SECONDS, Grants
+from posttrain.store.trees import materialise, put_tree
+
+
+@dataclass
+class Clock:
+    """Time that a test moves."""
+
+    at: float
+
+    def now(self) -> float:
+        return self.at
+
+    def sleep(self, seconds: float) -> None:
+        self.at += seconds
+
+
+@dataclass
+class Job:
+    """An attempt of a run, with its folder."""
+
+    bench: ServerBench
+    attempt: AttemptRecord
+    inputs: dict[str, str]
+
+    @property
+    def folder(self) -> Path:
+        return self.bench.workspace.root / self.attempt.folder
+
+    @property
+    def blobs(self) -> ServedBlobs:
+        return ServedBlobs(self.folder, patience=0.0, pause=lambda _: None)
+
+    @property
+    def token(self) -> str:
+        found = read_access(self.folder)
+        assert found is not None
+        return found.token
+
+    def status(self, digest: str, token: str | None = None, method: str = "GET") -> int:
+        return self.bench.ask(method, f"/v1/attempt/blobs/{digest}", self.token if token is None else token).status
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[ServerBench]:
+    with served(tmp_path / "served") as made:
+        made.person("root", Role.ADMIN)
+        write_json(made.workspace.root / "server.json", {"url": made.url, "key": KEY, "pid": os.getpid()})
+        yield made
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return make_world(tmp_path, monkeypatch)
+
+
+def granting(bench: ServerBench, clock: Clock | None = None) -> Granting:
+    ledger = bench.workspace.ledger
+    return Granting(bench.workspace.root, Grants(ledger.database, clock or ledger.clock), None)
+
+
+def job(bench: ServerBench, name: str, project: str = "default", number: int = 1, resume: str | None = None) -> Job:
+    """An attempt that has a model, a file of rows, and access."""
+    workspace = bench.workspace.seen_by(bench.workspace.actor, project, "os")
+    tree = bench.workspace.root.parent / f"model-{name}"
+    tree.mkdir(exist_ok=True)
+    (tree / "model.safetensors").write_bytes(name.encode() * 100)
+    (tree / "config.json").write_bytes(b"{}" + name.encode())
+    model, data = put_tree(workspace.blobs, tree), workspace.blobs.put(f"rows of {name}".encode())
+    inputs = {"model": {"digest": model, "form": "tree"}, "data": {"digest": data, "form": "file"}}
+    manifest = workspace.blobs.put(canonical_json({"name": name}))
+    run_id, folder = f"{name}-aaaaaaaa", f"runs/{name}/sft/{number:03d}"
+    attempt = AttemptRecord(
+        run_id=run_id, stage="sft", number=number, name=f"{name}-sft-{number}", folder=folder,
+        state=AttemptState.PLANNED, executor="local", resume=resume,
+    )  # fmt: skip
+    with workspace.ledger.transaction(workspace.actor) as transaction:
+        if project not in transaction.snapshot.projects():
+            transaction.add_project()
+        if number == 1:
+            stage = StageRecord(run_id=run_id, name="sft", position=0, kind="sft", state="pending", inputs=inputs)
+            transaction.insert_run(RunRecord(run_id, name, manifest, "pending", "ann", 1.0), [stage])
+        transaction.insert_attempt(attempt)
+    (bench.workspace.root / folder).mkdir(parents=True)
+    granting(bench).give(attempt, bench.workspace.root / folder)
+    return Job(bench, attempt, {"model": model, "data": data})
+
+
+def ended(bench: ServerBench, made: Job, state: str = "failed") -> None:
+    with bench.workspace.ledger.transaction(bench.workspace.actor) as transaction:
+        launched = transaction.update_attempt(made.attempt, state=AttemptState.LAUNCHED)
+        transaction.update_attempt(launched, state=AttemptState(state))
+
+
+def test_a_job_reads_what_its_inputs_reach_and_nothing_else(bench: ServerBench, tmp_path: Path) -> None:
+    mine, other, foreign = job(bench, "mine"), job(bench, "other"), job(bench, "foreign", "elsewhere")
+    folder = materialise(mine.blobs, mine.inputs["model"], tmp_path / "cache")
+    assert (folder / "model.safetensors").read_bytes() == b"mine" * 100
+    assert mine.blobs.get(mine.inputs["data"]) == b"rows of mine"
+    assert b"".join(mine.blobs.stream(mine.inputs["data"])) == b"rows of mine"
+    assert mine.blobs.check(mine.inputs["data"]) == mine.blobs.size(mine.inputs["data"]) == 12
+    mine.blobs.fetch(mine.inputs["data"], tmp_path / "rows")
+    assert (tmp_path / "rows").read_bytes() == b"rows of mine"
+    stray = bench.workspace.blobs.put(b"in the store, and no input")
+    for digest in (*other.inputs.values(), *foreign.inputs.values(), stray, digest_bytes(b"nowhere")):
+        with pytest.raises(NotFoundError):
+            mine.blobs.get(digest)
+        assert not mine.blobs.has(digest)
+        assert mine.status(digest) == 404
+    assert foreign.status(foreign.inputs["data"]) == 200
+    with pytest.raises(IntegrityError, match="64 hex digits"):
+        mine.blobs.get("../../ledger.db")
+    for wrong in (lambda: mine.blobs.put(b"x"), lambda: mine.blobs.put_file(tmp_path / "rows")):
+        with pytest.raises(InputError, match="stores nothing itself"):
+            wrong()
+
+
+def test_a_job_that_goes_on_reads_its_checkpoint(bench: ServerBench, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "shard").write_bytes(b"at step 5")
+    tree = put_tree(bench.workspace.blobs, tmp_path / "checkpoint")
+    mine = job(bench, "mine", resume=tree)
+    assert (materialise(mine.blobs, tree, tmp_path / "cache") / "shard").read_bytes() == b"at step 5"
+    assert job(bench, "other").status(tree) == 404
+
+
+def test_the_token_opens_nothing_else_and_nothing_else_opens_this(bench: ServerBench) -> None:
+    mine = job(bench, "mine")
+    for method, path in (
+        ("GET", "/v1/projects/default/whoami"),
+        ("GET", "/v1/projects/default/runs"),
+        ("GET", f"/v1/projects/default/blobs/{mine.inputs['data']}"),
+        ("GET", f"/v1/projects/default/blobs/{mine.inputs['data']}/state"),
+        ("PATCH", f"/v1/projects/default/blobs/{mine.inputs['data']}"),
+        ("POST", f"/v1/projects/default/blobs/{mine.inputs['data']}/direct"),
+    ):
+        assert bench.ask(method, path, mine.token).status == 401, path
+    for method in ("PUT", "POST", "PATCH", "DELETE"):
+        assert mine.status(mine.inputs["data"], method=method) == 405
+    for shown in ("", KEY, bench.tokens["root"], PREFIX + "x" * 43, mine.token[:-1], mine.token.upper()):
+        assert mine.status(mine.inputs["data"], shown) == 401
+    secret = mine.token.encode()
+    for path in bench.workspace.root.rglob("ledger.db*"):
+        assert secret not in path.read_bytes()
+    assert (mine.folder / "access.json").stat().st_mode & 0o077 == 0
+    assert mine.token not in repr(read_access(mine.folder))
+
+
+@pytest.mark.parametrize("state", ["succeeded", "stopped", "failed", "lost"])
+def test_an_attempt_that_is_over_reads_nothing_any_more(bench: ServerBench, state: str) -> None:
+    mine = job(bench, "mine")
+    assert mine.status(mine.inputs["data"]) == 200
+    ended(bench, mine, state)
+    assert mine.status(mine.inputs["data"]) == 401
+    with pytest.raises(InfrastructureError, match="refuses this attempt"):
+        mine.blobs.get(mine.inputs["data"])
+
+
+def test_an_attempt_that_another_followed_reads_nothing_any_more(bench: ServerBench) -> None:
+    first = job(bench, "mine")
+    second = job(bench, "mine", number=2)
+    assert first.status(first.inputs["data"]) == 401
+    assert second.status(second.inputs["data"]) == 200
+
+
+def test_access_expires_unless_a_driver_renews_it_and_is_forgotten_with_its_attempt(bench: ServerBench) -> None:
+    ledger = bench.workspace.ledger
+    clock = Clock(ledger.clock.now())
+    mine, over = job(bench, "mine"), job(bench, "over")
+    ended(bench, over)
+    grants, digest = Grants(ledger.database, clock), digest_bytes(mine.token.encode())
+    assert grants.known(digest) is not None
+    clock.sleep(SECONDS + 60)
+    assert grants.known(digest) is None
+    assert grants.renew(None) == [mine.attempt.folder]
+    assert grants.known(digest) is not None
+    from sqlalchemy import select
+
+    from posttrain.store.schema import grants as table
+
+    with ledger.database.read() as connection:
+        assert list(connection.execute(select(table.c.digest)).scalars()) == [digest]
+    assert grants.renew("another-host") == []
+    clock.sleep(SECONDS + 60)
+    assert grants.known(digest) is None
+
+
+def test_a_job_is_told_where_the_server_is_now_and_waits_for_it_meanwhile(
+    bench: ServerBench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mine = job(bench, "mine")
+    known = read_access(mine.folder)
+    assert known is not None
+    replace(known, url="http://127.0.0.1:9").write(mine.folder)  # where it was, and nobody is
+    with pytest.raises(UnavailableError, match="was away for 0 s"):
+        mine.blobs.get(mine.inputs["data"])
+    waited: list[float] = []
+
+    def pause(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 4:
+            granting(bench).keep()
+
+    assert ServedBlobs(mine.folder, pause=pause).get(mine.inputs["data"]) == b"rows of mine"
+    assert len(waited) == 4
+    assert read_access(mine.folder) == known  # the same token
+    assert "does not answer" in capfd.readouterr().err
+
+
+def test_corrupt_bytes_are_not_taken_from_a_server_either(bench: ServerBench, tmp_path: Path) -> None:
+    mine = job(bench, "mine")
+    hex_ = mine.inputs["data"].removeprefix("sha256:")
+    [path] = bench.workspace.root.glob(f"blobs/sha256/{hex_[:2]}/{hex_[2:]}")
+    path.chmod(0o600)
+    path.write_bytes(b"rows of evil")
+    with pytest.raises((IntegrityError, UnavailableError)):
+        mine.blobs.fetch(mine.inputs["data"], tmp_path / "rows")
+    assert not (tmp_path / "rows").exists()
+
+
+def test_access_that_is_gone_or_damaged_is_said(bench: ServerBench) -> None:
+    mine = job(bench, "mine")
+    (mine.folder / "access.json").write_text('{"url": "x", "what": 1}')
+    with pytest.raises(IntegrityError, match="damaged"):
+        mine.blobs.get(mine.inputs["data"])
+    (mine.folder / "access.json").unlink()
+    with pytest.raises(InfrastructureError, match="is gone"):
+        mine.blobs.get(mine.inputs["data"])
+    (bench.workspace.root / "server.json").unlink()
+    with pytest.raises(InfrastructureError, match="does not say where the server is"):
+        granting(bench).give(mine.attempt, mine.folder)
+
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+MACHINE = {"PATH": "/bin", "HOME": "/home/x", "LC_ALL": "C", "CUDA_VISIBLE_DEVICES": "1", "HF_HOME": "/models"}
+ADMINS = {"LICENSE": "l", "HF_TOKEN": "h"}
+SERVERS = {
+    "AWS_SECRET_ACCESS_KEY": "a", "PGPASSWORD": "p", "POSTTRAIN_TOKEN": "t", "POSTTRAIN_STORE": "s3://x",
+    "PYTHONPATH": "y", "AZURE_STORAGE_KEY": "z", "SOMETHING": "s", "RAY_AUTH_TOKEN": "r",
+    "POSTTRAIN_SINK_PASSWORD": "s",
+}  # fmt: skip
+
+
+def test_jobs_get_a_machines_variables_and_what_an_admin_named() -> None:
+    everything = MACHINE | ADMINS | SERVERS
+    assert of_a_server(everything) == MACHINE
+    assert of_a_server(everything, [*ADMINS, "PGPASSWORD", "POSTTRAIN_TOKEN"]) == MACHINE | ADMINS
+
+
+def test_a_secret_that_a_job_names_arrives_where_an_admin_named_it_too() -> None:
+    request = JobRequest("job", "module", "folder", secrets=("HF_TOKEN",))
+    refuse_elsewhere(request, of_a_server(MACHINE | ADMINS, ["HF_TOKEN"]))
+    with pytest.raises(InputError, match="init --job-variable"):
+        refuse_elsewhere(request, of_a_server(MACHINE | ADMINS))
+
+
+def test_an_admin_names_variables_and_takes_that_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = world.root / ".posttrain" / "workspace.json"
+    world.ok("init", "--job-variable", "LICENSE", "--job-variable", "HF_TOKEN")
+    assert '"job_variables": ["HF_TOKEN", "LICENSE"]' in settings.read_text()
+    world.ok("init")
+    assert "HF_TOKEN" in settings.read_text()
+    for name in ("AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "POSTTRAIN_TOKEN", "no name"):
+        assert "--job-variable must be" in world("init", "--job-variable", name).stderr
+    world.ok("init", "--job-variable", "none")
+    assert "job_variables" not in settings.read_text()
+
+
+def test_an_order_of_a_served_workspace_names_no_store(tmp_path: Path, bench: ServerBench) -> None:
+    workspace = bench.workspace
+    before = workspace.jobs.executor
+    serve_jobs(workspace, granting(bench))
+    assert workspace.jobs.access is not None
+    assert workspace.jobs.executor is not before
+    assert workspace.seen_by("user:ann", "default", "token").jobs.access is workspace.jobs.access
+    assert init_workspace(tmp_path / "alone").jobs.access is None
+
+
+KEEPS = """
+import ctypes, os
+from posttrain.execution.processes import close_to_others
+os.setuid(65534)
+ctypes.CDLL(None).prctl(4, 1)  # as after a start under this account
+close_to_others()
+print(flush=True)
+input()
+"""
+LOOKS = "import os, sys; os.setuid(65534); print(open(f'/proc/{sys.argv[1]}/environ').read())"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to step down to another account")
+def test_processes_of_the_same_account_cannot_read_a_servers_environment() -> None:
+    secret = {**os.environ, "SECRET": "of-the-server"}
+    for program, readable in ((KEEPS, False), (KEEPS.replace("close_to_others()\n", "\n"), True)):
+        command = [sys.executable, "-c", program]
+        lives = subprocess.Popen(command, env=secret, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert lives.stdout is not None
+        assert lives.stdout.readline() == b"\n"
+        words = [sys.executable, "-c", LOOKS, str(lives.pid)]
+        looks = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert ("of-the-server" in looks.stdout) is readable, looks.stderr
+        lives.communicate(b"\n")
+
+
+def test_what_lets_a_job_in_is_written_for_its_owner_alone(tmp_path: Path) -> None:
+    JobAccess("http://x", "secret").write(tmp_path)
+    assert (tmp_path / "access.json").stat().st_mode & 0o777 == 0o600
