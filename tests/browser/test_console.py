@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import pytest
 from console_bench import ATTACK, CHANNEL, ConsoleWorld, console_world
+from server_bench import KEY
 from test_pages import FAINT, LEAST_CONTRAST, SCHEMES, SHOTS, WIDE
 
 from posttrain.domain.records import RunRecord, StageRecord
@@ -29,7 +30,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def token(world: ConsoleWorld) -> str:
     return world.bench.person("ann", Role.APPROVER)
 
@@ -140,6 +141,19 @@ def test_a_change_is_seen_without_a_reload(page: Any, world: ConsoleWorld) -> No
     assert page.evaluate("() => window.stayed")
     page.evaluate(HIDE)
     assert page.query_selector("#following:not([hidden])") is None, "nobody looks"
+
+
+def test_a_page_is_left_when_its_session_is_over(page: Any, world: ConsoleWorld) -> None:
+    admin = world.bench.control(KEY)
+    page.goto(f"{world.bench.url}/projects/default/channels")
+    page.wait_for_selector("#following:not([hidden])")
+    known = [one for one in admin.tokens() if one.actor == "user:ann" and not one.revoked_at]
+    for one in known:
+        admin.revoke_token(one.id)
+    page.wait_for_url("**/login?next=%2Fprojects%2Fdefault%2Fchannels", timeout=120_000)
+    page.fill("#token", world.bench.person("ann", Role.APPROVER))
+    page.click("button.main")
+    page.wait_for_url("**/projects/default/channels")
 
 
 def test_the_keyboard_alone_is_enough(page: Any, world: ConsoleWorld) -> None:

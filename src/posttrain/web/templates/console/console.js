@@ -28,7 +28,8 @@
 
   // --- follow ------------------------------------------------------------------------------------------------------
   const parsed = async (url) => {
-    const answer = await fetch(url, { credentials: "same-origin", redirect: "error", cache: "no-store" });
+    const answer = await fetch(url, { credentials: "same-origin", redirect: "manual", cache: "no-store" });
+    if (answer.type === "opaqueredirect" && !editing()) location.reload(); // the session is over: to where one logs in
     if (!answer.ok) throw new Error(String(answer.status));
     return new DOMParser().parseFromString(await answer.text(), "text/html");
   };
