@@ -16,6 +16,7 @@ from postgres_server import PASSWORD, Server
 from posttrain.control import actions, judging, recalls, submission
 from posttrain.domain.errors import ConflictError, PosttrainError, WorkspaceError
 from posttrain.domain.records import Asset
+from posttrain.store import upgrade
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
@@ -188,6 +189,39 @@ def test_a_newer_schema_is_refused(postgres: Server, postgres_ledger: str) -> No
     Database(postgres_ledger).close()
     postgres.sql("UPDATE schema_version SET version_num = '9999', usable_since = '9999'", postgres_ledger)
     assert "workspace schema 9999 is newer than this Posttrain" in said(lambda: Database(postgres_ledger))
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        ("SELECT pg_advisory_xact_lock(1886352244)", "another process makes or upgrades this ledger"),
+        ("LOCK TABLE events IN ROW EXCLUSIVE MODE", "somebody writes at this moment"),
+    ],
+)
+def test_who_upgrades_says_whom_it_waits_for(postgres: Server, postgres_ledger: str, held: str, says: str) -> None:
+    import psycopg
+
+    Database(postgres_ledger).close()
+    postgres.sql("UPDATE schema_version SET version_num = '0002'", postgres_ledger)
+    told: list[str] = []
+    with closing(psycopg.connect(postgres_ledger)) as other:
+        other.execute(held)
+
+        def say(line: str) -> None:
+            told.append(line)
+            other.rollback()  # what it waits for ends
+
+        def refuse(*_: object) -> None:
+            raise WorkspaceError("far enough")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(upgrade, "verify_chain", lambda ledger: None)
+            patch.setattr(upgrade, "verify_rows", lambda ledger: None)
+            patch.setattr(upgrade, "migrate", refuse)
+            with pytest.raises(WorkspaceError, match="far enough"):
+                upgrade.upgrade_ledger(postgres_ledger, lambda owner: True, say)
+    assert len(told) == 1
+    assert says in told[0]
 
 
 def test_a_server_that_forgets_by_default_is_told_of(postgres_ledger: str) -> None:
