@@ -19,7 +19,7 @@ from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
-from posttrain.store.hosts import GONE_SECONDS, Hosts, host_of
+from posttrain.store.hosts import GONE_SECONDS, Hosts, host_of, server_lives
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import hosts, work
 from posttrain.store.sealer import seal
@@ -69,7 +69,7 @@ def two(bench: Bench, tmp_path: Path) -> Two:
     for one, name in ((bench, "a"), (second, "b")):
         one.jobs = replace(one.jobs, hosts=Hosts(one.ledger.database, one.clock, name * 32, f"{name}:/posttrain"))
         one.reconciler = Reconciler(one.stores, one.jobs, f"{name}:1:0")
-        one.jobs.hosts.announce(f"http://{name}")
+        one.jobs.hosts.announce(f"http://{name}", f"{name}:1:0")
     return Two(bench, second)
 
 
@@ -162,6 +162,8 @@ def test_a_host_says_where_it_is_and_how_long_it_was_silent(two: Two) -> None:
     assert (other.url, round(other.silent)) == ("http://b", 0)
     two.silent(two.a)
     assert hosts_of(two.b).all()[0].gone
+    lives = [server_lives(two.b.ledger.database, two.b.clock, name) for name in ("a:1:0", "b:1:0", "b:2:0")]
+    assert lives == [False, True, False], "one that is silent is gone, and so is one that another came after"
     hosts_of(two.a).beat()
     again = hosts_of(two.b).all()[0]
     assert (again.url, again.gone) == ("http://a", False), "a driver's word does not forget where its server is"

@@ -18,13 +18,13 @@ from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import CapacityError, ConflictError, InputError, PosttrainError
 from posttrain.server.workers import Refused
+from posttrain.store.hosts import server_lives
 from posttrain.store.ledger import Ledger, numbered
 from posttrain.store.repeated import DONE, Repeats
 
 KEPT_SECONDS = ANSWERS_SECONDS
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _REQUEST = 26  # hexadecimal digits of a request's id
-_OTHER_HOST = 3600.0  # seconds after which what another host began is taken for over
 _UNKEPT = frozenset({"issue_token", "rotate_token"})  # their answers are secrets
 _OK, _SERVERS = 200, 500
 
@@ -73,7 +73,7 @@ class Once:
                 raise InputError("idempotency-key: must be another one for another request, got one that was used")
             if known.state == DONE:
                 return self._again(verb, known.status, known.answer)
-            if self._lives(known.owner, known.at) or not self._repeats.take_over(key, known.owner, self._me):
+            if self._lives(known.owner) or not self._repeats.take_over(key, known.owner, self._me):
                 raise LaterError(f"{verb}: the same request is being answered; ask again in a second")
             if self._written():
                 self._repeats.done(key, _OK, None)
@@ -120,9 +120,8 @@ class Once:
             raise Refused(json.loads(answer))
         return _OK, answer.encode()
 
-    def _lives(self, owner: str, at: float) -> bool:
+    def _lives(self, owner: str) -> bool:
         """Whether whoever began it may still be at it."""
-        host = owner.partition(":")[0]
-        if host != self._me.partition(":")[0]:
-            return self._ledger.clock.now() - at < _OTHER_HOST
+        if owner.partition(":")[0] != self._me.partition(":")[0]:
+            return server_lives(self._ledger.database, self._ledger.clock, owner)
         return process_alive(owner)

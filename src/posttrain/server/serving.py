@@ -35,6 +35,7 @@ from fastapi import FastAPI
 from posttrain._version import __version__
 from posttrain.access.authenticators.token import issue
 from posttrain.app.workspace import Workspace
+from posttrain.control.owners import process_name
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
 from posttrain.domain.roles import Role
 from posttrain.events.admitting import public
@@ -164,7 +165,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         driver.start()
         threading.Thread(target=_tidy, args=(workers, workspace.ledger, driver.over), name="tidy", daemon=True).start()
         if workspace.hosts is not None:
-            workspace.hosts.announce(bind.advertised(port))
+            workspace.hosts.announce(bind.advertised(port), process_name())
             stack.callback(_conceal, workspace.hosts)
             threading.Thread(target=peers.keep_looking, args=(driver.over,), name="peers", daemon=True).start()
         say(f"serving {workspace.root} at {url}")
@@ -182,7 +183,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
 
 def _conceal(hosts: Hosts) -> None:
     with suppress(PosttrainError):  # a database that is away: the others see that nobody answers here
-        hosts.announce("")
+        hosts.announce("", "")
 
 
 def configured(app: FastAPI, bind: Bind) -> uvicorn.Config:

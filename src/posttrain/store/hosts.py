@@ -24,10 +24,11 @@ from posttrain.store.waking import RUN
 BEAT_SECONDS = 10.0  # between two words of a host
 GONE_SECONDS = 60.0  # of silence after which a host is taken for gone: what none of its jobs holds goes on elsewhere
 _SAY = (
-    "INSERT INTO hosts (id, name, url, version, seen_at) VALUES (:id, :name, :url, :version, {now}) "
+    "INSERT INTO hosts (id, name, url, server, version, seen_at) "
+    "VALUES (:id, :name, :url, :server, :version, {now}) "
     "ON CONFLICT (id) DO UPDATE SET name = excluded.name, version = excluded.version, seen_at = excluded.seen_at"
 )
-_AND_URL = ", url = excluded.url"
+_AND_SERVER = ", url = excluded.url, server = excluded.server"
 _ENDED = [state for state in AttemptState if is_final("attempt", state)]
 
 
@@ -38,6 +39,7 @@ class Host:
     id: str
     name: str  # HOSTNAME:FOLDER
     url: str  # of its server, for the others; empty: it has none
+    server: str  # the process of that, HOSTNAME:PID:START
     version: str
     silent: float  # seconds since it was last heard of
 
@@ -63,13 +65,13 @@ class Hosts:
                 return
             self._said = now
         with self._database.write() as connection:
-            self._say(connection, None)
+            self._say(connection)
             self._let_go(connection)
 
-    def announce(self, url: str) -> None:
-        """Say where the others reach the server of this one; empty: it has none any more."""
+    def announce(self, url: str, server: str) -> None:
+        """Say where the others reach the server of this one, and which process that is; empty: it has none any more."""
         with self._database.write() as connection:
-            self._say(connection, url)
+            self._say(connection, (url, server))
 
     def all(self) -> list[Host]:
         """Every host that was ever heard of, this one among them, by name."""
@@ -77,15 +79,16 @@ class Hosts:
             now = now_in(connection, self._clock)
             query = select(hosts, (now - hosts.c.seen_at).label("silent")).order_by(hosts.c.name, hosts.c.id)
             return [
-                Host(row.id, row.name, row.url, row.version, max(0.0, float(row.silent)))
+                Host(row.id, row.name, row.url, row.server, row.version, max(0.0, float(row.silent)))
                 for row in connection.execute(query)
             ]
 
-    def _say(self, connection: Connection, url: str | None) -> None:
+    def _say(self, connection: Connection, serving: tuple[str, str] | None = None) -> None:
         at = moment(connection, self._clock)
         now = ":moment" if at else "EXTRACT(EPOCH FROM clock_timestamp())"
-        values = {"id": self.id, "name": self.name, "url": url or "", "version": __version__, **at}
-        connection.execute(text(_SAY.format(now=now) + ("" if url is None else _AND_URL)), values)
+        url, server = serving or ("", "")
+        values = {"id": self.id, "name": self.name, "url": url, "server": server, "version": __version__, **at}
+        connection.execute(text(_SAY.format(now=now) + ("" if serving is None else _AND_SERVER)), values)
 
     def _let_go(self, connection: Connection) -> None:
         """Runs are anybody's again whose host is gone, and of which no job may live there."""
@@ -94,6 +97,17 @@ class Hosts:
         theirs = (work.c.kind == RUN, work.c.affinity.in_(gone), ~live)
         anybodys = {"affinity": None, "due_at": 0.0, "wanted_version": work.c.wanted_version + 1}
         connection.execute(update(work).where(*theirs).values(anybodys))
+
+
+def server_lives(database: Database, clock: Clock, process: str) -> bool:
+    """Whether a server's process of another machine may still live: its host was heard of, and has no other one since.
+
+    Args:
+        process: HOSTNAME:PID:START.
+    """
+    with database.read() as connection:
+        heard = hosts.c.seen_at >= now_in(connection, clock) - GONE_SECONDS
+        return connection.execute(select(hosts.c.id).where(hosts.c.server == process, heard)).first() is not None
 
 
 def host_of(database: Database, project: str, run_id: str) -> str | None:

@@ -46,6 +46,7 @@ hosts = Table(  # of a ledger that several have
     Column("id", String(32), primary_key=True),  # the identity of its workspace folder
     Column("name", Text, nullable=False),  # HOSTNAME:FOLDER
     Column("url", Text, nullable=False),  # where the other servers reach the one that it has; empty: none
+    Column("server", Text, nullable=False),  # process of that server, HOSTNAME:PID:START; empty: none
     Column("version", Text, nullable=False),  # of the Posttrain that said so
     Column("seen_at", Float(53), nullable=False),
 )
