@@ -21,6 +21,8 @@ from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.client.remote import remote_control
 from posttrain.domain.roles import Role
 from posttrain.server.app import Server, build
+from posttrain.server.asking import Asking
+from posttrain.server.calling import to_json
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.metering import Meters
@@ -30,6 +32,7 @@ from posttrain.server.workers import Refused
 
 KEY = "k" * 64
 DAY = 86400.0
+_PIECE = ("kind", "value")
 
 
 class InProcess:
@@ -39,11 +42,16 @@ class InProcess:
         self._worker, self._lock = Worker(workspace), threading.Lock()
         self.asked: list[str] = []
 
-    def ask(self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str) -> bytes:
+    def ask(
+        self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str, asking: Asking | None = None
+    ) -> bytes:
         self.asked.append(verb)
         with self._lock:
             given = json.loads(json.dumps({"asker": asker, "verb": verb, "sent": sent, "request": request}))
-            done, body = self._worker.answer(given)
+            asking = asking or Asking()
+            done, body = self._worker.answer(
+                given, lambda *piece: asking.told(to_json(dict(zip(_PIECE, piece, strict=True))))
+            )
         if not done:
             raise Refused(json.loads(body))
         return body

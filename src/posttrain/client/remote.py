@@ -19,6 +19,7 @@ from posttrain.api.pages import CURSOR, LIMIT
 from posttrain.api.values import Answer, Asked
 from posttrain.client.blobs import Fetcher, Sender, refuse_full
 from posttrain.client.bundling import Bundle
+from posttrain.client.operations import carried_out
 from posttrain.client.transport import Transport, in_path
 from posttrain.client.waiting import RemoteLog, RemoteVigil, RemoteWatcher
 from posttrain.domain.errors import ApiVersionError, DeadlineError, PosttrainError
@@ -135,6 +136,8 @@ class RemoteControl:
         if operation.method in ("GET", "DELETE"):
             return self._transport.ask(operation.method, path, rest).body
         plain = {name: _plain(value) for name, value in rest.items()}
+        if operation.heavy:
+            return carried_out(self._transport, operation.method, path, plain)
         return self._transport.ask(operation.method, path, body=plain).body
 
     # --- verbs that are more than one request, or none ----------------------------------------------------------------
@@ -269,10 +272,15 @@ class RemoteControl:
         return found
 
     def ask(self, model: str, prompts: Sequence[str], **how: Any) -> Asked:
-        """See `Models.ask`: all answers come at once."""
-        said = json.loads(self._body(OPERATIONS["ask"], {"model": model, "prompts": list(prompts), **how}))
-        answers = adapter(list[Answer | str]).validate_python(said.pop("answers"))
-        return Asked(**said, answers=iter(answers))
+        """See `Models.ask`: its answers come as they are said."""
+        path = in_path(OPERATIONS["ask"].whole_path, {"project": self._project})
+        body = {"model": model, "prompts": list(prompts), **how}
+        events = self._transport.stream(path, body=_plain(body))
+        kind, first = next(events)
+        said = json.loads(first) if kind == "asked" else {}
+        known = {name: str(said.get(name, "")) for name in ("name", "digest", "form", "why")}
+        kinds = adapter(Answer | str)
+        return Asked(**known, answers=(kinds.validate_json(data) for kind, data in events if kind == "answer"))
 
     def curves(self, history: Asset) -> list[Curve]:
         """See `Assets.curves`."""

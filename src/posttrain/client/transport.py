@@ -139,15 +139,20 @@ class Transport:
                 f"server {self.url} does not answer: {_words(error)}; see that it runs"
             ) from error
 
-    def stream(self, path: str, query: Mapping[str, Any] | None = None) -> Iterator[tuple[str, bytes]]:
+    def stream(
+        self, path: str, query: Mapping[str, Any] | None = None, body: Any = None
+    ) -> Iterator[tuple[str, bytes]]:
         """Server-sent events: kind and data of each, until the server ends or the connection does.
 
         Raises:
             PosttrainError: the problem that the server answered with. ConnectionError: the connection ended too early.
         """
-        connection = self._connect(60.0)
+        connection = self._connect(60.0 if body is None else ANSWER_SECONDS)
         try:
-            connection.request("GET", self._path(path, query), headers=self._headers({"accept": "text/event-stream"}))
+            sent = None if body is None else json.dumps(body).encode()
+            headers = {"accept": "text/event-stream"} | ({"content-type": "application/json"} if sent else {})
+            method = "GET" if sent is None else "POST"
+            connection.request(method, self._path(path, query), body=sent, headers=self._headers(headers))
             response = connection.getresponse()
             if response.status != http.client.OK:
                 self._checked(Reply(response.status, _lower(response), response.read()))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
@@ -33,7 +35,8 @@ from posttrain.domain.errors import (
     UnavailableError,
 )
 from posttrain.domain.records import DEFAULT_PROJECT
-from posttrain.server import attempts, blobs, streams
+from posttrain.server import attempts, blobs, streams, underway
+from posttrain.server.asking import Asking
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import routes as console
 from posttrain.server.entrance import Asker, Entrance
@@ -46,6 +49,7 @@ from posttrain.server.metering import Meters
 from posttrain.server.observing import Observing, verb_of
 from posttrain.server.repeats import LaterError, Once, request_id
 from posttrain.server.requests import read, sent
+from posttrain.server.underway import Underway, accepted, wait_of
 from posttrain.server.worker import INTERFACE
 from posttrain.server.workers import Answers, Refused
 
@@ -71,6 +75,7 @@ class Server:
     behind_proxy: bool = False
     meters: Meters = field(default_factory=Meters)
     limits: Limits = field(default_factory=Limits)
+    underway: Underway = field(default_factory=Underway)
 
 
 def build(server: Server) -> FastAPI:
@@ -84,6 +89,7 @@ def build(server: Server) -> FastAPI:
     blobs.add_routes(app, server)
     attempts.add_routes(app, server)
     streams.add_routes(app, server)
+    underway.add_routes(app, server)
     console.add_routes(app, server)
     app.add_api_route("/healthz", _healthy, methods=["GET"], name="healthz")
     app.add_api_route("/readyz", _ready, methods=["GET"], name="readyz")
@@ -120,9 +126,24 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
             elsewhere = await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, body)
             if elsewhere is not None:
                 return elsewhere
-        lane = HEAVY if operation.heavy else READ
-        async with server.limits.taken(who.identity.principal, lane):
-            found = await in_thread(lane, _asked, server, operation, request, who, body)
+        given, key = _given(server, operation, request, who, body)
+        lane, number = HEAVY if operation.heavy else READ, request.state.id
+
+        async def carry(asking: Asking) -> bytes:
+            async with server.limits.taken(who.identity.principal, lane):
+                return await in_thread(lane, _asked, server, operation, who, given, key, number, asking)
+
+        wait = wait_of(request) if operation.unsafe and operation.heavy else None
+        if operation.verb == "ask" and streams.wants_events(request):
+            return await streams.answers(request, carry)
+        if wait is not None:
+            one = server.underway.begin(who, number, operation.verb, given, carry)
+            if not (await asyncio.wait({one.task}, timeout=wait))[0]:
+                return accepted(one)
+            server.underway.drop(one)
+            found = one.task.result()
+        else:
+            found = await carry(Asking())
         if operation.unsafe:
             return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
         tag = f'"{hashlib.sha256(found).hexdigest()[:32]}"'
@@ -141,20 +162,29 @@ def _admitted(server: Server, operation: Operation, request: Request) -> Asker:
     return who
 
 
-def _asked(server: Server, operation: Operation, request: Request, who: Asker, body: bytes) -> bytes:
+def _given(
+    server: Server, operation: Operation, request: Request, who: Asker, body: bytes
+) -> tuple[dict[str, Any], str]:
+    """A request's parameters and its key, which its id follows from."""
     given = sent(operation, request, body)
     key = request.headers.get("idempotency-key", "") if operation.unsafe else ""
     request.state.id = request_id(key, who.project, who.identity.principal, server.workspace.ledger.entropy)
-    control = server.entrance.control(who, request.state.id)
+    return given, key
+
+
+def _asked(
+    server: Server, operation: Operation, who: Asker, given: dict[str, Any], key: str, number: str, asking: Asking
+) -> bytes:
+    control = server.entrance.control(who, number)
 
     def carried_out() -> bytes:
         if operation.heavy:
-            return server.workers.ask(who.to_json(), operation.verb, given, request.state.id)
+            return server.workers.ask(who.to_json(), operation.verb, given, number, asking)
         return to_json(call(control, operation.verb, arguments(operation, given), project=who.project))
 
     if not key:
         return carried_out()
-    once = Once(server.entrance.ledger(who), server.entrance.principal(who), request.state.id)
+    once = Once(server.entrance.ledger(who), server.entrance.principal(who), number)
     return once.answer(key, operation.verb, given, carried_out)[1]
 
 

@@ -17,6 +17,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.spelling import nearest
 from posttrain.server.pages import page
 from posttrain.server.special import SPECIAL
+from posttrain.server.telling import PROGRESS, tell
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -93,7 +94,7 @@ def _call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundle
         for name, one in signature(verb).parameters.items():
             if name not in named:
                 if name in _CALLBACKS:
-                    options[name] = _silent
+                    options[name] = _tell
                 continue
             value = _laid_down(named[name], bundles)
             if one.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -108,8 +109,8 @@ def _call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundle
 _CALLBACKS = ("say", "progress")
 
 
-def _silent(_: str) -> None:
-    """What is told meanwhile is for whoever has a terminal."""
+def _tell(text: str) -> None:
+    tell(PROGRESS, text)
 
 
 def _laid_down(value: Any, bundles: Bundles | None) -> Any:

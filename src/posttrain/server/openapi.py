@@ -81,7 +81,7 @@ def document() -> dict[str, Any]:
         paths.setdefault(operation.whole_path, {})[operation.method.lower()] = _described(operation, schemas)
     for path, (name, text, in_query) in _STREAMS.items():
         paths[PREFIX + path] = {"get": _stream(name, text, in_query)}
-    paths |= _bytes() | _itself()
+    paths |= _bytes() | _itself() | _operations()
     return {
         "openapi": "3.1.0",
         "info": {
@@ -120,7 +120,38 @@ def _described(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
         found["requestBody"] = {"required": bool(required), "content": _json(schema)}
     if operation.unsafe:
         found["parameters"].append(_KEY)
+    if operation.unsafe and operation.heavy:
+        found["parameters"].append(_PREFER)
+        found["responses"]["202"] = {
+            "description": "it goes on; look at `Location`",
+            "headers": {"location": {"schema": {"type": "string"}}},
+            "content": _json(_OPERATION),
+        }
+    if operation.verb == "ask":
+        found["responses"]["200"]["content"]["text/event-stream"] = {}
     return found
+
+
+_PREFER = {
+    "name": "prefer",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string"},
+    "description": "`respond-async, wait=10`: answer with 202 and an operation where it takes longer than 10 s",
+}
+_OPERATION = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "verb": {"type": "string"},
+        "state": {"enum": ["running", "succeeded", "failed", "cancelled"]},
+        "progress": {"type": "string"},
+        "seconds": {"type": "number"},
+        "answer": {"description": "of one that succeeded: what the verb answers"},
+        "problem": {"$ref": "#/components/schemas/Problem"},
+    },
+    "required": ["id", "verb", "state", "progress", "seconds"],
+}
 
 
 def _responses(content: dict[str, Any], *, cached: bool = False) -> dict[str, Any]:
@@ -254,4 +285,24 @@ def _itself() -> dict[str, Any]:
             }
         }
         for path, (name, text, schema, more) in asked.items()
+    }
+
+
+def _operations() -> dict[str, Any]:
+    """What goes on longer than its request."""
+    words = {"name": "operation_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    told = {
+        "get": ("operation", "How an operation stands, and what came of it."),
+        "delete": ("cancel_operation", "Carry an operation out no further."),
+    }
+    return {
+        PREFIX + "/operations/{operation_id}": {
+            method: {
+                "operationId": name,
+                "summary": text,
+                "parameters": [_project(), words],
+                "responses": _responses(_json(_OPERATION)),
+            }
+            for method, (name, text) in told.items()
+        }
     }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.api.guarding import refuse
 from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.server.telling import ANSWER, ASKED, PROGRESS, tell
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -35,11 +36,16 @@ def curves(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any
 
 
 def ask(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
-    """All answers at once."""
+    """All answers at once; each is told as it comes."""
     how = {name: value for name, value in named.items() if name not in ("model", "prompts")}
     asked = control.ask(named["model"], named["prompts"], **how)
     said = {name: getattr(asked, name) for name in ("name", "digest", "form", "why")}
-    return {**said, "answers": list(asked.answers)}
+    tell(ASKED, said)
+    answers = []
+    for one in asked.answers:
+        tell(ANSWER, one)
+        answers.append(one)
+    return {**said, "answers": answers}
 
 
 def evaluate(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
@@ -64,7 +70,7 @@ def trace(control: Control, named: Mapping[str, Any], bundles: Bundles | None) -
 
 def export(control: Control, named: Mapping[str, Any], bundles: Bundles | None) -> Any:
     """The files of a model."""
-    done = control.export(named["model"], Path(_OUT), dtype=named["dtype"], progress=lambda _: None)
+    done = control.export(named["model"], Path(_OUT), dtype=named["dtype"], progress=lambda name: tell(PROGRESS, name))
     return {"value": replace(done, folder=Path(".")), "files": _sent(bundles, _below(Path(_OUT)), to_viewers=False)}
 
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,11 @@ from posttrain.api.operations import PREFIX
 from posttrain.api.problems import problem
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
+from posttrain.server.asking import Asking
 from posttrain.server.calling import to_json
 from posttrain.server.lanes import FOLLOW, READ, in_thread
+from posttrain.server.telling import ANSWER, ASKED
+from posttrain.server.workers import Refused
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 _EVERY = 0.5  # seconds between two looks at a run
 _AGAIN = 5.0  # seconds between two looks whether whoever follows still may
 _SILENT = 15.0  # seconds after which a comment keeps the connection open through proxies
+_EVENTS = "text/event-stream"
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
@@ -88,7 +92,7 @@ class Followed(StreamingResponse):
     """Server-sent events to one follower, who is counted as long as they are sent."""
 
     def __init__(self, events: AsyncIterator[bytes], counted: AbstractAsyncContextManager[None]) -> None:
-        super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
+        super().__init__(events, headers=_HEADERS, media_type=_EVENTS)
         self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,3 +197,48 @@ def is_ending(request: Request) -> bool:
 
 def _event(kind: str, body: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), body)
+
+
+# --- answers of a model ----------------------------------------------------------------------------------------------
+
+
+def wants_events(request: Request) -> bool:
+    """Whether answers are to come one by one."""
+    return "text/event-stream" in request.headers.get("accept", "")
+
+
+async def answers(request: Request, carry: Callable[[Asking], Coroutine[Any, Any, bytes]]) -> Response:
+    """Events `asked`, `answer` for each, then `end`. What goes wrong before the first is a problem document."""
+    loop, told = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
+
+    def hear(piece: bytes) -> None:
+        loop.call_soon_threadsafe(told.put_nowait, piece)
+
+    asking = Asking(hear)
+    task = asyncio.ensure_future(carry(asking))
+    task.add_done_callback(lambda _: told.put_nowait(None))
+    first = await told.get()
+    if first is None:
+        task.result()
+    return StreamingResponse(_told(request, first, told, task, asking), headers=_HEADERS, media_type=_EVENTS)
+
+
+async def _told(
+    request: Request, piece: bytes | None, told: asyncio.Queue[bytes | None], task: asyncio.Task[bytes], asking: Asking
+) -> AsyncIterator[bytes]:
+    try:
+        while piece is not None:
+            said = json.loads(piece)
+            if said["kind"] in (ASKED, ANSWER):
+                yield _event(said["kind"], json.dumps(said["value"]).encode())
+            piece = await told.get()
+        try:
+            task.result()
+        except Refused as error:
+            yield _event("problem", json.dumps(error.document).encode())
+        except PosttrainError as error:
+            yield _event("problem", json.dumps(problem(error, request.state.id)).encode())
+        else:
+            yield _event("end", b"{}")
+    finally:
+        asking.end()  # whoever asked has left, or it is over

@@ -26,10 +26,12 @@ from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import CONSOLE
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.logs import Logging, Printed, begin, facts
+from posttrain.server.telling import Told, telling
 from posttrain.server.uploads import Uploads
 
 log = logging.getLogger("posttrain.worker")
 DESCRIPTOR = 3
+PIECE = "2"  # in the place of 0 and 1, before what is told meanwhile
 INTERFACE = "openapi"  # no verb: what the server looks like
 
 
@@ -40,8 +42,12 @@ class Worker:
         self._workspace = workspace
         self._entrance = Entrance(self._workspace)
 
-    def answer(self, asked: dict[str, Any]) -> tuple[bool, bytes]:
-        """Whether a request was answered, and its answer or problem as JSON."""
+    def answer(self, asked: dict[str, Any], told: Told = lambda *_: None) -> tuple[bool, bytes]:
+        """Whether a request was answered, and its answer or problem as JSON.
+
+        Args:
+            told: what it tells meanwhile.
+        """
         try:
             if asked["verb"] == INTERFACE:
                 from posttrain.server.openapi import document  # it loads the rooms of every value
@@ -55,12 +61,13 @@ class Worker:
                 return True, json.dumps(drawn(control, asked["sent"])).encode()
             seen = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth)
             named = arguments(OPERATIONS[asked["verb"]], asked["sent"])
-            return True, to_json(call(control, asked["verb"], named, Bundles(seen, Uploads(seen)), asker.project))
+            with telling(told):
+                return True, to_json(call(control, asked["verb"], named, Bundles(seen, Uploads(seen)), asker.project))
         except BaseException as error:
             found = problem(error, asked["request"])
             if found["exit_code"] == 1:
-                told = facts(request=asked["request"], verb=asked["verb"])
-                log.error("an error that nobody meant to raise", exc_info=error, extra=told)
+                about = facts(request=asked["request"], verb=asked["verb"])
+                log.error("an error that nobody meant to raise", exc_info=error, extra=about)
             if not isinstance(error, Exception):
                 raise
             return False, json.dumps(found).encode()
@@ -68,11 +75,18 @@ class Worker:
     def run(self, server: socket.socket) -> None:
         """Until the server closes its end."""
         with server.makefile("rwb") as stream:
-            for line in stream:
-                done, body = self.answer(json.loads(line))
-                stream.write(b"%d %d\n" % (done, len(body)))
+
+            def write(kind: str, body: bytes) -> None:
+                stream.write(b"%s %d\n" % (kind.encode(), len(body)))
                 stream.write(body)
                 stream.flush()
+
+            def told(kind: str, value: Any) -> None:
+                write(PIECE, to_json({"kind": kind, "value": value}))
+
+            for line in stream:
+                done, body = self.answer(json.loads(line), told)
+                write(str(int(done)), body)
 
 
 def _end_with(server: int) -> None:

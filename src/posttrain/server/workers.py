@@ -11,15 +11,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.domain.errors import CapacityError, DeadlineError, InfrastructureError
-from posttrain.server.worker import DESCRIPTOR
+from posttrain.domain.errors import CapacityError, DeadlineError, InfrastructureError, StoppedError
+from posttrain.server.asking import REQUEST_SECONDS, Asking
+from posttrain.server.worker import DESCRIPTOR, PIECE
 
 IDLE_SECONDS = 300.0  # without a request, after which a worker ends
 _MODULE = "posttrain.server.worker"
+_LOOK = 0.5  # seconds between two looks whether a request that waits was ended
 
 
 class Refused(Exception):  # noqa: N818  # it is an answer
@@ -33,7 +36,9 @@ class Refused(Exception):  # noqa: N818  # it is an answer
 class Answers(Protocol):
     """Answers verbs that read files or compute."""
 
-    def ask(self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str) -> bytes:
+    def ask(
+        self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str, asking: Asking | None = None
+    ) -> bytes:
         """A verb's answer as JSON. Raises `Refused` where the verb raised an error."""
 
 
@@ -46,7 +51,7 @@ class Workers:
         deadline: seconds that a request may take, its wait for a worker included.
     """
 
-    def __init__(self, root: Path, words: Sequence[str] = (), most: int = 3, deadline: float = 900.0) -> None:
+    def __init__(self, root: Path, words: Sequence[str] = (), most: int = 3, deadline: float = REQUEST_SECONDS) -> None:
         self._root, self._words, self._deadline = root, words, deadline
         self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: one that may be started
         for _ in range(most):
@@ -55,32 +60,50 @@ class Workers:
         self._lock = threading.Lock()
         self._all: set[_Process] = set()
 
-    def ask(self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str) -> bytes:
+    def ask(
+        self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str, asking: Asking | None = None
+    ) -> bytes:
         """A verb's answer as JSON.
 
+        Args:
+            asking: is told what comes meanwhile, and may end it.
+
         Raises:
+            StoppedError: somebody ended it.
             Refused: the verb raised an error.
             CapacityError: no worker was free in time. DeadlineError: it took too long, and was ended.
             InfrastructureError: the worker died.
         """
-        until = time.monotonic() + self._deadline
-        try:
-            process = self._free.get(timeout=self._deadline)
-        except queue.Empty as error:
-            raise CapacityError("the server has too much to do; ask again later") from error
+        asking = asking or Asking(deadline=self._deadline)
+        until = time.monotonic() + asking.deadline
+        process = self._taken(asking, until)
         try:
             if process is None or not process.alive:
                 process = self._start()
+            asking.held_by(process.kill)
             line = json.dumps({"asker": asker, "verb": verb, "sent": sent, "request": request}).encode() + b"\n"
-            done, body = process.ask(line, until - time.monotonic())
-        except BaseException:
+            done, body = process.ask(line, until - time.monotonic(), asking.told)
+            asking.held_by(None)
+        except BaseException as error:
+            asking.held_by(None)
             self._end(process)
             self._free.put(None)
+            if asking.over and isinstance(error, InfrastructureError):
+                raise StoppedError(f"{verb.replace('_', ' ')}: was cancelled while it was carried out") from error
             raise
         self._free.put(process)
         if not done:
             raise Refused(json.loads(body))
         return body
+
+    def _taken(self, asking: Asking, until: float) -> _Process | None:
+        while not asking.over:
+            try:
+                return self._free.get(timeout=max(0.0, min(_LOOK, until - time.monotonic())))
+            except queue.Empty as error:
+                if time.monotonic() >= until:
+                    raise CapacityError("the server has too much to do; ask again later") from error
+        raise StoppedError("the request was cancelled before it was carried out")
 
     def tidy(self) -> None:
         """End workers that had nothing to do for long."""
@@ -147,13 +170,17 @@ class _Process:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, line: bytes, seconds: float) -> tuple[bool, bytes]:
+    def ask(self, line: bytes, seconds: float, told: Callable[[bytes], None]) -> tuple[bool, bytes]:
         self._ours.settimeout(max(0.001, seconds))
         try:
             self._stream.write(line)
             self._stream.flush()
-            done, _, length = self._stream.readline().decode().partition(" ")
-            body = self._stream.read(int(length)) if length else b""
+            while True:
+                done, _, length = self._stream.readline().decode().partition(" ")
+                body = self._stream.read(int(length)) if length else b""
+                if done != PIECE or len(body) != int(length):
+                    break
+                told(body)
         except TimeoutError as error:
             raise DeadlineError("the request took longer than the server lets one take; it was ended") from error
         except OSError as error:
@@ -162,6 +189,11 @@ class _Process:
             raise InfrastructureError("a worker of the server died; ask again")
         self.used = time.monotonic()
         return done == "1", body
+
+    def kill(self) -> None:
+        """While it is asked: whoever asks it is told that it died."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         self._ours.close()

@@ -1,0 +1,302 @@
+"""What takes longer than a request is an operation: polled, cancelled, carried out once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_bench import KEY, Answer, ServerBench, served
+
+from posttrain.api.values import Answer as Said
+from posttrain.api.values import Asked
+from posttrain.app.embedded.control import Embedded
+from posttrain.client.blobs import Sender
+from posttrain.client.transport import Transport
+from posttrain.domain.errors import InputError, StoppedError
+from posttrain.domain.roles import Role
+from posttrain.server.asking import Asking
+from posttrain.server.underway import Underway
+from posttrain.server.workers import Workers
+
+P = "/v1/projects/default"
+ROWS = "".join(json.dumps({"prompt": f"{n}", "completion": "x"}) + "\n" for n in range(20))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[ServerBench]:
+    with served(tmp_path / "served") as made:
+        made.person("ann", Role.ADMIN)
+        made.person("ben", Role.ADMIN)
+        yield made
+
+
+class Held:
+    """A worker that answers when it is let, or is ended."""
+
+    def __init__(self, bench: ServerBench) -> None:
+        self.begun, self.go, self.asked = threading.Semaphore(0), threading.Event(), list[Asking]()
+        self._real = bench.workers.ask
+        bench.workers.ask = self.ask  # type: ignore[method-assign]
+
+    def ask(
+        self, asker: Mapping[str, Any], verb: str, sent: Mapping[str, Any], request: str, asking: Asking | None = None
+    ) -> bytes:
+        assert asking is not None
+        self.asked.append(asking)
+        asking.told(b'{"kind": "progress", "value": "row 7"}')
+        self.begun.release()
+        while not self.go.wait(0.01):
+            if asking.over:
+                raise StoppedError("cancelled")
+        return self._real(asker, verb, sent, request, asking)
+
+
+def adding(bench: ServerBench, name: str = "rows") -> dict[str, Any]:
+    digest = Sender(Transport(bench.url, KEY), "default").put(ROWS.encode())
+    return {"path": {"name": "rows.jsonl", "digest": digest, "form": "file"}, "name": name}
+
+
+def begin(bench: ServerBench, body: Any, token: str = KEY, key: str = "key-of-a-long-one", wait: int = 0) -> Answer:
+    headers = {"prefer": f"respond-async, wait={wait}", "idempotency-key": key}
+    return bench.ask("POST", f"{P}/assets/datasets", token, body, headers)
+
+
+def until(bench: ServerBench, place: str, state: str, token: str = KEY) -> Any:
+    while True:
+        found = bench.ask("GET", place, token).json
+        if found["state"] == state:
+            return found
+        assert found["state"] == "running", found
+
+
+def test_what_takes_long_is_polled(bench: ServerBench) -> None:
+    held = Held(bench)
+    first = begin(bench, adding(bench))
+    assert first.status == 202
+    place = first.headers["location"]
+    assert place.startswith(f"{P}/operations/")
+    held.begun.acquire()
+    found = bench.ask("GET", place).json
+    assert (found["verb"], found["state"], found["progress"]) == ("add_dataset", "running", "row 7")
+    assert "answer" not in found
+    held.go.set()
+    done = until(bench, place, "succeeded")
+    assert (done["answer"]["name"], done["answer"]["meta"]["rows"]) == ("rows", 20)
+    assert done["answer"]["digest"] == bench.control(KEY).asset("dataset:rows").digest
+
+
+def test_what_is_short_is_answered_at_once(bench: ServerBench) -> None:
+    found = begin(bench, adding(bench), wait=30)
+    assert (found.status, found.json["name"]) == (200, "rows")
+    server = bench.app.state.server
+    assert not server.underway._all
+    refused = begin(bench, {**adding(bench), "name": "../x"}, key="another-key", wait=30)
+    assert (refused.status, refused.json["type"]) == (422, "urn:posttrain:problem:input")
+
+
+def test_an_error_is_a_problem_of_the_operation(bench: ServerBench) -> None:
+    held = Held(bench)
+    place = begin(bench, {**adding(bench), "name": "../x"}).headers["location"]
+    held.go.set()
+    found = until(bench, place, "failed")
+    assert (found["problem"]["status"], found["problem"]["type"]) == (422, "urn:posttrain:problem:input")
+
+
+def test_asked_again_with_its_key_it_is_the_same_operation(bench: ServerBench) -> None:
+    held, body = Held(bench), adding(bench)
+    first, again = begin(bench, body), begin(bench, body)
+    assert (again.status, again.headers["location"]) == (202, first.headers["location"])
+    held.go.set()
+    until(bench, first.headers["location"], "succeeded")
+    assert len(held.asked) == 1
+    bench.app.state.server.underway._all.clear()  # as a server that was started again
+    third = begin(bench, body, wait=30)
+    assert (third.status, third.json["version"]) == (200, 1)
+    assert len(held.asked) == 1
+
+
+def test_cancelled_it_has_done_nothing(bench: ServerBench) -> None:
+    held = Held(bench)
+    place = begin(bench, adding(bench)).headers["location"]
+    held.begun.acquire()
+    ended = bench.ask("DELETE", place).json
+    assert (ended["state"], ended["problem"]["type"]) == ("cancelled", "urn:posttrain:problem:stopped")
+    assert bench.ask("DELETE", place).json["state"] == "cancelled"
+    assert bench.control(KEY).assets("dataset") == []
+
+
+def test_nobody_looks_any_more_so_it_ends(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.server.underway.LEFT_SECONDS", -1.0)
+    held = Held(bench)
+    begin(bench, adding(bench))
+    held.begun.acquire()
+    while not held.asked[0].over:
+        pass
+    assert bench.control(KEY).assets("dataset") == []
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_an_operation_of_others_is_absent(bench: ServerBench, method: str) -> None:
+    held = Held(bench)
+    place = begin(bench, adding(bench)).headers["location"]
+    held.begun.acquire()
+    number = place.rpartition("/")[2]
+    bench.person("eve", Role.ADMIN, "b")
+    for token, path in ((bench.tokens["ben"], P), (bench.tokens["eve"], "/v1/projects/b")):
+        found = [bench.ask(method, f"{path}/operations/{one}", token) for one in (number, "0" * len(number))]
+        assert [one.status for one in found] == [404, 404]
+        assert len({one.json["detail"].replace(number, "0" * len(number)) for one in found}) == 1
+    assert not held.asked[0].over
+    held.go.set()
+
+
+def test_what_came_of_one_is_not_kept_for_ever(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.server.underway.KEPT_SECONDS", -1.0)
+    known: Underway = bench.app.state.server.underway
+    held = Held(bench)
+    begin(bench, adding(bench))
+    held.go.set()
+    while known._all:
+        pass
+
+
+def test_a_client_waits_and_a_server_may_be_another_one_meanwhile(
+    bench: ServerBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("posttrain.client.operations._PREFER", "respond-async, wait=0")
+    monkeypatch.setattr("posttrain.client.operations._TELL", 0.0)
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    held, done = Held(bench), list[Any]()
+    path = tmp_path / "rows.jsonl"
+    thread = threading.Thread(target=lambda: done.append(bench.control(KEY).add_dataset(path, "mine")))
+    thread.start()
+    held.begun.acquire()
+    bench.app.state.server.underway._all.clear()  # the client finds none, and asks again with its key
+    held.go.set()
+    thread.join()
+    assert (done[0].ref, len(held.asked)) == ("dataset:mine@1", 1)
+    assert bench.control(KEY).add_dataset(path, "mine") == done[0]
+    with pytest.raises(InputError):
+        bench.control(KEY).add_dataset(path, "No Name")
+
+
+def test_a_worker_that_is_ended_is_gone_and_another_one_answers(tmp_path: Path) -> None:
+    from posttrain.app.workspace import init_workspace
+
+    workspace = init_workspace(tmp_path)
+    workers, asking = Workers(workspace.root), Asking()
+    asker = {"principal": workspace.actor, "auth": "os", "scopes": None, "in": "default"}
+    found = list[BaseException]()
+
+    def ask() -> None:
+        try:
+            workers.ask(asker, "dead", {}, "r" * 26, asking)
+        except StoppedError as error:
+            found.append(error)
+
+    try:
+        body = json.loads(workers.ask(asker, "dead", {}, "r" * 26))
+        assert body["items"] == []
+        (process,) = workers.ids()["worker"]
+        os.kill(process, signal.SIGSTOP)  # it takes for ever
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while asking._kill is None:
+            pass
+        asking.end()
+        thread.join()
+        assert "was cancelled" in str(found[0])
+        assert json.loads(workers.ask(asker, "dead", {}, "r" * 26)) == body
+        assert process not in workers.ids()["worker"]
+        with pytest.raises(StoppedError):
+            workers.ask(asker, "dead", {}, "r" * 26, asking)
+    finally:
+        workers.close()
+        workspace.close()
+
+
+# --- answers of a model -----------------------------------------------------------------------------------------------
+
+
+def said(number: int) -> Said:
+    return Said(0, number, f"text {number}", 2, False, -0.5)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, answers: Callable[[], Iterator[Said | str]]) -> None:
+    monkeypatch.setattr(
+        Embedded, "ask", lambda *_, **__: Asked("model:x@1", "sha256:x", "text", "as it was", answers())
+    )
+
+
+HOW: dict[str, Any] = {
+    **{"samples": 2, "max_new_tokens": None, "temperature": 1.0, "seed": 1, "runtime": {}, "timeout": None},
+    **{"chat": None, "system": None},
+}
+
+
+def test_answers_come_as_they_are_said(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    def answers() -> Iterator[Said | str]:
+        yield "a warning"
+        yield said(1)
+        go.wait()
+        yield said(2)
+
+    asked(monkeypatch, answers)
+    found = bench.control(KEY).ask("x", ["hello"], **HOW)
+    assert (found.name, found.form, found.why) == ("model:x@1", "text", "as it was")
+    assert next(found.answers) == "a warning"
+    assert next(found.answers) == said(1)
+    assert not go.is_set()
+    go.set()
+    assert list(found.answers) == [said(2)]
+    whole = bench.ask("POST", f"{P}/answers", KEY, {"model": "x", "prompts": ["hello"], **HOW}).json
+    assert [one if isinstance(one, str) else one["text"] for one in whole["answers"]] == [
+        "a warning",
+        "text 1",
+        "text 2",
+    ]
+
+
+def test_an_error_among_answers_is_that_error(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers() -> Iterator[Said | str]:
+        yield said(1)
+        raise InputError("prompt 2: does not fit")
+
+    asked(monkeypatch, answers)
+    found = bench.control(KEY).ask("x", ["hello"], **HOW)
+    assert next(found.answers) == said(1)
+    with pytest.raises(InputError, match="does not fit"):
+        next(found.answers)
+    monkeypatch.undo()
+    with pytest.raises(InputError):  # before the first: no such model
+        bench.control(KEY).ask("nosuch", ["hello"], **HOW)
+
+
+def test_whoever_leaves_ends_the_model(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(bench)
+    held.go.set()
+    go = threading.Event()
+
+    def answers() -> Iterator[Said | str]:
+        yield said(1)
+        go.wait()
+        yield from (said(number) for number in range(1000))
+
+    asked(monkeypatch, answers)
+    found = bench.control(KEY).ask("x", ["hello"], **HOW)
+    assert next(found.answers) == said(1)
+    found.answers.close()  # type: ignore[attr-defined]  # it is a generator
+    began = time.monotonic()
+    while not held.asked[-1].over:
+        assert time.monotonic() - began < 300
+        if not go.is_set():
+            go.set()
