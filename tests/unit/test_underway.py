@@ -52,7 +52,7 @@ class Held:
         self.asked.append(asking)
         asking.told(b'{"kind": "progress", "value": "row 7"}')
         self.begun.release()
-        while not self.go.wait(0.01):
+        while not self.go.is_set():
             if asking.over:
                 raise StoppedError("cancelled")
         return self._real(asker, verb, sent, request, asking)

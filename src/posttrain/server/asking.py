@@ -8,7 +8,7 @@ from collections.abc import Callable
 from posttrain.domain.errors import StoppedError
 
 REQUEST_SECONDS = 900.0  # that a request may take whose connection waits for it
-OPERATION_SECONDS = 6 * 3600.0  # that an operation may take
+OPERATION_SECONDS = 21600.0  # that an operation may take
 
 
 class Asking:
