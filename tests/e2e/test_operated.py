@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_run import RUN
@@ -83,9 +82,6 @@ def test_a_run_is_seen_in_logs_and_metrics_and_no_secret_is(operated: Operated) 
     host.write("run.yaml", RUN)
     host.run("run", "run.yaml")
     run_id = host.run_id()
-    children = psutil.Process(operated.process.pid).children()
-    assert children
-    assert not any("NOTIFY_SOCKET" in child.environ() for child in children)
     measured = metrics(operated)
     assert measured['posttrain_runs{"state": "succeeded"}'] >= 1
     assert measured["posttrain_driver_up{}"] == measured['posttrain_up{"of": "store"}'] == 1
