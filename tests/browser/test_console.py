@@ -203,6 +203,24 @@ def test_a_rollback_by_click_says_what_will_serve_and_wants_a_reason(page: Any, 
     assert page.troubles == []
 
 
+def test_a_release_is_approved_by_click(page: Any, world: ConsoleWorld) -> None:
+    world.ask_approval()
+    place = f"{world.bench.url}/projects/default/channels/guarded"
+    page.goto(place)
+    for width, scheme in ((390, "light"), (1280, "dark")):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.emulate_media(color_scheme=scheme)
+        page.screenshot(path=SHOTS / f"console-approval-{width}-{scheme}.png", full_page=True)
+        assert [*page.evaluate(WIDE), *page.evaluate(FAINT, LEAST_CONTRAST)] == []
+    page.fill("[name=reason]", "the numbers hold")
+    page.press("[name=reason]", "Enter")  # says nothing yet: whoever writes why they reject approves nothing by it
+    assert "has none" in page.inner_text("#channel")
+    page.click("button[value=approve]")
+    page.wait_for_selector("text=approved by user:ann: the numbers hold")
+    page.goto(f"{world.bench.url}/projects/default/runs")
+    page.wait_for_selector("section:has-text('Waiting') >> text=release")
+
+
 def test_it_works_without_a_script(chromium: Any, world: ConsoleWorld, token: str) -> None:
     chromium.clear_cookies()
     page = chromium.new_page()

@@ -85,6 +85,13 @@ class ConsoleWorld:
     run: str  # with everything in it; released
     hostile: str  # a run whose row no command would let in
 
+    def ask_approval(self) -> None:
+        """A run whose release to the channel `guarded` waits for an approver."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.world.root)
+            self.world.write("waits.yaml", TWO.replace("channel: prod", "channel: guarded").replace("17", "18"))
+            assert self.world("run", "waits.yaml", "--timeout", "200").exit_code == 12
+
     def browser(self, name: str = "ann", role: Role = Role.APPROVER, project: str = "default") -> Browser:
         """Of somebody who logged in."""
         made = Browser(self.bench)

@@ -13,11 +13,11 @@ from urllib.parse import quote
 
 import pytest
 from console_bench import ATTACK, CHANNEL, Browser, ConsoleWorld, console_world
-from server_bench import KEY, Answer
+from server_bench import KEY, Answer, serving
 from starlette.responses import Response
-from web_pages import TWO
 
 from posttrain.access.authenticators import session
+from posttrain.app.workspace import Workspace
 from posttrain.domain.roles import Role
 
 HOME = "/projects/default"
@@ -210,6 +210,11 @@ def test_a_session_ends_with_its_token_and_by_leaving(world: ConsoleWorld) -> No
     assert other.get(f"{HOME}/runs").status == 303
 
 
+def test_servers_of_one_ledger_share_sessions(world: ConsoleWorld, ann: Browser) -> None:
+    with serving(Workspace(world.world.root / ".posttrain")) as other:
+        assert Browser(other, dict(ann.cookies)).get(f"{HOME}/runs/{world.run}").status == 200
+
+
 def test_what_another_project_has_is_not_there(world: ConsoleWorld) -> None:
     ben = world.browser("ben", Role.ADMIN, "b")
     assert world.run not in text_of(ben.get("/projects/b/runs"))
@@ -310,11 +315,7 @@ def test_a_rollback_wants_a_reason_and_the_release_that_was_seen(world: ConsoleW
 
 
 def test_an_approver_lets_a_release_go_and_another_one_rejects_it(world: ConsoleWorld) -> None:
-    made = world.world
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made.root)
-        made.write("waits.yaml", TWO.replace("channel: prod", "channel: guarded").replace("seed: 17", "seed: 18"))
-        assert made("run", "waits.yaml", "--timeout", "200").exit_code == 12
+    world.ask_approval()
     ledger = world.bench.workspace.ledger
     ann, viewer = world.browser("ann"), world.browser("lou", Role.VIEWER)
     shown = text_of(ann.get(f"{HOME}/channels/guarded"))
