@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytest
@@ -25,8 +26,17 @@ def use_s3(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 @contextmanager
 def s3_server(*buckets: str) -> Iterator[str]:
     """Its address; it has these buckets, with nothing in them."""
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
+    put, one_at_a_time = S3Response._key_response_put, threading.Lock()
+
+    def atomic(self: S3Response, query: dict[str, Any], key_name: str) -> Any:
+        """As S3 does: moto looks whether there is an object, and writes it some time later."""
+        with one_at_a_time:
+            return put(self, query, key_name)
+
+    S3Response._key_response_put = atomic  # type: ignore[method-assign]
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     try:
@@ -35,4 +45,5 @@ def s3_server(*buckets: str) -> Iterator[str]:
             urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT")).close()
         yield address
     finally:
+        S3Response._key_response_put = put  # type: ignore[method-assign]
         server.stop()

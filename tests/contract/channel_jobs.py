@@ -13,9 +13,12 @@ from posttrain.jobs import entry
 from posttrain.store.channel import EVENTS, PACK, AttemptChannel, ChannelObjects
 from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.channels.objects import ObjectStoreObjects
+from posttrain.store.channels.served import ServedObjects
 
 
 def objects(address: str) -> ChannelObjects:
+    if address.startswith("served:"):
+        return ServedObjects(Path(address.removeprefix("served:")))
     return ObjectStoreObjects(address) if "://" in address else FolderObjects(Path(address))
 
 

@@ -23,10 +23,24 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.store.channel import EVENTS, PACK, AttemptChannel, ChannelObjects, ControlKind, Summary
 from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.channels.objects import ObjectStoreObjects
+from posttrain.store.channels.served import ServedObjects
 from s3_server import s3_server
+from server_bench import ServerBench, attempt_with_access, served
 
 HERE = Path(__file__).parent
 PATIENCE = 300.0  # seconds; a machine may be as busy as it likes
+
+
+SERVED = "served:"
+SERVERS: list[ServerBench] = []
+
+
+def folder_of(address: str) -> str:
+    """The folder of an attempt that a server lets in."""
+    [bench] = SERVERS
+    name = address.removeprefix(SERVED)
+    folder = bench.workspace.root / "runs" / name / "sft" / "001"
+    return str(folder if folder.exists() else attempt_with_access(bench, name).folder)
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +50,25 @@ def store() -> Iterator[str]:
         yield endpoint
 
 
-@pytest.fixture(params=["folder", "objects"])
+@pytest.fixture(params=["folder", "objects", "served"])
 def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "folder":
         return str(tmp_path / "attempt")
     monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("store"))
     for name, value in (("ALLOW_HTTP", "true"), ("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "x"), ("REGION", "r")):
         monkeypatch.setenv(f"AWS_{name}", value)
+    if request.param == "served":
+        request.getfixturevalue("server")
+        return f"{SERVED}{uuid.uuid4().hex[:8]}"
     return f"s3://bucket/{uuid.uuid4()}"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerBench]:
+    """A server whose workspace has its channels in the store; attempts are made as they are asked for."""
+    with served(tmp_path / "served", channel="s3://bucket/channels") as made:
+        monkeypatch.setattr(sys.modules[__name__], "SERVERS", [made])
+        yield made
 
 
 @pytest.fixture
@@ -52,6 +77,8 @@ def objects(address: str) -> ChannelObjects:
 
 
 def opened(address: str) -> ChannelObjects:
+    if address.startswith(SERVED):
+        return ServedObjects(Path(folder_of(address)))
     return ObjectStoreObjects(address) if "://" in address else FolderObjects(Path(address))
 
 
@@ -155,7 +182,8 @@ def test_nobody_begins_what_was_given_up(objects: ChannelObjects) -> None:
 
 
 def test_of_eight_processes_at_once_one_begins(address: str) -> None:
-    words = [sys.executable, str(HERE / "channel_jobs.py"), "race", address, "8"]
+    place = f"{SERVED}{folder_of(address)}" if address.startswith(SERVED) else address
+    words = [sys.executable, str(HERE / "channel_jobs.py"), "race", place, "8"]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE)
     codes = dict(json.loads(done.stdout))
     assert sorted(codes.values()) == [0] + [1] * 7

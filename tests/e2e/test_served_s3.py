@@ -13,6 +13,7 @@ from test_served import Served
 from tiny_run import make_template
 from workbench import Live, Reference, Workbench
 
+from hostile_proxy import GONE, HostileProxy, hostile_proxy
 from posttrain.domain.canonical import digest_bytes
 from posttrain.store.access import read_access
 from posttrain.store.trees import tree_listing
@@ -30,16 +31,25 @@ GIVEN = {"LICENSE_SERVER": "given-to-jobs"}
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
+def proxy() -> Iterator[HostileProxy]:
+    """In front of the store."""
+    with s3_server("artifacts") as address, hostile_proxy(address) as made:
+        yield made
+
+
+@pytest.fixture(params=[()])
+def host(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: HostileProxy
+) -> Iterator[Workbench]:
     made = Workbench(tmp_path / "host")
     made.folder.mkdir()
-    with s3_server("artifacts") as address:
-        use_s3(monkeypatch, address)
-        made.environment = {**OF_THE_SERVER, **GIVEN, "POSTTRAIN_STORE": "s3://artifacts/team"}
-        make_template(made)
-        made.run("init", "--job-variable", "LICENSE_SERVER")
-        yield made
-        made.clean()
+    use_s3(monkeypatch, proxy.url)
+    made.environment = {**OF_THE_SERVER, **GIVEN, "POSTTRAIN_STORE": "s3://artifacts/team"}
+    made.run("init", *request.param)
+    make_template(made)
+    made.run("init", "--job-variable", "LICENSE_SERVER")
+    yield made
+    made.clean()
 
 
 @pytest.fixture
@@ -159,3 +169,42 @@ def test_a_job_waits_for_a_server_that_was_killed(served: Served, reference: Ref
     assert before is not None
     assert served.host.outputs(served.host.run_id()) == reference.outputs
     assert os.environ.get("POSTTRAIN_TOKEN") is None
+
+
+def test_a_store_that_is_away_when_a_job_has_ended_is_waited_for(
+    served: Served, proxy: HostileProxy, reference: Reference, tmp_path: Path
+) -> None:
+    """What the job left is published when the store is back: nothing is computed again."""
+    host, ann = served.host, served.client(tmp_path / "ann", "ann", "submitter")
+    running = ann.start("run", "run.yaml", "--detach")
+    job = host.wait_job()
+    assert ann.finish(running).code == 0
+    host.wait("its inputs", (job.attempt / "summary.json").exists)
+    proxy.ill(GONE)
+    host.wait("the end of the job", (job.attempt / "result.json").exists)
+    proxy.seen.clear()
+    host.wait("tries to publish", lambda: len(proxy.seen) > 20)
+    assert asked(served, ann.environment["POSTTRAIN_TOKEN"], "/v1/projects/default/whoami") == 200
+    proxy.heal()
+    run_id = host.run_id()
+    assert ann.run("attach", run_id).code == 0
+    assert host.outputs(run_id) == reference.outputs
+    assert [one.state for one in host.attempts(run_id, "sft")] == ["succeeded"]
+    host.check(run_id)
+
+
+@pytest.mark.parametrize("host", [("--attempt-channels", "s3://artifacts/talk")], indirect=True)
+def test_jobs_talk_to_a_channel_in_the_store_through_the_server(
+    served: Served, proxy: HostileProxy, reference: Reference, tmp_path: Path
+) -> None:
+    ann = served.client(tmp_path / "ann", "ann", "submitter")
+    running = ann.start("run", "run.yaml")
+    job = served.host.wait_job()
+    assert not {path.name for path in job.attempt.iterdir()} & {"start.json", "summary.json"}
+    ended = ann.finish(running)
+    assert ended.code == 0, ended.err
+    run_id = served.host.run_id()
+    assert served.host.outputs(run_id) == reference.outputs
+    assert not (job.attempt / "result.json").exists()
+    assert [path for _, path, _ in proxy.seen if "/talk/" in path and path.endswith("result.json")]
+    served.host.check(run_id)

@@ -11,23 +11,23 @@ from pathlib import Path
 
 import pytest
 from cli_world import World, make_world
-from server_bench import KEY, ServerBench, served
 
 from posttrain.app.workspace import init_workspace, serve_jobs
-from posttrain.domain.canonical import canonical_json, digest_bytes
+from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, UnavailableError
 from posttrain.domain.lifecycle import AttemptState
-from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.domain.requests import JobRequest
 from posttrain.domain.roles import Role
 from posttrain.execution.executors.local.executor import refuse_elsewhere
 from posttrain.execution.processes import of_a_server
-from posttrain.server.granting import PREFIX, Granting
+from posttrain.server.granting import PREFIX
 from posttrain.store.access import JobAccess, read_access
-from posttrain.store.atomic import write_json
 from posttrain.store.backends.served import ServedBlobs
+from posttrain.store.channels.served import ServedObjects
 from posttrain.store.grants import SECONDS, Grants
 from posttrain.store.trees import materialise, put_tree
+from s3_server import s3_server, use_s3
+from server_bench import KEY, AttemptAtServer, ServerBench, attempt_with_access, granting, served
 
 
 @dataclass
@@ -43,17 +43,8 @@ class Clock:
         self.at += seconds
 
 
-@dataclass
-class Job:
-    """An attempt of a run, with its folder."""
-
-    bench: ServerBench
-    attempt: AttemptRecord
-    inputs: dict[str, str]
-
-    @property
-    def folder(self) -> Path:
-        return self.bench.workspace.root / self.attempt.folder
+class Job(AttemptAtServer):
+    """An attempt, and what its token opens."""
 
     @property
     def blobs(self) -> ServedBlobs:
@@ -73,7 +64,6 @@ class Job:
 def bench(tmp_path: Path) -> Iterator[ServerBench]:
     with served(tmp_path / "served") as made:
         made.person("root", Role.ADMIN)
-        write_json(made.workspace.root / "server.json", {"url": made.url, "key": KEY, "pid": os.getpid()})
         yield made
 
 
@@ -82,36 +72,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return make_world(tmp_path, monkeypatch)
 
 
-def granting(bench: ServerBench, clock: Clock | None = None) -> Granting:
-    ledger = bench.workspace.ledger
-    return Granting(bench.workspace.root, Grants(ledger.database, clock or ledger.clock), None)
-
-
 def job(bench: ServerBench, name: str, project: str = "default", number: int = 1, resume: str | None = None) -> Job:
-    """An attempt that has a model, a file of rows, and access."""
-    workspace = bench.workspace.seen_by(bench.workspace.actor, project, "os")
-    tree = bench.workspace.root.parent / f"model-{name}"
-    tree.mkdir(exist_ok=True)
-    (tree / "model.safetensors").write_bytes(name.encode() * 100)
-    (tree / "config.json").write_bytes(b"{}" + name.encode())
-    model, data = put_tree(workspace.blobs, tree), workspace.blobs.put(f"rows of {name}".encode())
-    inputs = {"model": {"digest": model, "form": "tree"}, "data": {"digest": data, "form": "file"}}
-    manifest = workspace.blobs.put(canonical_json({"name": name}))
-    run_id, folder = f"{name}-aaaaaaaa", f"runs/{name}/sft/{number:03d}"
-    attempt = AttemptRecord(
-        run_id=run_id, stage="sft", number=number, name=f"{name}-sft-{number}", folder=folder,
-        state=AttemptState.PLANNED, executor="local", resume=resume,
-    )  # fmt: skip
-    with workspace.ledger.transaction(workspace.actor) as transaction:
-        if project not in transaction.snapshot.projects():
-            transaction.add_project()
-        if number == 1:
-            stage = StageRecord(run_id=run_id, name="sft", position=0, kind="sft", state="pending", inputs=inputs)
-            transaction.insert_run(RunRecord(run_id, name, manifest, "pending", "ann", 1.0), [stage])
-        transaction.insert_attempt(attempt)
-    (bench.workspace.root / folder).mkdir(parents=True)
-    granting(bench).give(attempt, bench.workspace.root / folder)
-    return Job(bench, attempt, {"model": model, "data": data})
+    made = attempt_with_access(bench, name, project, number, resume)
+    return Job(bench, made.attempt, made.inputs)
 
 
 def ended(bench: ServerBench, made: Job, state: str = "failed") -> None:
@@ -254,9 +217,31 @@ def test_access_that_is_gone_or_damaged_is_said(bench: ServerBench) -> None:
     (mine.folder / "access.json").unlink()
     with pytest.raises(InfrastructureError, match="is gone"):
         mine.blobs.get(mine.inputs["data"])
+    driver = granting(bench)
     (bench.workspace.root / "server.json").unlink()
     with pytest.raises(InfrastructureError, match="does not say where the server is"):
-        granting(bench).give(mine.attempt, mine.folder)
+        driver.give(mine.attempt, mine.folder)
+
+
+def test_the_objects_of_a_channel_are_its_attempts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server("artifacts") as address:
+        use_s3(monkeypatch, address)
+        with served(tmp_path / "served", channel="s3://artifacts/talk") as bench:
+            mine, other = (attempt_with_access(bench, name) for name in ("mine", "other"))
+            objects = ServedObjects(mine.folder, patience=0.0)
+            assert objects.create("start.json", b"mine")
+            assert ServedObjects(other.folder).get("start.json") is None
+            known = bench.workspace.jobs.folders.of(mine.attempt).channel
+            assert known._objects.get("start.json") == b"mine"
+            token = Job(bench, mine.attempt, mine.inputs).token
+            foreign = "..%2f..%2fother-aaaaaaaa/sft/001/start.json"
+            for key in (foreign, ".hidden", "a/../start.json", "x" * 90, "a/b/c/d/e"):
+                assert bench.ask("GET", f"/v1/attempt/channel/{key}", token).status in (404, 422), key
+            assert bench.ask("PUT", "/v1/attempt/channel/events/", token, b"x").status == 422
+            ended(bench, Job(bench, mine.attempt, mine.inputs))
+            for deed in (lambda: objects.create("result.json", b""), lambda: objects.get("start.json")):
+                with pytest.raises(InfrastructureError, match="refuses this attempt"):
+                    deed()
 
 
 # --- the environment --------------------------------------------------------------------------------------------------

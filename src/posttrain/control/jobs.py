@@ -34,8 +34,12 @@ class AttemptFolders:
 
     def channel(self, attempt: AttemptRecord) -> str:
         """URL of the channel that an attempt gets with its order; empty: its folder."""
+        return self.channel_of(attempt.run_id, attempt.stage, attempt.number)
+
+    def channel_of(self, run_id: str, stage: str, number: int) -> str:
+        """As `channel`, of an attempt by its key."""
         base = self.channels()
-        return f"{base}/{attempt.run_id}/{attempt.stage}/{attempt.number:03d}" if base else ""
+        return f"{base}/{run_id}/{stage}/{number:03d}" if base else ""
 
 
 class Access(Protocol):

@@ -122,7 +122,7 @@ def run(attempt_dir: str, body: Body) -> int:
         was cancelled; 1 when nothing could be written.
     """
     started = time.time()
-    attempt = AttemptFolder(Path(attempt_dir))
+    attempt = AttemptFolder(Path(attempt_dir), job=True)
     try:
         if attempt.read_result() is not None:
             return 0

@@ -1,31 +1,40 @@
-"""What running jobs may ask of a server: the bytes of their inputs, as long as their attempt lives. Nothing else.
+"""What running jobs may ask of a server: the bytes of their inputs, and the objects of their channel if a store has it;
+as long as their attempt lives, and nothing else.
 
 A job shows its attempt's token. No verb takes it, and no token of a person is taken here.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from posttrain.domain.canonical import digest_bytes, is_digest
-from posttrain.domain.errors import AuthenticationError, NotFoundError
+from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError
 from posttrain.server.granting import PREFIX
 from posttrain.server.lanes import READ, UPLOAD, in_thread
+from posttrain.store.channels.objects import object_store
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.grants import Granted, Grants
 from posttrain.store.trees import tree_listing
 
 if TYPE_CHECKING:
     from posttrain.server.app import Server
+    from posttrain.store.channel import ChannelObjects
     from posttrain.workspace.opened import OpenWorkspace
 
 BLOB = "/v1/attempt/blobs/{digest}"
+CHANNEL = "/v1/attempt/channel/{key:path}"
+_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,80}"
+_KEY = re.compile(f"{_NAME}(/{_NAME}){{0,3}}")  # no part begins with a dot
+_MOST_BYTES = 256 << 20  # of an object
+_THERE = 409
 _SCHEME = "bearer "
 _MOST = 256  # attempts whose inputs are kept in memory
 _UNKEPT = {"cache-control": "no-store"}
@@ -65,6 +74,40 @@ def add_routes(app: FastAPI, server: Server) -> None:
             return RedirectResponse(await in_thread(UPLOAD, direct.download, digest), headers=_UNKEPT)
         return StreamingResponse(workspace.blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
+    def objects(who: Granted) -> ChannelObjects:
+        url = workspace.jobs.folders.channel_of(who.run_id, who.stage, who.number)
+        if not url:
+            raise NotFoundError("the channel of this attempt is its folder")
+        return object_store(url)
+
+    def talked(request: Request, who: Granted, body: bytes) -> Response:
+        key, channel = request.path_params["key"], objects(who)
+        folder = key.endswith("/")
+        if not _KEY.fullmatch(key.removesuffix("/")) or (folder and request.method != "GET"):
+            raise InputError(f"attempt channel: {key[:80]!a} is no name of an object; see store/channel.py")
+        if folder:
+            return JSONResponse(channel.numbers(key.removesuffix("/")), headers=_UNKEPT)
+        if request.method == "GET":
+            found = channel.get(key)
+            return Response(found, 404 if found is None else 200, _UNKEPT, "application/octet-stream")
+        if request.method == "DELETE":
+            channel.remove(key)
+        elif request.headers.get("if-none-match") != "*":
+            channel.overwrite(key, body)
+        elif not channel.create(key, body):
+            return Response(status_code=_THERE)
+        return Response(status_code=204)
+
+    async def talk(request: Request) -> Response:
+        who = await in_thread(READ, granted, request)
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > _MOST_BYTES:
+                raise InputError(f"attempt channel: an object must have at most {_MOST_BYTES} bytes")
+        return await in_thread(UPLOAD, talked, request, who, body)
+
+    app.add_api_route(CHANNEL, talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
     app.add_api_route(BLOB, fetch, methods=["GET", "HEAD"], name="attempt_blob")
 
 

@@ -126,7 +126,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
 
     Raises:
         ConflictError: the workspace is served already.
-        InputError: it cannot listen there, or jobs could not talk to their drivers.
+        InputError: it cannot listen there.
         WorkspaceError: the workspace may only be read.
     """
     bind.checked()
@@ -135,11 +135,6 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
     systemd = Systemd(os.environ)
     if workspace.read_only:
         raise WorkspaceError(f"{workspace.root}: is read-only, so it cannot be served; make it writable")
-    if workspace.channel_address:
-        raise InputError(
-            f"{workspace.root}: has its attempt channels at {workspace.channel_address}, to which jobs of a server get "
-            "no key; serve a workspace that was made without --attempt-channels"
-        )
     close_to_others()
     with ExitStack() as stack:
         stack.enter_context(_alone(workspace.root))

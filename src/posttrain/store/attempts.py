@@ -33,6 +33,7 @@ from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
 from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.channels.objects import object_store
+from posttrain.store.channels.served import ServedObjects
 from posttrain.store.trees import file_digest
 
 METER = "meter"
@@ -52,10 +53,11 @@ class AttemptFolder:
 
     Args:
         channel: URL of its channel, where its order does not say yet; empty: the folder itself.
+        job: whoever looks is the attempt's job, which has no key to a store if its server launched it.
     """
 
-    def __init__(self, path: Path, channel: str = "") -> None:
-        self.path, self._channel = Path(path), channel
+    def __init__(self, path: Path, channel: str = "", *, job: bool = False) -> None:
+        self.path, self._channel, self._job = Path(path), channel, job
         self.events = self.path / "events"
         self.samples = self.path / "samples"
         self.checkpoints = self.path / "checkpoints"
@@ -73,6 +75,8 @@ class AttemptFolder:
         with suppress(IntegrityError):  # whoever reads the order says so
             order = read_json(self.path / "job.json")
         url = str(order.get("channel", "")) if isinstance(order, Mapping) else self._channel
+        if url and self._job and isinstance(order, Mapping) and order.get("served"):
+            return AttemptChannel(ServedObjects(self.path))
         return AttemptChannel(object_store(url) if url else FolderObjects(self.path))
 
     def write_order(self, order: JobOrder) -> None:

@@ -7,32 +7,24 @@ read anew from the attempt's folder at each try. Standard library only.
 from __future__ import annotations
 
 import hashlib
-import http.client
-import ssl
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 from posttrain.domain.canonical import DIGEST_PREFIX, is_digest
-from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, UnavailableError
-from posttrain.store.access import FILE, JobAccess, read_access
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, UnavailableError
+from posttrain.store.access import JobAccess
 from posttrain.store.atomic import write_stream
+from posttrain.store.reaching import PATIENCE, REFUSED, Reach, connected, refusal
 
-PATIENCE = 900.0  # seconds that a server may be away
-_CONNECT_SECONDS = 10.0
-_STALLED = 90.0  # seconds without a byte: longer than a server lets its store be silent
-_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0)
 _PIECE = 1 << 20
-_SAY_AFTER = 2  # tries
 _IN_MEMORY = 8 << 20
 _OK, _ELSEWHERE, _MISSING = 200, 307, 404
-_REFUSED = (401, 403)
-_GONE = (OSError, http.client.HTTPException)
+T = TypeVar("T")
 
 
 class ServedBlobs:
@@ -46,7 +38,7 @@ class ServedBlobs:
     url = ""
 
     def __init__(self, folder: Path, patience: float = PATIENCE, pause: Callable[[float], None] = time.sleep) -> None:
-        self._folder, self._patience, self._pause = folder, patience, pause
+        self._reach = Reach(folder, patience, pause)
         self._direct = True
 
     def holding(self) -> AbstractContextManager[None]:
@@ -133,32 +125,19 @@ class ServedBlobs:
         except IntegrityError:
             self._again(digest, asked)
 
-    def _again(self, digest: str, ask: Callable[[JobAccess], Any]) -> Any:
+    def _again(self, digest: str, ask: Callable[[JobAccess], T]) -> T:
         """What the server answers, once it does.
 
         Raises:
             NotFoundError: the attempt's inputs do not reach that.
-            UnavailableError: the server was away for longer than a job waits.
-            InfrastructureError: the attempt is over.
+            UnavailableError, InfrastructureError: as `Reach.again`.
         """
         if not is_digest(digest):
             raise IntegrityError(f"a digest must be sha256: and 64 hex digits, got {digest!r}")
-        until, tried = time.monotonic() + self._patience, 0
-        while True:
-            access = read_access(self._folder)
-            if access is None:
-                raise InfrastructureError(f"{self._folder / FILE}: is gone; the attempt has no access any more")
-            try:
-                return ask(access)
-            except (*_GONE, UnavailableError) as error:
-                why = " ".join(str(error).split()) or type(error).__name__
-                self._direct = False
-            if time.monotonic() >= until:
-                raise UnavailableError(f"server {access.url} was away for {self._patience:g} s ({why}); try again")
-            if tried == _SAY_AFTER:
-                print(f"server {access.url} does not answer ({why}); waiting for it", file=sys.stderr, flush=True)
-            self._pause(_PAUSES[min(tried, len(_PAUSES) - 1)])
-            tried += 1
+        return self._reach.again(ask, self._leave_direct)
+
+    def _leave_direct(self) -> None:
+        self._direct = False
 
 
 class _Answer:
@@ -166,8 +145,7 @@ class _Answer:
 
     def __init__(self, access: JobAccess, method: str, digest: str, *, direct: bool = False) -> None:
         base = urlsplit(access.url)
-        context = _pinned(access.certificate) if base.scheme == "https" else None
-        self._connection = _connection(access.url, context)
+        self._connection = connected(access.url, access.certificate, pinned=True)
         try:
             path = f"/v1/attempt/blobs/{digest}{'?direct=yes' if direct else ''}"
             headers = {"authorization": f"Bearer {access.token}"}
@@ -180,8 +158,8 @@ class _Answer:
                 raise NotFoundError(
                     f"blob {digest} is no input of this attempt, or not in the store; run the stage again"
                 )
-            if status in _REFUSED:
-                raise InfrastructureError("the server refuses this attempt: it has ended, or another one took over")
+            if status in REFUSED:
+                raise refusal()
             if status != _OK:
                 raise UnavailableError(f"status {status}")
         except BaseException:
@@ -191,7 +169,7 @@ class _Answer:
     def _follow(self, url: str) -> None:
         self._connection.close()
         parts = urlsplit(url)
-        self._connection = _connection(url, ssl.create_default_context() if parts.scheme == "https" else None)
+        self._connection = connected(url)
         self._connection.request("GET", f"{parts.path}?{parts.query}")
         self._response = self._connection.getresponse()
         if self._response.status != _OK:
@@ -214,24 +192,3 @@ class _Answer:
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
-
-
-def _connection(url: str, context: ssl.SSLContext | None) -> http.client.HTTPConnection:
-    parts = urlsplit(url)
-    host, port = str(parts.hostname), parts.port
-    made: http.client.HTTPConnection
-    if context is None:
-        made = http.client.HTTPConnection(host, port, timeout=_CONNECT_SECONDS)
-    else:
-        made = http.client.HTTPSConnection(host, port, timeout=_CONNECT_SECONDS, context=context)
-    made.connect()
-    made.sock.settimeout(_STALLED)
-    return made
-
-
-def _pinned(certificate: str) -> ssl.SSLContext:
-    """Believes this one certificate, whatever name it is for: the server is asked by the address of this host."""
-    made = ssl.create_default_context(cadata=certificate or None)
-    made.check_hostname = False
-    made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return made

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.domain.errors import InputError, UnavailableError
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig
@@ -34,7 +34,7 @@ def checked_url(url: str) -> str:
 
     Raises:
         InputError: it is none, holds credentials, or its store does not answer as S3 promises.
-        InfrastructureError: it does not answer at all.
+        UnavailableError: it does not answer at all.
     """
     parts = urlsplit(url)
     if parts.scheme != "s3" or not parts.netloc:
@@ -128,9 +128,7 @@ class ObjectStoreObjects:
         try:
             yield
         except (BaseError, OSError) as error:
-            raise InfrastructureError(
-                f"attempt channel {self._url} does not answer: {_line(error)}; try again"
-            ) from error
+            raise UnavailableError(f"attempt channel {self._url} does not answer: {_line(error)}; try again") from error
 
 
 def _line(error: Exception) -> str:

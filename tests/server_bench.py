@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,16 +20,23 @@ from posttrain.access.authenticators.token import issue
 from posttrain.api.control import Control
 from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.client.remote import remote_control
+from posttrain.domain.canonical import canonical_json
+from posttrain.domain.lifecycle import AttemptState
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.domain.roles import Role
 from posttrain.server.app import Server, build
 from posttrain.server.asking import Asking
 from posttrain.server.calling import to_json
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
+from posttrain.server.granting import Granting
 from posttrain.server.metering import Meters
 from posttrain.server.serving import Bind, configured
 from posttrain.server.worker import Worker
 from posttrain.server.workers import Refused
+from posttrain.store.atomic import write_json
+from posttrain.store.grants import Grants
+from posttrain.store.trees import put_tree
 
 KEY = "k" * 64
 DAY = 86400.0
@@ -116,9 +124,9 @@ class ServerBench:
 
 
 @contextmanager
-def served(root: Path, behind_proxy: bool = False) -> Iterator[ServerBench]:
+def served(root: Path, behind_proxy: bool = False, channel: str | None = None) -> Iterator[ServerBench]:
     """A server over a new workspace; everything is answered in this process."""
-    with serving(init_workspace(root), behind_proxy) as bench:
+    with serving(init_workspace(root, channel=channel), behind_proxy) as bench:
         yield bench
 
 
@@ -145,3 +153,52 @@ def serving(workspace: Workspace, behind_proxy: bool = False) -> Iterator[Server
         thread.join()
         listening.close()
         workspace.close()
+
+
+@dataclass
+class AttemptAtServer:
+    """An attempt of a run, with its folder."""
+
+    bench: ServerBench
+    attempt: AttemptRecord
+    inputs: dict[str, str]
+
+    @property
+    def folder(self) -> Path:
+        return self.bench.workspace.root / self.attempt.folder
+
+
+def granting(bench: ServerBench) -> Granting:
+    """As the driver of this server has it."""
+    write_json(bench.workspace.root / "server.json", {"url": bench.url, "key": KEY, "pid": os.getpid()})
+    ledger = bench.workspace.ledger
+    return Granting(bench.workspace.root, Grants(ledger.database, ledger.clock), None)
+
+
+def attempt_with_access(
+    bench: ServerBench, name: str, project: str = "default", number: int = 1, resume: str | None = None
+) -> AttemptAtServer:
+    """An attempt that has a model, a file of rows, and access."""
+    workspace = bench.workspace.seen_by(bench.workspace.actor, project, "os")
+    tree = bench.workspace.root.parent / f"model-{name}"
+    tree.mkdir(exist_ok=True)
+    (tree / "model.safetensors").write_bytes(name.encode() * 100)
+    (tree / "config.json").write_bytes(b"{}" + name.encode())
+    model, data = put_tree(workspace.blobs, tree), workspace.blobs.put(f"rows of {name}".encode())
+    inputs = {"model": {"digest": model, "form": "tree"}, "data": {"digest": data, "form": "file"}}
+    run_id, folder = f"{name}-aaaaaaaa", f"runs/{name}/sft/{number:03d}"
+    attempt = AttemptRecord(
+        run_id=run_id, stage="sft", number=number, name=f"{name}-sft-{number}", folder=folder,
+        state=AttemptState.PLANNED, executor="local", resume=resume,
+    )  # fmt: skip
+    with workspace.ledger.transaction(workspace.actor) as transaction:
+        if project not in transaction.snapshot.projects():
+            transaction.add_project()
+        if number == 1:
+            manifest = workspace.blobs.put(canonical_json({"name": name}))
+            stage = StageRecord(run_id=run_id, name="sft", position=0, kind="sft", state="pending", inputs=inputs)
+            transaction.insert_run(RunRecord(run_id, name, manifest, "pending", "ann", 1.0), [stage])
+        transaction.insert_attempt(attempt)
+    (bench.workspace.root / folder).mkdir(parents=True)
+    granting(bench).give(attempt, bench.workspace.root / folder)
+    return AttemptAtServer(bench, attempt, {"model": model, "data": data})

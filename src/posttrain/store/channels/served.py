@@ -1,0 +1,111 @@
+"""An attempt's objects through its server: a job of a server has no key to the store that they are in.
+
+A server that is away is waited for, but for the summary, which is said again with the next segment.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+from posttrain.domain.errors import InfrastructureError, UnavailableError
+from posttrain.store.access import JobAccess
+from posttrain.store.reaching import PATIENCE, REFUSED, Reach, connected, refusal
+
+_PATH = "/v1/attempt/channel"
+_OK, _MISSING, _THERE = (200, 201, 204), 404, 409
+
+
+class ServedObjects:
+    """`ChannelObjects` of the attempt in a folder.
+
+    Args:
+        patience: seconds that the server may be away.
+    """
+
+    def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
+        self._reach, self._local = Reach(folder, patience), threading.local()
+
+    @property
+    def place(self) -> str:
+        """The channel, by its attempt's folder."""
+        return f"the channel of {self._reach.folder}"
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See `ChannelObjects.create`."""
+        return self._ask("PUT", key, data, {"if-none-match": "*"})[0] != _THERE
+
+    def overwrite(self, key: str, data: bytes) -> None:
+        """See `ChannelObjects.overwrite`."""
+        self._ask("PUT", key, data, once=True)
+
+    def get(self, key: str) -> bytes | None:
+        """See `ChannelObjects.get`."""
+        status, found = self._ask("GET", key)
+        return None if status == _MISSING else found
+
+    def remove(self, key: str) -> None:
+        """See `ChannelObjects.remove`."""
+        self._ask("DELETE", key)
+
+    def numbers(self, folder: str) -> list[int]:
+        """See `ChannelObjects.numbers`."""
+        status, found = self._ask("GET", f"{folder}/")
+        return [] if status == _MISSING else [int(number) for number in json.loads(found)]
+
+    def _ask(
+        self,
+        method: str,
+        key: str,
+        data: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        *,
+        once: bool = False,
+    ) -> tuple[int, bytes]:
+        def exchanged(access: JobAccess) -> tuple[int, bytes]:
+            connection = self._connection(access)
+            try:
+                path = f"{urlsplit(access.url).path.rstrip('/')}{_PATH}/{quote(key)}"
+                connection.request(method, path, data, {"authorization": f"Bearer {access.token}", **(headers or {})})
+                response = connection.getresponse()
+                return response.status, response.read()
+            except (OSError, http.client.HTTPException):
+                self._drop()
+                raise
+
+        def asked(access: JobAccess) -> tuple[int, bytes]:
+            idle = getattr(self._local, "known", None) is not None
+            try:
+                status, body = exchanged(access)
+            except (OSError, http.client.HTTPException):
+                if not idle:
+                    raise
+                status, body = exchanged(access)  # a server ends connections over which nothing was said for long
+            if status in REFUSED:
+                raise refusal()
+            if status not in (*_OK, _MISSING, _THERE):
+                raise UnavailableError(f"status {status}")
+            return status, body
+
+        try:
+            return self._reach.again(asked, once=once)
+        except UnavailableError as error:
+            raise InfrastructureError(f"attempt channel: {error}") from error
+
+    def _connection(self, access: JobAccess) -> http.client.HTTPConnection:
+        known: tuple[JobAccess, http.client.HTTPConnection] | None = getattr(self._local, "known", None)
+        if known is not None and known[0] == access:
+            return known[1]
+        self._drop()
+        made = connected(access.url, access.certificate, pinned=True)
+        self._local.known = access, made
+        return made
+
+    def _drop(self) -> None:
+        known = getattr(self._local, "known", None)
+        if known is not None:
+            known[1].close()
+            self._local.known = None

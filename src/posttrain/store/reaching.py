@@ -1,0 +1,96 @@
+"""How a job of a server asks its server: the address and the token of `access.json`, read anew at each try.
+
+A server that is away for minutes is waited for, which the job's log says. Standard library only.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from posttrain.domain.errors import InfrastructureError, UnavailableError
+from posttrain.store.access import FILE, JobAccess, read_access
+
+PATIENCE = 900.0  # seconds that a server may be away
+REFUSED = (401, 403)
+_CONNECT_SECONDS = 10.0
+_STALLED = 90.0  # seconds without a byte: longer than a server lets its store be silent
+_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0)
+_SAY_AFTER = 2  # tries
+_GONE = (OSError, http.client.HTTPException, UnavailableError)
+T = TypeVar("T")
+
+
+class Reach:
+    """To the server of an attempt.
+
+    Args:
+        folder: the attempt's.
+        patience: seconds that the server may be away.
+    """
+
+    def __init__(self, folder: Path, patience: float = PATIENCE, pause: Callable[[float], None] = time.sleep) -> None:
+        self.folder, self._patience, self._pause = folder, patience, pause
+
+    def again(
+        self, ask: Callable[[JobAccess], T], trouble: Callable[[], None] = lambda: None, *, once: bool = False
+    ) -> T:
+        """What the server answers, once it does.
+
+        Args:
+            trouble: told of each try that failed.
+            once: do not wait.
+
+        Raises:
+            UnavailableError: the server was away for longer than a job waits.
+            InfrastructureError: the attempt has no access any more.
+        """
+        until, tried = time.monotonic() + (0.0 if once else self._patience), 0
+        while True:
+            access = read_access(self.folder)
+            if access is None:
+                raise InfrastructureError(f"{self.folder / FILE}: is gone; the attempt has no access any more")
+            try:
+                return ask(access)
+            except _GONE as error:
+                why = " ".join(str(error).split()) or type(error).__name__
+                trouble()
+            if time.monotonic() >= until:
+                raise UnavailableError(f"server {access.url} was away for {self._patience:g} s ({why}); try again")
+            if tried == _SAY_AFTER:
+                print(f"server {access.url} does not answer ({why}); waiting for it", file=sys.stderr, flush=True)
+            self._pause(_PAUSES[min(tried, len(_PAUSES) - 1)])
+            tried += 1
+
+
+def refusal() -> InfrastructureError:
+    """What a server means that takes the token no more."""
+    return InfrastructureError("the server refuses this attempt: it has ended, or another one took over")
+
+
+def connected(url: str, certificate: str = "", *, pinned: bool = False) -> http.client.HTTPConnection:
+    """A connection to where a URL leads.
+
+    Args:
+        pinned: believe this certificate (PEM) alone, whatever name it is for: a server is asked by an address.
+    """
+    parts = urlsplit(url)
+    host, port = str(parts.hostname), parts.port
+    made: http.client.HTTPConnection
+    if parts.scheme == "https":
+        context = ssl.create_default_context(cadata=certificate or None)
+        if pinned:
+            context.check_hostname = False
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        made = http.client.HTTPSConnection(host, port, timeout=_CONNECT_SECONDS, context=context)
+    else:
+        made = http.client.HTTPConnection(host, port, timeout=_CONNECT_SECONDS)
+    made.connect()
+    made.sock.settimeout(_STALLED)
+    return made
