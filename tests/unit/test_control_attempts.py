@@ -20,6 +20,7 @@ from posttrain.domain.errors import FailureClass, StaleWriteError
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import CheckpointCommit, Failure, JobResult, JobState, Observation, Output
 from posttrain.domain.ports import BlobStore
+from posttrain.domain.records import AttemptRecord
 from posttrain.domain.requests import JobRequest
 from posttrain.execution.processes import LEAVING_SECONDS
 from posttrain.store.attempts import AttemptFolder, EventWriter
@@ -71,6 +72,26 @@ def test_a_job_is_told_all_that_decides_its_result(bench: Bench) -> None:
     assert (order.resume, order.tokens_inherited) == (None, 0)
     assert (order.token_allowance, order.seconds_allowance) == (None, None)
     assert (order.store_url, order.cache_dir) == (bench.stores.blobs.url, str(bench.root / "cache"))
+
+
+def test_a_job_of_a_server_is_let_in_before_it_is_launched_and_told_of_no_store(bench: Bench) -> None:
+    let_in: list[str] = []
+
+    class Access:
+        def give(self, attempt: AttemptRecord, folder: Path) -> None:
+            assert (folder / "job.json").exists()
+            assert len(bench.launched) == len(let_in)
+            let_in.append(attempt.name)
+
+    bench.jobs = replace(bench.jobs, access=Access())
+    bench.reconciler = Reconciler(bench.stores, bench.jobs, "here")
+    assert bench.drive(bench.submit()).state == "succeeded"
+    attempts = bench.ledger.attempts(bench.ledger.runs()[0].id)
+    assert sorted(let_in) == sorted(attempt.name for attempt in attempts)
+    for attempt in attempts:
+        order = bench.jobs.folders.of(attempt).read_order()
+        assert (order.store_url, order.served) == ("", True)
+        assert bench.stores.blobs.url not in json.dumps(order.to_json())
 
 
 def test_each_attempt_resumes_from_the_newest_checkpoint_there_is(bench: Bench) -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import uvicorn
 from cli_world import World, make_world
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from posttrain.app.workspace import init_workspace, serve_jobs
 from posttrain.domain.canonical import digest_bytes
@@ -22,6 +31,7 @@ from posttrain.execution.executors.local.executor import refuse_elsewhere
 from posttrain.execution.processes import of_a_server
 from posttrain.server.granting import PREFIX
 from posttrain.store.access import JobAccess, read_access
+from posttrain.store.atomic import write_json
 from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.channels.served import ServedObjects
 from posttrain.store.grants import SECONDS, Grants
@@ -196,6 +206,52 @@ def test_a_job_is_told_where_the_server_is_now_and_waits_for_it_meanwhile(
     assert len(waited) == 4
     assert read_access(mine.folder) == known  # the same token
     assert "does not answer" in capfd.readouterr().err
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """One that a team made itself, for a name by which no job asks, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "posttrain.example.org")])
+    begun = datetime.now(UTC) - timedelta(days=1)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(7).not_valid_before(begun).not_valid_after(begun + timedelta(days=90))
+    both = (tmp_path / "certificate.pem", tmp_path / "key.pem")
+    both[0].write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    both[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return both
+
+
+def test_a_job_believes_the_certificate_of_its_server_and_no_other(
+    bench: ServerBench, certificate: tuple[Path, Path]
+) -> None:
+    mine = job(bench, "mine")
+    known = read_access(mine.folder)
+    assert known is not None
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    config = uvicorn.Config(
+        bench.app, log_config=None, lifespan="off", ssl_certfile=certificate[0], ssl_keyfile=certificate[1]
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        driver = granting(bench)
+        said = {"url": f"https://0.0.0.0:{port}", "key": KEY, "pid": 1, "certificate": str(certificate[0])}
+        write_json(bench.workspace.root / "server.json", said)
+        driver.keep()
+        assert read_access(mine.folder) == replace(
+            known, url=f"https://127.0.0.1:{port}", certificate=certificate[0].read_text()
+        )
+        assert ServedBlobs(mine.folder).get(mine.inputs["data"]) == b"rows of mine"
+        replace(known, url=f"https://127.0.0.1:{port}").write(mine.folder)  # what the machine believes
+        with pytest.raises(UnavailableError, match="certificate"):
+            mine.blobs.get(mine.inputs["data"])
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
 
 
 def test_corrupt_bytes_are_not_taken_from_a_server_either(bench: ServerBench, tmp_path: Path) -> None:
