@@ -105,7 +105,9 @@ def test_commands_do_what_the_role_covers(world: World, user: As) -> None:
     user("vi")
     world.ok("ls")
     world.ok("plan", "run.yaml")
-    assert "submit needs the role submitter, and user:vi is viewer there" in refused(world, "run", "run.yaml", code=13)
+    assert "posttrain run needs the role submitter, and user:vi is viewer there" in refused(
+        world, "run", "run.yaml", code=13
+    )
     assert world.json("ls")["runs"] == []
     user("sue")
     world.ok("run", "run.yaml")

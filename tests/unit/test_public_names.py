@@ -52,10 +52,10 @@ COMMANDS = {
         *("--threads", "--timeout", "-n", "-o", "MODEL", "SUITE..."),
     ],
     "export": ["--dtype", "--output", "-o", "DIR", "MODEL"],
-    "promote": ["--channel", "--lift-quarantine", "run"],
-    "rollback": ["--from", "--reason", "--to", "channel"],
-    "approve": ["--channel", "--reason", "RUN|REQUEST"],
-    "reject": ["--channel", "--reason", "RUN|REQUEST"],
+    "promote": ["--channel", "--lift-quarantine", "--output", "-o", "run"],
+    "rollback": ["--from", "--reason", "--to", "--output", "-o", "channel"],
+    "approve": ["--channel", "--reason", "--output", "-o", "RUN|REQUEST"],
+    "reject": ["--channel", "--reason", "--output", "-o", "RUN|REQUEST"],
     "channel policy": ["--asked", "--history", "--output", "-o", "channel"],
     "channel set-policy": ["POLICY.yaml", "channel"],
     "channel remove-policy": ["channel"],
@@ -174,6 +174,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
 
 def test_every_reading_command_speaks_json() -> None:
     reading = {
+        *("approve", "reject", "promote", "rollback"),
         "examples",
         "plan",
         "lock",

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from cli_world import BAD_REWARD, World, make_world
 from hypothesis import given
 from hypothesis import strategies as st
 from server_bench import KEY, ServerBench, serving
 
+import posttrain
 from posttrain.api.codec import adapter
 from posttrain.api.control import Control
+from posttrain.api.guarding import NEEDS, typed
 from posttrain.app.embedded.control import control_of
 from posttrain.app.workspace import Workspace
+from posttrain.cli.main import app
 from posttrain.decision.gates import Evidence
-from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.domain.errors import AccessError, DeadlineError, InputError, PosttrainError
+from posttrain.domain.roles import Role
 from posttrain.foreign.carrying import RUN as FOUND
 from posttrain.foreign.carrying import carried, carry
 from posttrain.foreign.outside import FoundModel, Named, OutsideRun, Points
@@ -178,3 +186,49 @@ def test_an_address_from_afar_is_not_connected_to(bench: ServerBench) -> None:
     body = {"folder": {"name": "x", "digest": "sha256:" + "0" * 64, "form": "tree"}, "name": None, "where": "http://x"}
     found = bench.ask("POST", "/v1/projects/default/imports/mlflow", KEY, body)
     assert (found.status, "where" in found.json["detail"]) == (422, True)
+
+
+def test_whoever_asks_a_server_loads_nothing_of_a_workspace() -> None:
+    """Seconds of each command: the ledger's and the store's libraries are the embedded half's."""
+    code = """
+import os, sys
+os.environ |= {"POSTTRAIN_SERVER": "http://127.0.0.1:9", "POSTTRAIN_TOKEN": "x"}
+from posttrain.app.embedded.control import open_control
+from posttrain.api.codec import answer
+open_control().close()
+answer("whoami"), answer("stop"), answer("tokens")
+print(sorted({"sqlalchemy", "alembic", "obstore", "numpy", "scipy", "pyarrow", "fastapi"} & set(sys.modules)))
+"""
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=500)
+    assert shown.stdout.strip() == "[]", shown.stdout
+
+
+def test_a_refusal_names_the_command_that_was_typed(bench: ServerBench) -> None:
+    group: Any = typer.main.get_command(app)
+    for verb in (verb for verb in NEEDS if typed(verb) != f"posttrain {verb.replace('_', ' ')}"):
+        words = typed(verb).split()[1:]
+        known = group.get_command(None, words[0])  # type: ignore[arg-type]
+        assert known is not None, verb
+        if hasattr(known, "commands"):
+            assert words[1] in known.commands, verb
+    bench.person("root", Role.ADMIN)
+    token = bench.person("vic", Role.VIEWER)
+    with pytest.raises(AccessError, match="posttrain member set needs the role admin"):
+        bench.control(token).set_member("user:x", "viewer")
+    with pytest.raises(AccessError, match="posttrain asset add needs the role submitter"):
+        bench.control(token).add_external("https://x/y", "x", checksum="", version="")
+
+
+def test_python_is_told_what_a_run_asks_of_a_person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(tmp_path, monkeypatch)
+    world.prepare()
+    world.write("wait.yaml", "name: w\nowner: ada\nseed: 1\nstages: {hold: {kind: wait, signal: go}}\n")
+    run = posttrain.submit("wait.yaml")
+    words = f"run {run.id}: hold .*; posttrain signal {run.id} go"
+    with pytest.warns(RuntimeWarning, match=words) as told, pytest.raises(DeadlineError):
+        run.wait(timeout=20)
+    assert len(told) == 1
+    run.signal("go")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run.wait().state == "succeeded"

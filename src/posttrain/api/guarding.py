@@ -53,6 +53,28 @@ NEEDS: Mapping[str, Role | None] = {  # verb → the least role that it needs; a
 }
 
 
+_TYPED: Mapping[str, str] = {  # verb → the command that people type for it, where that is another word
+    **{"ids": "ls", "run": "get", "status": "get", "submit": "run", "evaluate": "eval", "drive": "attach"},
+    **{"detach": "run --detach", "ask": "sample", "submit_point": "sweep", "plan_sweep": "sweep", "rank": "sweep"},
+    **{"add_dataset": "asset add", "add_external": "asset add", "add_model": "asset add", "add_reward": "asset add"},
+    **{"create_model": "init", "mark": "asset recall", "assets": "asset ls", "asset": "asset get"},
+    **{"import_trl_output": "import trl-output", "import_mlflow": "import mlflow"},
+    **{"import_wandb_export": "import wandb-export", "look_again": "dead --retry", "assume_dead": "dead --assume-dead"},
+    **{"set_policy": "channel set-policy", "remove_policy": "channel remove-policy", "policy": "channel policy"},
+    **{"protect": "channel protect", "freeze": "channel freeze", "unfreeze": "channel unfreeze"},
+    **{"add_project": "project add", "members": "member ls", "set_member": "member set", "tokens": "token ls"},
+    **{"issue_token": "token issue", "rotate_token": "token rotate", "revoke_token": "token revoke"},
+    **{"add_sink": "sink add", "test_sink": "sink test", "pause_sink": "sink pause", "resume_sink": "sink resume"},
+    **{"remove_sink": "sink remove", "sinks": "sink ls", "write_report": "get --report", "write_trace": "trace"},
+    **{"track_channel": "track", "channel": "get", "channels": "ls", "live": "ls", "manifest": "lock"},
+}
+
+
+def typed(verb: str) -> str:
+    """The command that people type for a verb."""
+    return f"posttrain {_TYPED.get(verb, verb.replace('_', ' '))}"
+
+
 class Guarded:
     """A `Control` that asks for every verb whether whoever is behind it may.
 
@@ -92,7 +114,7 @@ class Guarded:
         if role is None or not role.covers(needed):
             has = f"is {role}" if role else "has no role"
             raise AccessError(
-                f"project {self._project}: {verb.replace('_', ' ')} needs the role {needed}, and {self._who} {has} "
+                f"project {self._project}: {typed(verb)} needs the role {needed}, and {self._who} {has} "
                 "there; ask an admin of it"
             )
 

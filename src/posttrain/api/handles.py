@@ -5,10 +5,14 @@ A handle holds a name and asks when it is touched, so it never tells of a moment
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from posttrain.domain.waits import waiting
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -18,6 +22,9 @@ if TYPE_CHECKING:
     from posttrain.domain.manifest import Manifest
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry, RunRecord, Signal
+
+
+_LOOK = 2.0  # seconds between two looks whether a run waits for a person
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +67,21 @@ class Run:
             check: raise when it did not succeed.
             watch: called about ten times a second with the run.
 
+        Warns:
+            RuntimeWarning: it waits for a person, with the command that lets it go on.
+
         Raises:
             DeadlineError: `timeout` passed; the run is not stopped by that.
             PosttrainError: with `check`, the error of the run's outcome.
         """
-        record = self.control.drive(self.id, timeout=timeout, watch=watch)
+        asked = _Asked(self.control, self.id)
+
+        def look(run: RunRecord) -> None:
+            asked.look()
+            if watch:
+                watch(run)
+
+        record = self.control.drive(self.id, timeout=timeout, watch=look)
         error = self.control.outcome(self.control.status(self.id)) if check else None
         if error:
             raise error
@@ -123,6 +140,25 @@ class Run:
             ApprovalError: the channel's policy names approvers, who have not approved it; it is asked for then.
         """
         return self.control.promote(self.id, channel, lift_quarantine)
+
+
+class _Asked:
+    """Warns whoever waits for a run in Python when it asks a person for something; once for each thing it asks."""
+
+    def __init__(self, control: Control, run_id: str) -> None:
+        self._control, self._run_id, self._at = control, run_id, -_LOOK
+        self._told: set[str] = set()
+
+    def look(self) -> None:
+        """Look now and then."""
+        if time.monotonic() - self._at < _LOOK:
+            return
+        self._at = time.monotonic()
+        for stage in self._control.status(self._run_id).stages:
+            if waiting(stage.record) and stage.next_action.startswith("posttrain") and stage.reason not in self._told:
+                self._told.add(stage.reason)
+                words = f"run {self._run_id}: {stage.record.name} {stage.reason}; {stage.next_action}"
+                warnings.warn(words, RuntimeWarning, stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import say
+from posttrain.cli.console import Output, OutputOption, emit_json, say
 from posttrain.cli.shell import lazily
 from posttrain.domain.approvals import WITHDRAWN
 from posttrain.domain.canonical import DIGEST_PREFIX
@@ -29,25 +29,35 @@ def register(app: typer.Typer) -> None:
         app.command(command.__name__)(command)
 
 
-def approve(what: WhatArgument, channel: ChannelOption = None, reason: ReasonOption = "") -> None:
+def approve(
+    what: WhatArgument, channel: ChannelOption = None, reason: ReasonOption = "", output: OutputOption = Output.TEXT
+) -> None:
     """Approve a release, or another request, as an approver that the channel's policy names. Not one's own."""
     from posttrain.app.embedded.control import open_control
 
     control = open_control()
     found = control.approve(_named(control, what), channel, reason)
     control.close()
+    if output is Output.JSON:
+        emit_json(found.to_json())
+        return
     missing = f"; {found.words}" if found.missing else ": it has all approvals that it needs"
     said = "rejection withdrawn" if found.said == WITHDRAWN else found.said
     say(f"{_what(found)} {said}{missing}", *([_next(found)] if not found.missing else []))
 
 
-def reject(what: WhatArgument, channel: ChannelOption = None, reason: ReasonOption = "") -> None:
+def reject(
+    what: WhatArgument, channel: ChannelOption = None, reason: ReasonOption = "", output: OutputOption = Output.TEXT
+) -> None:
     """Reject a release, or another request: the release stage that waits for it ends. `approve` takes it back."""
     from posttrain.app.embedded.control import open_control
 
     control = open_control()
     found = control.reject(_named(control, what), channel, reason)
     control.close()
+    if output is Output.JSON:
+        emit_json(found.to_json())
+        return
     say(f"{_what(found)} rejected")
 
 

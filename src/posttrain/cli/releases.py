@@ -35,6 +35,7 @@ def promote(
         str,
         typer.Option(metavar="REASON", help="Why a model that was rolled back may come back.", show_default=False),
     ] = "",
+    output: OutputOption = Output.TEXT,
 ) -> None:
     """Point a channel at a run's model. Only if every gate passed and the channel has not moved since."""
     from posttrain.app.embedded.control import open_control
@@ -46,8 +47,11 @@ def promote(
         raise InputError(f"promote {run_id}: its run file names no channel; say which with --channel")
     name = channel or (release.channel if release else "")
     entry = control.promote(run_id, name, lift_quarantine)
-    say(f"{name} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence})")
     control.close()
+    if output is Output.JSON:
+        emit_json(asdict(entry))
+        return
+    say(f"{name} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence})")
 
 
 def rollback(
@@ -59,6 +63,7 @@ def rollback(
         int | None, typer.Option("--from", help="The release that must be live: a repeated rollback goes back once.")
     ] = None,
     reason: Annotated[str, typer.Option(help="Why; the event log keeps it.")] = "",
+    output: OutputOption = Output.TEXT,
 ) -> None:
     """Point a channel back at the model it served before. Waits for no gate."""
     from posttrain.app.embedded.control import open_control
@@ -66,6 +71,10 @@ def rollback(
     control = open_control()
     before = control.channel(channel).live
     entry = control.rollback(channel, to, since, reason)
+    if output is Output.JSON:
+        control.close()
+        emit_json(asdict(entry))
+        return
     now = control.channel(channel)
     frozen = now.record.frozen
     gone = before and any(one.model_digest == before.model_digest and not one.lifted_at for one in now.quarantine)

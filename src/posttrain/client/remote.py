@@ -25,6 +25,7 @@ from posttrain.client.waiting import RemoteLog, RemoteVigil, RemoteWatcher
 from posttrain.domain.errors import ApiVersionError, DeadlineError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.overrides import Override
+from posttrain.domain.places import lock_path
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -144,8 +145,6 @@ class RemoteControl:
 
     def lock(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> Locked:
         """See `Submissions.lock`."""
-        from posttrain.preflight.locks import lock_path
-
         found: Locked = self._asking(OPERATIONS["lock"])(path, seed=seed, setting=setting)
         return replace(found, place=lock_path(path))
 

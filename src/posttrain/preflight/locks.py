@@ -19,6 +19,9 @@ from posttrain.domain.contracts import StageContract
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.manifest import Manifest, manifest_from_json
+from posttrain.domain.places import LOCK_SUFFIX
+from posttrain.domain.places import is_lock as is_lock
+from posttrain.domain.places import lock_path as lock_path
 from posttrain.domain.validation import explain
 from posttrain.domain.waits import wait_contract
 from posttrain.preflight.fitting import located
@@ -27,17 +30,6 @@ from posttrain.preflight.placing import refuse_infeasible, refuse_oversized
 from posttrain.workspace.opened import OpenWorkspace
 
 RECIPE = "recipe"
-LOCK_SUFFIX = ".lock.json"
-
-
-def lock_path(path: Path) -> Path:
-    """Where the lock of a run file goes by default: `run.yaml` → `run.lock.json`."""
-    return path.with_name(path.stem + LOCK_SUFFIX)
-
-
-def is_lock(path: Path) -> bool:
-    """Whether a file holds a locked manifest: its name says so."""
-    return path.name.endswith(LOCK_SUFFIX)
 
 
 def refuse_lock(path: Path) -> None:

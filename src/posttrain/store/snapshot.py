@@ -382,16 +382,6 @@ class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
                 return float(found)
         return None
 
-    def last_said_of(self, *subjects: str) -> dict[str, float]:
-        """Subject → when its newest event was, of those that have one."""
-        found: dict[str, float] = {}
-        for table in (events_before, events):
-            for start in range(0, len(subjects), _NAMES):
-                newest = select(table.c.subject, func.max(table.c.at)).group_by(table.c.subject)
-                part = newest.where(table.c.subject.in_(subjects[start : start + _NAMES]))
-                found |= {subject: float(at) for subject, at in self._connection.execute(part)}
-        return found
-
     def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
         """Committed events that the sealer has not passed yet, in id order; they have no `sequence`."""
         query = self._events().join(unsealed, unsealed.c.event == events.c.id).order_by(events.c.id).limit(limit)

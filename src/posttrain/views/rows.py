@@ -22,14 +22,12 @@ class Rows:
         self._signals: dict[str, list[Signal]] = {}
         self._stages: dict[str, list[StageRecord]] = {run_id: [] for run_id in self.ids}
         self._attempts: dict[tuple[str, str], list[AttemptRecord]] = {}
-        found = ledger.stages(*self.ids) if self.ids else []
-        for stage in found:
+        for stage in ledger.stages(*self.ids) if self.ids else ():
             self._stages[stage.run_id].append(stage)
         for attempt in ledger.attempts_of(*self.ids) if self.ids else ():
             self._attempts.setdefault((attempt.run_id, attempt.stage), []).append(attempt)
         for signal in ledger.signals(*self.ids) if self.ids else ():
             self._signals.setdefault(signal.run_id, []).append(signal)
-        self._said = ledger.last_said_of(*(f"{stage.run_id}/{stage.name}" for stage in found))
 
     def run(self, run_id: str) -> RunRecord:
         """See `Snapshot.run`."""
@@ -46,7 +44,3 @@ class Rows:
     def signals(self, run_id: str) -> list[Signal]:
         """See `Snapshot.signals`."""
         return self._signals.get(run_id, [])
-
-    def last_said(self, subject: str) -> float | None:
-        """See `Snapshot.last_said`."""
-        return self._said.get(subject)

@@ -48,7 +48,7 @@ class StageStatus:
     seconds: float  # its jobs ran, over all attempts
     reason: str  # one sentence; never empty for a stage that is not running
     next_action: str
-    changed_at: float | None = None  # when the ledger was last told something of it
+    changed_at: float | None = None  # when the ledger was last told something of it; None in a list of runs
     begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", where it went on from another stage's checkpoint
     elsewhere: bool = False  # another host has its job, which does not answer here: `reason` says so
 
@@ -204,8 +204,9 @@ class RunWatcher:
         signals = tuple(ledger.signals(run.id)) if waits else ()
         attempts = [self._attempts(ledger, row) for row in rows]
         for row in rows:
-            if self._changed.get(row.name, (-1, None))[0] != row.generation:
-                self._changed[row.name] = row.generation, ledger.last_said(f"{row.run_id}/{row.name}")
+            if self._changed.get(row.name, (-1, None))[0] != row.generation:  # a list of runs does not show the moment
+                said = ledger.last_said(f"{row.run_id}/{row.name}") if isinstance(ledger, Snapshot) else None
+                self._changed[row.name] = row.generation, said
         return run, rows, signals, attempts
 
     def _told(

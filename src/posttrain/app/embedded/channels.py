@@ -11,7 +11,6 @@ from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.domain.spelling import nearest
-from posttrain.store.releasing import POLICY_SET
 
 if TYPE_CHECKING:
     from posttrain.api.values import Collected, Dead, Erasure
@@ -139,6 +138,8 @@ class Channels:
 
     def policies(self, name: str) -> list[Event]:
         """See `Channels.policies`."""
+        from posttrain.store.releasing import POLICY_SET
+
         return self.channel_events(name, POLICY_SET)
 
     def set_policy(self, name: str, path: Path) -> tuple[PinnedPolicy, list[str]]:

@@ -11,6 +11,7 @@ from posttrain.app.embedded.assets import Assets, Models
 from posttrain.app.embedded.channels import Channels, Records
 from posttrain.app.embedded.runs import Runs, Submissions
 from posttrain.app.embedded.sinks import Sinks
+from posttrain.domain.places import PROJECT_VARIABLE, SERVER_VARIABLE
 from posttrain.domain.records import DEFAULT_PROJECT
 
 if TYPE_CHECKING:
@@ -49,15 +50,14 @@ def open_control() -> Control:
         WorkspaceError: there is none, or it cannot be opened.
         InputError: the environment names a server that nobody logged in to.
     """
-    from posttrain.app.workspace import Workspace, find_workspace
-    from posttrain.workspace.served import served_at
-    from posttrain.workspace.settings import PROJECT_VARIABLE, SERVER_VARIABLE
-
     project = os.environ.get(PROJECT_VARIABLE, "")
-    if os.environ.get(SERVER_VARIABLE):
+    if os.environ.get(SERVER_VARIABLE):  # first: whoever asks a server loads nothing of a workspace
         from posttrain.client.logins import logged_in
 
         return logged_in(os.environ[SERVER_VARIABLE], project)
+    from posttrain.app.workspace import Workspace, find_workspace
+    from posttrain.workspace.served import served_at
+
     root = find_workspace()
     served = served_at(root)
     if served is not None:

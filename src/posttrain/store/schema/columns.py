@@ -28,6 +28,8 @@ class JsonText(TypeDecorator[Any]):
         return None if value is None else json.dumps(value, sort_keys=True, ensure_ascii=False)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        if value == "{}":  # of most rows
+            return {}
         try:
             return None if value is None else json.loads(value)
         except ValueError as error:
