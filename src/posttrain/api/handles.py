@@ -155,8 +155,9 @@ class _Asked:
             return
         self._at = time.monotonic()
         for stage in self._control.status(self._run_id).stages:
-            if waiting(stage.record) and stage.next_action.startswith("posttrain") and stage.reason not in self._told:
-                self._told.add(stage.reason)
+            asks = f"{stage.record.name} {stage.next_action}"
+            if waiting(stage.record) and stage.next_action.startswith("posttrain") and asks not in self._told:
+                self._told.add(asks)
                 words = f"run {self._run_id}: {stage.record.name} {stage.reason}; {stage.next_action}"
                 warnings.warn(words, RuntimeWarning, stacklevel=2)
 
