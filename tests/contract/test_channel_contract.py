@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from server_bench import ServerBench, attempt_with_access, served
 
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError
 from posttrain.domain.jobs import ANOTHER_RUNS, JobOrder
@@ -25,7 +26,6 @@ from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.channels.objects import ObjectStoreObjects
 from posttrain.store.channels.served import ServedObjects
 from s3_server import s3_server
-from server_bench import ServerBench, attempt_with_access, served
 
 HERE = Path(__file__).parent
 PATIENCE = 300.0  # seconds; a machine may be as busy as it likes

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
+from server_bench import KEY, AttemptAtServer, ServerBench, attempt_with_access, granting, served
 
 from posttrain.app.workspace import init_workspace, serve_jobs
 from posttrain.domain.canonical import digest_bytes
@@ -37,7 +38,6 @@ from posttrain.store.channels.served import ServedObjects
 from posttrain.store.grants import SECONDS, Grants
 from posttrain.store.trees import materialise, put_tree
 from s3_server import s3_server, use_s3
-from server_bench import KEY, AttemptAtServer, ServerBench, attempt_with_access, granting, served
 
 
 @dataclass
