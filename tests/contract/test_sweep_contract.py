@@ -13,6 +13,7 @@ from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.database import Database
+from posttrain.store.holding import FileLock
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import artifacts, projects
 from posttrain.store.sealer import seal, verify_chain
@@ -25,7 +26,7 @@ ANN = "user:ann"
 @pytest.fixture(params=["local", "memory"])
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectBlobs:
     where = tmp_path / "blobs" if request.param == "local" else f"memory://sweep-{tmp_path}"
-    return open_blobs(where, tmp_path / "store.lock")
+    return open_blobs(where, FileLock(tmp_path / "store.lock"))
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def folder(tmp_path: Path, name: str) -> Path:
 
 
 def swept(ledger: Ledger, blobs: ObjectBlobs, tmp_path: Path, older_than: float = -60.0) -> SweptBlobs:
-    return sweep(ledger, blobs, tmp_path / "store.lock", ANN, older_than=older_than)
+    return sweep(ledger, blobs, FileLock(tmp_path / "store.lock"), ANN, older_than=older_than)
 
 
 def test_what_any_project_names_stays(ledger: Ledger, blobs: ObjectBlobs, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from cli_world import GOOD_REWARD, World, make_world
 
 from postgres_server import PASSWORD, Server
+from posttrain.store.blobs import open_blobs
 
 Make = Callable[[str], World]
 
@@ -99,6 +100,26 @@ def _host() -> str:
     import socket
 
     return socket.gethostname()
+
+
+@pytest.mark.postgres
+def test_garbage_of_one_host_is_what_no_host_needs(
+    make: Make, postgres_ledger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTTRAIN_STORE", str(tmp_path / "shared"))
+    monkeypatch.setenv("POSTTRAIN_LEDGER", postgres_ledger)
+    first = make("first")
+    first.prepare()
+    first.ok("run", "run.yaml")
+    kept = {path for path in (tmp_path / "shared").rglob("*") if path.is_file()}
+    second = make("second")
+    second.ok("init")
+    open_blobs(tmp_path / "shared").put(b"nobody's")
+    told = second.json("gc", "--older-than", "0s")
+    assert told["blobs"]["deleted"] == 1
+    assert kept <= {path for path in (tmp_path / "shared").rglob("*") if path.is_file()}
+    monkeypatch.chdir(first.root)
+    assert first.json("verify", "prod")["ok"] is True
 
 
 @pytest.mark.postgres

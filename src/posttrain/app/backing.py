@@ -16,7 +16,6 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.backing import BackedUp, back_up, fill, read_backup
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.holding import LOCK
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import verify_chain
 from posttrain.store.work import let_go
@@ -47,7 +46,7 @@ def backup(folder: Path) -> BackedUp:
                 "backup: the ledger is in PostgreSQL, which pg_dump copies: the database first, then the store "
                 "(docs/howto/backup.md says how)"
             )
-        blobs = open_blobs(workspace.blobs.url, workspace.root / LOCK)
+        blobs = open_blobs(workspace.blobs.url, workspace.lock)
         return back_up(workspace.ledger, blobs, folder.resolve(), workspace.settings)
     finally:
         workspace.close()

@@ -13,7 +13,6 @@ from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import ConflictError
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.direct import open_direct
-from posttrain.store.holding import LOCK, alone
 from posttrain.store.marking import Marker, ended_runs
 from posttrain.store.scratch import scratch
 from posttrain.store.sweeping import PATIENCE, forget_answers, sweep
@@ -34,8 +33,7 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
         ConflictError: another workspace keeps its artifacts in the same store.
         IntegrityError, DeadlineError, WorkspaceError: as `store.sweeping.sweep`.
     """
-    lock = workspace.root / LOCK
-    blobs = open_blobs(workspace.blobs.url, lock)
+    blobs = open_blobs(workspace.blobs.url, workspace.lock)
     _refuse_shared(workspace, blobs)
     actor, ledger = workspace.actor, workspace.ledger
     kept = max(older_than, ANSWERS_SECONDS)  # a client that lost an answer may still ask for it
@@ -46,7 +44,7 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
     else:
         folders, size = _clear(workspace, blobs, older_than)  # first: nobody is told of bytes that are gone
     folders += _end_unfinished(blobs.url, older_than, dry_run)
-    done = sweep(ledger, blobs, lock, actor, older_than=older_than, dry_run=dry_run)
+    done = sweep(ledger, blobs, workspace.lock, actor, older_than=older_than, dry_run=dry_run)
     workspace.seal()
     return Collected(dry_run, done, folders, size, answers)
 
@@ -58,7 +56,8 @@ def _refuse_shared(workspace: Workspace, blobs: ObjectBlobs) -> None:
         ConflictError: another workspace said that it uses the store.
     """
     join_store(workspace, blobs)
-    others = {name: where for name, where in blobs.users().items() if name != workspace.identity()}
+    own = {one.id for one in workspace.hosts.all()} if workspace.hosts else set()
+    others = {name: where for name, where in blobs.users().items() if name not in {workspace.identity(), *own}}
     for name, where in sorted(others.items()):
         raise ConflictError(
             f"artifact store {blobs.url} must be this workspace's alone for gc, got that of {where} too; if that "
@@ -79,7 +78,7 @@ def _end_unfinished(url: str, older_than: float, dry_run: bool) -> int:
 def _clear(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> tuple[int, int]:
     """Move leftovers away while nobody starts anything, then delete them; how many folders and bytes."""
     with scratch(workspace.root / "cache" / "scratch", ".gc-") as bin_:
-        with alone(workspace.root / LOCK, PATIENCE):
+        with workspace.lock.alone(PATIENCE):
             found = list(_leftovers(workspace, blobs, older_than))
             for number, path in enumerate(found):
                 shutil.move(path, bin_ / str(number))

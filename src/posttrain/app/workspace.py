@@ -28,9 +28,10 @@ from posttrain.store.blobs import ObjectBlobs, blobs_url, open_blobs
 from posttrain.store.channels.objects import checked_url
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
-from posttrain.store.holding import LOCK
+from posttrain.store.holding import LOCK, FileLock, StoreLock
 from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
+from posttrain.store.sharing import LedgerLock
 from posttrain.store.upgrade import Upgraded, upgrade_ledger
 from posttrain.workspace.ledgers import FILE, bind, holds_runs, host_name, ledger_place, recorded
 from posttrain.workspace.opened import OpenWorkspace
@@ -79,7 +80,8 @@ class Workspace(OpenWorkspace):
         # first: a server or a store that cannot be reached leaves no half workspace
         database = None if isinstance(place, Path) else Database(place, create=create and not holds_runs(self.root))
         channel = _channel(self.root, channel)
-        self.blobs = blobs = open_blobs(store, self.root / LOCK)
+        self.lock = store_lock(self.root, database)
+        self.blobs = blobs = open_blobs(store, self.lock)
         if create:
             if database is None:
                 _refuse_lost_ledger(self.root)
@@ -91,6 +93,8 @@ class Workspace(OpenWorkspace):
             shared = "" if blobs.url == blobs_url(self.root / OWN_STORE) else blobs.url
             bind(self.ledger, self.root, self.identity(), self.actor, shared)
             self.hosts = Hosts(database, clock, self.identity(), host_name(self.root))
+            if create:
+                self.hosts.beat()
         if create:
             join_store(self, blobs)
         self.stores = Stores(self.ledger, self.blobs, clock, self.actor)
@@ -223,6 +227,11 @@ def join_store(workspace: OpenWorkspace, blobs: ObjectBlobs) -> None:
     """
     if blobs.url != blobs_url(workspace.root / OWN_STORE):
         blobs.join(workspace.identity(), str(workspace.root))
+
+
+def store_lock(root: Path, database: Database | None) -> StoreLock:
+    """Of the artifact store: of one folder, or of all hosts of a ledger."""
+    return FileLock(root / LOCK) if database is None else LedgerLock(root / LOCK, database)
 
 
 def _store(root: Path) -> str:

@@ -21,7 +21,7 @@ from posttrain.store.backends.local import LocalFolder
 from posttrain.store.backends.memory import SCHEME as MEMORY
 from posttrain.store.backends.memory import Memory
 from posttrain.store.backends.remote import Remote
-from posttrain.store.holding import shared
+from posttrain.store.holding import StoreLock
 
 _CHUNK = 4 << 20
 _USERS = "workspaces"
@@ -63,11 +63,11 @@ class StoredBlob:
     modified: float  # seconds since the epoch, by the store's clock
 
 
-def open_blobs(location: str | Path, lock: Path | None = None) -> ObjectBlobs:
+def open_blobs(location: str | Path, lock: StoreLock | None = None) -> ObjectBlobs:
     """The artifact store at a folder or URL (`file:///…`, `s3://bucket/prefix`, `memory://name`).
 
     Args:
-        lock: the file by which whoever records is told from whoever deletes; None: nobody deletes from it.
+        lock: by which whoever records is told from whoever deletes; None: nobody deletes from it.
 
     Raises:
         InputError: a URL that is not understood.
@@ -108,7 +108,7 @@ class ObjectBlobs:
     again. It is as young afterwards as if it had been written, so that nobody takes it for left behind.
     """
 
-    def __init__(self, backend: Backend, lock: Path | None = None) -> None:
+    def __init__(self, backend: Backend, lock: StoreLock | None = None) -> None:
         self._backend, self._lock = backend, lock
         self._store = backend.open()
 
@@ -118,7 +118,7 @@ class ObjectBlobs:
         Raises:
             DeadlineError: somebody deletes, and was stopped while they did.
         """
-        return nullcontext() if self._lock is None else shared(self._lock)
+        return nullcontext() if self._lock is None else self._lock.shared()
 
     @property
     def url(self) -> str:

@@ -143,6 +143,29 @@ class Database:
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MAKING})")
             yield
 
+    @contextmanager
+    def locked(self, key: int, *, alone: bool, patience: float, by: str) -> Iterator[None]:
+        """Hold a lock of PostgreSQL's, in a session of its own, which gives it up when this process dies.
+
+        Args:
+            by: who else may hold it, for whoever waited in vain.
+
+        Raises:
+            DeadlineError: others held it for longer than `patience` seconds.
+        """
+        asked = f"SELECT pg_try_advisory_lock{'' if alone else '_shared'}({key})"
+        deadline = time.monotonic() + patience
+        with self._translated(), self._engine.connect() as connection:
+            connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+            connection.detach()  # whatever happens to it, nobody else gets a session that holds the lock
+            while not connection.exec_driver_sql(asked).scalar_one():
+                if time.monotonic() >= deadline:
+                    raise DeadlineError(
+                        f"ledger {self.place}: {by} for more than {patience:g} s; nothing is lost, run it again"
+                    )
+                time.sleep(0.02)
+            yield
+
     def product(self) -> tuple[str, str]:
         """Which database this is, with its version; which of its settings let a power cut take commits."""
         if self._sqlite:

@@ -2,8 +2,8 @@
 
 Between the moment in which bytes are put (or found to be there already) and the commit of the rows that name them,
 nothing in the ledger says that they are needed. Whoever does both holds the store's lock meanwhile, shared; whoever
-deletes holds it alone. The lock is a file of the workspace, in which everybody works who writes its ledger; the kernel
-lets go of it when a process dies, however it dies.
+deletes holds it alone. The lock is a file of the workspace, in which everybody works who writes its ledger, and of the
+database, where a ledger has several hosts; either lets go when a process dies, however it dies.
 """
 
 from __future__ import annotations
@@ -12,41 +12,54 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from posttrain.domain.errors import DeadlineError
 from posttrain.store.atomic import unwritable
 
 LOCK = "store.lock"  # in a workspace's folder
-_PATIENCE = 120.0  # seconds that a writer waits: a sweep deletes for a moment at a time
+PATIENCE = 120.0  # seconds that a writer waits: a sweep deletes for a moment at a time
 _LOOK = 0.01
+DELETES, STORES = "posttrain gc deletes from the artifact store", "somebody stores artifacts"
 
 
-@contextmanager
-def shared(lock: Path) -> Iterator[None]:
-    """Nothing is deleted from the store for the length of the block.
+class StoreLock(Protocol):
+    """Tells who records from who deletes."""
 
-    Raises:
-        DeadlineError: somebody deletes, and was stopped while they did.
-        WorkspaceError: the lock cannot be opened.
-    """
-    with _held(lock, fcntl.LOCK_SH, _PATIENCE, "posttrain gc deletes from the artifact store"):
-        yield
+    def shared(self) -> AbstractContextManager[None]:
+        """Nothing is deleted from the store for the length of the block.
+
+        Raises:
+            DeadlineError: somebody deletes, and was stopped while they did.
+            WorkspaceError: the lock cannot be had.
+        """
+
+    def alone(self, patience: float) -> AbstractContextManager[None]:
+        """Nobody records what lies in the store for the length of the block. Keep it short: they wait.
+
+        Args:
+            patience: seconds to wait for those who do.
+
+        Raises:
+            DeadlineError: somebody still does. WorkspaceError: as `shared`.
+        """
 
 
-@contextmanager
-def alone(lock: Path, patience: float) -> Iterator[None]:
-    """Nobody records what lies in the store for the length of the block. Keep it short: they wait.
+class FileLock:
+    """Of everybody on one machine who works in a workspace's folder."""
 
-    Args:
-        patience: seconds to wait for those who do.
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-    Raises:
-        DeadlineError: somebody still does. WorkspaceError: as `shared`.
-    """
-    with _held(lock, fcntl.LOCK_EX, patience, "somebody stores artifacts"):
-        yield
+    def shared(self) -> AbstractContextManager[None]:
+        """See `StoreLock.shared`."""
+        return _held(self._path, fcntl.LOCK_SH, PATIENCE, DELETES)
+
+    def alone(self, patience: float) -> AbstractContextManager[None]:
+        """See `StoreLock.alone`."""
+        return _held(self._path, fcntl.LOCK_EX, patience, STORES)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from sqlalchemy import Connection, delete, func, select
 
@@ -20,7 +19,7 @@ from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import NotFoundError
 from posttrain.store.audited import REMOVED, Change
 from posttrain.store.blobs import ObjectBlobs, StoredBlob
-from posttrain.store.holding import alone
+from posttrain.store.holding import StoreLock
 from posttrain.store.journal import Author, Journal, new_request
 from posttrain.store.ledger import Ledger
 from posttrain.store.marking import Marker, Marks
@@ -45,7 +44,7 @@ class SweptBlobs:
 
 
 def sweep(
-    ledger: Ledger, blobs: ObjectBlobs, lock: Path, actor: str, *, older_than: float, dry_run: bool = False
+    ledger: Ledger, blobs: ObjectBlobs, lock: StoreLock, actor: str, *, older_than: float, dry_run: bool = False
 ) -> SweptBlobs:
     """Delete every blob that no row of any project needs and that is older than `older_than` seconds.
 
@@ -73,7 +72,7 @@ def sweep(
     for batch in _batches(old):
         gone: Sequence[StoredBlob] = batch
         if not dry_run:
-            with alone(lock, PATIENCE):
+            with lock.alone(PATIENCE):
                 if marker.moment() != marks.moment:
                     marks = marker.mark()
                 gone = [blob for blob in batch if _still(blobs, blob, marks, before)]
