@@ -26,7 +26,7 @@ from posttrain.domain.errors import (
     PosttrainError,
     WorkspaceError,
 )
-from posttrain.execution.processes import without_trackers
+from posttrain.execution.processes import without_keys
 
 _ERRORS: dict[int, type[PosttrainError]] = {
     kind.exit_code: kind for kind in (InputError, JobFailedError, InfrastructureError, IntegrityError, WorkspaceError)
@@ -44,7 +44,7 @@ def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Itera
         PosttrainError: the one that the program ended with.
         InfrastructureError: it ended without a word. DeadlineError: it took longer than `timeout`.
     """
-    given = without_trackers(os.environ)
+    given = without_keys(os.environ)
     environment = {name: value for name, value in given.items() if not name.startswith("PYTHON")}
     command = [sys.executable, "-s", "-P", "-m", module]
     late = threading.Event()

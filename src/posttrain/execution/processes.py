@@ -37,7 +37,8 @@ _ALLOWED_BEGINNINGS = (
     *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "ROCR_", "HIP_", "HSA_", "GPU_", "OMP_", "MKL_", "KMP_", "GOMP_"),
     *("OPENBLAS_", "NUMEXPR_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "RAY_"),
 )
-NEVER = ("AWS_", "AZURE_", "GOOGLE_", "PG", "POSTTRAIN_", "PYTHON", *_CONTROLS)  # whoever names them
+_KEYS = ("AWS_", "AZURE_", "GOOGLE_", "PG")
+NEVER = (*_KEYS, "POSTTRAIN_", "PYTHON", *_CONTROLS)  # whoever names them
 _PR_SET_DUMPABLE = 4
 _PROC = Path("/proc")
 _DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
@@ -51,6 +52,12 @@ def supported() -> bool:
 def without_trackers(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment for jobs and whatever works for them: no tracker's key, no password of the ledger."""
     return {name: value for name, value in environment.items() if not name.startswith(_CONTROLS)}
+
+
+def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for programs that need no key at all: none of a tracker, a store, a ledger or any service."""
+    kept = without_trackers(environment)
+    return {name: value for name, value in kept.items() if not (name.startswith(_KEYS) or SECRET_NAME.search(name))}
 
 
 def of_a_server(environment: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
