@@ -113,6 +113,7 @@ COMMANDS = {
 EXIT_CODES = {
     "ApiVersionError": 2,
     "CursorError": 2,
+    "LedgerUnavailableError": 10,
     "LimitError": 6,
     "UploadError": 8,
     "PosttrainError": 1,
