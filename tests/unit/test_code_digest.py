@@ -33,7 +33,7 @@ DECIDES_NOTHING = {
     "execution/environment.py": "which variables a process is given",
     "execution/processes.py": "whose process it is",
     "store/access.py": "what lets a job reach its inputs, known by their digest",
-    "store/answering.py": "how a server is asked for bytes",
+    "store/answering.py": "words of errors",
     "store/atomic.py": "keeps bytes",
     "store/attempts.py": "keeps bytes",
     "store/backends/local.py": "keeps bytes",
