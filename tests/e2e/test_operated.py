@@ -93,7 +93,7 @@ def test_a_run_is_seen_in_logs_and_metrics_and_no_secret_is(operated: Operated) 
     lines = operated.lines()
     assert {line["logger"] for line in lines} >= {"posttrain.server", "posttrain.server.access", "posttrain.driver"}
     assert any(line["logger"] == "posttrain.driver" and line.get("run") == run_id for line in lines)
-    assert any(line.get("verb") == "submit" and line["status"] == 200 for line in lines)
+    assert any(line.get("verb") == "submit" and line["status"] < 300 for line in lines)
     assert len(TOKEN.findall(operated.out())) == 1  # said once
     key = re.escape(str(host.root))
     assert not TOKEN.search(operated.err()), key
@@ -116,10 +116,11 @@ def metrics(operated: Operated) -> dict[str, float]:
 
 
 def test_a_service_shows_no_token_and_its_owner_issues_one(empty: Workbench) -> None:
-    port = free_port()
+    """As in a container: it listens everywhere, and commands beside it reach it by the loopback address."""
+    words = ("serve", "--port", str(free_port()), "--no-token", "--host", "0.0.0.0", "--behind-proxy")
     with (empty.folder / "out").open("w") as out, (empty.folder / "err").open("w") as err:
         process = subprocess.Popen(
-            [empty.python, "-P", "-m", "posttrain", "serve", "--port", str(port), "--no-token"],
+            [empty.python, "-P", "-m", "posttrain", *words],
             cwd=empty.folder, env=empty.variables(), stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True,
             start_new_session=True,
         )  # fmt: skip

@@ -94,6 +94,11 @@ class Bind:
             )
         return self
 
+    def near(self, port: int) -> str:
+        """The URL by which this machine's own commands and jobs reach it."""
+        named = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"{self.scheme}://{_shown(named)}:{port}"
+
     def advertised(self, port: int) -> str:
         """The URL by which others reach it that listens at this port."""
         named = socket.gethostname() if self.host in _EVERYWHERE else self.host
@@ -155,7 +160,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         app = build(Server(workspace, entrance, workers, ready.trouble, peers, bind.secure, bind.behind_proxy, meters))
         place = workspace.root / PLACE
         certificate = str(bind.certificate.resolve()) if bind.certificate else ""
-        write_json(place, {"url": url, "key": key, "pid": os.getpid(), "certificate": certificate})
+        write_json(place, {"url": bind.near(port), "key": key, "pid": os.getpid(), "certificate": certificate})
         stack.callback(place.unlink, missing_ok=True)
         driver.start()
         threading.Thread(target=_tidy, args=(workers, workspace.ledger, driver.over), name="tidy", daemon=True).start()
