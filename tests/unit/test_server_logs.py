@@ -6,7 +6,9 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -21,35 +23,49 @@ from posttrain.domain.roles import Role
 from posttrain.server import logs
 from posttrain.server.logs import DriverLines, Logging, Printed, begin
 
-WORD = "canary"
+WORD, ACCESS = "canary", "posttrain.server.access"
 SIGNED = f"https://store.example/bucket/key?X-Amz-Signature={WORD}-signature&X-Amz-Credential={WORD}-id"
 
 
 class Said:
-    """Everything that was written to stderr through logging."""
+    """Everything that was written to stderr through logging. A request's line comes after its answer."""
 
     def __init__(self) -> None:
         self.text = ""
+        self._more = threading.Condition()
 
     def write(self, line: str) -> None:
-        self.text += line + "\n"
+        with self._more:
+            self.text += line + "\n"
+            self._more.notify_all()
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.text.splitlines()]
 
-    def access(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines() if line["logger"] == "posttrain.server.access"]
+    def access(self, number: int) -> list[dict[str, Any]]:
+        """The lines of so many requests."""
+        return self._awaited(lambda line: line["logger"] == ACCESS, number)
 
-    def of(self, request: str) -> list[dict[str, Any]]:
+    def of(self, request: str, number: int = 1) -> list[dict[str, Any]]:
+        """What was said of a request that was sent so often."""
+        self._awaited(lambda line: line["logger"] == ACCESS and line.get("request") == request, number)
         return [line for line in self.lines() if line.get("request") == request]
+
+    def _awaited(self, which: Callable[[dict[str, Any]], bool], number: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+
+        def come() -> bool:
+            found[:] = [line for line in self.lines() if which(line)]
+            return len(found) >= number
+
+        with self._more:
+            assert self._more.wait_for(come, timeout=300), f"{len(found)} of {number} lines came"
+        return found
 
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
     """Logging is one thing of the whole process."""
-    import sys
-    import threading
-
     root, ours = logging.getLogger(), logging.getLogger("posttrain")
     before = root.handlers[:], root.level, ours.level, sys.excepthook, threading.excepthook, sys.stdout, sys.stderr
     yield
@@ -114,6 +130,7 @@ def test_nothing_that_was_sent_is_in_any_line(
     bench.ask(WORD.upper(), "/healthz", KEY)
     bench.ask("GET", "/healthz", KEY, None, {"upgrade": "websocket", "connection": "upgrade", "x-a": WORD})
     bench.ask("POST", "/v1/projects/default/plans", KEY, f"{{{WORD}".encode())
+    assert len(said.access(len(requests) + 3)) == len(requests) + 3  # one line each
     written = capfd.readouterr()
     for place in (said.text, written.out, written.err):
         assert WORD not in place.lower(), [line for line in place.splitlines() if WORD in line.lower()]
@@ -124,7 +141,6 @@ def test_nothing_that_was_sent_is_in_any_line(
         assert line["status"] == status
         assert line["verb"] == verb or not verb
         assert line["milliseconds"] >= 0
-    assert len(said.access()) == len(requests) + 3  # one line each
 
 
 def test_a_line_says_who_asked_what_where_and_of_which_run(said: Said, bench: ServerBench) -> None:
@@ -156,7 +172,7 @@ def test_the_id_of_a_request_follows_from_the_clients_key_and_is_in_events_and_l
     assert found[0] == found[1]
     with bench.workspace.ledger.snapshot() as now:
         assert any(event.request.startswith(found[0]) for event in now.events(limit=1000))
-    assert [line["verb"] for line in said.of(found[0])] == ["set_member"] * 2
+    assert [line["verb"] for line in said.of(found[0], 2)] == ["set_member"] * 2
 
 
 def test_an_error_that_nobody_meant_is_told_without_its_words(
@@ -229,12 +245,10 @@ def test_a_proxys_word_for_the_client_counts_behind_a_proxy_only(
 ) -> None:
     with served(tmp_path, behind_proxy=behind_proxy) as bench:
         bench.ask("GET", "/healthz", None, None, {"x-forwarded-for": sent})
-    assert [line["client"] for line in said.access()] == [client]
+    assert [line["client"] for line in said.access(1)] == [client]
 
 
 def test_lines_that_nobody_reads_in_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     reads, said = threading.Event(), Said()
 
     def slow(line: str) -> None:
