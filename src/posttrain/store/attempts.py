@@ -33,7 +33,6 @@ from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
 from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.channels.objects import object_store
-from posttrain.store.channels.served import ServedObjects
 from posttrain.store.trees import file_digest
 
 METER = "meter"
@@ -76,6 +75,8 @@ class AttemptFolder:
             order = read_json(self.path / "job.json")
         url = str(order.get("channel", "")) if isinstance(order, Mapping) else self._channel
         if url and self._job and isinstance(order, Mapping) and order.get("served"):
+            from posttrain.store.channels.served import ServedObjects  # who uses folders need not load HTTP
+
             return AttemptChannel(ServedObjects(self.path))
         return AttemptChannel(object_store(url) if url else FolderObjects(self.path))
 
