@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -222,9 +221,7 @@ def test_a_database_that_is_away_is_a_problem_document_and_everything_goes_on(te
         assert secret not in json.dumps(document)
         asked.close()
     waiting = ann.start("ls", "-o", "json")
-    assert waiting.poll() is None
-    with pytest.raises(subprocess.TimeoutExpired):  # it waits for the server, whose database is away
-        waiting.wait(1.0)
+    assert waiting.poll() is None  # it waits for the server, whose database is away
     team.postgres.start()
     found = ann.finish(waiting)
     assert found.code == 0, found.err

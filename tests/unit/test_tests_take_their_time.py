@@ -156,6 +156,8 @@ WAIT = re.compile(
     r"^(?P<name>_?[A-Z_]*(?:SECONDS|TIMEOUT|GRACE|CLOSING|LEAVING|ALONE|PATIENCE)\w*)\s*=\s*(?P<value>[0-9.]+)", re.M
 )
 SHORT_WAITS = {
+    "server/forwarding.py:LOOK_SECONDS": "between two looks at who there is",
+    "server/forwarding.py:_CONNECT_SECONDS": "a server that is away longer is asked again later; this one answers",
     "server/limits.py:RETRY_SECONDS": "what a client is told to wait before it asks again",
     "control/reconciler.py:RACED_SECONDS": "until whoever lost a race looks again; nothing ends with it",
     "control/reconciler.py:POLL_SECONDS": "between two questions to the queue; nothing ends with it",
