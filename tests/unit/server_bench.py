@@ -27,6 +27,7 @@ from posttrain.domain.roles import Role
 from posttrain.server.app import Server, build
 from posttrain.server.asking import Asking
 from posttrain.server.calling import to_json
+from posttrain.server.connections import Door, Room
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.granting import Granting
@@ -86,6 +87,7 @@ class ServerBench:
     url: str
     workers: InProcess
     app: FastAPI
+    room: Room
     tokens: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -140,14 +142,15 @@ def serving(workspace: Workspace, behind_proxy: bool = False) -> Iterator[Server
             behind_proxy=behind_proxy, meters=Meters(workspace),
         )
     )  # fmt: skip
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as `serving` makes it
+    listening = Door(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as `serving` makes it
+    listening.room = Room()
     listening.bind(("127.0.0.1", 0))
     listening.listen(2048)
-    server = uvicorn.Server(configured(app, Bind()))
+    server = uvicorn.Server(configured(app, Bind(), listening.room))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:
-        yield ServerBench(workspace, f"http://127.0.0.1:{listening.getsockname()[1]}", workers, app)
+        yield ServerBench(workspace, f"http://127.0.0.1:{listening.getsockname()[1]}", workers, app, listening.room)
     finally:
         server.should_exit = True
         thread.join()

@@ -164,6 +164,6 @@ def test_the_proxy_lets_streams_and_uploads_through() -> None:
     said = (DEPLOY / "nginx.conf").read_text()
     for wanted in (
         *("client_max_body_size 0;", "proxy_buffering off;", "proxy_request_buffering off;"),
-        *("proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;", "proxy_set_header Host $host;"),
+        *("proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;", "proxy_set_header Host $http_host;"),
     ):
         assert wanted in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +131,31 @@ def test_a_cursor_must_be_one(bench: ServerBench, text: str) -> None:
     for cut in (whole[:-1], whole[1:], whole[:5] + "x" + whole[6:]):
         with pytest.raises(CursorError):
             place(cut, "default", "ls", {"before": None})
+
+
+def forged(body: str) -> str:
+    whole = hashlib.sha256(body.encode()).digest()[:6] + body.encode()
+    return base64.urlsafe_b64encode(whole).decode().rstrip("=")
+
+
+@pytest.mark.parametrize("body", ["5", "null", "[1,2]", "[" * 5000, '{"a":1,"b":2,"c":3,"d":4}', "[[[1]],{},[],5]"])
+def test_a_cursor_that_somebody_made_is_refused(bench: ServerBench, body: str) -> None:
+    for path in ("/runs", "/members"):
+        assert problem(bench.ask("GET", f"{P}{path}?cursor={forged(body)}")) == (422, "cursor")
+
+
+@pytest.mark.parametrize(
+    "key", [[None, None], 5, [5], [{"a": 1}], [[]], [True], ["a", "b"], ["\ud800"], ["a\0"], [], "r-00000001"], ids=repr
+)
+def test_a_cursor_names_what_its_list_has(bench: ServerBench, key: Any) -> None:
+    made = cursor("default", "ids", {"before": None}, key)
+    assert problem(bench.ask("GET", f"{P}/run-ids?cursor={made}")) == (422, "cursor")
+
+
+@pytest.mark.parametrize("key", [[None], [5], [{"a": 1}], 5])
+def test_a_cursor_of_other_values_than_a_list_has_is_refused(bench: ServerBench, key: Any) -> None:
+    made = cursor("default", "members", {}, key)
+    assert problem(bench.ask("GET", f"{P}/members?cursor={made}")) == (422, "cursor")
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", str(MOST + 1), "1e99", "9" * 40, "x", ""])

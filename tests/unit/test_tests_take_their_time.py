@@ -88,6 +88,9 @@ ALLOWED = {
     ("e2e/test_recovery.py", "time.sleep(0.02)"): POLL,
     ("e2e/test_postgres_ordeal.py", "time.sleep(0.02)"): POLL,
     ("e2e/workbench.py", "time.sleep(0.03)"): POLL,
+    ("unit/test_server_bounds.py", 'monkeypatch.setattr("posttrain.server.connections.HEADER_SECONDS", 0.2)'): NEVER,
+    ("unit/test_server_bounds.py", 'monkeypatch.setattr("posttrain.server.requests.PIECE_SECONDS", 0.2)'): NEVER,
+    ("unit/test_server_bounds.py", 'monkeypatch.setattr("posttrain.server.requests.BODY_SECONDS", 0.2)'): NEVER,
     ("unit/test_preflight_cluster_checks.py", 'monkeypatch.setattr(cluster_facts, "_RESOLVE_SECONDS", 0.01)'): NEVER,
     (
         "unit/test_control_hazards.py",

@@ -64,7 +64,9 @@ def place(text: str, project: str, verb: str, named: Mapping[str, Any]) -> tuple
         if hashlib.sha256(body).digest()[:_SUM] != whole[:_SUM]:
             raise ValueError("it is not whole")
         of_project, of_verb, asked, key = json.loads(body)
-    except (ValueError, binascii.Error) as error:
+        if not _is_key(verb, key):
+            raise ValueError("it names nothing that such a list has")
+    except (ValueError, TypeError, RecursionError, binascii.Error) as error:
         raise CursorError(
             f"cursor must be the `next` of the page before, got {text[:40]!a}; ask without one for the first page"
         ) from error
@@ -74,6 +76,13 @@ def place(text: str, project: str, verb: str, named: Mapping[str, Any]) -> tuple
             "ask without one for the first page"
         )
     return tuple(key)
+
+
+def _is_key(verb: str, key: Any) -> bool:
+    """Whether things of a list can have it: words and numbers, of a run its id."""
+    if not isinstance(key, list) or not all(type(one) in (str, int, float) for one in key):
+        return False
+    return verb not in NEWEST or (len(key) == 1 and type(key[0]) is str and key[0].isprintable())
 
 
 def _asked(named: Mapping[str, Any]) -> str:

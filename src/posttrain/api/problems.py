@@ -32,6 +32,7 @@ _STATUS: Mapping[type[PosttrainError], int] = {
     errors.InfrastructureError: 503,
     errors.WorkspaceError: 503,
     errors.DeadlineError: 504,
+    errors.SlowError: 408,
 }
 
 

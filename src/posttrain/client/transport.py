@@ -22,6 +22,7 @@ from posttrain.api.versions import API_VERSION, UNKNOWN_PARAMETER
 from posttrain.client.direct import fetched
 from posttrain.domain.errors import (
     ApiVersionError,
+    BusyError,
     InfrastructureError,
     InputError,
     LedgerUnavailableError,
@@ -117,7 +118,7 @@ class Transport:
             if time.monotonic() >= until:
                 break
             time.sleep(pause or _PAUSES[min(tried, len(_PAUSES) - 1)])
-        if isinstance(last, UnavailableError | LedgerUnavailableError | LimitError):
+        if isinstance(last, UnavailableError | LedgerUnavailableError | LimitError | BusyError):
             raise last
         raise InfrastructureError(
             f"server {self.url} cannot be reached: {_words(last)}; see that it runs, and that its address is right"

@@ -12,6 +12,7 @@
     ├── JobFailedError                  5   a job ended in a way that a retry would repeat
     ├── InfrastructureError             6   a job was lost more often than allowed   (retryable)
     │   ├── CapacityError               6   devices that a job needs are taken       (retryable)
+    │   │   ├── BusyError               6   a server has too much to do              (retryable)
     │   │   └── LimitError              6   one principal asks for too much at once   (retryable)
     │   └── UnavailableError            6   a store does not answer at the moment    (retryable)
     ├── BudgetExceededError             7   the run's declared budget is spent
@@ -27,6 +28,7 @@
     │   └── LedgerUnavailableError     10   its database does not answer at the moment   (retryable)
     ├── StoppedError                   11   the run was stopped by a person
     ├── DeadlineError                  12   a wait reached its deadline               (retryable)
+    │   └── SlowError                  12   a request did not come in time            (retryable)
     └── AccessError                    13   whoever asks may not do this
         └── AuthenticationError        13   nobody is known by what was shown
 
@@ -94,6 +96,10 @@ class InfrastructureError(PosttrainError):
 
 class CapacityError(InfrastructureError):
     """Devices that a job needs are taken; nothing was started, and nothing is lost by waiting."""
+
+
+class BusyError(CapacityError):
+    """The server has too much to do at the moment; nothing was done."""
 
 
 class LimitError(CapacityError):
@@ -182,6 +188,10 @@ class DeadlineError(PosttrainError):
 
     exit_code = 12
     retryable = True
+
+
+class SlowError(DeadlineError):
+    """A request's body did not come in time; nothing was done."""
 
 
 class AccessError(PosttrainError):

@@ -27,11 +27,13 @@ from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import (
     ApiVersionError,
     AuthenticationError,
+    BusyError,
     InputError,
     LedgerUnavailableError,
     LimitError,
     NotFoundError,
     PosttrainError,
+    SlowError,
     UnavailableError,
 )
 from posttrain.domain.records import DEFAULT_PROJECT
@@ -42,13 +44,13 @@ from posttrain.server.console import routes as console
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.lanes import HEAVY, READ, in_thread
-from posttrain.server.limits import RETRY_SECONDS, Limits
+from posttrain.server.limits import BODY, RETRY_SECONDS, Limits
 from posttrain.server.logs import facts
 from posttrain.server.metering import MEDIA_TYPE as METRICS_TYPE
 from posttrain.server.metering import Meters
 from posttrain.server.observing import Observing, verb_of
 from posttrain.server.repeats import LaterError, Once, request_id
-from posttrain.server.requests import read, sent
+from posttrain.server.requests import read, sent, timely, weight
 from posttrain.server.underway import Underway, accepted, wait_of
 from posttrain.server.worker import INTERFACE
 from posttrain.server.workers import Answers, Refused
@@ -120,6 +122,10 @@ def asker(request: Request) -> Asker:
 def _answering(server: Server, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         who = await in_thread(READ, _admitted, server, operation, request)  # before anything of the body is read
+        async with server.limits.taken(who.identity.principal, BODY, weight(operation, request)):
+            return await answered(request, who)
+
+    async def answered(request: Request, who: Asker) -> Response:
         body = await read(operation, request)
         if operation.looks_at_jobs:
             run_id = request.path_params["run_id"]
@@ -127,10 +133,10 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
             if elsewhere is not None:
                 return elsewhere
         given, key = _given(server, operation, request, who, body)
-        lane, number = HEAVY if operation.heavy else READ, request.state.id
+        lane, number, size = HEAVY if operation.heavy else READ, request.state.id, len(body)
 
         async def carry(asking: Asking) -> bytes:
-            async with server.limits.taken(who.identity.principal, lane):
+            async with server.limits.taken(who.identity.principal, lane, size):
                 return await in_thread(lane, _asked, server, operation, who, given, key, number, asking)
 
         wait = wait_of(request) if operation.unsafe and operation.heavy else None
@@ -144,15 +150,19 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
             found = one.task.result()
         else:
             found = await carry(Asking())
-        if operation.unsafe:
-            return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
-        tag = f'"{hashlib.sha256(found).hexdigest()[:32]}"'
-        headers = {"etag": tag, "cache-control": "private, no-cache"}
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=_UNCHANGED, headers=headers)
-        return Response(found, media_type="application/json", headers=headers)
+        return _response(operation, request, found)
 
     return answer
+
+
+def _response(operation: Operation, request: Request, found: bytes) -> Response:
+    if operation.unsafe:
+        return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
+    tag = f'"{hashlib.sha256(found).hexdigest()[:32]}"'
+    headers = {"etag": tag, "cache-control": "private, no-cache"}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=_UNCHANGED, headers=headers)
+    return Response(found, media_type="application/json", headers=headers)
 
 
 def _admitted(server: Server, operation: Operation, request: Request) -> Asker:
@@ -213,7 +223,7 @@ class _Around:
 
         try:
             _refuse_other_version(request)
-            await self._app(scope, receive, named)
+            await self._app(scope, timely(receive), named)
         except Exception as error:
             if begun:  # what is said already cannot be taken back: the connection ends
                 log.exception("an answer broke off", extra=facts(request=request.state.id, verb=verb_of(scope)))
@@ -235,7 +245,8 @@ def _problem(request: Request, error: Exception) -> Response:
             log.warning("%s", error, extra=told)
     headers = {"www-authenticate": "Bearer"} if document["status"] == 401 else {}
     headers |= {"retry-after": _AWAY} if document["type"] in _UNAVAILABLE else {}
-    headers |= {"retry-after": str(RETRY_SECONDS)} if isinstance(error, LaterError | LimitError) else {}
+    headers |= {"connection": "close"} if isinstance(error, SlowError) else {}  # what still comes is nobody's
+    headers |= {"retry-after": str(RETRY_SECONDS)} if isinstance(error, LaterError | LimitError | BusyError) else {}
     return JSONResponse(document, document["status"], headers, MEDIA_TYPE)
 
 

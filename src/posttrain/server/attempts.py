@@ -19,6 +19,7 @@ from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError
 from posttrain.server.granting import PREFIX
 from posttrain.server.lanes import READ, UPLOAD, in_thread
+from posttrain.server.requests import whole
 from posttrain.store.channels.objects import object_store
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.grants import Granted, Grants
@@ -55,6 +56,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
         found = grants.known(digest_bytes(secret.encode())) if secret.startswith(PREFIX) else None
         if found is None:
             raise AuthenticationError("this is no token of an attempt that lives; the attempt has ended, or is another")
+        request.state.granted = found
         return found
 
     def found(request: Request, who: Granted) -> int:
@@ -100,11 +102,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
     async def talk(request: Request) -> Response:
         who = await in_thread(READ, granted, request)
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > _MOST_BYTES:
-                raise InputError(f"attempt channel: an object must have at most {_MOST_BYTES} bytes")
+        body = await whole(request, _MOST_BYTES, "attempt channel: an object")
         return await in_thread(UPLOAD, talked, request, who, body)
 
     app.add_api_route(CHANNEL, talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")

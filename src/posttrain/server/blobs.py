@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,9 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 
 from posttrain.api.guarding import refuse
 from posttrain.api.operations import PREFIX
-from posttrain.domain.errors import DeadlineError, InputError, NotFoundError
-from posttrain.server.lanes import READ, UPLOAD, in_thread
+from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, SlowError
+from posttrain.server.lanes import ADOPT, READ, UPLOAD, in_thread
+from posttrain.server.requests import whole
 from posttrain.server.uploads import MOST_BYTES, Uploads
 from posttrain.store.direct import LARGE, open_direct
 
@@ -41,7 +43,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
     """State asks how much of an upload is there, PATCH adds to it, GET gives the bytes; POST asks for a way around."""
     from posttrain.server.app import asker
 
-    direct = open_direct(server.workspace.blobs.url)
+    direct, adoptions = open_direct(server.workspace.blobs.url), _Adoptions()
 
     def uploads(request: Request, verb: str) -> tuple[Asker, Uploads]:
         who = asker(request)
@@ -82,6 +84,10 @@ def add_routes(app: FastAPI, server: Server) -> None:
                     await pieces.put(piece[at : at + _CHUNK])
         except ClientDisconnect:  # what has come is kept
             pass
+        except SlowError:  # and here, before that is told
+            await pieces.put(None)
+            await writer
+            raise
         finally:
             await pieces.put(None)
         have = await writer
@@ -108,27 +114,30 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
     async def offer(request: Request) -> Response:
         who, mine = await in_thread(READ, uploads, request, "add_dataset")
-        size = await _size(request)
-        ticket = (
-            None if direct is None else direct.upload(who.project, mine.checked(request.path_params["digest"]), size)
-        )
+        digest = mine.checked(request.path_params["digest"])
+        async with server.limits.taken(who.identity.principal, UPLOAD):
+            size = await _size(request)
+            ticket = None if direct is None else direct.upload(who.project, digest, size)
         found = {"url": ticket.url, "headers": dict(ticket.headers)} if ticket else {"url": "", "headers": {}}
         return JSONResponse(found, headers=_UNKEPT)
 
     async def arrived(request: Request) -> Response:
         who, mine = await in_thread(READ, uploads, request, "add_dataset")
-        digest, size = mine.checked(request.path_params["digest"]), await _size(request)
+        digest = mine.checked(request.path_params["digest"])
         if direct is None:
             raise InputError("upload: this server's store takes nothing directly; send it to the server")
 
-        def adopted() -> None:
-            if mine.held(digest):  # an answer that was lost is asked for again
+        def adopted(size: int) -> None:
+            if mine.held(digest):  # an answer that was lost is asked for again, or another request was quicker
                 return
             with server.workspace.blobs.holding():
                 direct.adopt(who.project, digest, size)
                 mine.note(digest)
 
-        await in_thread(UPLOAD, adopted)
+        async with server.limits.taken(who.identity.principal, ADOPT):
+            size = await _size(request)
+            async with adoptions.alone(who.project, digest):
+                await in_thread(ADOPT, adopted, size)
         return JSONResponse({"held": True, "offset": size})
 
     app.add_api_route(_PATH + "/direct", offer, methods=["POST"], name="blob_direct")
@@ -136,6 +145,17 @@ def add_routes(app: FastAPI, server: Server) -> None:
     app.add_api_route(_PATH + "/state", state, methods=["GET"], name="blob_state")
     app.add_api_route(_PATH, add, methods=["PATCH"], name="blob_add")
     app.add_api_route(_PATH, fetch, methods=["GET"], name="blob_fetch")
+
+
+class _Adoptions:
+    """One look at a time at the bytes of one digest that a project's client sent to the store."""
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = weakref.WeakValueDictionary()
+
+    def alone(self, project: str, digest: str) -> asyncio.Lock:
+        """What to hold meanwhile. It takes no thread to wait for it."""
+        return self._held.setdefault((project, digest), asyncio.Lock())
 
 
 class _Pieces:
@@ -176,11 +196,7 @@ class _Pieces:
 
 async def _size(request: Request) -> int:
     """The size that a small body names."""
-    body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _MOST_BODY:
-            raise InputError(f"upload: the body must have at most {_MOST_BODY} bytes")
+    body = await whole(request, _MOST_BODY, "upload: the body")
     try:
         size = json.loads(body)["size"]
     except (ValueError, KeyError, TypeError) as error:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 import anyio
 
 from posttrain.domain.errors import LimitError
-from posttrain.server.lanes import FOLLOW, HEAVY, READ, UPLOAD
+from posttrain.server.lanes import ADOPT, FOLLOW, HEAVY, READ, UPLOAD
 
 RETRY_SECONDS = 1  # that whoever was refused is told to wait
+BODY, LOGIN = "body", "login"  # what takes no thread of its own: bodies from their first byte on, forms that log in
 MOST_BYTES = 256 << 20  # of uploads by one principal that are under way
+MOST_BODIES = 32 << 20  # bytes of other bodies, which are held as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,14 @@ class Most:
     known: int  # with those that wait
 
 
-MOST = {READ: Most(24, 500), HEAVY: Most(2, 16), UPLOAD: Most(12, 12), FOLLOW: Most(32, 32)}
-_WORDS = {READ: "requests", HEAVY: "requests that compute", UPLOAD: "uploads", FOLLOW: "followers"}
+MOST = {
+    **{READ: Most(24, 500), HEAVY: Most(2, 16), UPLOAD: Most(12, 12), FOLLOW: Most(32, 32)},
+    **{ADOPT: Most(4, 12), BODY: Most(600, 600), LOGIN: Most(4, 32)},
+}
+_WORDS = {
+    **{READ: "requests", HEAVY: "requests that compute", UPLOAD: "uploads", FOLLOW: "followers"},
+    **{ADOPT: "direct uploads that are looked at", BODY: "requests with bodies", LOGIN: "log-ins"},
+}
 
 
 @dataclass(slots=True)
@@ -46,6 +54,7 @@ class Limits:
 
     most: dict[str, Most] = field(default_factory=lambda: dict(MOST))
     most_bytes: int = MOST_BYTES
+    most_bodies: int = MOST_BODIES
     _held: dict[tuple[str, str], _Held] = field(default_factory=dict)
 
     @asynccontextmanager
@@ -53,7 +62,7 @@ class Limits:
         """Have a request of this kind under way, once it is its turn.
 
         Args:
-            size: bytes of an upload; a single one may be as large as it likes.
+            size: bytes of an upload or a body; a single one may be as large as it likes.
 
         Raises:
             LimitError: they have too many already.
@@ -66,9 +75,10 @@ class Limits:
             raise LimitError(
                 f"{principal}: at most {most.known} {_WORDS[lane]} at once, got one more; wait for {RETRY_SECONDS} s"
             )
-        if held.bytes and held.bytes + size > self.most_bytes:
+        most_bytes = self.most_bytes if lane == UPLOAD else self.most_bodies
+        if held.bytes and held.bytes + size > most_bytes:
             raise LimitError(
-                f"{principal}: at most {self.most_bytes} bytes of uploads at once, got {size} more; "
+                f"{principal}: at most {most_bytes} bytes of {_WORDS[lane]} at once, got {size} more; "
                 f"wait for {RETRY_SECONDS} s"
             )
         held.known += 1

@@ -56,6 +56,7 @@ _WRONG = {  # status → of what problems
     401: "nobody is known by the token",
     403: "the role does not cover it",
     404: "there is nothing of that name in the project",
+    408: "the body did not come in time",
     409: "things stand otherwise than the request takes them to stand",
     422: "what was sent means nothing",
     424: "a place outside did not take it",

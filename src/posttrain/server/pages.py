@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from posttrain.api.pages import CURSOR, LIMIT, NEWEST, ORDERED, USUAL, cursor, place
+from posttrain.domain.errors import CursorError
 
 
 def page(verb: str, named: Mapping[str, Any], project: str, ask: Callable[[Mapping[str, Any]], Any]) -> dict[str, Any]:
@@ -27,7 +28,10 @@ def page(verb: str, named: Mapping[str, Any], project: str, ask: Callable[[Mappi
     else:
         found = ask(named)
         whole = sorted(found.items() if isinstance(found, dict) else found, key=ORDERED[verb])
-        rest = [one for one in whole if behind is None or ORDERED[verb](one) > behind]
+        try:
+            rest = [one for one in whole if behind is None or ORDERED[verb](one) > behind]
+        except TypeError as error:
+            raise CursorError("cursor must be the `next` of the page before; ask without one for the first") from error
         keys = [ORDERED[verb](one) for one in rest[:limit]]
         found = dict(rest[: limit + 1]) if isinstance(found, dict) else rest
     items = dict(list(found.items())[:limit]) if isinstance(found, dict) else list(found[:limit])

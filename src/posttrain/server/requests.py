@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 from starlette.requests import Request
+from starlette.types import Message, Receive
 
 from posttrain.api.operations import Operation
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, SlowError
 
 MOST_BYTES = 8 << 20  # of a JSON body
+PIECE_SECONDS = 30.0  # within which something of a body must come
+BODY_SECONDS = 120.0  # within which a body must come that is held as a whole
+_SMALL = 1 << 16  # bytes that a connection holds by itself
+_DIGITS = 16  # of a size that is a number
 
 
 def sent(operation: Operation, request: Request, body: bytes) -> dict[str, Any]:
@@ -44,17 +50,66 @@ async def read(operation: Operation, request: Request) -> bytes:
     """The body of a request; of one whose parameters are its query, nothing.
 
     Raises:
-        InputError: it is too large.
+        InputError: it is too large. SlowError: it did not come in time.
     """
     if operation.method in ("GET", "DELETE"):
         return b""
-    pieces, size = [], 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > MOST_BYTES:
-            raise InputError(f"a request's body must be at most {MOST_BYTES} bytes; upload files by their digests")
-        pieces.append(piece)
-    return b"".join(pieces)
+    return await whole(request, MOST_BYTES, "a request's body", "; upload files by their digests")
+
+
+def weight(operation: Operation, request: Request) -> int:
+    """Bytes that a body will take here, as its sender says; nothing where a connection has room for it anyway."""
+    if operation.method in ("GET", "DELETE"):
+        return 0
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and len(said) < _DIGITS:
+        return min(int(said), MOST_BYTES) if int(said) > _SMALL else 0
+    return MOST_BYTES if "transfer-encoding" in request.headers else 0
+
+
+async def whole(request: Request, most: int, what: str, instead: str = "") -> bytes:
+    """A body that is held here as a whole.
+
+    Args:
+        what: it is, for whoever sent too much.
+        instead: what to do then.
+
+    Raises:
+        InputError: it is too large. SlowError: it did not come in time.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                if len(body) + len(piece) > most:
+                    raise InputError(f"{what} must have at most {most} bytes{instead}")
+                body += piece
+    except TimeoutError as error:
+        raise SlowError(f"{what} must come within {BODY_SECONDS:g} s; ask again") from error
+    return bytes(body)
+
+
+def timely(receive: Receive) -> Receive:
+    """What comes of a request, where each piece of its body comes in time.
+
+    Raises:
+        SlowError: one did not.
+    """
+    ended = False
+
+    async def received() -> Message:
+        nonlocal ended
+        if ended:  # now it is waited for that somebody leaves, however long they stay
+            return await receive()
+        try:
+            async with asyncio.timeout(PIECE_SECONDS):
+                message = await receive()
+        except TimeoutError as error:
+            raise SlowError(f"nothing of the request's body has come for {PIECE_SECONDS:g} s; send it again") from error
+        ended = not message.get("more_body", False)
+        return message
+
+    return received
 
 
 def _object(body: bytes) -> dict[str, Any]:

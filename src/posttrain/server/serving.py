@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import ipaddress
 import itertools
@@ -43,6 +44,7 @@ from posttrain.execution.processes import close_to_others
 from posttrain.server import logs
 from posttrain.server.app import Server, build
 from posttrain.server.board import Board
+from posttrain.server.connections import Door, Room, kind_of, most_of, quiet, raise_files
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.logs import Logging
@@ -141,9 +143,11 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
     if workspace.read_only:
         raise WorkspaceError(f"{workspace.root}: is read-only, so it cannot be served; make it writable")
     close_to_others()
+    room = Room(most_of(raise_files()))
     with ExitStack() as stack:
         stack.enter_context(_alone(workspace.root))
         listening = stack.enter_context(_listen(bind))
+        listening.room = room
         port = listening.getsockname()[1]
         url = f"{bind.scheme}://{_shown(bind.host)}:{port}"
         key = workspace.ledger.entropy(_KEY_BYTES).hex()
@@ -176,7 +180,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
             say(f"next: posttrain login {url}")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, _heard)  # uvicorn ends by them, and raises them again when it has
-        server = _Server(configured(app, bind), systemd)
+        server = _Server(configured(app, bind, room), systemd)
         signal.signal(signal.SIGHUP, server.handle_exit)
         server.run(sockets=[listening])
 
@@ -186,14 +190,14 @@ def _conceal(hosts: Hosts) -> None:
         hosts.announce("", "")
 
 
-def configured(app: FastAPI, bind: Bind) -> uvicorn.Config:
+def configured(app: FastAPI, bind: Bind, room: Room | None = None) -> uvicorn.Config:
     """How uvicorn serves it: without lines of its own, which have paths in them, and without WebSockets, which nobody
     takes. What a proxy says is looked at by `observing`.
     """
     return uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=10,
         ssl_certfile=bind.certificate, ssl_keyfile=bind.key, server_header=False,
-        h11_max_incomplete_event_size=1 << 16, proxy_headers=False, ws="none",
+        h11_max_incomplete_event_size=1 << 16, proxy_headers=False, ws="none", http=kind_of(room),
     )  # fmt: skip
 
 
@@ -206,6 +210,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server.startup`."""
+        asyncio.get_running_loop().set_exception_handler(quiet(asyncio.AbstractEventLoop.default_exception_handler))
         await super().startup(sockets)
         self._systemd.ready()
 
@@ -259,10 +264,10 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _listen(bind: Bind) -> Iterator[socket.socket]:
+def _listen(bind: Bind) -> Iterator[Door]:
     family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
     # with its protocol named, asyncio sends what is written at once: else an answer waits 40 ms for an ACK
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening = Door(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from posttrain.api.guarding import refuse
 from posttrain.api.operations import PREFIX
 from posttrain.api.problems import problem
-from posttrain.domain.errors import CapacityError, NotFoundError, StoppedError
+from posttrain.domain.errors import BusyError, NotFoundError, StoppedError
 from posttrain.server.asking import OPERATION_SECONDS, Asking
 from posttrain.server.lanes import READ, in_thread
 from posttrain.server.workers import Refused
@@ -106,7 +106,7 @@ class Underway:
         """Carry a request out; one that is under way with this id and asks the same is that one.
 
         Raises:
-            CapacityError: the server keeps too many.
+            BusyError: the server keeps too many.
         """
         mine = who.identity.principal, who.project
         known = self._all.get(number)
@@ -134,7 +134,7 @@ class Underway:
         for one in over[: max(0, len(self._all) - MOST + 1)]:
             self.drop(one)
         if len(self._all) >= MOST:
-            raise CapacityError(f"the server carries out {MOST} operations; ask again later")
+            raise BusyError(f"the server carries out {MOST} operations; ask again later")
 
     async def _watch(self, one: Running) -> None:
         """End it when nobody looks any more; forget it some time after."""

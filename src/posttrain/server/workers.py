@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.domain.errors import CapacityError, DeadlineError, InfrastructureError, StoppedError
+from posttrain.domain.errors import BusyError, DeadlineError, InfrastructureError, StoppedError
 from posttrain.server.asking import REQUEST_SECONDS, Asking
 from posttrain.server.worker import DESCRIPTOR, PIECE
 
@@ -71,7 +71,7 @@ class Workers:
         Raises:
             StoppedError: somebody ended it.
             Refused: the verb raised an error.
-            CapacityError: no worker was free in time. DeadlineError: it took too long, and was ended.
+            BusyError: no worker was free in time. DeadlineError: it took too long, and was ended.
             InfrastructureError: the worker died.
         """
         asking = asking or Asking(deadline=self._deadline)
@@ -102,7 +102,7 @@ class Workers:
                 return self._free.get(timeout=max(0.0, min(_LOOK, until - time.monotonic())))
             except queue.Empty as error:
                 if time.monotonic() >= until:
-                    raise CapacityError("the server has too much to do; ask again later") from error
+                    raise BusyError("the server has too much to do; ask again later") from error
         raise StoppedError("the request was cancelled before it was carried out")
 
     def tidy(self) -> None:

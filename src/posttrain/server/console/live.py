@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from posttrain.domain.errors import CapacityError, InputError, PosttrainError
+from posttrain.domain.errors import BusyError, InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.server.console.pages import PAGE
 from posttrain.server.console.visiting import HEADERS
@@ -80,7 +80,7 @@ class Live:
                 return found
         told = await in_thread(READ, self.mark, visit, of)
         if self.followers >= MOST:
-            raise CapacityError("too many follow pages of this server; reload instead")
+            raise BusyError("too many follow pages of this server; reload instead")
         counted = visit.server.limits.taken(visit.asker.identity.principal, FOLLOW)
         stream = Followed(self._told(request, enter, visit, of, told), counted)
         stream.headers.update(HEADERS)

@@ -23,6 +23,7 @@ from posttrain.server.console import pages, sessions
 from posttrain.server.console.live import Live
 from posttrain.server.console.visiting import ASSETS, HEADERS, Visit, asset, failed, html, redirect
 from posttrain.server.lanes import HEAVY, READ, in_thread
+from posttrain.server.limits import LOGIN
 
 if TYPE_CHECKING:
     from posttrain.server.app import Server
@@ -172,7 +173,9 @@ async def _log_in(server: Server, request: Request) -> Response:
         fields = await sessions.read_form(request)
         secret = sessions.secret_of(request, sessions.LOGIN, secure=server.secure)
         sessions.refuse_foreign(request, fields, secret, secure=server.secure)
-        found = await in_thread(READ, sessions.log_in, server, fields.get("token", "").strip())
+        where = f"address {request.client.host if request.client else ''}"
+        async with server.limits.taken(where, LOGIN):  # whoever guesses has a few threads, and no lock-out of others
+            found = await in_thread(READ, sessions.log_in, server, fields.get("token", "").strip())
         if not found:
             raise InputError("the token is for no project")
     except AuthenticationError as error:

@@ -19,6 +19,7 @@ from posttrain.access.authenticators import session
 from posttrain.access.authenticators.token import TokenAuthenticator
 from posttrain.domain.errors import AccessError, AuthenticationError, InputError
 from posttrain.server.entrance import Asker
+from posttrain.server.requests import whole
 
 if TYPE_CHECKING:
     from posttrain.server.app import Server
@@ -93,16 +94,12 @@ async def read_form(request: Request) -> dict[str, str]:
     """The fields of a form.
 
     Raises:
-        InputError: it is no form, or too large.
+        InputError: it is no form, or too large. SlowError: it did not come in time.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _FORM:
         raise InputError(f"a form must be sent as {_FORM}, got {kind[:80]!a}")
-    body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MOST_BYTES:
-            raise InputError(f"a form must have at most {MOST_BYTES} bytes")
+    body = await whole(request, MOST_BYTES, "a form")
     try:
         fields = dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=50, errors="strict"))
     except ValueError as error:

@@ -43,7 +43,14 @@ HEADERS = {
 }
 ASSETS = {"console.css": "text/css", "console.js": "text/javascript"}
 _SEE_OTHER = 303
-_TITLES = {401: "Log in", 403: "Not yours to do", 404: "Not found", 409: "Not any more", 422: "That cannot be"}
+_TITLES = {
+    401: "Log in",
+    403: "Not yours to do",
+    404: "Not found",
+    409: "Not any more",
+    422: "That cannot be",
+    429: "Too much at once",
+}
 
 
 @functools.cache

@@ -1,0 +1,191 @@
+"""Connections: how many are open, and how long one may take until its request is whole.
+
+Nobody is known by a connection, so those that are known by nothing else make room for others, the oldest first. What a
+request's body may take is in `requests`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger("posttrain.server")
+HEADER_SECONDS = 30.0  # from the beginning of a connection, or the answer before, to the end of a request's headers
+MOST = 2048  # connections that are open
+_FILES = 1 << 16  # open files that are enough for anything
+_RESERVED = 256  # of them for what is no connection: files, the database, workers, a store
+_TOLD_SECONDS = 60.0  # between two lines of the same trouble
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def raise_files() -> int:
+    """Let this process open as many files as it may; how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return _FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def most_of(files: int) -> int:
+    """How many connections may be open where so many files may."""
+    return min(MOST, max(files - _RESERVED, files // 2))
+
+
+class Room:
+    """The connections of one server. They come by its thread alone.
+
+    Args:
+        most: that are open at once.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self.most = most
+        self._open: dict[int, weakref.ref[socket.socket]] = {}  # by descriptor, the oldest first
+        self._known: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
+        self._told = Seldom()
+
+    def enter(self, connection: socket.socket) -> bool:
+        """One more came; where there are too many, one ends of which nobody is known, maybe this one. Whether so."""
+        number = connection.fileno()
+        self._open.pop(number, None)
+        self._known.pop(number, None)  # of one before, that had its descriptor
+        self._open[number] = weakref.ref(connection)
+        if len(self._open) <= self.most:
+            return False
+        self._open = {key: one for key, one in self._open.items() if (sock := one()) and sock.fileno() == key}
+        full = len(self._open) > self.most
+        if full:
+            self._end_one()
+        return full
+
+    def begun(self, number: int, connection: Connection) -> None:
+        """Requests of this connection come through that."""
+        self._known[number] = connection
+
+    def _end_one(self) -> None:
+        for number, one in self._open.items():
+            connection, found = self._known.get(number), one()
+            if found is not None and (connection is None or not connection.known):
+                del self._open[number]
+                with suppress(OSError):  # it has left
+                    found.shutdown(socket.SHUT_RDWR)
+                break
+        if self._told.now():
+            log.warning("%d connections are open, and no more are let in: the oldest that is nobody's ends", self.most)
+
+
+class Door(socket.socket):
+    """A socket that listens, and lets in no more than there is room for."""
+
+    room: Room | None = None
+    _full = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """See `socket.accept`."""
+        if self._full:  # the loop takes up to 2048 in a row: first what was ended is closed
+            self._full = False
+            raise BlockingIOError
+        found, address = super().accept()
+        self._full = self.room is not None and self.room.enter(found)
+        return found, address
+
+
+class Connection(H11Protocol):
+    """One connection, which ends where the headers of a request are not whole in time."""
+
+    room: ClassVar[Room | None] = None
+    _late: asyncio.TimerHandle | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the request that it brought last was somebody's."""
+        state = self.scope.get("state", {}) if self.scope else {}
+        return "asker" in state or "granted" in state
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """See `asyncio.Protocol.connection_made`."""
+        super().connection_made(transport)
+        found = transport.get_extra_info("socket")
+        if self.room is not None and found is not None:
+            self.room.begun(found.fileno(), self)
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol.connection_lost`."""
+        self._unset()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """See `H11Protocol`."""
+        super().handle_events()
+        self._look()
+
+    def on_response_complete(self) -> None:
+        """See `H11Protocol`."""
+        super().on_response_complete()
+        self._look()
+
+    def _look(self) -> None:
+        """While a request is answered there is no deadline here; else there is one that no byte puts off."""
+        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+            self._unset()
+        elif self._late is None:
+            self._late = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
+    def _unset(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def kind_of(room: Room | None) -> type[Connection]:
+    """The connections of a server."""
+    return type("Connection", (Connection,), {"room": room})
+
+
+class Seldom:
+    """Whether it is time for a line that would otherwise come again and again."""
+
+    def __init__(self) -> None:
+        self._next, self._lock = 0.0, threading.Lock()
+
+    def now(self) -> bool:
+        """Once in a while."""
+        with self._lock:
+            moment = time.monotonic()
+            due = moment >= self._next
+            self._next = moment + _TOLD_SECONDS if due else self._next
+            return due
+
+
+def quiet(otherwise: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]) -> Any:
+    """A loop's handler of what goes wrong in it: that there are no more files is told seldom.
+
+    asyncio tells of it up to 2048 times a second, with a traceback each.
+
+    Args:
+        otherwise: told of everything else.
+    """
+    seldom = Seldom()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+            otherwise(loop, context)
+        elif seldom.now():
+            log.error("no connection can be accepted: %s; see `ulimit -n` of the server", error.strerror)
+
+    return handle

@@ -1,0 +1,316 @@
+"""Whoever keeps connections open, or sends half of something, keeps nobody else from an answer, and fills nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from console_bench import Browser
+from server_bench import Answer, ServerBench, served
+
+from posttrain.domain.canonical import digest_json
+from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.roles import Role
+from posttrain.server import lanes
+from posttrain.server.connections import MOST, most_of, quiet
+from posttrain.server.console import sessions
+from posttrain.server.lanes import ADOPT, UPLOAD
+from posttrain.server.limits import BODY, LOGIN, Limits, Most
+from posttrain.store.sessions import MOST as MOST_SESSIONS
+
+P = "/v1/projects/default"
+DIGEST = "sha256:" + "ab" * 32
+PATIENCE = 300  # seconds that a test waits for what must come
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[ServerBench]:
+    with served(tmp_path) as made:
+        made.person("ann", Role.ADMIN)
+        made.person("ben", Role.ADMIN)
+        yield made
+
+
+def limits(bench: ServerBench) -> Limits:
+    found: Limits = bench.app.state.server.limits
+    return found
+
+
+def connect(bench: ServerBench) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", bench.port), timeout=PATIENCE)
+
+
+def head(bench: ServerBench, method: str, path: str, name: str, *more: str) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "host: x", f"authorization: Bearer {bench.tokens[name]}", *more]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def rest_of(one: socket.socket) -> bytes:
+    """All until the server ends the connection."""
+    found = b""
+    try:
+        while piece := one.recv(1 << 16):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def following(bench: ServerBench, name: str) -> socket.socket:
+    """The connection of somebody who follows a run."""
+    run = RunRecord("r-00000001", "r", digest_json(1), "pending", "ann", 1.0)
+    with bench.workspace.ledger.transaction("user:ann") as transaction:
+        transaction.insert_run(run, [StageRecord(run.id, "hold", 0, "wait", "pending")])
+    one = connect(bench)
+    one.sendall(head(bench, "GET", f"{P}/runs/{run.id}/watch", name))
+    assert b" 200 " in one.recv(4096)
+    return one
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: 1\r\n"])
+def test_a_connection_without_whole_headers_ends(
+    bench: ServerBench, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.server.connections.HEADER_SECONDS", 0.2)
+    with connect(bench) as one:
+        one.sendall(sent)
+        assert rest_of(one) == b""
+
+
+def test_a_connection_has_time_for_an_answer_and_not_for_half_a_request_after_it(
+    bench: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go, real = threading.Semaphore(0), threading.Event(), bench.workers.ask
+    monkeypatch.setattr(bench.workers, "ask", lambda *words: (begun.release(), go.wait(), real(*words))[2])
+    with connect(bench) as one:
+        one.sendall(head(bench, "GET", f"{P}/lineage?target=x", "ann") + b"GET /hea")
+        begun.acquire()
+        assert [known._late for known in bench.room._known.values()] == [None], "it may take as long as it takes"
+        monkeypatch.setattr("posttrain.server.connections.HEADER_SECONDS", 0.2)
+        go.set()
+        assert rest_of(one).startswith(b"HTTP/1.1 404")
+
+
+def test_connections_of_nobody_make_room_for_others(bench: ServerBench) -> None:
+    bench.room.most = 4
+    follower = following(bench, "ann")
+    silent = [connect(bench) for _ in range(3)]
+    half = [*silent, connect(bench), connect(bench)]
+    assert [rest_of(one) for one in half[:2]] == [b"", b""], "the oldest of nobody"
+    assert bench.ask("GET", f"{P}/whoami", bench.tokens["ben"]).status == 200
+    follower.setblocking(False)
+    said = b"x"
+    with suppress(BlockingIOError):  # the end of what was said; of what is closed it would be nothing
+        while said:
+            said = follower.recv(1 << 16)
+    assert said
+    for one in (follower, *half):
+        one.close()
+
+
+def test_who_is_known_is_not_put_out_by_who_is_not(bench: ServerBench) -> None:
+    bench.room.most = 1
+    follower = following(bench, "ann")
+    with connect(bench) as one:
+        assert rest_of(one) == b"", "there is no room, and nobody to make it"
+    follower.close()
+    while True:  # until it is known to have left
+        try:
+            if bench.ask("GET", "/healthz", None).status == 200:
+                break
+        except (ConnectionError, OSError):
+            continue
+
+
+def test_no_more_connections_than_files() -> None:
+    assert [most_of(files) for files in (64, 512, 1024, 1 << 16)] == [32, 256, 768, MOST]
+    words = (
+        "import resource as r; from posttrain.server.connections import raise_files; "
+        "hard = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (300, min(hard, 900))); "
+        "print(raise_files(), *r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    said = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout.split()
+    wanted = str(900 if hard == resource.RLIM_INFINITY else min(hard, 900))
+    assert said == [wanted] * 3
+
+
+def test_a_lack_of_files_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    others: list[dict[str, Any]] = []
+    handle, loop = quiet(lambda _, context: others.append(context)), asyncio.new_event_loop()
+    loop.close()
+    with caplog.at_level(logging.ERROR):
+        for _ in range(1000):
+            handle(loop, {"message": "accept", "exception": OSError(errno.EMFILE, "Too many open files")})
+    assert [one.getMessage() for one in caplog.records] == [
+        "no connection can be accepted: Too many open files; see `ulimit -n` of the server"
+    ]
+    handle(loop, {"message": "another", "exception": ValueError()})
+    assert [one["message"] for one in others] == ["another"]
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+def late(found: bytes) -> None:
+    assert found.startswith(b"HTTP/1.1 408"), found[:200]
+    told = json.loads(found.partition(b"\r\n\r\n")[2])
+    assert (told["type"], told["retryable"]) == ("urn:posttrain:problem:slow", True)
+
+
+def test_a_body_that_stops_ends_its_request(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.server.requests.PIECE_SECONDS", 0.2)
+    with connect(bench) as one:
+        one.sendall(head(bench, "PUT", f"{P}/members/user:x", "ann", "content-length: 20") + b'{"ro')
+        late(rest_of(one))
+    with connect(bench) as one:
+        sizes = ("upload-offset: 0", "upload-length: 900", "content-length: 900")
+        one.sendall(head(bench, "PATCH", f"{P}/blobs/{DIGEST}", "ann", *sizes) + b"12345")
+        late(rest_of(one))
+    kept = bench.ask("GET", f"{P}/blobs/{DIGEST}/state", bench.tokens["ann"]).json
+    assert kept == {"held": False, "offset": 5}, "what had come is kept"
+    assert not limits(bench)._held
+
+
+def test_a_body_that_never_ends_ends_its_request(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.server.requests.BODY_SECONDS", 0.2)
+    with connect(bench) as one:
+        one.sendall(head(bench, "PUT", f"{P}/members/user:x", "ann", "content-length: 20") + b'{"ro')
+        late(rest_of(one))
+
+
+@pytest.mark.parametrize("size", ["content-length: 1000000", "transfer-encoding: chunked"])
+def test_bodies_of_one_are_counted_before_they_are_read(bench: ServerBench, size: str) -> None:
+    limits(bench).most_bodies = 1_500_000
+    small, large = b'{"role": "viewer"}', b'{"role": "viewer"}' + b" " * 1_000_000
+    with connect(bench) as one:
+        one.sendall(head(bench, "PUT", f"{P}/members/user:x", "ann", size))
+        while ("user:ann", BODY) not in limits(bench)._held:
+            pass
+        with connect(bench) as other:  # refused though nothing of it has come
+            other.sendall(head(bench, "PUT", f"{P}/members/user:x", "ann", "content-length: 1000000"))
+            assert other.recv(4096).startswith(b"HTTP/1.1 429")
+        assert bench.ask("PUT", f"{P}/members/user:y", bench.tokens["ben"], large).status == 200
+        assert (bench.ask("PUT", f"{P}/members/user:z", bench.tokens["ann"], small).status == 200) is ("length" in size)
+    while limits(bench)._held:
+        pass
+    assert bench.ask("PUT", f"{P}/members/user:x", bench.tokens["ann"], large).status == 200
+
+
+# --- direct uploads ---------------------------------------------------------------------------------------------------
+
+
+class Store:
+    """One that adopts what it is let."""
+
+    def __init__(self) -> None:
+        self.begun, self.go, self.adopted = threading.Semaphore(0), threading.Event(), list[str]()
+
+    def adopt(self, project: str, digest: str, size: int) -> None:
+        self.begun.release()
+        self.go.wait()
+        self.adopted.append(digest)
+
+    def upload(self, project: str, digest: str, size: int) -> Any:
+        return SimpleNamespace(url="https://store.example/x", headers={})
+
+
+def test_looking_at_direct_uploads_is_limited_and_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    monkeypatch.setattr("posttrain.server.blobs.open_direct", lambda url: store)
+    with served(tmp_path) as bench:
+        bench.person("ann", Role.ADMIN)
+        monkeypatch.setattr(bench.workspace.blobs, "has", lambda digest: digest in store.adopted)
+        limits(bench).most[ADOPT] = Most(2, 3)
+        found: list[Answer] = []
+        ann = bench.tokens["ann"]
+
+        def arrived(digest: str) -> None:
+            found.append(bench.ask("POST", f"{P}/blobs/{digest}/arrived", ann, {"size": 10}))
+
+        threads = [threading.Thread(target=arrived, args=(DIGEST,)) for _ in range(5)]
+        try:
+            for thread in threads:
+                thread.start()
+            store.begun.acquire()
+            while len(found) < 2:  # beyond what may wait
+                pass
+            assert not store.begun.acquire(blocking=False), "one look at a digest at a time"
+            assert [one.status for one in found] == [429, 429]
+            assert lanes._limits[UPLOAD].borrowed_tokens == 0, "no thread that inputs of jobs need"
+        finally:
+            store.go.set()
+            for thread in threads:
+                thread.join()
+        assert sorted(one.status for one in found) == [200, 200, 200, 429, 429]
+        assert store.adopted == [DIGEST]
+        limits(bench).most[UPLOAD] = Most(1, 0)
+        refused = bench.ask("POST", f"{P}/blobs/{DIGEST}/direct", ann, {"size": 10})
+        assert refused.status == 429
+
+
+# --- the console's door -----------------------------------------------------------------------------------------------
+
+
+def test_sessions_of_one_token_are_few(bench: ServerBench) -> None:
+    ann, first = bench.tokens["ann"], Browser(bench)
+    first.log_in(ann)
+    second = Browser(bench)
+    second.log_in(ann)
+    for _ in range(MOST_SESSIONS - 1):
+        latest = Browser(bench)
+        latest.log_in(ann)
+    ben = Browser(bench)
+    ben.log_in(bench.tokens["ben"])
+    page = "/projects/default/runs"
+    assert [one.get(page).status for one in (first, second, latest, ben)] == [303, 200, 200, 200]
+
+
+def test_who_guesses_tokens_has_few_threads(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits(bench).most[LOGIN] = Most(1, 1)
+    begun, go, real = threading.Semaphore(0), threading.Event(), sessions.log_in
+
+    def slow(*words: Any) -> dict[str, str]:
+        begun.release()
+        go.wait()
+        return real(*words)
+
+    monkeypatch.setattr(sessions, "log_in", slow)
+    browser = Browser(bench)
+    first = threading.Thread(target=browser.log_in, args=("posttrain_" + "x" * 43,))
+    first.start()
+    begun.acquire()
+    try:
+        assert Browser(bench).log_in("posttrain_" + "y" * 43).status == 429
+    finally:
+        go.set()
+        first.join()
+    assert Browser(bench).log_in(bench.tokens["ann"]).status == 303
+
+
+def test_a_busy_server_says_so(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(lanes._WAITING, lanes.HEAVY, -1)
+    monkeypatch.setattr("posttrain.server.lanes._limits", {lanes.HEAVY: SimpleNamespace(**Full)})
+    found = bench.ask("GET", f"{P}/lineage?target=x", bench.tokens["ann"])
+    assert (found.status, found.json["type"]) == (503, "urn:posttrain:problem:busy")
+    assert found.json["title"] == "The server has too much to do at the moment; nothing was done."
+    assert "retry-after" in found.headers
+
+
+Full = {"available_tokens": 0, "statistics": lambda: SimpleNamespace(tasks_waiting=0)}
