@@ -103,6 +103,22 @@ def _host() -> str:
 
 
 @pytest.mark.postgres
+def test_a_copy_on_another_machine_is_refused_while_the_first_is_heard_of(
+    make: Make, postgres: Server, postgres_ledger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make("here")
+    world.ok("init", "--ledger", postgres_ledger)
+    shutil.copytree(tmp_path / "here", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    refused = world("ls")
+    assert refused.exit_code == 10
+    assert "is a copy of" in " ".join(refused.stderr.split())
+    postgres.sql("UPDATE hosts SET seen_at = seen_at - 61", postgres_ledger)
+    world.ok("ls")  # it was moved
+
+
+@pytest.mark.postgres
 def test_garbage_of_one_host_is_what_no_host_needs(
     make: Make, postgres_ledger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,12 +35,12 @@ _LOOK = (
 )
 _RUN = (
     *("submit", "evaluate", "drive", "detach", "signal", "stop", "retry", "track", "follow", "track_channel"),
-    *("look_again", "assume_dead", "add_dataset", "add_external", "add_model", "add_reward", "create_model"),
+    *("look_again", "add_dataset", "add_external", "add_model", "add_reward", "create_model"),
     *("import_trl_output", "import_mlflow", "import_wandb_export", "ask", "export", "submit_point"),
 )
 _ANSWER_FOR = ("approve", "reject", "promote", "rollback", "freeze", "unfreeze", "mark")
 _RULE = (
-    *("set_policy", "remove_policy", "protect", "erase", "gc"),
+    *("set_policy", "remove_policy", "protect", "erase", "gc", "assume_dead"),
     *("add_project", "members", "set_member", "tokens", "issue_token", "rotate_token", "revoke_token"),
     *("add_sink", "test_sink", "pause_sink", "resume_sink", "remove_sink"),
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from posttrain.control.codes import trainer_of
+from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.records import AttemptRecord
 from posttrain.execution.ports import Executor, Trainer
 from posttrain.store.attempts import AttemptFolder
@@ -68,7 +69,12 @@ class Jobs:
         return self.hosts.id if self.hosts else None
 
     def elsewhere(self, attempt: AttemptRecord) -> bool:
-        """Whether an attempt's job and folder are on another host."""
+        """Whether an attempt's job and folder are on another host.
+
+        An attempt of a release that knew no hosts is of the one that has its folder.
+        """
+        if attempt.host is None and self.hosts is not None and attempt.state == AttemptState.LAUNCHED:
+            return not (self.folders.root / attempt.folder).is_dir()
         return attempt.host not in (None, self.host)
 
     def trainer(self, name: str) -> Trainer:

@@ -189,11 +189,11 @@ class Reconciler:
         if self._jobs.host is None:
             return False
         tries = self._stores.ledger.attempts(run_id)
-        found = (one.host for one in tries if not is_final("attempt", one.state) and self._jobs.elsewhere(one))
+        found = (one for one in tries if not is_final("attempt", one.state) and self._jobs.elsewhere(one))
         other = next(found, None)
         if other is not None:
             self._held.pop(run_id, None)
-            self.queue.leave_to(run_id, other)
+            self.queue.leave_to(run_id, other.host)
         return other is not None
 
     def release(self, run_id: str) -> None:

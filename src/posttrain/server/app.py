@@ -129,7 +129,9 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
         body = await read(operation, request)
         if operation.looks_at_jobs:
             run_id = request.path_params["run_id"]
-            elsewhere = await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, body)
+            elsewhere = await server.peers.answer(
+                request, lambda: server.entrance.ledger(who), run_id, who.identity, body, computes=operation.heavy
+            )
             if elsewhere is not None:
                 return elsewhere
         given, key = _given(server, operation, request, who, body)

@@ -11,9 +11,9 @@ from anyio.to_thread import run_sync
 from posttrain.domain.errors import BusyError
 
 T = TypeVar("T")
-READ, HEAVY, UPLOAD, ADOPT, FOLLOW = "read", "heavy", "upload", "adopt", "follow"
-_THREADS = {READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128}
-_WAITING = {READ: 1000, HEAVY: 100, UPLOAD: 200, ADOPT: 200, FOLLOW: 0}  # that may wait for a thread
+READ, HEAVY, UPLOAD, ADOPT, FOLLOW, PASS_ON = "read", "heavy", "upload", "adopt", "follow", "pass on"
+_THREADS = {READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128, PASS_ON: 64}
+_WAITING = {READ: 1000, HEAVY: 100, UPLOAD: 200, ADOPT: 200, FOLLOW: 0, PASS_ON: 0}  # that may wait for a thread
 _limits: dict[str, anyio.CapacityLimiter] = {}
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import ipaddress
 import itertools
 import logging
 import os
@@ -42,6 +41,7 @@ from posttrain.domain.roles import Role
 from posttrain.events.admitting import public
 from posttrain.execution.processes import close_to_others
 from posttrain.server import logs
+from posttrain.server.addresses import checked_advertised, is_loopback
 from posttrain.server.app import Server, build
 from posttrain.server.board import Board
 from posttrain.server.connections import Door, Room, kind_of, most_of, quiet, raise_files
@@ -89,11 +89,13 @@ class Bind:
         """
         if (self.certificate is None) != (self.key is None):
             raise InputError("serve: TLS needs --tls-certificate and --tls-key, got one of them; name both")
-        if not self.secure and not _is_loopback(self.host):
+        if not self.secure and not is_loopback(self.host):
             raise InputError(
                 f"serve: {self.host} can be reached by others, who could read tokens on their way; give "
                 "--tls-certificate and --tls-key, or --behind-proxy where a proxy ends TLS"
             )
+        if self.advertise:
+            checked_advertised(self.advertise)
         return self
 
     def near(self, port: int) -> str:
@@ -102,9 +104,13 @@ class Bind:
         return f"{self.scheme}://{_shown(named)}:{port}"
 
     def advertised(self, port: int) -> str:
-        """The URL by which others reach it that listens at this port."""
+        """The URL by which servers of other hosts reach it that listens at this port; empty: by none."""
+        if self.advertise:
+            return self.advertise.rstrip("/")
+        if self.certificate is None and not is_loopback(self.host):
+            return ""  # somebody else ends TLS, at an address that only --advertise can say
         named = socket.gethostname() if self.host in _EVERYWHERE else self.host
-        return self.advertise.rstrip("/") or f"{self.scheme}://{_shown(named)}:{port}"
+        return f"{self.scheme}://{_shown(named)}:{port}"
 
     @property
     def secure(self) -> bool:
@@ -382,15 +388,6 @@ def _tidy(workers: Workers, ledger: Ledger, over: threading.Event) -> None:
             workers.tidy()
             if round_ % _FORGET == 0:
                 forget_before(ledger, ledger.clock.now() - KEPT_SECONDS)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _shown(host: str) -> str:

@@ -49,16 +49,14 @@ def add_routes(app: FastAPI, server: Server) -> None:
         refuse(found, verb)
         return found
 
-    def principal(request: Request) -> str:
-        return asker(request).identity.principal
-
     def ledger(request: Request) -> Ledger:
         return server.entrance.ledger(asker(request))
 
     async def watch(request: Request) -> Response:
         run_id = request.path_params["run_id"]
         asked = await in_thread(READ, control, request, "status")
-        if (elsewhere := await server.peers.answer(request, lambda: ledger(request), run_id)) is not None:
+        who = await in_thread(READ, asker, request)
+        if (elsewhere := await server.peers.answer(request, lambda: ledger(request), run_id, who.identity)) is not None:
             return elsewhere
         watcher = await in_thread(READ, asked.watcher, run_id)
         await in_thread(READ, watcher.read)  # an unknown run is a problem document, and no stream
@@ -68,7 +66,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
             return to_json(status), is_final("run", status.run.state)
 
         stream = _looks(request, look, _Leave(control, request, "status"))
-        return Followed(stream, server.limits.taken(await in_thread(READ, principal, request), FOLLOW))
+        return Followed(stream, server.limits.taken(who.identity.principal, FOLLOW))
 
     async def logs(request: Request) -> Response:
         run_id, stage = request.path_params["run_id"], request.query_params.get("stage")
@@ -76,13 +74,14 @@ def add_routes(app: FastAPI, server: Server) -> None:
         if follow not in ("true", "false"):
             raise InputError(f"logs: follow must be true or false, got {follow[:40]!r}")
         asked = await in_thread(READ, control, request, "logs")
-        if (elsewhere := await server.peers.answer(request, lambda: ledger(request), run_id)) is not None:
+        who = await in_thread(READ, asker, request)
+        if (elsewhere := await server.peers.answer(request, lambda: ledger(request), run_id, who.identity)) is not None:
             return elsewhere
         await in_thread(READ, asked.run, run_id)  # an unknown run is a problem document, and no stream
         vigil = _WhileRead(lambda: asked.run(run_id)) if follow == "true" else None
         pieces = await in_thread(READ, asked.logs, run_id, stage, vigil)
         stream = _printed(request, pieces, vigil, _Leave(control, request, "logs"))
-        return Followed(stream, server.limits.taken(await in_thread(READ, principal, request), FOLLOW))
+        return Followed(stream, server.limits.taken(who.identity.principal, FOLLOW))
 
     app.add_api_route(PREFIX + "/runs/{run_id}/watch", watch, methods=["GET"], name="watch")
     app.add_api_route(PREFIX + "/runs/{run_id}/logs", logs, methods=["GET"], name="logs")

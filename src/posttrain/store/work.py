@@ -222,8 +222,8 @@ class WorkQueue:
             for name in names if kind == RUN else ():
                 self._finish(connection, name)
 
-    def leave_to(self, run_id: str, host: str) -> None:
-        """Give up a run whose job another host has."""
+    def leave_to(self, run_id: str, host: str | None) -> None:
+        """Give up a run whose job another host has; None: it is not known which."""
         with self._write() as connection:
             settle_at(connection, self._ledger.project, run_id, host)
         self.release([run_id])

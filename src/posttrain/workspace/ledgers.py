@@ -14,6 +14,7 @@ from typing import Any
 
 from posttrain.domain.errors import WorkspaceError
 from posttrain.store.atomic import read_json
+from posttrain.store.hosts import GONE_SECONDS, Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.postgres import checked_address
 from posttrain.store.snapshot import Snapshot
@@ -96,7 +97,26 @@ def bind(ledger: Ledger, root: Path, identity: str, actor: str, store: str = "")
                 f"{root}: is a copy of the workspace {own[-1]}, which has the ledger {ledger.database.place}; "
                 "use that one, or move it away first"
             )
+        _refuse_twin(ledger, identity, where)
         transaction.append_event("workspace.bound", mine, {}, {"folder": where, "ledger": place, "store": store})
+
+
+def _refuse_twin(ledger: Ledger, identity: str, where: str) -> None:
+    """A copy on another machine would take the jobs of the folder that it was made of for its own.
+
+    Raises:
+        WorkspaceError: that one was heard of a moment ago.
+    """
+    known = next(
+        (one for one in Hosts(ledger.database, ledger.clock, identity, where).all() if one.id == identity), None
+    )
+    elsewhere = known is not None and known.name.partition(":")[0] != where.partition(":")[0]  # else it was looked at
+    if known is not None and elsewhere and not known.gone:
+        raise WorkspaceError(
+            f"{where}: is a copy of {known.name}, which was heard of {known.silent:.0f} s ago and has the same id; use "
+            f"that one; if this one was moved, try again in {GONE_SECONDS:.0f} s; for a host of its own, make another "
+            "with posttrain init in an empty folder"
+        )
 
 
 def _refuse_other_store(root: Path, place: str, known: tuple[str, str], store: str) -> None:

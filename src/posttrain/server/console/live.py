@@ -74,7 +74,9 @@ class Live:
         visit = await in_thread(READ, enter, request)
         if of.startswith(_RUN):
             run_id = of.removeprefix(_RUN)
-            found = await visit.server.peers.answer(request, lambda: visit.server.entrance.ledger(visit.asker), run_id)
+            found = await visit.server.peers.answer(
+                request, lambda: visit.server.entrance.ledger(visit.asker), run_id, visit.asker.identity
+            )
             if found is not None:
                 found.headers.update(HEADERS)
                 return found

@@ -113,7 +113,9 @@ async def _elsewhere(visit: Visit) -> Response | None:
     run_id = visit.request.path_params.get("run")
     if run_id is None:
         return None
-    found = await visit.server.peers.answer(visit.request, lambda: visit.server.entrance.ledger(visit.asker), run_id)
+    found = await visit.server.peers.answer(
+        visit.request, lambda: visit.server.entrance.ledger(visit.asker), run_id, visit.asker.identity, computes=True
+    )
     if found is not None:
         found.headers.update(HEADERS)
     return found
