@@ -157,7 +157,7 @@ def test_a_browser_sees_what_real_jobs_do(served: Served) -> None:
     host.run("run", "run.yaml")
     run_id = host.run_id()
     secret = host.run("token", "issue", "user:root", "--role", "viewer", "-o", "json").json["secret"]
-    ann = Browser(ServerBench(None, served.url, None, None))  # type: ignore[arg-type]  # which is asked over HTTP alone
+    ann = Browser(ServerBench(None, served.url, None, None, None))  # type: ignore[arg-type]  # which is asked over HTTP alone
     assert ann.log_in(secret).status == 303
     status = ann.get(f"/projects/default/runs/{run_id}").body.decode()
     report = ann.get(f"/projects/default/runs/{run_id}/report").body.decode()  # drawn by a worker's process

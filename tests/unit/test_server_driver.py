@@ -81,7 +81,8 @@ def test_a_list_of_runs_costs_the_same_statements_however_many_they_are(workspac
     assert sorted(status.run.id for status in shown) == sorted(ids)
     for status in shown[:3]:
         whole = read_status(seen, status.run.id, brief=True)
-        assert replace(status, seconds=0.0) == replace(whole, seconds=0.0)
+        stages = tuple(replace(stage, changed_at=None) for stage in whole.stages)  # a list does not tell that
+        assert replace(status, seconds=0.0) == replace(whole, seconds=0.0, stages=stages)
 
 
 def test_an_idle_minute_costs_less_than_two_statements_a_second(
