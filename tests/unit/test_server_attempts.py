@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,7 +30,7 @@ from posttrain.domain.requests import JobRequest
 from posttrain.domain.roles import Role
 from posttrain.execution.executors.local.executor import refuse_elsewhere
 from posttrain.execution.processes import of_a_server
-from posttrain.server.granting import PREFIX
+from posttrain.server.granting import PREFIX, RENEW_SECONDS
 from posttrain.store.access import JobAccess, read_access
 from posttrain.store.atomic import write_json
 from posttrain.store.backends.served import ServedBlobs
@@ -277,6 +277,52 @@ def test_access_that_is_gone_or_damaged_is_said(bench: ServerBench) -> None:
     (bench.workspace.root / "server.json").unlink()
     with pytest.raises(InfrastructureError, match="does not say where the server is"):
         driver.give(mine.attempt, mine.folder)
+
+
+def put_nothing(path: Path) -> None:
+    path.write_text('{"x": 1}')
+
+
+def put_values_of_another_kind(path: Path) -> None:
+    path.write_text('{"url": 1, "token": 2}')
+
+
+def put_nesting(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def put_a_sparse_file(path: Path) -> None:
+    path.write_bytes(b"")
+    os.truncate(path, 1 << 40)
+
+
+def put_a_link(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "put", [put_nothing, put_values_of_another_kind, put_nesting, put_a_sparse_file, put_a_link, os.mkfifo, os.mkdir]
+)
+def test_what_one_job_puts_in_its_folder_holds_up_no_other(
+    bench: ServerBench, put: Callable[[Path], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil, mine = attempt_with_access(bench, "evil"), attempt_with_access(bench, "mine")
+    driver = granting(bench)
+    (evil.folder / "access.json").unlink()
+    put(evil.folder / "access.json")
+    monkeypatch.setattr(Grants, "renew", lambda *_: [evil.attempt.folder, mine.attempt.folder])
+    for at in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
+        monkeypatch.setattr(driver, "_renewed", -RENEW_SECONDS)  # a minute later
+        write_json(bench.workspace.root / "server.json", {"url": at, "key": KEY, "pid": 1})
+        driver.keep()
+        known = read_access(mine.folder)
+        assert known is not None
+        assert known.url == at
+    told = [one.getMessage() for one in caplog.records if "cannot be told" in one.getMessage()]
+    assert len(told) == 1
+    assert str(evil.folder) in told[0]
+    monkeypatch.setattr(driver, "_server", lambda: pytest.fail("it was asked again at once"))
+    driver.keep()
 
 
 def test_the_objects_of_a_channel_are_its_attempts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import obstore
 import pytest
 from botocore.auth import S3SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
@@ -29,6 +31,7 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import IntegrityError, UnavailableError
 from posttrain.domain.roles import Role
 from posttrain.store import signing
+from posttrain.store.backends.remote import Remote
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.signing import Keys, presigned
 from s3_server import KEYS, s3_server, use_s3
@@ -144,6 +147,25 @@ def test_wrong_bytes_that_were_sent_directly_become_no_blob(bench: ServerBench, 
     for _ in range(2):  # also when its first answer was lost
         assert bench.ask("POST", blob_path(digest) + "/arrived", token, {"size": BIG}).json["held"]
     assert bench.workspace.blobs.get(digest) == data
+
+
+def test_a_copy_within_the_store_may_take_as_long_as_its_size_needs(
+    bench: ServerBench, big: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 answers when it has copied; that it copies as fast as is counted on, moto cannot show."""
+    allowed: list[str] = []
+    real = obstore.copy
+
+    def copied(store: Any, source: str, target: str) -> None:
+        allowed.append(store.client_options["timeout"])
+        real(store, source, target)
+
+    monkeypatch.setattr(obstore, "copy", copied)
+    sender(bench).put_file(big)
+    assert allowed == ["31s 258us"] * 2  # 30 seconds, and 1 for each 16 MiB
+    with pytest.raises(FileNotFoundError):
+        Remote("s3://artifacts").copy("a", "b", 5 << 30)
+    assert allowed[2] == "5m 50s"
 
 
 def test_what_another_project_sent_is_not_had_by_saying_that_it_arrived(bench: ServerBench, big: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m posttrain.server.driver ROOT`: drives every unfinished run of every project of a served workspace, seals
+"""The driver of a server (`children.start`): drives every unfinished run of every project of a served workspace, seals
 what happened, and has it delivered to the projects' sinks.
 
 It may be killed at any line: the ledger says what is to be done, the jobs go on, and the server starts another one.
@@ -26,7 +26,6 @@ from posttrain.domain.errors import PosttrainError
 from posttrain.drivers.log import DriverLog
 from posttrain.events.admitting import public
 from posttrain.events.bus import Deliverer
-from posttrain.execution.processes import close_to_others
 from posttrain.server.board import Board
 from posttrain.server.granting import Granting
 from posttrain.server.logs import DriverLines, Logging, begin
@@ -202,7 +201,6 @@ def main(root: Path, words: list[str]) -> int:
     Args:
         words: how it logs, and the descriptor of the board on which it shows what it does.
     """
-    close_to_others()
     begin(Logging.of(words))
     log = DriverLines()
     log.take_over()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import InfrastructureError
+from posttrain.domain.errors import InfrastructureError, PosttrainError
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.access import JobAccess, read_access
 from posttrain.store.atomic import read_json
 from posttrain.store.grants import Grants
 from posttrain.workspace.served import PLACE
 
+log = logging.getLogger("posttrain.driver")
 PREFIX = "posttrain_job_"
 RENEW_SECONDS = 60.0  # between two renewals
 _BYTES = 32
@@ -32,6 +34,7 @@ class Granting:
     def __init__(self, root: Path, grants: Grants, host: str | None) -> None:
         self._root, self._grants, self._host = root, grants, host
         self._renewed = -RENEW_SECONDS
+        self._damaged: set[str] = set()  # folders of which that was told
 
     def give(self, attempt: AttemptRecord, folder: Path) -> None:
         """See `control.jobs.Access.give`.
@@ -53,12 +56,17 @@ class Granting:
         if time.monotonic() - self._renewed < RENEW_SECONDS:
             return
         url, certificate = self._server()
-        for name in self._grants.renew(self._host):
-            folder = self._root / name
-            known = read_access(folder)
-            if known is not None and (known.url, known.certificate) != (url, certificate):
-                JobAccess(url, known.token, certificate).write(folder)
-        self._renewed = time.monotonic()
+        folders = self._grants.renew(self._host)
+        self._renewed = time.monotonic()  # whatever lies in the folders: jobs write there
+        self._damaged &= set(folders)
+        for name in folders:
+            try:
+                _tell(self._root / name, url, certificate)
+                self._damaged.discard(name)
+            except (PosttrainError, OSError) as error:
+                if name not in self._damaged:
+                    self._damaged.add(name)
+                    log.warning("a job cannot be told where the server is: %s", error)
 
     def _server(self) -> tuple[str, str]:
         said = read_json(self._root / PLACE)
@@ -71,3 +79,9 @@ class Granting:
             raise InfrastructureError(
                 f"{self._root / PLACE}: does not say where the server is; it is starting"
             ) from error
+
+
+def _tell(folder: Path, url: str, certificate: str) -> None:
+    known = read_access(folder)
+    if known is not None and (known.url, known.certificate) != (url, certificate):
+        JobAccess(url, known.token, certificate).write(folder)

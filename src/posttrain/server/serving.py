@@ -21,7 +21,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,11 +38,11 @@ from posttrain.control.owners import process_name
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
 from posttrain.domain.roles import Role
 from posttrain.events.admitting import public
-from posttrain.execution.processes import close_to_others
 from posttrain.server import logs
 from posttrain.server.addresses import checked_advertised, is_loopback
 from posttrain.server.app import Server, build
 from posttrain.server.board import Board
+from posttrain.server.children import start
 from posttrain.server.connections import Door, Room, kind_of, most_of, quiet, raise_files
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
@@ -148,7 +147,6 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
     systemd = Systemd(os.environ)
     if workspace.read_only:
         raise WorkspaceError(f"{workspace.root}: is read-only, so it cannot be served; make it writable")
-    close_to_others()
     room = Room(most_of(raise_files()))
     with ExitStack() as stack:
         stack.enter_context(_alone(workspace.root))
@@ -346,16 +344,13 @@ class _Driver:
         while not self.over.is_set():
             try:
                 words = [str(self._root), *self._words, str(self.board.descriptor)]
-                process = subprocess.Popen(
-                    [sys.executable, "-s", "-P", "-m", _DRIVER, *words],
-                    stdin=subprocess.PIPE, cwd="/", start_new_session=True, pass_fds=(self.board.descriptor,),
-                )  # fmt: skip
+                process, lifeline = start(_DRIVER, words, 0, passed=(self.board.descriptor,))
             except OSError as error:
                 self._trouble = f"the driver cannot be started: {error.strerror}"
                 self.over.wait(_AGAIN[-1])
                 continue
             self._process, self._trouble = process, ""
-            with process:  # the driver sees the end of its stdin when this process dies
+            with lifeline:  # the driver sees the end of its stdin when this process dies
                 tries = 0 if self._lived(process) else tries + 1
             self.board.clear()
             if not self.over.is_set():

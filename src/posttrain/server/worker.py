@@ -1,4 +1,4 @@
-"""`python -m posttrain.server.worker ROOT`: answers verbs that read files or compute, one after the other.
+"""A worker of the server (`children.start`): answers verbs that read files or compute, one after the other.
 
 It reads requests as JSON lines from descriptor 3 and writes answers to it: gates, row checks and whatever else loads
 numpy, pyarrow or tokenizers happen here, so that the server itself stays small, and a request that takes all memory
@@ -20,7 +20,6 @@ from typing import Any
 from posttrain.api.operations import OPERATIONS
 from posttrain.api.problems import problem
 from posttrain.app.workspace import Workspace
-from posttrain.execution.processes import close_to_others
 from posttrain.server.bundles import Bundles
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import CONSOLE
@@ -99,8 +98,6 @@ def _end_with(server: int) -> None:
 
 def main() -> None:
     """Answer until the server is gone."""
-    close_to_others()
-    os.set_inheritable(DESCRIPTOR, False)
     begin(Logging.of(sys.argv[2:]))
     sys.stdout = sys.stderr = Printed()
     threading.Thread(target=_end_with, args=(DESCRIPTOR,), name="lifeline", daemon=True).start()

@@ -6,9 +6,6 @@ import json
 import os
 import queue
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +15,7 @@ from typing import Any, Protocol
 
 from posttrain.domain.errors import BusyError, DeadlineError, InfrastructureError, StoppedError
 from posttrain.server.asking import REQUEST_SECONDS, Asking
+from posttrain.server.children import start
 from posttrain.server.worker import DESCRIPTOR, PIECE
 
 IDLE_SECONDS = 300.0  # without a request, after which a worker ends
@@ -153,12 +151,10 @@ class _Process:
     """One worker."""
 
     def __init__(self, root: Path, words: Sequence[str]) -> None:
-        self._ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-c", _START.format(theirs.fileno()), str(root), *words],
-                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), cwd="/", start_new_session=True,
-            )  # fmt: skip
+        try:
+            self._process, self._ours = start(_MODULE, [str(root), *words], DESCRIPTOR)
+        except OSError as error:
+            raise InfrastructureError(f"a worker of the server cannot be started ({error}); ask again") from error
         self._stream = self._ours.makefile("rwb")
         self.used = time.monotonic()
 
@@ -200,9 +196,3 @@ class _Process:
         if self.alive:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-
-_START = (
-    f"import os; os.dup2({{0}}, {DESCRIPTOR}); {{0}} == {DESCRIPTOR} or os.close({{0}}); import runpy; "
-    f"runpy.run_module('{_MODULE}', run_name='__main__')"
-)

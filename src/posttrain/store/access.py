@@ -5,13 +5,17 @@ Standard library only, and what the folder needs: jobs import it.
 
 from __future__ import annotations
 
+import json
+import os
+import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from posttrain.domain.errors import IntegrityError
-from posttrain.store.atomic import read_json, write_json
+from posttrain.store.atomic import write_json
 
 FILE = "access.json"
+_MOST = 1 << 20  # bytes; a certificate with its chain has a few thousand
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +36,31 @@ class JobAccess:
 
 
 def read_access(folder: Path) -> JobAccess | None:
-    """What lies in an attempt's folder; None: nothing.
+    """What lies in an attempt's folder; None: nothing. Whatever a job puts there, nobody waits for it.
 
     Raises:
         IntegrityError: it cannot be read.
     """
-    said = read_json(folder / FILE)
+    path = folder / FILE
     try:
-        return None if said is None else JobAccess(**said)
-    except TypeError as error:
-        raise IntegrityError(f"{folder / FILE} cannot be read: {error}; it is damaged") from error
+        said = JobAccess(**json.loads(_read(path)))
+        if not all(isinstance(one, str) for one in asdict(said).values()):
+            raise TypeError("its values must be texts")
+        return said
+    except FileNotFoundError:
+        return None
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path} cannot be read: {error}; it is damaged") from error
+
+
+def _read(path: Path) -> bytes:
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)  # a FIFO would be waited for
+    try:
+        found = os.fstat(opened)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no file")
+        if found.st_size > _MOST:
+            raise ValueError(f"must have at most {_MOST} bytes, got {found.st_size}")
+        return os.read(opened, _MOST)
+    finally:
+        os.close(opened)

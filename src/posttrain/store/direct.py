@@ -111,13 +111,13 @@ class Direct:
             if found != size:
                 self._drop(came)
                 raise UploadError(f"upload {digest}: must be {size} bytes, got {found}; send it again")
-            obstore.copy(self._store, came, own)
+            self._remote.copy(came, own, size)
             try:
                 actual = digest_chunks(self._remote.pieces(self._store, own))
                 if actual != digest:
                     self._drop(came)
                     raise UploadError(f"upload {digest}: what came has the digest {actual}; send it again")
-                obstore.copy(self._store, own, blob_key(digest))
+                self._remote.copy(own, blob_key(digest), size)
                 self._drop(came)
             finally:
                 self._drop(own)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 YOUNG = 3600.0  # seconds; nothing younger is deleted unless somebody asks for it
 PART = 8 << 20  # bytes of one request
+ANSWER_SECONDS = 30.0  # that one request may take
+_COPIED = 16 << 20  # bytes a second that a store copies at least
 _MOST_PARTS = 9000  # S3 takes 10,000
 _AT_ONCE = 2  # parts under way
 _EMPTY = "416"  # what is answered to who asks for a range of an empty object
@@ -36,14 +38,17 @@ class Remote:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def open(self) -> Any:
+    def open(self, seconds: float = ANSWER_SECONDS) -> Any:
         """The store.
+
+        Args:
+            seconds: that a request may take.
 
         Raises:
             InputError: obstore does not know the URL.
         """
         try:
-            return from_url(self.url, client_options=_client(), retry_config=_RETRIES)
+            return from_url(self.url, client_options=_client(seconds), retry_config=_RETRIES)
         except Exception as error:  # obstore raises its own and built-in errors alike here
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(
@@ -72,10 +77,14 @@ class Remote:
         part = max(PART, -(-size // _MOST_PARTS))
         obstore.put(store, key, pieces, chunk_size=part, max_concurrency=_AT_ONCE)
 
+    def copy(self, source: str, target: str, size: int) -> None:
+        """Copy an object of this many bytes within the store: one request, whose answer takes as long as the copy."""
+        obstore.copy(self.open(ANSWER_SECONDS + size / _COPIED), source, target)
+
     def settle(self, key: str) -> None:
         """Nothing to do."""
 
 
-def _client() -> ClientConfig:
+def _client(seconds: float) -> ClientConfig:
     plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes", "on")
-    return {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=30), "allow_http": plain}
+    return {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=seconds), "allow_http": plain}
