@@ -25,11 +25,12 @@ from schemathesis.specs.openapi.checks import (
 from posttrain.access.authenticators.token import issue
 from posttrain.app.embedded.control import control_of
 from posttrain.app.workspace import Workspace
-from posttrain.domain.canonical import canonical_json, digest_bytes
+from posttrain.domain.canonical import canonical_json
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.roles import Role
 from posttrain.domain.runspec import Budget
+from posttrain.store.trees import put_tree
 
 SEED = 20261122
 SECRET = "POSTTRAIN_SINK_WALK"  # the variable that holds what signs
@@ -90,7 +91,10 @@ def _project(workspace: Workspace, project: str, folder: Path) -> dict[str, list
             transaction.update_stage(stage, state="skipped", reason="ChannelEmpty", finished_at=1.0)
             run = transaction.update_run(run, state="running", reason="Running", message=mark)
             transaction.update_run(run, state="failed", reason="Lost", message=mark, finished_at=2.0)
-    model, releases = digest_bytes(mark.encode()), 5
+    weights = folder / f"{mark}-model"
+    weights.mkdir()
+    (weights / "model.safetensors").write_text(mark)
+    model, releases = put_tree(seen.blobs, weights), 5  # a healthy system has what it released
     for number in range(releases):
         with seen.ledger.transaction(seen.actor) as transaction:
             for name in (mark, f"{mark}-2"):
