@@ -374,7 +374,7 @@ def test_over_tls_cookies_and_forms_are_of_tls(world: ConsoleWorld, monkeypatch:
 def test_a_page_of_a_run_comes_from_the_host_that_has_its_jobs(
     world: ConsoleWorld, ann: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def answer(*_: object) -> Response:
+    async def answer(*_: object, **__: object) -> Response:
         return Response("drawn elsewhere", media_type="text/html")
 
     monkeypatch.setattr("posttrain.server.forwarding.Peers.answer", answer)
