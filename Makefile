@@ -75,7 +75,7 @@ fast: $(VENV)/.dev ## unit and contract tests
 	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser and not postgres" -n 2 --dist worksteal
 
 slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark
-	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem and not browser and not postgres" -n 2 --dist worksteal --timeout 3000
+	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem and not browser and not postgres" -n 3 --dist worksteal --timeout 3000
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
 	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v
