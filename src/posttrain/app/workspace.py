@@ -57,6 +57,7 @@ class Workspace(OpenWorkspace):
     Raises:
         WorkspaceError: no workspace there, read-only, disk full, of a newer schema, its PostgreSQL out of reach, or
             POSTTRAIN_STORE or POSTTRAIN_LEDGER name another place than the one it was made with.
+        UnavailableError: the store of a new one cannot be used; nothing is made.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Workspace(OpenWorkspace):
         store = _store(self.root)
         place = ledger_place(self.root, read_json(self.root / SETTINGS), ledger)
         # first: a server or a store that cannot be reached leaves no half workspace
+        if create and read_json(self.root / SETTINGS) is None and store != blobs_url(self.root / OWN_STORE):
+            open_blobs(store).probe()
         database = None if isinstance(place, Path) else Database(place, create=create and not holds_runs(self.root))
         channel = _channel(self.root, channel)
         self.lock = store_lock(self.root, database)

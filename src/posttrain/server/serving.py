@@ -22,7 +22,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -48,10 +47,12 @@ from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.logs import Logging
 from posttrain.server.metering import Meters
+from posttrain.server.readiness import Ready, StoreLook
 from posttrain.server.repeats import KEPT_SECONDS
 from posttrain.server.systemd import Systemd
 from posttrain.server.workers import Workers
 from posttrain.store.atomic import unwritable, write_json
+from posttrain.store.blobs import open_blobs
 from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.repeated import forget_before
@@ -65,7 +66,6 @@ _STEADY = 60.0  # seconds after which a driver has lived long enough
 _TIDY = 30.0  # seconds between two looks at idle workers
 _FORGET = 120  # of them between two looks at requests that need not be known any more
 _KEY_BYTES = 32
-_PING = 1.0  # seconds between two questions to the database
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -164,13 +164,15 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         peers, own = Peers(workspace.hosts), {"server": [os.getpid()]}
         meters = Meters(workspace, driver.board.read, lambda: {**own, **driver.ids(), **workers.ids()})
         entrance = Entrance(workspace, key)
-        ready = _Ready(driver, workspace.ledger)
+        store = StoreLook(open_blobs(workspace.blobs.url).probe, driver.over)
+        ready = Ready(workspace.ledger, store.trouble, driver.trouble)
         app = build(Server(workspace, entrance, workers, ready.trouble, peers, bind.secure, bind.behind_proxy, meters))
         place = workspace.root / PLACE
         certificate = str(bind.certificate.resolve()) if bind.certificate else ""
         write_json(place, {"url": bind.near(port), "key": key, "pid": os.getpid(), "certificate": certificate})
         stack.callback(place.unlink, missing_ok=True)
         driver.start()
+        threading.Thread(target=store.keep_looking, name="store", daemon=True).start()
         threading.Thread(target=_tidy, args=(workers, workspace.ledger, driver.over), name="tidy", daemon=True).start()
         if workspace.hosts is not None:
             workspace.hosts.announce(bind.advertised(port), process_name())
@@ -285,29 +287,6 @@ def _listen(bind: Bind) -> Iterator[Door]:
         yield listening
     finally:
         listening.close()
-
-
-class _Ready:
-    """Whether requests are answered and runs driven; the database is asked once a second at most."""
-
-    def __init__(self, driver: _Driver, ledger: Ledger) -> None:
-        self._driver, self._ledger = driver, ledger
-        self._asked, self._away = -_PING, ""
-        self._lock = threading.Lock()
-
-    def trouble(self) -> str:
-        """Why not; empty: they are."""
-        with self._lock:
-            if time.monotonic() - self._asked >= _PING:
-                try:
-                    with self._ledger.database.read() as connection:
-                        connection.exec_driver_sql("SELECT 1")
-                    self._away = ""
-                except PosttrainError as error:
-                    log.warning("%s", error)
-                    self._away = "the ledger's database does not answer"
-                self._asked = time.monotonic()
-            return self._away or self._driver.trouble()
 
 
 class _Driver:

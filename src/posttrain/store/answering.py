@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from obstore.exceptions import BaseError, PermissionDeniedError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
 from posttrain.domain.errors import NotFoundError, PosttrainError, UnavailableError
 from posttrain.store.atomic import unwritable
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how obstore's messages carry errno
+_PANIC = "PanicException"  # of Rust code, where an address is none; no module has the class
 _QUERY = re.compile(r"\?[^\s\"']*")  # of a URL: a signature may be in it
 
 
@@ -38,11 +39,21 @@ def answering(url: str, digest: str) -> Iterator[None]:
         raise NotFoundError(f"blob {digest} is not in the artifact store; run the stage again") from error
     except (BaseError, OSError) as error:
         raise _failure(url, error) from error
+    except BaseException as error:
+        if type(error).__name__ != _PANIC:
+            raise
+        raise UnavailableError(
+            f"artifact store {url} cannot be asked: {str(error).splitlines()[0]}; check its address in the environment"
+        ) from error
 
 
 def _failure(url: str, error: Exception) -> PosttrainError:
     line = _QUERY.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__
     if not url.startswith(("file:", "memory:")):
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+            return UnavailableError(
+                f"artifact store {url} refuses this process: {line}; check its keys, and what they may do there"
+            )
         return UnavailableError(f"artifact store {url} does not answer: {line}; try again")
     found = _OS_ERROR.search(str(error))
     code = int(found.group(1)) if found else getattr(error, "errno", None)

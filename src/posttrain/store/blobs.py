@@ -14,7 +14,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, NotSupportedError
 
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_chunks, is_digest
-from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, UnavailableError
 from posttrain.store.answering import answering
 from posttrain.store.atomic import write_stream
 from posttrain.store.backends.local import LocalFolder
@@ -25,6 +25,8 @@ from posttrain.store.holding import StoreLock
 
 _CHUNK = 4 << 20
 _USERS = "workspaces"
+_HERE = ("file:", "memory:")
+_PROBE = "probe"  # an object that is written and read to see whether that goes; its bytes say so
 
 
 class Backend(Protocol):
@@ -285,6 +287,23 @@ class ObjectBlobs:
         """Delete a blob; one that is gone already is no error. Hold the store's lock alone (`store.holding`)."""
         with suppress(NotFoundError), self._translated(digest):
             obstore.delete(self._store, blob_key(digest))
+
+    def probe(self) -> None:
+        """Write a small object and read it again, where the store is elsewhere; a folder was made when it was opened.
+
+        Raises:
+            UnavailableError: the store does not answer, has no such bucket, or refuses this process.
+        """
+        if self.url.startswith(_HERE):
+            return
+        try:
+            with answering(self.url, _PROBE):
+                obstore.put(self._store, _PROBE, _PROBE.encode())
+                bytes(obstore.get(self._store, _PROBE).bytes())
+        except NotFoundError as error:
+            raise UnavailableError(
+                f"artifact store {self.url}: there is no such bucket at this address; make it, or name another one"
+            ) from error
 
     def join(self, name: str, where: str) -> None:
         """Say in the store that a workspace keeps its artifacts here."""

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError
 from posttrain.store.atomic import write_stream
+from posttrain.store.endpoints import refuse_no_endpoint
 
 EXTERNAL = "external"  # the form of an asset version whose bytes lie elsewhere
 URI, VERSION = "uri", "version"  # in its meta
@@ -127,6 +128,7 @@ def _stream(place: External) -> Iterator[bytes]:
         if place.of_this_machine:
             store = from_url(f"{folder}/")
         else:
+            refuse_no_endpoint(folder)
             store = from_url(folder, retry_config={"max_retries": 3, "retry_timeout": _SECONDS})
         found = obstore.get(store, place.name, options={"version": place.version} if place.version else None)
         for chunk in found.stream(min_chunk_size=_CHUNK):

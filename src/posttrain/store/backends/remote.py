@@ -18,6 +18,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from posttrain.domain.errors import InputError
+from posttrain.store.endpoints import refuse_no_endpoint
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -45,8 +46,9 @@ class Remote:
             seconds: that a request may take.
 
         Raises:
-            InputError: obstore does not know the URL.
+            InputError: obstore does not know the URL, or the environment names no server.
         """
+        refuse_no_endpoint(self.url)
         try:
             return from_url(self.url, client_options=_client(seconds), retry_config=_RETRIES)
         except Exception as error:  # obstore raises its own and built-in errors alike here

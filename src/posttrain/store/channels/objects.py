@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from posttrain.domain.errors import InputError, UnavailableError
+from posttrain.store.endpoints import refuse_no_endpoint
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig
@@ -64,6 +65,7 @@ class ObjectStoreObjects:
         from obstore.store import from_url  # who uses folders need not load it
 
         self._url = url.rstrip("/")
+        refuse_no_endpoint(self._url)
         try:
             self._store: Any = from_url(self._url, retry_config=_RETRIES)
         except Exception as error:  # obstore raises its own and built-in errors alike here
