@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import itertools
 import logging
 import os
@@ -218,6 +219,7 @@ class _Server(uvicorn.Server):
         """See `uvicorn.Server.startup`."""
         asyncio.get_running_loop().set_exception_handler(quiet(asyncio.AbstractEventLoop.default_exception_handler))
         await super().startup(sockets)
+        gc.freeze()  # a full collection of 100,000 objects that stay would hold every request up for 0.1 s
         self._systemd.ready()
 
     async def on_tick(self, counter: int) -> bool:
