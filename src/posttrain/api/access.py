@@ -42,6 +42,25 @@ class Access(Protocol):
             InputError: no name for a project. ConflictError: there is one of that name.
         """
 
+    def images(self) -> list[str] | None:
+        """The images that runs of the project may name, `NAME@sha256:…` or `NAME@*`. None: nobody said; then a server
+        lets its runs name none, and whoever has the workspace before them may name any.
+        """
+
+    def allow_image(self, image: str) -> list[str] | None:
+        """Let runs of the project name an image; the images afterwards.
+
+        Raises:
+            InputError: neither a reference with a digest nor NAME@*.
+        """
+
+    def remove_image(self, image: str) -> list[str] | None:
+        """Let no new run of the project name an image any more; the images afterwards.
+
+        Raises:
+            NotFoundError: it does not allow that one.
+        """
+
     def members(self) -> dict[str, str]:
         """Principal → role, of everybody who was given one in the project."""
 

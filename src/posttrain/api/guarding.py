@@ -31,7 +31,7 @@ _LOOK = (
     ),
     *("channels", "live", "channel_record", "channel", "channel_trackers", "policy", "policies", "channel_events"),
     *("approval_requests", "lineage", "downstream", "verify", "dead", "assets", "asset", "asset_status", "recalled"),
-    *("curves", "plan_sweep", "rank", "whoami", "sinks"),
+    *("curves", "plan_sweep", "rank", "whoami", "sinks", "images"),
 )
 _RUN = (
     *("submit", "evaluate", "drive", "detach", "signal", "stop", "retry", "track", "follow", "track_channel"),
@@ -41,7 +41,17 @@ _RUN = (
 _ANSWER_FOR = ("approve", "reject", "promote", "rollback", "freeze", "unfreeze", "mark")
 _RULE = (
     *("set_policy", "remove_policy", "protect", "erase", "gc", "assume_dead"),
-    *("add_project", "members", "set_member", "tokens", "issue_token", "rotate_token", "revoke_token"),
+    *(
+        "add_project",
+        "allow_image",
+        "remove_image",
+        "members",
+        "set_member",
+        "tokens",
+        "issue_token",
+        "rotate_token",
+        "revoke_token",
+    ),
     *("add_sink", "test_sink", "pause_sink", "resume_sink", "remove_sink"),
 )
 NEEDS: Mapping[str, Role | None] = {  # verb → the least role that it needs; a verb that is not here is refused
@@ -63,6 +73,7 @@ _TYPED: Mapping[str, str] = {  # verb → the command that people type for it, w
     **{"set_policy": "channel set-policy", "remove_policy": "channel remove-policy", "policy": "channel policy"},
     **{"protect": "channel protect", "freeze": "channel freeze", "unfreeze": "channel unfreeze"},
     **{"add_project": "project add", "members": "member ls", "set_member": "member set", "tokens": "token ls"},
+    **{"images": "project images", "allow_image": "project allow-image", "remove_image": "project remove-image"},
     **{"issue_token": "token issue", "rotate_token": "token rotate", "revoke_token": "token revoke"},
     **{"add_sink": "sink add", "test_sink": "sink test", "pause_sink": "sink pause", "resume_sink": "sink resume"},
     **{"remove_sink": "sink remove", "sinks": "sink ls", "write_report": "get --report", "write_trace": "trace"},

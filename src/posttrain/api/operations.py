@@ -231,6 +231,9 @@ _TABLE = {
     # access
     "whoami": "GET /whoami",
     "add_project": "POST /projects",
+    "images": "GET /images",
+    "allow_image": "POST /images",
+    "remove_image": "POST /images/removal",
     "members": "GET /members",
     "set_member": "PUT /members/{principal}",
     "tokens": "GET /tokens",

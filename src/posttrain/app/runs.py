@@ -30,6 +30,7 @@ from posttrain.drivers.requests import forget_request
 from posttrain.preflight.confinement import check_confinement
 from posttrain.preflight.counting import counter
 from posttrain.preflight.fitting import check_fit
+from posttrain.preflight.images import refuse_image
 from posttrain.preflight.locks import is_lock, read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placing import refuse_infeasible, refuse_oversized
@@ -126,6 +127,7 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
             raise InputError(f"seed must be a whole number from 0 to 2^53 - 1, got {seed}")
         spec = spec.model_copy(update={"seed": seed})
     workspace.refuse_missing_executor()
+    refuse_image(spec.image, workspace, source)
     resolve = _resolver(spec, workspace, source)
     count, known = counter(workspace, spec, source), workspace.ledger.channels()
     policy = channels.policy_of(workspace.stores, spec.release.channel) if spec.release else None
@@ -197,7 +199,7 @@ def _refuse_bare_word(text: str, workspace: Workspace, folder: Path) -> None:
 
 def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
     """Refs of a run file to pinned inputs: assets by the catalog, models that runs made by the ledger."""
-    of_assets = workspace.catalog.resolver(source.parent)
+    of_assets = workspace.catalog.resolver(source.parent, boxed=spec.image is not None)
 
     def resolve(kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
         if kind == "model":

@@ -283,6 +283,8 @@ def plan_tree(view: PlanView) -> Tree:
     """The stage graph with inputs, cache and cost."""
     manifest = view.manifest
     root = Tree(branch(Text(f"{manifest.name}  {manifest.digest}", style="bold")), guide_style="dim")
+    if manifest.image:
+        root.add(branch(Text(f"image: {manifest.image}", style="dim")))
     for stage in view.stages:
         state = f"cached: {stage.cached_from}" if stage.cached_from else _cost(stage)
         tint = "green" if stage.cached_from else "default"

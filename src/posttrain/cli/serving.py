@@ -126,6 +126,47 @@ def project_ls(output: OutputOption = Output.TEXT) -> None:
         say(*(f"{name}  {role}" for name, role in sorted(known.items())))
 
 
+_IMAGE = typer.Argument(metavar="IMAGE", help="REGISTRY/NAME@sha256:… or, for every digest, REGISTRY/NAME@*.")
+
+
+@project_app.command("images")
+def project_images(output: OutputOption = Output.TEXT) -> None:
+    """Images that runs of the project may name in their run files."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    found = control.images()
+    control.close()
+    if output is Output.JSON:
+        emit_json(found)
+    elif found is None:
+        say("nobody said: over a server runs may name no image, in the folder of the workspace any")
+    else:
+        say(*(found or ["none"]))
+
+
+@project_app.command("allow-image")
+def project_allow_image(image: Annotated[str, _IMAGE]) -> None:
+    """Let runs of the project name an image, and over a server bring a recipe that runs in it."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    control.allow_image(image)
+    control.close()
+    say(f"runs may name {image}")
+
+
+@project_app.command("remove-image")
+def project_remove_image(image: Annotated[str, _IMAGE]) -> None:
+    """Let no new run of the project name an image. Runs that were submitted keep theirs; posttrain stop ends them."""
+    from posttrain.app.embedded.control import open_control
+
+    control = open_control()
+    control.remove_image(image)
+    control.close()
+    say(f"no new run may name {image}")
+
+
 @member_app.command("ls")
 def member_ls(output: OutputOption = Output.TEXT) -> None:
     """Everybody who was given a role in the project."""

@@ -185,12 +185,13 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
         seconds_allowance=budgets.seconds_allowance(manifest, spent),
         tokens_declared=manifest.budget.tokens,
         seconds_declared=manifest.budget.wall_clock,
-        environment=environments.ordered(jobs, stage.run_id),
+        environment="" if manifest.image else environments.ordered(jobs, stage.run_id),
         trust_rewards=jobs.trust_rewards,
         epoch=attempt.number,
         channel=jobs.folders.channel(attempt),
         phase_seconds=phase_seconds(stall_after(manifest, stage.name)),
         served=jobs.access is not None,
+        image=manifest.image or "",
     )
 
 

@@ -108,6 +108,7 @@ def plan_run(
         code=code,
         policy=policy.digest if policy else None,
         runtime=spec.runtime,
+        image=spec.image,
     )
     warnings = tuple(_new_channel(spec, channels))
     return Planned(manifest, contracts | decision.contracts, warnings, passes=passes, policy=policy)

@@ -38,6 +38,7 @@ def request_of(jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Tra
             str(folder.path),
             dict(spec.environment),
             gang=(PodGroup(gpus=spec.devices),),
+            image=order.image,
             secrets=tuple(spec.secrets),
             max_seconds=None if allowed is None else max(0.0, allowed) + _OVERTIME_SECONDS,
             labels={WORKSPACE: jobs.workspace(), RUN: attempt.run_id, STAGE: attempt.stage},

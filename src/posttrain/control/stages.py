@@ -109,7 +109,7 @@ def start_ready(
     if held:
         _wait(stores, stage, *held, key)
         return
-    if _code_changed(stores, jobs, manifest, stage) or _environment_changed(stores, jobs, stage):
+    if _code_changed(stores, jobs, manifest, stage) or _environment_changed(stores, jobs, manifest, stage):
         return
     attempts = stores.ledger.attempts(run.id)
     taken_over = tokens_taken_over(stores, jobs.folders, attempts) if budgets.one_at_a_time(manifest) else 0
@@ -150,9 +150,9 @@ def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRe
     return True
 
 
-def _environment_changed(stores: Stores, jobs: Jobs, stage: StageRecord) -> bool:
+def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
     """Refuse to compute with other libraries than the run began with: somebody may have written them."""
-    message = environments.differs(jobs, stage.run_id)
+    message = "" if manifest.image else environments.differs(jobs, stage.run_id)  # an image brings its own
     if not message:
         return False
     with stores.ledger.transaction(stores.actor) as transaction:

@@ -15,7 +15,7 @@ from posttrain.data.assets import (
     inspect_recipe,
     inspect_reward,
 )
-from posttrain.data.confining import refuse_afar, refuse_elsewhere
+from posttrain.data.confining import UNCONFINED, refuse_afar, refuse_elsewhere
 from posttrain.data.modules import SOURCE, imported_reward
 from posttrain.data.parts import data_files, together
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
@@ -177,11 +177,17 @@ class Catalog:
             raise InputError(f"ref {text!r}: must name a registered asset such as dataset:sort-train@1")
         return self._registered(ref)
 
-    def resolver(self, base: Path) -> Resolver:
-        """Resolves the refs of a run file that lies in `base`. Reads and hashes; writes nothing."""
+    def resolver(self, base: Path, *, boxed: bool = False) -> Resolver:
+        """Resolves the refs of a run file that lies in `base`. Reads and hashes; writes nothing.
+
+        Args:
+            boxed: its jobs run in an image, so that a recipe from afar may be one of them.
+        """
 
         def resolve(kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
             if kind == "recipe":
+                if not boxed:
+                    refuse_afar(f"recipe {text[:80]!a}: {UNCONFINED}")
                 return self._recipe(text, base)
             if kind == "file":
                 return self._file(text, base)
@@ -199,8 +205,8 @@ class Catalog:
         module, _, function = text.partition(":")
         if not function:
             raise InputError(f"recipe {text!r} must name a module and its function, got no function; write {text}:NAME")
-        refuse_afar(f"recipe {text[:80]!a}: a server runs no dataflow of one's own yet, which nothing confines")
         path = base / f"{module}.py"
+        refuse_elsewhere(f"{module}.py", path)
         found = inspect_recipe(path, function)
         digest = file_digest(path)
         self._local[digest] = (path, partial(self._put, path, "file"))

@@ -9,6 +9,10 @@ from pathlib import Path
 
 from posttrain.domain.errors import InputError
 
+UNCONFINED = (
+    "a server runs a dataflow of one's own only in an image, which confines it; name one that the project allows: "
+    "image: NAME@sha256:…"
+)
 _FOLDER: ContextVar[Path | None] = ContextVar("posttrain_confined", default=None)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain.domain.images import image_digest
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import NAMED
 
@@ -17,16 +18,20 @@ _UNDECIDING_RUNTIME = frozenset({"checkpoint_every", "ray_address", "stall_after
 _UNDECIDING_META = frozenset({"source", NAMED})  # what errors call a file, and a person a model
 
 
-def job_identity(kind: str, params: Mapping[str, Any], seed: int, inputs: Mapping[str, InputBlob]) -> dict[str, Any]:
+def job_identity(
+    kind: str, params: Mapping[str, Any], seed: int, inputs: Mapping[str, InputBlob], image: str | None = None
+) -> dict[str, Any]:
     """A JSON map that is equal for two jobs exactly when they must come to the same result under the same code.
 
-    A parameter counts unless it is known to decide nothing; names of stages, slots' assets and files never do.
+    A parameter counts unless it is known to decide nothing; names of stages, slots' assets and files never do, nor what
+    an image is called.
     """
     return {
         "kind": kind,
         "params": deciding(params),
         "seed": str(seed),  # a seed may be more than a number of JSON can hold
         "inputs": {slot: [blob.digest, deciding_meta(blob.meta)] for slot, blob in inputs.items()},
+        **({"image": image_digest(image)} if image else {}),
     }
 
 

@@ -56,6 +56,7 @@ class JobOrder:
     channel: str = ""  # URL of the attempt's channel, without credentials; empty: its folder
     phase_seconds: float = PHASE_SECONDS  # after the last word, when the end of a phase is told by itself
     served: bool = False  # its inputs come from the server that access.json names; `store_url` is empty
+    image: str = ""  # that it runs in, by digest; empty: in none
     schema: int = ORDER_SCHEMA
 
     def to_json(self) -> dict[str, Any]:

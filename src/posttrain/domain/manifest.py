@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.contracts import BEST, METRICS, MODEL
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule
+from posttrain.domain.images import image_reference
 from posttrain.domain.runspec import Budget, Ordered, ReleaseSpec, RunRuntime
 from posttrain.domain.spelling import nearest
 from posttrain.domain.validation import Frozen
@@ -86,10 +87,11 @@ class Manifest(Frozen):
     code: dict[str, str]  # trainer → digest of the sources and engine versions that decide results
     policy: str | None = None  # digest of the channel's policy, whose gates are among `gates`; None: it had none
     runtime: RunRuntime | None = None  # None: the file says nothing for all stages
+    image: Annotated[str, AfterValidator(image_reference)] | None = None  # that its jobs run in; None: in none
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; `Manifest.model_validate` is its inverse. What came later is told only where it is used."""
-        unsaid = {name for name in ("policy", "runtime") if getattr(self, name) is None}
+        unsaid = {name for name in ("policy", "runtime", "image") if getattr(self, name) is None}
         return self.model_dump(mode="json", exclude=unsaid)
 
     @property

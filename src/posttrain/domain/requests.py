@@ -74,7 +74,9 @@ class JobRequest:
     attempt_dir: str  # not written down: the workspace may be moved
     environment: Mapping[str, str] = field(default_factory=dict)  # variables, on top of the place's own
     gang: tuple[PodGroup, ...] = (PodGroup(),)
-    image: str = ""  # digest of what it runs in; empty: an environment like this one, which the order names by digest
+    image: str = (
+        ""  # that it runs in, NAME@sha256:…; empty: an environment like this one, which the order names by digest
+    )
     secrets: tuple[str, ...] = ()  # names of variables whose values the place has
     max_seconds: float | None = None  # from its start; then it is ended
     grace_seconds: float = 10.0  # between asking it to end (SIGTERM) and killing it

@@ -38,6 +38,7 @@ from pydantic import (
 from posttrain.domain.durations import LONGEST, StallAfter, parse_duration
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateRule
+from posttrain.domain.images import image_reference
 from posttrain.domain.kinds import ADDED, kind_names
 from posttrain.domain.overrides import Setting, overridden, setting_words
 from posttrain.domain.principals import is_plain
@@ -193,6 +194,7 @@ class RunSpec(Frozen):
     budget: Budget = Budget()
     runtime: RunRuntime | None = None
     release: ReleaseSpec | None = None
+    image: Annotated[str, AfterValidator(image_reference)] | None = None  # every job's; None: this environment
     trackers: Trackers | None = None  # None: the workspace's
 
     @model_validator(mode="after")

@@ -57,6 +57,12 @@ class Executor(Protocol):
         Where it does not, a caller that submits anew before absence is proven may start a second job of that name.
         """
 
+    @property
+    def images(self) -> bool:
+        """Whether its jobs can run in an image that a request names, and reach nothing of the machine but their own
+        folder and what their order names. Where they cannot, a request with an image is refused.
+        """
+
     def submit(self, request: JobRequest) -> Submission:
         """Create the job of that name, or find it.
 

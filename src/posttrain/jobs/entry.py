@@ -108,7 +108,7 @@ class Job:
     def fingerprint(self) -> str:
         """Digest of what decides this job's result (`domain.identity`): a checkpoint of another job is refused."""
         order = self.order
-        return digest_json(job_identity(order.kind, order.params, order.seed, order.inputs))
+        return digest_json(job_identity(order.kind, order.params, order.seed, order.inputs, order.image))
 
 
 Body = Callable[[Job], JobResult]

@@ -12,7 +12,7 @@ from posttrain.control.channels import policy_of
 from posttrain.control.codes import called, present_code
 from posttrain.control.conforming import check_manifest
 from posttrain.control.planning import Planned
-from posttrain.data.confining import is_confined, refuse_afar
+from posttrain.data.confining import UNCONFINED, is_confined, refuse_afar
 from posttrain.data.external import external_versions
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.contracts import StageContract
@@ -25,6 +25,7 @@ from posttrain.domain.places import lock_path as lock_path
 from posttrain.domain.validation import explain
 from posttrain.domain.waits import wait_contract
 from posttrain.preflight.fitting import located
+from posttrain.preflight.images import refuse_image
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placing import refuse_infeasible, refuse_oversized
 from posttrain.workspace.opened import OpenWorkspace
@@ -83,6 +84,7 @@ def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> P
     if there:
         return Planned(manifest, {})
     workspace.refuse_missing_executor()
+    refuse_image(manifest.image, workspace, path)
     planned = Planned(manifest, _check_lock(manifest, path, workspace))
     ahead = look_ahead(planned, None, workspace, path, verified=False)
     try:
@@ -128,8 +130,8 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
     foreign = _foreign(manifest, workspace) if is_confined() else set()
     for stage, slot, ref in manifest.assets():
         digest = str(ref.digest)
-        if slot == RECIPE:
-            refuse_afar(f"{path}: stages.{stage}: a server runs no dataflow of one's own yet, which nothing confines")
+        if slot == RECIPE and manifest.image is None:
+            refuse_afar(f"{path}: stages.{stage}: {UNCONFINED}")
         if digest in foreign or not (workspace.blobs.has(digest) or external_versions(workspace.ledger, digest)):
             raise NotFoundError(
                 f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "

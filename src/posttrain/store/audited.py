@@ -67,7 +67,7 @@ _SAID = frozenset({"message", "next_action"})
 TABLES: Mapping[str, Audited] = {
     str(one.table.name): one
     for one in (
-        Audited(schema.projects, "project {id}"),
+        Audited(schema.projects, "project {id}", later={"images": "0003"}),
         Audited(schema.principals, "principal {id}", frozenset({"name"})),
         Audited(schema.roles, "role of {principal} in {project}"),
         Audited(schema.tokens, "token {id}"),

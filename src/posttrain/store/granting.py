@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, delete, select, update
 
-from posttrain.domain.errors import ConflictError, InputError
+from posttrain.domain.errors import ConflictError, InputError, NotFoundError
 from posttrain.domain.ports import Clock
 from posttrain.domain.principals import FORM, is_principal
 from posttrain.domain.records import Token
@@ -14,6 +14,8 @@ from posttrain.store.journal import Author, Journal
 from posttrain.store.schema import channels, projects, roles, tokens
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.writing import Writing
+
+_MOST_IMAGES = 256  # that a project allows
 
 
 class GrantWriting(Writing):
@@ -28,6 +30,42 @@ class GrantWriting(Writing):
         self._insert(projects, {"id": self._project, "created_at": self._clock.now()}, f"project {self._project}",
             "project.added", self._project)  # fmt: skip
         self.set_role(self._journal.author.name, Role.ADMIN)
+
+    def allow_image(self, rule: str) -> None:
+        """Let runs of this project name an image (`domain.images`); saying it again changes nothing.
+
+        Raises:
+            InputError: the project allows as many as it may.
+        """
+        _lock(self._connection, self._project)
+        known = self.snapshot.images() or []
+        if rule in known:
+            return
+        if len(known) >= _MOST_IMAGES:
+            raise InputError(
+                f"project {self._project}: may allow at most {_MOST_IMAGES} images, got {len(known) + 1}; remove one "
+                "with posttrain project remove-image, or allow a repository: NAME@*"
+            )
+        self._set_images([*known, rule])
+
+    def remove_image(self, rule: str) -> None:
+        """Let no new run of this project name an image any more.
+
+        Raises:
+            NotFoundError: it allows others, and not this one.
+        """
+        _lock(self._connection, self._project)
+        known = self.snapshot.images()
+        if known is None or rule not in known:
+            raise NotFoundError(
+                f"project {self._project}: does not allow image {rule[:120]!a}; posttrain project images shows those "
+                "that it does"
+            )
+        self._set_images([one for one in known if one != rule])
+
+    def _set_images(self, images: list[str]) -> None:
+        key = {"id": self._project}
+        self._change(projects, key, {"images": sorted(images)}, "project.images", self._project)
 
     def set_role(self, name: str, role: Role | None) -> None:
         """Give a principal a role in this project, another one, or none.

@@ -39,6 +39,11 @@ class PrincipalReading:
         """Every project of the ledger, by name."""
         return list(self._connection.execute(select(projects.c.id).order_by(projects.c.id)).scalars())
 
+    def images(self) -> list[str] | None:
+        """The images that runs of this project may name; None: nobody said."""
+        found = self._connection.execute(select(projects.c.images).where(projects.c.id == self._project)).scalar()
+        return None if found is None else list(found)
+
     def roles_of(self, name: str) -> dict[str, Role]:
         """Project → the role that a principal was given there."""
         query = select(roles.c.project, roles.c.role).join(principals, principals.c.id == roles.c.principal)

@@ -63,6 +63,7 @@ class PlanView:
             "evaluators": dict(self.evaluators),
             "approvals": self.approvals,
             "approvers": list(self.approvers),
+            **({"image": self.manifest.image} if self.manifest.image else {}),
             "manifest": self.manifest.to_json(),
         }
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.api.access import Issued, Whoami
 from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.images import image_rule
 from posttrain.domain.principals import is_project
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.domain.roles import Role
@@ -44,6 +45,26 @@ class Access:
             transaction.add_project()
         self.workspace.seal()
         return self.whoami()
+
+    def images(self) -> list[str] | None:
+        """See `Access.images`."""
+        with self.workspace.ledger.snapshot() as now:
+            return now.images()
+
+    def allow_image(self, image: str) -> list[str] | None:
+        """See `Access.allow_image`."""
+        rule = image_rule(image)
+        with self.workspace.ledger.transaction(self.workspace.actor) as transaction:
+            transaction.allow_image(rule)
+        self.workspace.seal()
+        return self.images()
+
+    def remove_image(self, image: str) -> list[str] | None:
+        """See `Access.remove_image`."""
+        with self.workspace.ledger.transaction(self.workspace.actor) as transaction:
+            transaction.remove_image(image)
+        self.workspace.seal()
+        return self.images()
 
     def members(self) -> dict[str, str]:
         """See `Access.members`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from posttrain.domain.errors import InfrastructureError
+from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.domain.jobs import (
     Absence,
     Accepted,
@@ -81,6 +81,7 @@ class FakeExecutor:
         self.launched: list[JobRequest] = []  # each job once, in order
         self.cancelled: list[str] = []  # names of live jobs that were killed
         self.room = Capacity()
+        self.images = False  # as a test says
         self.hostility = hostility or Hostility()
         self._on_launch = on_launch
         self._jobs: dict[str, list[_Job]] = {}
@@ -95,6 +96,8 @@ class FakeExecutor:
 
     def submit(self, request: JobRequest) -> Submission:
         """See `Executor.submit`."""
+        if request.image and not self.images:
+            raise InputError(f"job {request.name} asks for image {request.image}; the fake gives none: ask for none")
         hostility = self.hostility
         self._asked[request.name] = self._now()
         self._arrive()

@@ -59,6 +59,12 @@ class InstalledExecutor:
         with self._asked("idempotent") as made:
             return bool(made.idempotent)
 
+    @property
+    def images(self) -> bool:
+        """See `Executor.images`; a package that says nothing has none."""
+        with self._asked("images") as made:
+            return bool(getattr(made, "images", False))
+
     def submit(self, request: JobRequest) -> Submission:
         """See `Executor.submit`."""
         plugin, made = self._load()

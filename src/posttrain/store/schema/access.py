@@ -11,6 +11,7 @@ projects = Table(
     metadata,
     Column("id", String(63), primary_key=True),
     Column("created_at", Float(53), nullable=False),
+    Column("images", JsonText),  # that its runs may name; null: nobody said
 )
 
 principals = Table(

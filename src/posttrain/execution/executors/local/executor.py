@@ -57,6 +57,7 @@ class LocalExecutor:
     name: ClassVar[str] = "local"
     attests: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
+    images: ClassVar[bool] = False
 
     def __init__(
         self,

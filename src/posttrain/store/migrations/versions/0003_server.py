@@ -1,4 +1,5 @@
-"""What servers need: answers to repeated requests, sessions, where events are sent on to, which host has which job.
+"""What servers need: answers to repeated requests, sessions, where events are sent on to, which host has which job;
+which images a project's runs may name.
 
 The ledger says from here on which revision's code may still use it, so that two releases can work side by side.
 """
@@ -78,6 +79,7 @@ def upgrade() -> None:
         sa.Column("seen_at", _TIME, nullable=False),
     )
     op.add_column("attempts", sa.Column("host", sa.String(32)))
+    op.add_column("projects", sa.Column("images", sa.Text()))
     op.create_index("runs_by_time", "runs", ["project", "created_at", "repeat", "id"])
     op.add_column("schema_version", sa.Column("usable_since", sa.String(32)))
     op.execute("UPDATE schema_version SET usable_since = '0002'")
