@@ -33,5 +33,5 @@ def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> N
     if not executor.images:
         raise InputError(
             f"{source}: image: needs an executor that runs jobs in images, and this workspace has {executor.name}, got "
-            f"{image}; leave image out, or choose one that does: posttrain init --executor podman"
+            f"{image}; leave image out, or choose one that does: posttrain init --executor"
         )
