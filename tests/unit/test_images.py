@@ -258,7 +258,7 @@ def test_from_afar_a_recipe_runs_in_an_image_or_not_at_all(bench: ServerBench, w
         with pytest.raises(InputError, match="dataflow: recipe: String should match pattern"):
             ann.plan(Path(naming(world, IMAGE, mine={**STAGE, "recipe": away})))
     lock = world.root / "x.lock.json"
-    ann.lock(boxed).write(lock)
+    ann.lock(Path(naming(world, IMAGE, mine=STAGE))).write(lock)
     text = lock.read_text()
     lock.write_text(text.replace(f'"image":"{IMAGE}",', ""))
     with pytest.raises(InputError, match="a server runs a dataflow of one's own only in an image"):

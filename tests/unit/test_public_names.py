@@ -100,7 +100,10 @@ COMMANDS = {
     "logout": ["URL"],
     "whoami": ["--output", "-o"],
     "project add": ["NAME"],
+    "project allow-image": ["IMAGE"],
+    "project images": ["--output", "-o"],
     "project ls": ["--output", "-o"],
+    "project remove-image": ["IMAGE"],
     "member ls": ["--output", "-o"],
     "member set": ["PRINCIPAL", "ROLE"],
     "member remove": ["PRINCIPAL"],
@@ -210,7 +213,7 @@ def test_every_reading_command_speaks_json() -> None:
         "erase",
         "doctor",
         "whoami",
-        *("project ls", "member ls", "token ls", "token issue", "token rotate"),
+        *("project ls", "project images", "member ls", "token ls", "token issue", "token rotate"),
     }
     assert {name for name, words in COMMANDS.items() if "-o" in words} == reading
 

@@ -63,6 +63,7 @@ def fill(ledger: Ledger) -> None:
         transaction.revoke_token("t1")
         transaction.set_role("user:cy", None)
         rules = (Rule(on=("run-ended",), owner="ann"),)
+        transaction.allow_image("localhost/train@*")
         transaction.add_sink(SinkRecord("chat", "webhook", {"url": "https://example.org/"}, rules, 4.0, ""), 0)
         transaction.pause_sink("chat", "person")
         transaction.record_look(Look("prod", OTHER, MODEL, MODEL, "run1", "pass", "ann", 4.0))
@@ -97,7 +98,7 @@ def test_what_happened_is_what_the_rows_say(ledger: Ledger) -> None:
     assert verify_rows(ledger) == before + 2  # not sealed yet: a release, and what it serves
 
 
-JSON = ("inputs", "outputs", "metrics", "meta", "parents", "asked", "scopes", "settings", "rules")
+JSON = ("inputs", "outputs", "metrics", "meta", "parents", "asked", "scopes", "settings", "rules", "images")
 COLUMNS = [(name, column) for name, one in TABLES.items() for column in one.columns]
 
 
@@ -141,7 +142,10 @@ def test_any_edited_column_of_any_row_is_named(tmp_path: Path, ledger: Ledger, t
         ("UPDATE runs SET owner = 'eve'", "run run1: owner must be 'ann'"),
         ("DELETE FROM approval_requests", "approval request sha256:"),
         ("DELETE FROM attempts", "attempt run1/sft/1: an event tells of it, but it is gone"),
-        ("INSERT INTO projects VALUES ('other', 1)", "project other: stands in the ledger, but no event tells of it"),
+        (
+            "INSERT INTO projects (id, created_at) VALUES ('x', 1)",
+            "project x: stands in the ledger, but no event tells of it",
+        ),
     ],
 )
 def test_an_edited_row_is_named_though_the_log_holds(
