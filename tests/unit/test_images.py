@@ -159,10 +159,16 @@ def test_an_executor_without_images_refuses_one_when_it_is_planned(world: World)
 def test_a_stage_is_not_taken_from_another_image(world: World) -> None:
     world.ok("run", "run.yaml")
     assert all(row["cached_from"] for row in world.json("plan", "run.yaml")["stages"] if row["kind"] == "sft")
-    assert not any(row["cached_from"] for row in world.json("plan", naming(world, IMAGE))["stages"])
+    found = {row["name"]: row["cached_from"] for row in world.json("plan", naming(world, IMAGE))["stages"]}
+    assert found["sft"] is None
+    assert found["grpo"] is None
+    assert found["baseline-evaluate"], "what measures is the same measure"
     world.ok("run", naming(world, IMAGE))
     asked = {request.image for request in world.executor.launched}
     assert asked == {"", IMAGE}, "each job is asked for with its run's image"
+    imaged = [request.labels["stage"] for request in world.executor.launched if request.image]
+    assert "sft" in imaged
+    assert "evaluate" not in imaged, "whoever made the image would write what gates judge by"
     orders = [json.loads((Path(one.attempt_dir) / "job.json").read_text()) for one in world.executor.launched]
     assert [order["image"] for order in orders] == [request.image for request in world.executor.launched]
 

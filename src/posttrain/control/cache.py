@@ -18,7 +18,7 @@ from posttrain.store.trees import verify_tree
 def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, InputBlob]) -> str:
     """What decides a stage's outputs, and nothing else (`domain.identity`)."""
     code = deciding_code(manifest, stage)
-    decides = job_identity(stage.kind, stage.params, manifest.seed, inputs, manifest.image)
+    decides = job_identity(stage.kind, stage.params, manifest.seed, inputs, manifest.image_of(stage))
     return digest_json({"code": code, **decides})
 
 

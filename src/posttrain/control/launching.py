@@ -169,6 +169,7 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
     taken_over = tokens_taken_over(stores, jobs.folders, attempts) if budgets.one_at_a_time(manifest) else 0
     spent = budgets.spending(stores.ledger.stages(stage.run_id), attempts, taken_over=taken_over)
     plan = manifest.stage(stage.name)
+    image = manifest.image_of(plan)
     return JobOrder(
         name=attempt.name,
         kind=plan.kind,
@@ -185,13 +186,13 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
         seconds_allowance=budgets.seconds_allowance(manifest, spent),
         tokens_declared=manifest.budget.tokens,
         seconds_declared=manifest.budget.wall_clock,
-        environment="" if manifest.image else environments.ordered(jobs, stage.run_id),
+        environment="" if image else environments.ordered(jobs, stage.run_id),
         trust_rewards=jobs.trust_rewards,
         epoch=attempt.number,
         channel=jobs.folders.channel(attempt),
         phase_seconds=phase_seconds(stall_after(manifest, stage.name)),
         served=jobs.access is not None,
-        image=manifest.image or "",
+        image=image or "",
     )
 
 

@@ -87,7 +87,7 @@ class Manifest(Frozen):
     code: dict[str, str]  # trainer → digest of the sources and engine versions that decide results
     policy: str | None = None  # digest of the channel's policy, whose gates are among `gates`; None: it had none
     runtime: RunRuntime | None = None  # None: the file says nothing for all stages
-    image: Annotated[str, AfterValidator(image_reference)] | None = None  # that its jobs run in; None: in none
+    image: Annotated[str, AfterValidator(image_reference)] | None = None  # that jobs run in (`image_of`); None: in none
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; `Manifest.model_validate` is its inverse. What came later is told only where it is used."""
@@ -119,6 +119,12 @@ class Manifest(Frozen):
             if stage.name == name:
                 return stage
         raise InputError(f"manifest has no stage {name!r}; it has {', '.join(s.name for s in self.stages)}")
+
+    def image_of(self, stage: StageManifest) -> str | None:
+        """The image that a stage's jobs run in. What measures a model runs in none: whoever made the image would write
+        what gates judge by.
+        """
+        return None if METRICS in stage.outputs else self.image
 
     def assets(self) -> Iterator[tuple[str, str, InputRef]]:
         """`(stage, slot, ref)` of every pinned asset."""

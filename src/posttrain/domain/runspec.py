@@ -194,7 +194,7 @@ class RunSpec(Frozen):
     budget: Budget = Budget()
     runtime: RunRuntime | None = None
     release: ReleaseSpec | None = None
-    image: Annotated[str, AfterValidator(image_reference)] | None = None  # every job's; None: this environment
+    image: Annotated[str, AfterValidator(image_reference)] | None = None  # of jobs, but those that measure; None: none
     trackers: Trackers | None = None  # None: the workspace's
 
     @model_validator(mode="after")
