@@ -73,6 +73,16 @@ def test_a_program_that_dies_is_told_with_its_last_words(program: Callable[[str]
         list(answers(name, {}, timeout=PATIENCE))
 
 
+def test_who_asked_may_end_at_any_moment_and_is_not_kept_by_the_deadline(program: Callable[[str], str]) -> None:
+    name = program("while os.getppid() == asked['asked_by']: time.sleep(0.1)")
+    asker = (
+        "import sys; from posttrain.execution.foreground import answers; "
+        f"sys.executable = {sys.executable!r}; told = answers({name!r}, {{}}, timeout=100000); next(told); sys.exit(3)"
+    )  # what it was told is a global: nothing closes it before the interpreter waits for threads
+    ended = subprocess.run([f"{sys.prefix}/bin/python", "-c", asker], timeout=PATIENCE, check=False)
+    assert ended.returncode == 3
+
+
 def test_one_that_does_not_end_is_ended_at_its_deadline(program: Callable[[str], str]) -> None:
     name = program("import subprocess; subprocess.run(['sleep', '100000'])")
     with pytest.raises(DeadlineError, match="must answer within"):

@@ -54,8 +54,9 @@ def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Itera
             start_new_session=True,
         )  # fmt: skip
         timer = threading.Timer(min(timeout, threading.TIMEOUT_MAX), _give_up, (program, late))
-        timer.start()
+        timer.daemon = True  # a process that a signal ends anywhere here ends at once, and the program with it
         try:
+            timer.start()
             yield from _exchange(program, request)
             code = program.wait()
         finally:
