@@ -21,6 +21,10 @@ from posttrain.domain.errors import ConflictError
 from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import open_blobs
 from posttrain.store.clock import SystemClock
+from posttrain.store.database import Database
+from posttrain.store.ledger import Ledger
+from posttrain.store.noted import Noted
+from posttrain.store.parts import Parts, PartStore
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.trees import put_tree, verify_tree
 
@@ -148,16 +152,23 @@ def test_cached_copies_of_what_is_gone_go_and_checkpoints_of_runs_that_ended(wor
 
 def test_uploads_that_nobody_used_go_with_the_word_that_they_are_there(world: World) -> None:
     """Else whoever asks would be told that nobody needs to send them, and then that they are missing."""
-    uploads = world.root / ".posttrain" / "uploads" / "default"
-    uploads.mkdir(parents=True)
     blobs = open_blobs(world.root / ".posttrain" / "blobs")
     unused, used = blobs.put(b"uploaded, never named"), world.json("asset", "get", "model:tiny@1")["digest"]
-    for digest, kind in ((unused, "here"), (used, "here"), (used, "part")):
-        (uploads / f"{digest.removeprefix('sha256:')}.{kind}").touch()
-    world.ok("gc")
-    assert len(list(uploads.iterdir())) == 3
-    assert world.json(*NOW)["blobs"]["deleted"] == 1
-    assert [path.name for path in uploads.iterdir()] == [f"{used.removeprefix('sha256:')}.here"]
+    store, half = PartStore(blobs.url), "sha256:" + "0" * 64
+    with closing(Database(world.root / ".posttrain" / "ledger.db")) as database:
+        ledger = Ledger(database, clock=world.clock)
+        noted, parts = Noted(ledger), Parts(ledger, store)
+        for digest in (unused, used):
+            noted.add(digest)
+        parts.add(half, 0, b"the first half")
+        store.put("default/nobodys", b"no row names it")
+        world.ok("gc")
+        assert [noted.has(digest) for digest in (unused, used)] == [True, True]
+        assert (parts.size(half), len(store.stored())) == (14, 2)
+        assert world.json(*NOW, "--dry-run")["folders"] == 2
+        assert world.json(*NOW)["blobs"]["deleted"] == 1
+        assert [noted.has(digest) for digest in (unused, used)] == [False, True]
+        assert (parts.size(half), store.stored()) == (0, {})
 
 
 def test_answers_that_nobody_asks_for_again_go(world: World) -> None:

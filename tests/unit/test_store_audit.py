@@ -174,6 +174,9 @@ def test_every_table_that_holds_state_is_told() -> None:
         "grants",
         "cursors",
         "hosts",
+        "operations",
+        "parts",
+        "uploads",
     }  # made again, or expired
 
 

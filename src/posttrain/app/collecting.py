@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from posttrain.api.values import Collected
@@ -14,11 +14,12 @@ from posttrain.domain.errors import ConflictError
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.direct import open_direct
 from posttrain.store.marking import Marker, ended_runs
+from posttrain.store.noted import forget_noted
+from posttrain.store.parts import PartStore, forget_parts, named_parts
 from posttrain.store.scratch import scratch
 from posttrain.store.sweeping import PATIENCE, forget_answers, sweep
 
 ANSWERS_SECONDS = 86400.0  # that an answer over HTTP can be given again
-_UPLOADS, _WHOLE = "uploads", ".here"  # as `server.uploads` has them
 _CACHED = ("trees", "files")  # folders of the cache whose entries are called by their digests
 
 
@@ -39,11 +40,11 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
     kept = max(older_than, ANSWERS_SECONDS)  # a client that lost an answer may still ask for it
     answers = forget_answers(ledger, ledger.clock.now() - kept, dry_run=dry_run)
     if dry_run:
-        leftovers = list(_leftovers(workspace, blobs, older_than))
+        leftovers = list(_leftovers(workspace, Marker(ledger, blobs).mark().needed, older_than))
         folders, size = len(leftovers), sum(_size(path) for path in leftovers)
     else:
         folders, size = _clear(workspace, blobs, older_than)  # first: nobody is told of bytes that are gone
-    folders += _end_unfinished(blobs.url, older_than, dry_run)
+    folders += _end_unfinished(workspace, blobs.url, older_than, dry_run)
     done = sweep(ledger, blobs, workspace.lock, actor, older_than=older_than, dry_run=dry_run)
     workspace.seal()
     return Collected(dry_run, done, folders, size, answers)
@@ -65,37 +66,42 @@ def _refuse_shared(workspace: Workspace, blobs: ObjectBlobs) -> None:
         )
 
 
-def _end_unfinished(url: str, older_than: float, dry_run: bool) -> int:
-    """End what was begun in a store beside its blobs and never ended: multipart uploads, and what clients sent."""
-    direct = open_direct(url)
-    found = direct.unfinished(time.time() - older_than) if direct is not None else []
-    for one in found:
-        if direct is not None and not dry_run:
+def _end_unfinished(workspace: Workspace, url: str, older_than: float, dry_run: bool) -> int:
+    """End what was begun in a store beside its blobs and never ended: uploads in parts, and what clients sent."""
+    ledger, store, direct = workspace.ledger, PartStore(url), open_direct(url)
+    forgotten = frozenset(forget_parts(ledger, ledger.clock.now() - older_than, dry_run=dry_run))
+    late = {name for name, at in store.stored().items() if at < time.time() - older_than}
+    gone = forgotten | (late - named_parts(ledger))
+    begun = direct.unfinished(time.time() - older_than) if direct is not None else []
+    for name in gone if not dry_run else ():
+        store.drop(name)
+    for one in begun if not dry_run else ():
+        if direct is not None:
             direct.end(one)
-    return len(found)
+    return len(gone) + len(begun)
 
 
 def _clear(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> tuple[int, int]:
-    """Move leftovers away while nobody starts anything, then delete them; how many folders and bytes."""
+    """Move leftovers away while nobody starts anything, then delete them; how many folders and bytes.
+
+    What was sent and never used is forgotten first: nobody is told that it is there and then that it is not.
+    """
     with scratch(workspace.root / "cache" / "scratch", ".gc-") as bin_:
         with workspace.lock.alone(PATIENCE):
-            found = list(_leftovers(workspace, blobs, older_than))
+            needed = Marker(workspace.ledger, blobs).mark().needed
+            found = list(_leftovers(workspace, needed, older_than))
+            forget_noted(workspace.ledger, needed, workspace.ledger.clock.now() - older_than)
             for number, path in enumerate(found):
                 shutil.move(path, bin_ / str(number))
         return len(found), _size(bin_)
 
 
-def _leftovers(workspace: Workspace, blobs: ObjectBlobs, older_than: float) -> Iterator[Path]:
-    """Cached copies of what nobody needs, uploads that nobody used, checkpoints of runs that ended for good."""
-    needed = Marker(workspace.ledger, blobs).mark().needed
+def _leftovers(workspace: Workspace, needed: Container[str], older_than: float) -> Iterator[Path]:
+    """Cached copies of what nobody needs, checkpoints of runs that ended for good."""
     for kind in _CACHED:
         for path in sorted((workspace.root / "cache" / kind).glob("[0-9a-f]*")):
             if DIGEST_PREFIX + path.name not in needed and path.stat().st_mtime < time.time() - older_than:
                 yield path
-    for path in sorted((workspace.root / _UPLOADS).glob("*/[0-9a-f]*")):  # halves, and what was never used
-        whole = path.suffix == _WHOLE and DIGEST_PREFIX + path.stem in needed
-        if not whole and path.stat().st_mtime < time.time() - older_than:
-            yield path
     for run in ended_runs(workspace.ledger, workspace.ledger.clock.now() - older_than):
         yield from sorted((workspace.root / "runs" / run).glob("*/[0-9]*/checkpoints"))
 

@@ -25,7 +25,7 @@ from posttrain.store.trees import file_digest, put_tree
 _CHUNK = 8 << 20  # bytes of one request
 _LARGE = 8 << 20  # bytes from which a server is asked for a direct way
 _PAUSE = 2.0  # seconds before an answer that broke off is asked for again
-_TRIES = 20  # where somebody else sends the same file at this moment
+_TRIES = 20  # without a step forward, where somebody else sends the same file at this moment
 
 
 class Sender:
@@ -104,10 +104,10 @@ class Sender:
             try:
                 state = json.loads(self._transport.ask("PATCH", path, raw=data, headers=headers).body)
             except ConflictError:  # somebody else sends it, or an answer was lost: ask where it is
-                tries += 1
+                state = self._state(path)
+                tries = tries + 1 if int(state["offset"]) == start else 0
                 if tries > _TRIES:
                     raise
-                state = self._state(path)
 
     def _state(self, path: str) -> dict[str, int]:
         found: dict[str, int] = json.loads(self._transport.ask("GET", path + "/state").body)

@@ -22,12 +22,14 @@ from posttrain.api.operations import PREFIX
 from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, SlowError
 from posttrain.server.lanes import ADOPT, READ, UPLOAD, in_thread
 from posttrain.server.requests import whole
-from posttrain.server.uploads import MOST_BYTES, Uploads
+from posttrain.server.uploads import MOST_BYTES, Arriving, Uploads, checked
 from posttrain.store.direct import LARGE, open_direct
+from posttrain.store.parts import PartStore
 
 if TYPE_CHECKING:
     from posttrain.server.app import Server
     from posttrain.server.entrance import Asker
+    from posttrain.workspace.opened import OpenWorkspace
 
 _PATH = PREFIX + "/blobs/{digest}"
 _UNKEPT = {"cache-control": "no-store"}
@@ -41,110 +43,117 @@ _STALLED = 60.0  # seconds without a byte, after which an upload holds no thread
 
 def add_routes(app: FastAPI, server: Server) -> None:
     """State asks how much of an upload is there, PATCH adds to it, GET gives the bytes; POST asks for a way around."""
-    from posttrain.server.app import asker
+    all_of = _Blobs(server)
+    app.add_api_route(_PATH + "/direct", all_of.offer, methods=["POST"], name="blob_direct")
+    app.add_api_route(_PATH + "/arrived", all_of.arrived, methods=["POST"], name="blob_arrived")
+    app.add_api_route(_PATH + "/state", all_of.state, methods=["GET"], name="blob_state")
+    app.add_api_route(_PATH, all_of.add, methods=["PATCH"], name="blob_add")
+    app.add_api_route(_PATH, all_of.fetch, methods=["GET"], name="blob_fetch")
 
-    direct, adoptions = open_direct(server.workspace.blobs.url), _Adoptions()
 
-    def uploads(request: Request, verb: str) -> tuple[Asker, Uploads]:
-        who = asker(request)
-        refuse(server.entrance.control(who), verb)
-        mine = server.workspace.seen_by(who.identity.principal, who.project, who.identity.auth)
-        return who, Uploads(mine)
+class _Blobs:
+    """What is answered at the paths of blobs."""
 
-    def ask(request: Request) -> dict[str, Any]:
-        _, mine = uploads(request, "add_dataset")
-        digest = request.path_params["digest"]
-        return {"held": mine.held(digest), "offset": mine.offset(digest)}
+    def __init__(self, server: Server) -> None:
+        self._server, self._adoptions = server, _Adoptions()
+        self._direct, self._parts = open_direct(server.workspace.blobs.url), PartStore(server.workspace.blobs.url)
 
-    async def state(request: Request) -> Response:
-        return JSONResponse(await in_thread(UPLOAD, ask, request))
+    async def state(self, request: Request) -> Response:
+        def ask() -> dict[str, Any]:
+            _, mine = self._seen(request, "add_dataset")
+            digest = request.path_params["digest"]
+            return {"held": Uploads(mine).held(digest), "offset": Arriving(mine, self._parts).offset(digest)}
 
-    async def add(request: Request) -> Response:
-        who, mine = await in_thread(READ, uploads, request, "add_dataset")  # before anything of the body is read
+        return JSONResponse(await in_thread(UPLOAD, ask))
+
+    async def add(self, request: Request) -> Response:
+        who, mine = await in_thread(READ, self._seen, request, "add_dataset")  # before anything of the body is read
         start, total = _number(request, "upload-offset"), _number(request, "upload-length")
-        async with server.limits.taken(who.identity.principal, UPLOAD, _weight(request)):
-            return await added(request, mine, start, total)
+        async with self._server.limits.taken(who.identity.principal, UPLOAD, _weight(request)):
+            return await _added(request, Arriving(mine, self._parts), start, total)
 
-    async def added(request: Request, mine: Uploads, start: int, total: int) -> Response:
-        pieces = _Pieces()
-
-        def write() -> int:
-            return mine.add(request.path_params["digest"], start, total, pieces)
-
-        def written() -> int:
-            try:
-                return write()
-            finally:
-                pieces.drain()
-
-        writer = asyncio.ensure_future(in_thread(UPLOAD, written))
-        try:
-            async for piece in request.stream():
-                for at in range(0, len(piece), _CHUNK):
-                    await pieces.put(piece[at : at + _CHUNK])
-        except ClientDisconnect:  # what has come is kept
-            pass
-        except SlowError:  # and here, before that is told
-            await pieces.put(None)
-            await writer
-            raise
-        finally:
-            await pieces.put(None)
-        have = await writer
-        return JSONResponse({"held": have == total, "offset": have})
-
-    async def fetch(request: Request) -> Response:
-        digest = request.path_params["digest"]
+    async def fetch(self, request: Request) -> Response:
+        digest, blobs = request.path_params["digest"], self._server.workspace.blobs
 
         def found() -> int:
-            who, mine = uploads(request, "write_report")
+            who, seen = self._seen(request, "write_report")
+            mine = Uploads(seen)
             if not mine.given(digest):  # a report's page; weights are for those who may take a model out
-                refuse(server.entrance.control(who), "export")
+                refuse(self._server.entrance.control(who), "export")
             if not mine.held(digest):
                 raise NotFoundError(f"there are no bytes {digest[:80]!r} in this project")
-            return server.workspace.blobs.size(digest)
+            return blobs.size(digest)
 
         size = await in_thread(UPLOAD, found)
-        if direct is not None and size >= LARGE and request.query_params.get("direct") == "yes":
-            url = await in_thread(UPLOAD, direct.download, digest)
+        if self._direct is not None and size >= LARGE and request.query_params.get("direct") == "yes":
+            url = await in_thread(UPLOAD, self._direct.download, digest)
             return RedirectResponse(url, headers=_UNKEPT)
-        pieces = server.workspace.blobs.stream(digest)
         headers = {"content-length": str(size)}  # an answer that breaks off is seen to
-        return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
+        return StreamingResponse(blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
-    async def offer(request: Request) -> Response:
-        who, mine = await in_thread(READ, uploads, request, "add_dataset")
-        digest = mine.checked(request.path_params["digest"])
-        async with server.limits.taken(who.identity.principal, UPLOAD):
+    async def offer(self, request: Request) -> Response:
+        who, _ = await in_thread(READ, self._seen, request, "add_dataset")
+        digest = checked(request.path_params["digest"])
+        async with self._server.limits.taken(who.identity.principal, UPLOAD):
             size = await _size(request)
-            ticket = None if direct is None else direct.upload(who.project, digest, size)
+            ticket = None if self._direct is None else self._direct.upload(who.project, digest, size)
         found = {"url": ticket.url, "headers": dict(ticket.headers)} if ticket else {"url": "", "headers": {}}
         return JSONResponse(found, headers=_UNKEPT)
 
-    async def arrived(request: Request) -> Response:
-        who, mine = await in_thread(READ, uploads, request, "add_dataset")
-        digest = mine.checked(request.path_params["digest"])
+    async def arrived(self, request: Request) -> Response:
+        who, seen = await in_thread(READ, self._seen, request, "add_dataset")
+        digest, direct, mine = checked(request.path_params["digest"]), self._direct, Uploads(seen)
         if direct is None:
             raise InputError("upload: this server's store takes nothing directly; send it to the server")
 
         def adopted(size: int) -> None:
             if mine.held(digest):  # an answer that was lost is asked for again, or another request was quicker
                 return
-            with server.workspace.blobs.holding():
+            with self._server.workspace.blobs.holding():
                 direct.adopt(who.project, digest, size)
                 mine.note(digest)
+            Arriving(seen, self._parts).forget(digest)
 
-        async with server.limits.taken(who.identity.principal, ADOPT):
+        async with self._server.limits.taken(who.identity.principal, ADOPT):
             size = await _size(request)
-            async with adoptions.alone(who.project, digest):
+            async with self._adoptions.alone(who.project, digest):
                 await in_thread(ADOPT, adopted, size)
         return JSONResponse({"held": True, "offset": size})
 
-    app.add_api_route(_PATH + "/direct", offer, methods=["POST"], name="blob_direct")
-    app.add_api_route(_PATH + "/arrived", arrived, methods=["POST"], name="blob_arrived")
-    app.add_api_route(_PATH + "/state", state, methods=["GET"], name="blob_state")
-    app.add_api_route(_PATH, add, methods=["PATCH"], name="blob_add")
-    app.add_api_route(_PATH, fetch, methods=["GET"], name="blob_fetch")
+    def _seen(self, request: Request, verb: str) -> tuple[Asker, OpenWorkspace]:
+        """Who asks, if they may, and the workspace as their project has it."""
+        from posttrain.server.app import asker
+
+        who = asker(request)
+        refuse(self._server.entrance.control(who), verb)
+        return who, self._server.workspace.seen_by(who.identity.principal, who.project, who.identity.auth)
+
+
+async def _added(request: Request, mine: Arriving, start: int, total: int) -> Response:
+    """Write what comes while it comes."""
+    pieces = _Pieces()
+
+    def written() -> int:
+        try:
+            return mine.add(request.path_params["digest"], start, total, pieces)
+        finally:
+            pieces.drain()
+
+    writer = asyncio.ensure_future(in_thread(UPLOAD, written))
+    try:
+        async for piece in request.stream():
+            for at in range(0, len(piece), _CHUNK):
+                await pieces.put(piece[at : at + _CHUNK])
+    except ClientDisconnect:  # what has come is kept
+        pass
+    except SlowError:  # and here, before that is told
+        await pieces.put(None)
+        await writer
+        raise
+    finally:
+        await pieces.put(None)
+    have = await writer
+    return JSONResponse({"held": have == total, "offset": have})
 
 
 class _Adoptions:

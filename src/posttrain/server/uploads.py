@@ -1,25 +1,20 @@
-"""Uploads by digest that go on where they stopped.
+"""Uploads by digest that go on where they stopped, at whichever server of the ledger.
 
-::
-
-    uploads/PROJECT/HEX.part   what has come so far
-    uploads/PROJECT/HEX.here   the bytes are in the store, and this project's, though nothing names them yet
-    uploads/PROJECT/HEX.given  they are a page, made for whoever may look
+What came so far lies in the store, in parts (`store.parts`); what came as a whole is the project's by a row
+(`store.noted`), also before anything names it.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.domain.canonical import DIGEST_PREFIX, is_digest
-from posttrain.domain.errors import ConflictError, InputError, UploadError
-from posttrain.store.atomic import make_folder, sync_folder, unwritable
-from posttrain.store.trees import file_digest
+from posttrain.domain.canonical import digest_bytes, is_digest
+from posttrain.domain.errors import ConflictError, DeadlineError, InputError, UploadError
+from posttrain.store.noted import Noted
+from posttrain.store.parts import PART, Parts, PartStore
+from posttrain.store.scratch import scratch
 
 if TYPE_CHECKING:
     from posttrain.workspace.opened import OpenWorkspace
@@ -28,11 +23,10 @@ MOST_BYTES = 1 << 40  # of one file
 
 
 class Uploads:
-    """Of one project."""
+    """What one project has sent."""
 
     def __init__(self, workspace: OpenWorkspace) -> None:
-        self._workspace = workspace
-        self._folder = workspace.root / "uploads" / workspace.ledger.project
+        self._workspace, self._noted = workspace, Noted(workspace.ledger)
 
     def registered(self, digest: str, form: str = "") -> bool:
         """Whether the project's ledger knows these bytes, as this form where one is named.
@@ -44,13 +38,39 @@ class Uploads:
 
     def held(self, digest: str) -> bool:
         """Whether the project has these bytes, so that nobody needs to send them again."""
-        sent = self._place(digest, "here").exists() and self._workspace.blobs.has(digest)
+        sent = self._noted.has(checked(digest)) and self._workspace.blobs.has(digest)
         return sent or self.registered(digest)
+
+    def keep(self, path: Path, *, to_viewers: bool) -> str:
+        """A file of this machine as if it had been uploaded; its digest.
+
+        Args:
+            to_viewers: whoever may look may have its bytes.
+        """
+        with self._workspace.blobs.holding():
+            digest = self._workspace.blobs.put_file(path)
+            self._noted.add(digest, shown=to_viewers)
+        return digest
+
+    def note(self, digest: str) -> None:
+        """Bytes that came into the store are this project's."""
+        self._noted.add(checked(digest))
+
+    def given(self, digest: str) -> bool:
+        """Whether whoever may look may have the bytes: a page that was made for them."""
+        return self._noted.shown(checked(digest))
+
+
+class Arriving:
+    """What one project sends."""
+
+    def __init__(self, workspace: OpenWorkspace, store: PartStore) -> None:
+        self._workspace, self._parts = workspace, Parts(workspace.ledger, store)
+        self._uploads = Uploads(workspace)
 
     def offset(self, digest: str) -> int:
         """How many bytes of an upload have come."""
-        part = self._place(digest, "part")
-        return part.stat().st_size if part.exists() else 0
+        return self._parts.size(checked(digest))
 
     def add(self, digest: str, start: int, total: int, pieces: Iterable[bytes]) -> int:
         """Add bytes to an upload; how many have come. With the last of them the file is in the store.
@@ -65,86 +85,81 @@ class Uploads:
         """
         if not 0 <= start <= total <= MOST_BYTES:
             raise InputError(f"upload: must be 0 <= offset <= size <= {MOST_BYTES}, got {start} and {total}")
-        make_folder(self._folder)
-        part = self._place(digest, "part")
-        with _alone(part) as file:
-            have = os.fstat(file).st_size
-            if have != start:
-                raise ConflictError(f"upload {digest}: {have} bytes have come, these begin at {start}; go on at {have}")
-            for piece in pieces:
-                have += len(piece)
-                if have > total:
-                    raise InputError(f"upload {digest}: must be {total} bytes, got more; name its whole size")
-                os.write(file, piece)
-            if have < total:
-                return have
-            self._store(digest, part)
+        have = self.offset(digest)
+        if have != start:
+            raise ConflictError(f"upload {digest}: {have} bytes have come, these begin at {start}; go on at {have}")
+        for block in _blocks(pieces, total - start, digest):
+            if len(block) == total:  # it came at once, and is small
+                self._keep(digest, block)
+                return total
+            self._parts.add(digest, have, block)
+            have += len(block)
+        if have == total:
+            self._store(digest)
         return have
 
-    def keep(self, path: Path, *, to_viewers: bool) -> str:
-        """A file of this machine as if it had been uploaded; its digest.
+    def forget(self, digest: str) -> None:
+        """What came of an upload is not needed: the file came another way."""
+        self._parts.forget(checked(digest))
 
-        Args:
-            to_viewers: whoever may look may have its bytes.
-        """
-        digest = self._workspace.blobs.put_file(path)
-        make_folder(self._folder)
-        for kind in ("here", "given") if to_viewers else ("here",):
-            self._place(digest, kind).touch(mode=0o600)
-        return digest
-
-    def note(self, digest: str) -> None:
-        """Bytes that came into the store by another way are this project's."""
-        make_folder(self._folder)
-        self._place(digest, "here").touch(mode=0o600)
-        sync_folder(self._folder)
-        self._place(digest, "part").unlink(missing_ok=True)
-
-    def checked(self, digest: str) -> str:
-        """A digest that is one.
-
-        Raises:
-            InputError: it is none.
-        """
-        self._place(digest, "here")
-        return digest
-
-    def given(self, digest: str) -> bool:
-        """Whether whoever may look may have the bytes: a page that was made for them."""
-        return self._place(digest, "given").exists()
-
-    def _store(self, digest: str, part: Path) -> None:
-        found = file_digest(part)
+    def _keep(self, digest: str, data: bytes) -> None:
+        found = digest_bytes(data)
         if found != digest:
-            part.unlink(missing_ok=True)
-            raise UploadError(f"upload {digest}: what came has the digest {found}; send it again")
+            raise _other(digest, found)
         with self._workspace.blobs.holding():
-            self._workspace.blobs.put_file(part)  # where the store is away, what came waits for the next request
-            self.note(digest)
+            self._workspace.blobs.put(data)
+            self._uploads.note(digest)
 
-    def _place(self, digest: str, kind: str) -> Path:
-        if not is_digest(digest):
-            raise InputError(f"digest must be sha256: and 64 hex digits, got {digest[:80]!r}")
-        return self._folder / f"{digest.removeprefix(DIGEST_PREFIX)}.{kind}"
+    def _store(self, digest: str) -> None:
+        """Where the store is away, what came waits for the next request."""
+        with scratch(self._workspace.root / "cache" / "scratch", "upload-") as folder:
+            found = self._parts.whole(digest, folder / "whole")
+            if found == digest:
+                with self._workspace.blobs.holding():
+                    self._workspace.blobs.put_file(folder / "whole")
+                    self._uploads.note(digest)
+        self._parts.forget(digest)
+        if found != digest:
+            raise _other(digest, found)
 
 
-@contextmanager
-def _alone(part: Path) -> Iterator[int]:
-    """The file of an upload, which one request at a time adds to.
+def checked(digest: str) -> str:
+    """A digest that is one.
 
     Raises:
-        ConflictError: another request does so now.
+        InputError: it is none.
     """
+    if not is_digest(digest):
+        raise InputError(f"digest must be sha256: and 64 hex digits, got {digest[:80]!r}")
+    return digest
+
+
+def _blocks(pieces: Iterable[bytes], most: int, digest: str) -> Iterator[bytes]:
+    """What comes, in parts; what had come before it stopped is one of them.
+
+    Args:
+        most: bytes that may come.
+
+    Raises:
+        InputError: more comes. DeadlineError: it does not come on.
+    """
+    block, stalled = bytearray(), None
     try:
-        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    except OSError as error:
-        raise unwritable(part, error) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield file
-    except BlockingIOError as error:
-        raise ConflictError("upload: another request sends these bytes now; ask again where it is") from error
-    except OSError as error:
-        raise unwritable(part, error) from error
-    finally:
-        os.close(file)
+        for piece in pieces:
+            most -= len(piece)
+            if most < 0:
+                raise InputError(f"upload {digest}: more came than the size that it names; name its whole size")
+            block += piece
+            if len(block) >= PART:
+                yield bytes(block)
+                block.clear()
+    except DeadlineError as error:
+        stalled = error
+    if block:
+        yield bytes(block)
+    if stalled is not None:
+        raise stalled
+
+
+def _other(digest: str, found: str) -> UploadError:
+    return UploadError(f"upload {digest}: what came has the digest {found}; send it again")

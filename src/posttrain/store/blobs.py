@@ -75,7 +75,7 @@ def open_blobs(location: str | Path, lock: StoreLock | None = None) -> ObjectBlo
         InputError: a URL that is not understood.
         WorkspaceError: a folder that cannot be made.
     """
-    return ObjectBlobs(_backend(location), lock)
+    return ObjectBlobs(backend_of(location), lock)
 
 
 def blobs_url(location: str | Path) -> str:
@@ -84,7 +84,7 @@ def blobs_url(location: str | Path) -> str:
     Raises:
         InputError: a URL that holds credentials: it is written into ledgers and job orders.
     """
-    url = _backend(location).url
+    url = backend_of(location).url
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query:
         shown = f"{parts.scheme}://…@{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -92,7 +92,8 @@ def blobs_url(location: str | Path) -> str:
     return url
 
 
-def _backend(location: str | Path) -> Backend:
+def backend_of(location: str | Path) -> Backend:
+    """What keeps the objects of a store."""
     address = str(location)
     if isinstance(location, Path) or "://" not in address:
         return LocalFolder(Path(address))

@@ -51,10 +51,10 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """What somebody began to write and did not end."""
+    """A multipart upload that somebody began and did not end."""
 
     key: str
-    id: str  # of a multipart upload; empty: an object
+    id: str
     at: float  # seconds since the epoch
 
 
@@ -123,27 +123,16 @@ class Direct:
                 self._drop(own)
 
     def unfinished(self, before: float) -> list[Unfinished]:
-        """What was begun before this moment and not ended: objects that nobody came back for, multipart uploads.
+        """Multipart uploads that were begun before this moment and not ended.
 
         Raises:
             UnavailableError: the store does not answer.
         """
-        found = []
-        with answering(self._url, _UPLOADS):
-            for some in obstore.list(self._store, prefix=_UPLOADS):
-                for one in some:
-                    found.append(Unfinished(str(one["path"]), "", one["last_modified"].timestamp()))
         keys = Keys.of_environment()
-        if keys is not None:
-            found.extend(self._multipart(keys))
-        return [one for one in found if one.at < before]
+        return [one for one in self._multipart(keys) if one.at < before] if keys is not None else []
 
     def end(self, one: Unfinished) -> None:
-        """Delete it, or abort it; one that is gone already is no error."""
-        if not one.id:
-            with answering(self._url, one.key):
-                self._drop(one.key)
-            return
+        """Abort it; one that is gone already is no error."""
         keys = Keys.of_environment()
         if keys is not None:
             self._ask(keys, "DELETE", self._address(one.key), {"uploadId": one.id})

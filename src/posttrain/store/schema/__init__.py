@@ -25,7 +25,18 @@ from posttrain.store.schema.channels import (
 from posttrain.store.schema.columns import JsonText, UnreadableColumnError, metadata
 from posttrain.store.schema.log import chain_head, events, events_before, leaves, payloads, tiles, tree_head, unsealed
 from posttrain.store.schema.runs import attempts, runs, signals, stage_cache, stages
-from posttrain.store.schema.upkeep import cursors, grants, hosts, requests, sessions, watches, work
+from posttrain.store.schema.upkeep import (
+    cursors,
+    grants,
+    hosts,
+    operations,
+    parts,
+    requests,
+    sessions,
+    uploads,
+    watches,
+    work,
+)
 
 SCHEMA_VERSION = "0003"  # the newest revision in migrations/versions; revisions are counted, so they compare as text
 VERSION_TABLE = "schema_version"
@@ -54,6 +65,8 @@ __all__ = [
     "leaves",
     "looks",
     "metadata",
+    "operations",
+    "parts",
     "payloads",
     "principals",
     "projects",
@@ -71,6 +84,7 @@ __all__ = [
     "tokens",
     "tree_head",
     "unsealed",
+    "uploads",
     "watches",
     "work",
 ]

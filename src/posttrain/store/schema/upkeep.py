@@ -67,6 +67,44 @@ requests = Table(  # what was answered, for whoever asks the same again because 
     Index("requests_by_time", "at"),
 )
 
+operations = Table(  # requests that are answered by and by, for whichever server is asked about one
+    "operations",
+    metadata,
+    Column("id", String(26), primary_key=True),  # of its request
+    Column("project", String(63), nullable=False),
+    Column("principal", String(32), nullable=False),
+    Column("verb", String(64), nullable=False),
+    Column("body", String(71), nullable=False),  # digest of what was asked
+    Column("server", Text, nullable=False),  # process that carries it out, HOSTNAME:PID:START
+    Column("document", Text, nullable=False),  # how it stands, as JSON
+    Column("over", Integer, nullable=False),  # 1: it ended, and the document says how
+    Column("ending", Integer, nullable=False),  # 1: somebody cancelled it
+    Column("looked_at", Float(53), nullable=False),
+    Index("operations_by_time", "looked_at"),
+)
+
+uploads = Table(  # bytes that a project sent, in the store, though no row names them yet
+    "uploads",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("digest", String(71), primary_key=True),
+    Column("shown", Integer, nullable=False),  # 1: a page, made for whoever may look
+    Column("at", Float(53), nullable=False),
+    Index("uploads_by_time", "at"),
+)
+
+parts = Table(  # of an upload that is under way: objects in the store
+    "parts",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("digest", String(71), primary_key=True),  # of the whole
+    Column("start", BigInteger, primary_key=True),
+    Column("size", BigInteger, nullable=False),
+    Column("object", Text, nullable=False),  # its name
+    Column("at", Float(53), nullable=False),
+    Index("parts_by_time", "at"),
+)
+
 grants = Table(  # of running jobs: which attempt stands behind the secret that one shows
     "grants",
     metadata,

@@ -78,8 +78,45 @@ def upgrade() -> None:
         sa.Column("version", sa.Text(), nullable=False),
         sa.Column("seen_at", _TIME, nullable=False),
     )
+    _create_what_servers_share()
     op.add_column("attempts", sa.Column("host", sa.String(32)))
     op.add_column("projects", sa.Column("images", sa.Text()))
     op.create_index("runs_by_time", "runs", ["project", "created_at", "repeat", "id"])
     op.add_column("schema_version", sa.Column("usable_since", sa.String(32)))
     op.execute("UPDATE schema_version SET usable_since = '0002'")
+
+
+def _create_what_servers_share() -> None:
+    """Uploads and operations, which every server of the ledger answers for."""
+    op.create_table(
+        "operations",
+        sa.Column("id", sa.String(26), primary_key=True),
+        sa.Column("project", _PROJECT, nullable=False),
+        sa.Column("principal", _PRINCIPAL, nullable=False),
+        sa.Column("verb", sa.String(64), nullable=False),
+        sa.Column("body", sa.String(71), nullable=False),
+        sa.Column("server", sa.Text(), nullable=False),
+        sa.Column("document", sa.Text(), nullable=False),
+        sa.Column("over", sa.Integer(), nullable=False),
+        sa.Column("ending", sa.Integer(), nullable=False),
+        sa.Column("looked_at", _TIME, nullable=False),
+    )
+    op.create_index("operations_by_time", "operations", ["looked_at"])
+    op.create_table(
+        "uploads",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("digest", sa.String(71), primary_key=True),
+        sa.Column("shown", sa.Integer(), nullable=False),
+        sa.Column("at", _TIME, nullable=False),
+    )
+    op.create_index("uploads_by_time", "uploads", ["at"])
+    op.create_table(
+        "parts",
+        sa.Column("project", _PROJECT, primary_key=True),
+        sa.Column("digest", sa.String(71), primary_key=True),
+        sa.Column("start", sa.BigInteger(), primary_key=True),
+        sa.Column("size", sa.BigInteger(), nullable=False),
+        sa.Column("object", sa.Text(), nullable=False),
+        sa.Column("at", _TIME, nullable=False),
+    )
+    op.create_index("parts_by_time", "parts", ["at"])

@@ -1,0 +1,166 @@
+"""Parts of uploads that are under way: objects in the store, and rows that say which. Any server goes on with them.
+
+::
+
+    uploads/PROJECT/HEX.START.RANDOM    what came from START on
+
+A part counts once its row is there. Of two requests that send the same part one gets the row; the object of the other
+is deleted. Objects without a row, as a killed process leaves them, are deleted by `posttrain gc`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import obstore
+from sqlalchemy import ColumnElement, delete, func, insert, select
+from sqlalchemy.exc import IntegrityError as ConstraintError
+
+from posttrain.domain.canonical import DIGEST_PREFIX
+from posttrain.domain.errors import ConflictError, NotFoundError
+from posttrain.store.answering import answering
+from posttrain.store.atomic import write_stream
+from posttrain.store.blobs import backend_of, blob_key
+from posttrain.store.ledger import Ledger
+from posttrain.store.schema import parts
+from posttrain.store.trees import file_digest
+
+PART = 8 << 20  # bytes of a part that is not the last one of its request
+_UPLOADS = "uploads"
+
+
+class PartStore:
+    """Where the parts lie: beside the blobs of a store, by the URL of which it is opened.
+
+    Raises:
+        InputError: the URL is none.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._backend = backend_of(url)
+        self._store = self._backend.open()
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write one. Raises as the methods of `BlobStore`."""
+        with answering(self.url, name):
+            obstore.put(self._store, f"{_UPLOADS}/{name}", data)
+            self._backend.settle(f"{_UPLOADS}/{name}")
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """The bytes of one.
+
+        Raises:
+            NotFoundError: it is not there. UnavailableError: the store does not answer.
+        """
+        with answering(self.url, name):
+            yield from self._backend.pieces(self._store, f"{_UPLOADS}/{name}")
+
+    def drop(self, name: str) -> None:
+        """Delete one; one that is gone already is no error."""
+        with suppress(FileNotFoundError, NotFoundError), answering(self.url, name):
+            obstore.delete(self._store, f"{_UPLOADS}/{name}")
+
+    def stored(self) -> dict[str, float]:
+        """All that there are, and what clients sent directly: name → when it was written (seconds since the epoch)."""
+        with answering(self.url, _UPLOADS):
+            every = [one for some in obstore.list(self._store, prefix=_UPLOADS) for one in some]
+        return {str(one["path"]).removeprefix(f"{_UPLOADS}/"): one["last_modified"].timestamp() for one in every}
+
+
+class Parts:
+    """Of one project's uploads."""
+
+    def __init__(self, ledger: Ledger, store: PartStore) -> None:
+        self._ledger, self._store = ledger, store
+
+    def size(self, digest: str) -> int:
+        """How many bytes of an upload have come."""
+        with self._ledger.database.read() as connection:
+            query = select(func.coalesce(func.sum(parts.c.size), 0)).where(*self._of(digest))
+            return int(connection.execute(query).scalar_one())
+
+    def add(self, digest: str, start: int, data: bytes) -> None:
+        """Keep what came from `start` on, which is where the part before it ends.
+
+        Raises:
+            ConflictError: another request was quicker.
+        """
+        blob_key(digest)
+        project = self._ledger.project
+        name = f"{project}/{digest.removeprefix(DIGEST_PREFIX)}.{start:013d}.{secrets.token_hex(8)}"
+        self._store.put(name, data)
+        row = {"project": project, "digest": digest, "start": start, "size": len(data), "object": name}
+        try:
+            with self._ledger.database.write() as connection:
+                have = select(func.coalesce(func.sum(parts.c.size), 0)).where(*self._of(digest))
+                if int(connection.execute(have).scalar_one()) != start:
+                    raise _quicker(digest)
+                with connection.begin_nested():
+                    connection.execute(insert(parts).values(**row, at=self._ledger.clock.now()))
+        except ConstraintError as error:
+            self._store.drop(name)
+            raise _quicker(digest) from error
+        except ConflictError:
+            self._store.drop(name)
+            raise
+
+    def whole(self, digest: str, path: Path) -> str:
+        """Write all that came to a file; its digest.
+
+        Raises:
+            ConflictError: something of it is gone, so all of it is; it is sent again.
+        """
+        with self._ledger.database.read() as connection:
+            query = select(parts.c.object).where(*self._of(digest)).order_by(parts.c.start)
+            names = list(connection.execute(query).scalars())
+
+        def fill(file: BinaryIO) -> None:
+            for name in names:
+                for piece in self._store.pieces(name):
+                    file.write(piece)
+
+        try:
+            write_stream(path, fill)
+        except NotFoundError as error:
+            self.forget(digest)
+            raise ConflictError(f"upload {digest}: what came of it is gone; send it again") from error
+        return file_digest(path)
+
+    def forget(self, digest: str) -> None:
+        """Delete what came of an upload."""
+        with self._ledger.database.write() as connection:
+            names = list(connection.execute(select(parts.c.object).where(*self._of(digest))).scalars())
+            connection.execute(delete(parts).where(*self._of(digest)))
+        for name in names:
+            self._store.drop(name)
+
+    def _of(self, digest: str) -> tuple[ColumnElement[bool], ...]:
+        return parts.c.project == self._ledger.project, parts.c.digest == digest
+
+
+def forget_parts(ledger: Ledger, before: float, *, dry_run: bool = False) -> list[str]:
+    """Forget uploads of every project to which nothing was added since a moment; the objects that they had."""
+    late = select(parts.c.project, parts.c.digest).group_by(parts.c.project, parts.c.digest)
+    with ledger.database.write() as connection:
+        found: list[str] = []
+        for project, digest in connection.execute(late.having(func.max(parts.c.at) < before)).all():
+            mine = (parts.c.project == project) & (parts.c.digest == digest)
+            found += connection.execute(select(parts.c.object).where(mine)).scalars()
+            if not dry_run:
+                connection.execute(delete(parts).where(mine))
+        return found
+
+
+def named_parts(ledger: Ledger) -> frozenset[str]:
+    """The objects of uploads that are under way, in every project."""
+    with ledger.database.read() as connection:
+        return frozenset(connection.execute(select(parts.c.object)).scalars())
+
+
+def _quicker(digest: str) -> ConflictError:
+    return ConflictError(f"upload {digest}: another request sent these bytes; ask where it is, and go on there")
