@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import RUN, make_template
-from workbench import Live, Reference, Workbench
+from teams import Team
+from tiny_run import RUN
+from workbench import Reference, Workbench
 
 from postgres_server import Server
 from s3_server import s3_server
@@ -21,62 +22,6 @@ from serving import Served
 
 pytestmark = pytest.mark.postgres
 _LONG = {**RUN, "stages": {**RUN["stages"], "sft": {**RUN["stages"]["sft"], "steps": 4000}}}
-
-
-class Team:
-    """Two hosts with a server each, and people who ask either."""
-
-    def __init__(self, folder: Path, postgres: Server, s3: str) -> None:
-        self.postgres, self.folder, self.address = postgres, folder, postgres.create()
-        keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
-        places = {"POSTTRAIN_STORE": "s3://store/blobs", "POSTTRAIN_LEDGER": self.address, "AWS_ENDPOINT_URL": s3}
-        self.benches = []
-        for name in ("one", "two"):
-            (folder / name).mkdir()
-            bench = Workbench(folder / name)
-            bench.environment = {**keys, **places, "AWS_ALLOW_HTTP": "true"}
-            self.benches.append(bench)
-        make_template(self.benches[0])
-        self.benches[1].run("init")
-        self.servers = [Served(bench) for bench in self.benches]
-
-    def ids(self) -> list[str]:
-        """Of the hosts, as the ledger knows them."""
-        return [json.loads((bench.root / "workspace.json").read_text())["id"] for bench in self.benches]
-
-    def asker(self, name: str, of: int, secret: str) -> Workbench:
-        """Somebody's folder with the run file and nothing else, who asks one of the servers."""
-        (self.folder / name).mkdir()
-        made = Workbench(self.folder / name)
-        url = self.servers[of].url
-        made.environment = {"POSTTRAIN_SERVER": url, "POSTTRAIN_TOKEN": secret, "HOME": str(made.folder)}
-        made.write("run.yaml", RUN)
-        return made
-
-    def token(self, name: str, role: str = "admin", project: str = "default") -> str:
-        inside = {"POSTTRAIN_PROJECT": project}
-        self.benches[0].run("member", "set", f"user:{name}", role, env=inside)
-        return str(self.benches[0].run("token", "issue", f"user:{name}", "-o", "json", env=inside).json["secret"])
-
-    def at(self, run_id: str) -> int | None:
-        """Which host has the jobs of a run."""
-        rows = self.postgres.sql(f"SELECT host FROM attempts WHERE run_id = '{run_id}'", self.address)
-        return self.ids().index(rows[0][0]) if rows else None
-
-    def job(self, run_id: str) -> tuple[int, Live]:
-        """The host that has begun a run, and its job."""
-        bench = self.benches[0]
-        place: int = bench.wait(
-            "a host that begins the run", lambda: (found := self.at(run_id)) is not None and found + 1
-        )
-        return place - 1, self.benches[place - 1].wait_job()
-
-    def close(self) -> None:
-        for served in self.servers:
-            if served.process.poll() is None:
-                served.end()
-        for bench in self.benches:
-            bench.clean()
 
 
 @pytest.fixture

@@ -119,6 +119,7 @@ EXIT_CODES = {
     "LedgerUnavailableError": 10,
     "BusyError": 6,
     "LimitError": 6,
+    "LostOperationError": 2,
     "SlowError": 12,
     "UploadError": 8,
     "PosttrainError": 1,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from server_bench import KEY, Answer, ServerBench, served
+from sqlalchemy import update
 
 from posttrain.api.values import Answer as Said
 from posttrain.api.values import Asked
@@ -24,6 +25,9 @@ from posttrain.domain.roles import Role
 from posttrain.server.asking import Asking
 from posttrain.server.underway import Underway
 from posttrain.server.workers import Workers
+from posttrain.store.hosts import Hosts
+from posttrain.store.operations import Operations
+from posttrain.store.schema import operations
 
 P = "/v1/projects/default"
 ROWS = "".join(json.dumps({"prompt": f"{n}", "completion": "x"}) + "\n" for n in range(20))
@@ -154,6 +158,90 @@ def test_an_operation_of_others_is_absent(bench: ServerBench, method: str) -> No
         assert [one.status for one in found] == [404, 404]
         assert len({one.json["detail"].replace(number, "0" * len(number)) for one in found}) == 1
     assert not held.asked[0].over
+    held.go.set()
+
+
+class Other:
+    """Another server of the ledger, on another machine, that carries something out for ann."""
+
+    def __init__(self, bench: ServerBench) -> None:
+        ledger = bench.workspace.ledger
+        self.known = Operations(ledger.database, ledger.clock, "elsewhere:1:1.00", lambda _: True)
+        with ledger.snapshot() as now:
+            self.mine = ("default", str(now.principal_of("user:ann")))
+        self._hosts = Hosts(ledger.database, ledger.clock, "h" * 32, "elsewhere:/x")
+        self._hosts.announce("", "elsewhere:1:1.00")
+        self.number, self.database = "f" * 26, ledger.database
+        self.known.begin(self.number, *self.mine, "add_dataset", "sha256:x", '{"state": "running"}')
+
+    def restart(self) -> None:
+        self._hosts.announce("", "elsewhere:2:2.00")
+
+    def be_silent(self) -> None:
+        with self.database.write() as connection:
+            connection.execute(update(operations).values(told_at=operations.c.told_at - 61))
+
+
+@pytest.fixture
+def ann(bench: ServerBench) -> Callable[..., Answer]:
+    def ask(method: str, number: str) -> Answer:
+        return bench.ask(method, f"{P}/operations/{number}", bench.tokens["ann"])
+
+    return ask
+
+
+def test_how_one_stands_elsewhere_and_that_somebody_looks(bench: ServerBench, ann: Callable[..., Answer]) -> None:
+    other = Other(bench)
+    with other.database.write() as connection:
+        connection.execute(update(operations).values(looked_at=operations.c.looked_at - 1000))
+    assert other.known.tell(other.number, '{"state": "running", "progress": "row 8"}', over=False)[0] >= 1000
+    assert ann("GET", other.number).json["progress"] == "row 8"
+    ago, ending = other.known.tell(other.number, '{"state": "running"}', over=False)
+    assert (ago < 1000, ending) == (True, False)
+    other.known.tell(other.number, '{"state": "succeeded", "answer": 1}', over=True)
+    other.be_silent()
+    other.restart()
+    assert ann("GET", other.number).json["answer"] == 1, "what came of it is told though its server is gone"
+    assert ann("DELETE", other.number).json["answer"] == 1
+
+
+@pytest.mark.parametrize("how", [Other.be_silent, Other.restart])
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_that_a_server_is_gone_is_one_problem(
+    bench: ServerBench, ann: Callable[..., Answer], method: str, how: Callable[[Other], None]
+) -> None:
+    other = Other(bench)
+    assert ann("GET", other.number).json["state"] == "running"
+    how(other)
+    answer = ann(method, other.number)
+    assert (answer.status, answer.json["type"]) == (404, "urn:posttrain:problem:lost-operation")
+    assert "ask again with the same Idempotency-Key" in answer.json["detail"]
+    stranger = bench.ask(method, f"{P}/operations/{other.number}", bench.tokens["ben"])
+    assert stranger.json["type"] == "urn:posttrain:problem:not-found"
+
+
+def test_one_that_is_cancelled_elsewhere_ends(bench: ServerBench) -> None:
+    held = Held(bench)
+    place = begin(bench, adding(bench), bench.tokens["ann"]).headers["location"]
+    held.begun.acquire()
+    other = Other(bench)
+    other.known.cancel(place.rpartition("/")[2], *other.mine)
+    found = until(bench, place, "cancelled", bench.tokens["ann"])
+    assert found["problem"]["type"] == "urn:posttrain:problem:stopped"
+    assert bench.control(KEY).assets("dataset") == []
+
+
+def test_a_look_elsewhere_is_a_look(bench: ServerBench) -> None:
+    held = Held(bench)
+    number = begin(bench, adding(bench), bench.tokens["ann"]).headers["location"].rpartition("/")[2]
+    held.begun.acquire()
+    running = bench.app.state.server.underway._all[number]
+    running.looked -= 50.0
+    before = running.looked
+    other = Other(bench)
+    other.known.find(number, *other.mine)
+    while running.looked == before:
+        pass
     held.go.set()
 
 

@@ -5,6 +5,7 @@
     PosttrainError                    exit  meaning
     ├── InputError                      2   what was written cannot be run: fix the named field
     │   ├── NotFoundError               2   a ref, run, channel or asset nobody knows
+    │   │   └── LostOperationError      2   the server that carried an operation out is gone
     │   ├── ApiVersionError             2   a server and its client speak no version of the API in common
     │   └── CursorError                 2   a cursor that is no place in this list
     ├── GateRejectedError               3   a gate said FAIL or ERROR; nothing shipped
@@ -59,6 +60,10 @@ class InputError(PosttrainError):
 
 class NotFoundError(InputError):
     """A name nobody knows."""
+
+
+class LostOperationError(NotFoundError):
+    """The server that carried an operation out is gone; whoever asks again has it done once."""
 
 
 class ApiVersionError(InputError):

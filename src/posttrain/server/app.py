@@ -24,6 +24,7 @@ from posttrain.api.operations import OPERATIONS, PREFIX, Operation
 from posttrain.api.problems import MEDIA_TYPE, problem
 from posttrain.api.versions import API_VERSIONS
 from posttrain.app.workspace import Workspace
+from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.errors import (
     ApiVersionError,
     AuthenticationError,
@@ -51,9 +52,10 @@ from posttrain.server.metering import Meters
 from posttrain.server.observing import Observing, verb_of
 from posttrain.server.repeats import LaterError, Once, request_id
 from posttrain.server.requests import read, sent, timely, weight
-from posttrain.server.underway import Underway, accepted, wait_of
+from posttrain.server.underway import Underway, accepted, asked_of, wait_of
 from posttrain.server.worker import INTERFACE
 from posttrain.server.workers import Answers, Refused
+from posttrain.store.operations import Begun, Operations
 
 log = logging.getLogger("posttrain.server")
 _VERSION = re.compile(r"/v([0-9]{1,9})(/|$)")
@@ -77,7 +79,14 @@ class Server:
     behind_proxy: bool = False
     meters: Meters = field(default_factory=Meters)
     limits: Limits = field(default_factory=Limits)
-    underway: Underway = field(default_factory=Underway)
+    operations: Operations = field(init=False)
+    underway: Underway = field(init=False)
+
+    def __post_init__(self) -> None:
+        ledger = self.workspace.ledger
+        known = Operations(ledger.database, ledger.clock, process_name(), process_alive)
+        object.__setattr__(self, "operations", known)
+        object.__setattr__(self, "underway", Underway(known))
 
 
 def build(server: Server) -> FastAPI:
@@ -145,9 +154,13 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
         if operation.verb == "ask" and streams.wants_events(request):
             return await streams.answers(request, carry)
         if wait is not None:
+            known = await in_thread(READ, _elsewhere, server, who, number, asked_of(operation.verb, given))
+            if known is not None:
+                return accepted(who.project, number, known.document)
             one = server.underway.begin(who, number, operation.verb, given, carry)
             if not (await asyncio.wait({one.task}, timeout=wait))[0]:
-                return accepted(one)
+                await server.underway.share(one, await in_thread(READ, server.entrance.principal, who))
+                return accepted(who.project, number, one.to_json())
             server.underway.drop(one)
             found = one.task.result()
         else:
@@ -182,6 +195,14 @@ def _given(
     key = request.headers.get("idempotency-key", "") if operation.unsafe else ""
     request.state.id = request_id(key, who.project, who.identity.principal, server.workspace.ledger.entropy)
     return given, key
+
+
+def _elsewhere(server: Server, who: Asker, number: str, body: str) -> Begun | None:
+    """The operation that another server makes of the same request at this moment; None: none does."""
+    if server.underway.carries_out(number):
+        return None
+    found = server.operations.find(number, who.project, server.entrance.principal(who))
+    return found if found is not None and not found.over and not found.lost and found.body == body else None
 
 
 def _asked(

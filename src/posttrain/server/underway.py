@@ -1,7 +1,8 @@
 """Operations: requests that take longer than their connection waits, polled, and cancelled where nobody asks any more.
 
 `Prefer: respond-async` lets a request that a worker carries out be answered with 202 and the place of its operation.
-They live with the server: one that ended with it is asked again with its idempotency key, which carries it out once.
+From then on the database says how it stands (`store.operations`), so any server of the ledger tells of it and cancels
+it. One that ended with its server is asked again with its idempotency key, which carries it out once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import json
 import re
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -21,10 +24,12 @@ from starlette.responses import Response
 from posttrain.api.guarding import refuse
 from posttrain.api.operations import PREFIX
 from posttrain.api.problems import problem
-from posttrain.domain.errors import BusyError, NotFoundError, StoppedError
+from posttrain.domain.canonical import digest_bytes
+from posttrain.domain.errors import BusyError, LostOperationError, NotFoundError, PosttrainError, StoppedError
 from posttrain.server.asking import OPERATION_SECONDS, Asking
 from posttrain.server.lanes import READ, in_thread
 from posttrain.server.workers import Refused
+from posttrain.store.operations import Begun, Operations
 
 if TYPE_CHECKING:
     from posttrain.server.app import Server
@@ -54,9 +59,11 @@ class Running:
     began: float = field(default_factory=time.monotonic)
     looked: float = field(default_factory=time.monotonic)
     ended: float | None = None
+    shared: bool = False  # the database says how it stands
+    told: bool = False  # and how it ended
     progress: str = ""
 
-    def told(self, piece: bytes) -> None:
+    def hear(self, piece: bytes) -> None:
         """What its worker says meanwhile."""
         said = json.loads(piece)
         if said.get("kind") == "progress":
@@ -79,26 +86,39 @@ class Running:
 
 
 class Underway:
-    """The operations of one server. It is asked by the event loop alone."""
+    """The operations that one server carries out. It is asked by the event loop alone.
 
-    def __init__(self) -> None:
+    Args:
+        shared: what the ledger knows of them.
+    """
+
+    def __init__(self, shared: Operations) -> None:
+        self._shared = shared
         self._all: dict[str, Running] = {}
         self._watches: set[asyncio.Task[None]] = set()
 
-    def find(self, number: str, principal: str, project: str) -> Running:
-        """Somebody's operation.
-
-        Raises:
-            NotFoundError: they have none of this id.
-        """
+    def find(self, number: str, principal: str, project: str) -> Running | None:
+        """Somebody's operation, if this server carries it out."""
         found = self._all.get(number)
         if found is None or (found.principal, found.project) != (principal, project):
-            raise NotFoundError(
-                f"there is no operation {number[:80]!r} of yours; ask again with the same Idempotency-Key, which "
-                "carries it out once"
-            )
+            return None
         found.looked = time.monotonic()
         return found
+
+    def carries_out(self, number: str) -> bool:
+        """Whether this server does."""
+        return number in self._all
+
+    async def share(self, one: Running, principal: str) -> None:
+        """Let every server tell of it.
+
+        Args:
+            principal: pseudonymous id.
+        """
+        if not one.shared:
+            begun = (one.id, one.project, principal, one.verb, asked_of(one.verb, one.sent), one.to_json().decode())
+            await in_thread(READ, self._shared.begin, *begun)
+            one.shared = True
 
     def begin(
         self, who: Asker, number: str, verb: str, sent: Any, carry: Callable[[Asking], Coroutine[Any, Any, bytes]]
@@ -116,7 +136,7 @@ class Underway:
         self._make_room()
         asking = Asking(deadline=OPERATION_SECONDS)
         made = Running(number, verb, who.project, who.identity.principal, sent, asking)
-        asking.told = made.told
+        asking.told = made.hear
         made.task = asyncio.ensure_future(carry(asking))
         self._all[number] = made
         watch = asyncio.ensure_future(self._watch(made))
@@ -137,9 +157,12 @@ class Underway:
             raise BusyError(f"the server carries out {MOST} operations; ask again later")
 
     async def _watch(self, one: Running) -> None:
-        """End it when nobody looks any more; forget it some time after."""
+        """Say how it stands; end it when nobody looks any more; forget it some time after."""
         while self._all.get(one.id) is one:
             await asyncio.wait({one.task}, timeout=_LOOK) if one.ended is None else await asyncio.sleep(_LOOK)
+            if one.shared and not one.told:
+                with suppress(PosttrainError):  # a database that is away: the next time
+                    await self._tell(one)
             now = time.monotonic()
             if one.task.done():
                 if one.ended is None:
@@ -151,6 +174,13 @@ class Underway:
             elif now - one.looked >= LEFT_SECONDS:
                 one.asking.end()
 
+    async def _tell(self, one: Running) -> None:
+        over = one.task.done()
+        ago, ending = await in_thread(READ, partial(self._shared.tell, one.id, one.to_json().decode(), over=over))
+        one.looked, one.told = max(one.looked, time.monotonic() - ago), over
+        if ending:
+            one.asking.end()
+
 
 def wait_of(request: Request) -> float | None:
     """Seconds after which a request may be answered by its operation; None: it is answered as a whole."""
@@ -161,43 +191,86 @@ def wait_of(request: Request) -> float | None:
     return min(_MOST_WAIT, float(found[1])) if found else _WAIT
 
 
-def accepted(one: Running) -> Response:
+def accepted(project: str, number: str, document: bytes | str) -> Response:
     """202, and where it is."""
-    place = f"{PREFIX.format(project=one.project)}/operations/{one.id}"
+    place = f"{PREFIX.format(project=project)}/operations/{number}"
     headers = {"location": place, "cache-control": "no-store", "preference-applied": "respond-async"}
-    return Response(one.to_json(), 202, headers, "application/json")
+    return Response(document, 202, headers, "application/json")
+
+
+def asked_of(verb: str, sent: Any) -> str:
+    """The digest of what was asked."""
+    return digest_bytes(json.dumps([verb, sent], sort_keys=True).encode())
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
     """GET looks at an operation, DELETE cancels it."""
-    from posttrain.server.app import asker
+    all_of = _Looking(server)
+    path = PREFIX + "/operations/{operation_id}"
+    app.add_api_route(path, all_of.look, methods=["GET"], name="operation")
+    app.add_api_route(path, all_of.cancel, methods=["DELETE"], name="cancel_operation")
 
-    def admitted(request: Request, one: Running | None) -> Asker:
+
+class _Looking:
+    """What is answered at the paths of operations."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def look(self, request: Request) -> Response:
+        who = await in_thread(READ, self._admitted, request, "whoami")
+        one = self._server.underway.find(request.path_params["operation_id"], who.identity.principal, who.project)
+        if one is not None:
+            await in_thread(READ, self._admitted, request, one.verb)  # a role that was taken away meanwhile
+            return _shown(one.to_json())
+        return _shown((await in_thread(READ, self._elsewhere, request, who)).document)
+
+    async def cancel(self, request: Request) -> Response:
+        """What is carried out elsewhere is looked at until it ended, for so long as a request waits."""
+        who = await in_thread(READ, self._admitted, request, "whoami")
+        one = self._server.underway.find(request.path_params["operation_id"], who.identity.principal, who.project)
+        if one is not None:
+            await in_thread(READ, self._admitted, request, one.verb)
+            if not one.task.done():
+                one.asking.end()
+                await asyncio.wait({one.task})
+            return _shown(one.to_json())
+        until, found = time.monotonic() + _MOST_WAIT, await in_thread(READ, self._elsewhere, request, who)
+        if not found.over:
+            await in_thread(READ, self._server.operations.cancel, found.id, found.project, found.principal)
+        while not found.over and time.monotonic() < until:
+            await asyncio.sleep(_LOOK)
+            found = await in_thread(READ, self._elsewhere, request, who)
+        return _shown(found.document)
+
+    def _elsewhere(self, request: Request, who: Asker) -> Begun:
+        """An operation that another server carries out, or did.
+
+        Raises:
+            NotFoundError: they have none of this id. LostOperationError: that server is gone.
+        """
+        number = request.path_params["operation_id"]
+        found = self._server.operations.find(number, who.project, self._server.entrance.principal(who))
+        if found is None:
+            raise NotFoundError(
+                f"there is no operation {number[:80]!r} of yours; ask again with the same Idempotency-Key, which "
+                "carries it out once"
+            )
+        self._admitted(request, found.verb)
+        if found.lost:
+            raise LostOperationError(
+                f"operation {found.id}: the server that carried it out is gone; ask again with the same "
+                "Idempotency-Key, which carries it out once"
+            )
+        return found
+
+    def _admitted(self, request: Request, verb: str) -> Asker:
+        from posttrain.server.app import asker
+
         who = asker(request)
-        control = server.entrance.control(who)
-        refuse(control, one.verb if one else "whoami")
+        refuse(self._server.entrance.control(who), verb)
         return who
 
-    async def found(request: Request) -> Running:
-        who = await in_thread(READ, admitted, request, None)
-        one = server.underway.find(request.path_params["operation_id"], who.identity.principal, who.project)
-        await in_thread(READ, admitted, request, one)  # a role that was taken away meanwhile
-        return one
 
-    async def look(request: Request) -> Response:
-        return _shown(await found(request))
-
-    async def cancel(request: Request) -> Response:
-        one = await found(request)
-        if not one.task.done():
-            one.asking.end()
-            await asyncio.wait({one.task})
-        return _shown(one)
-
-    path = PREFIX + "/operations/{operation_id}"
-    app.add_api_route(path, look, methods=["GET"], name="operation")
-    app.add_api_route(path, cancel, methods=["DELETE"], name="cancel_operation")
-
-
-def _shown(one: Running) -> Response:
-    return Response(one.to_json(), headers={"cache-control": "no-store"}, media_type="application/json")
+def _shown(document: bytes | str) -> Response:
+    return Response(document, headers={"cache-control": "no-store"}, media_type="application/json")

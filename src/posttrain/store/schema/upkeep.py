@@ -79,6 +79,7 @@ operations = Table(  # requests that are answered by and by, for whichever serve
     Column("document", Text, nullable=False),  # how it stands, as JSON
     Column("over", Integer, nullable=False),  # 1: it ended, and the document says how
     Column("ending", Integer, nullable=False),  # 1: somebody cancelled it
+    Column("told_at", Float(53), nullable=False),  # by that process
     Column("looked_at", Float(53), nullable=False),
     Index("operations_by_time", "looked_at"),
 )

@@ -99,6 +99,7 @@ def _create_what_servers_share() -> None:
         sa.Column("document", sa.Text(), nullable=False),
         sa.Column("over", sa.Integer(), nullable=False),
         sa.Column("ending", sa.Integer(), nullable=False),
+        sa.Column("told_at", _TIME, nullable=False),
         sa.Column("looked_at", _TIME, nullable=False),
     )
     op.create_index("operations_by_time", "operations", ["looked_at"])
