@@ -33,7 +33,7 @@ from posttrain.preflight.cluster_checks import check_ray, cluster_checks
 from posttrain.preflight.confinement import confinement
 from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import verify_chain
-from posttrain.workspace.settings import LOCAL
+from posttrain.workspace.settings import OWN_EXECUTORS
 
 _ENGINE = ("torch", "transformers", "safetensors")
 _LOW_DISK, _NO_DISK = 5 * 2**30, 2**28  # bytes: warn, fail
@@ -142,7 +142,7 @@ def _rewards() -> Check:
 
 def _packages() -> Check:
     """What installed packages add, none of it imported."""
-    found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}, KINDS: OWN, EXECUTORS: {LOCAL}})
+    found, troubles = all_plugins({TRAINERS: {NativeTrainer.name, CONTROL}, KINDS: OWN, EXECUTORS: OWN_EXECUTORS})
     if troubles:
         return Check("packages", "warn", "; ".join(troubles), "nothing else is hindered by it")
     return Check("packages", "ok", "; ".join(map(str, found)) or "none adds anything to Posttrain")

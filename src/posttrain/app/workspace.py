@@ -14,9 +14,10 @@ from posttrain.control.jobs import Access, AttemptFolders, Jobs
 from posttrain.control.owners import process_alive
 from posttrain.control.stores import Stores
 from posttrain.data.catalog import Catalog
-from posttrain.domain.errors import ConflictError, WorkspaceError
+from posttrain.domain.errors import ConflictError, InputError, WorkspaceError
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.execution.executors.installed import InstalledExecutor
+from posttrain.execution.executors.local import containers
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.machine import local_devices
 from posttrain.execution.ports import Executor
@@ -40,7 +41,9 @@ from posttrain.workspace.settings import (
     EXECUTOR,
     FOLDER,
     LOCAL,
+    OWN_EXECUTORS,
     OWN_STORE,
+    PODMAN,
     SETTINGS,
     STORE_VARIABLE,
     VARIABLE,
@@ -166,19 +169,22 @@ def init_workspace(
         rewards: `trusted`: rewards may run where the kernel cannot confine them; `confined` takes that back.
         trackers: of every run that names none itself, in place of those that were chosen before.
         ledger: address of the PostgreSQL database that a new workspace keeps its ledger in.
-        executor: who runs its jobs: `local`, or one that an installed package adds.
+        executor: who runs its jobs: `local`, `podman`, which runs those that name an image in containers of it, or one
+            that an installed package adds.
         channel: URL below which the jobs of a new workspace and its drivers talk to each other; None: in its folder.
         job_variables: names of variables that its jobs get of its server's environment, in place of those before.
 
     Raises:
-        InputError: an unknown executor, or a broken one; a variable that no job gets; a URL below which there
-            can be no channels.
+        InputError: an unknown executor, or a broken one, or no podman; a variable that no job gets; a URL below which
+            there can be no channels.
         ConflictError: another executor than before, while runs go on.
     """
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
-    if executor not in (None, LOCAL):
-        InstalledExecutor(executor, [LOCAL], root / "runs").load()  # first: an unknown one leaves no workspace
+    if executor == PODMAN:  # first: one that there is not leaves no workspace
+        _refuse_without_podman()
+    elif executor not in (None, LOCAL):
+        InstalledExecutor(executor, OWN_EXECUTORS, root / "runs").load()
     workspace = Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger, channel=channel)
     other = executor not in (None, workspace.settings.get(EXECUTOR, LOCAL))
     if not other and job_variables is None:
@@ -201,7 +207,9 @@ def serve_jobs(workspace: Workspace, access: Access) -> None:
     executor = workspace.jobs.executor
     if isinstance(executor, LocalExecutor):
         keep = partial(of_a_server, named=tuple(workspace.settings.get(VARIABLES, ())))
-        executor = LocalExecutor("posttrain.jobs.preload", local_devices, workspace.root / "runs", keep)
+        executor = LocalExecutor(
+            "posttrain.jobs.preload", local_devices, workspace.root / "runs", keep, images=executor.images
+        )
     workspace.jobs = replace(workspace.jobs, executor=executor, access=access)
 
 
@@ -281,9 +289,15 @@ def _channel(root: Path, asked: str | None) -> str:
 
 def _executor(root: Path, settings: Mapping[str, Any]) -> Executor:
     name = str(settings.get(EXECUTOR, LOCAL))
-    if name == LOCAL:
-        return LocalExecutor("posttrain.jobs.preload", local_devices, root / "runs")
-    return InstalledExecutor(name, [LOCAL], root / "runs")
+    if name in OWN_EXECUTORS:
+        return LocalExecutor("posttrain.jobs.preload", local_devices, root / "runs", images=name == PODMAN)
+    return InstalledExecutor(name, OWN_EXECUTORS, root / "runs")
+
+
+def _refuse_without_podman() -> None:
+    why = containers.trouble()
+    if why:
+        raise InputError(f"init: --executor {PODMAN} needs podman: {why}")
 
 
 def _record_executor(workspace: Workspace, name: str) -> None:

@@ -59,7 +59,9 @@ LedgerOption = Annotated[
 ExecutorOption = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="Who runs its jobs: local, or one that an installed package adds.", show_default=False
+        metavar="NAME",
+        help="Who runs its jobs: local, podman (in containers, where a run names an image), or one of a package.",
+        show_default=False,
     ),
 ]
 AttemptChannelsOption = Annotated[

@@ -46,8 +46,12 @@ class AttemptFolders:
 class Access(Protocol):
     """Lets the jobs of a server read what they need, and nothing else."""
 
-    def give(self, attempt: AttemptRecord, folder: Path) -> None:
-        """Write into an attempt's folder what lets its job in, until the attempt ends."""
+    def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool) -> None:
+        """Write into an attempt's folder what lets its job in, until the attempt ends.
+
+        Args:
+            boxed: the job runs in an image, without a network.
+        """
 
 
 @dataclass(frozen=True, slots=True)

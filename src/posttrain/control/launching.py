@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from posttrain.control import budgets, environments
 from posttrain.control.decide import hold_back
 from posttrain.control.jobs import Jobs
@@ -26,6 +28,7 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.execution.ports import Trainer
+from posttrain.store.access import PRIVATE_CACHE
 
 
 def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, key: str) -> None:
@@ -84,7 +87,7 @@ def launch_attempt(
     folder = jobs.folders.of(attempt)
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
         return None
-    refused = _fetch_elsewhere(stores, jobs, stage)
+    refused = _fetch_elsewhere(stores, stage, _cache(jobs, manifest, attempt))
     if refused:
         return refused
     # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
@@ -93,7 +96,7 @@ def launch_attempt(
         raise WorkspaceError(f"{jobs.folders.root}: is gone; a workspace that was moved is driven where it is now")
     folder.write_order(order)
     if jobs.access is not None:
-        jobs.access.give(attempt, folder.path)
+        jobs.access.give(attempt, folder.path, boxed=bool(order.image))
     request = request_of(jobs, attempt, order, trainer)
     crashpoint("attempt.after_intent")
     try:
@@ -177,7 +180,7 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
         params=plan.params,
         inputs={slot: InputBlob(**blob) for slot, blob in stage.inputs.items()},
         store_url="" if jobs.access else stores.blobs.url,
-        cache_dir=str(jobs.folders.root / "cache"),
+        cache_dir=str(_cache(jobs, manifest, attempt)),
         resume=attempt.resume,
         resumed_from=origin,
         resumed_step=step,
@@ -196,7 +199,12 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
     )
 
 
-def _fetch_elsewhere(stores: Stores, jobs: Jobs, stage: StageRecord) -> Failure | None:
+def _cache(jobs: Jobs, manifest: Manifest, attempt: AttemptRecord) -> Path:
+    """Where a job keeps what it fetched: what an image's programs write there, no other job reads."""
+    return jobs.folders.of(attempt).path / PRIVATE_CACHE if manifest.image else jobs.folders.root / "cache"
+
+
+def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure | None:
     """Put what a job reads and what lies elsewhere where jobs look first: a job gets no key to anybody's store.
 
     Returns:
@@ -206,7 +214,7 @@ def _fetch_elsewhere(stores: Stores, jobs: Jobs, stage: StageRecord) -> Failure 
         versions = external_versions(stores.ledger, blob["digest"], blob.get("name", ""))
         try:
             if versions and not stores.blobs.has(blob["digest"]):
-                local_copy(versions, jobs.folders.root / "cache")
+                local_copy(versions, cache)
         except (InfrastructureError, InputError, IntegrityError) as error:
             passes = isinstance(error, InfrastructureError)
             return Failure(FailureClass.INFRASTRUCTURE if passes else FailureClass.BAD_INPUT, str(error), "launch")

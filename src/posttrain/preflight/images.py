@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from posttrain.data.confining import is_confined
 from posttrain.domain.errors import InputError
 from posttrain.domain.images import allows
+from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.served import is_served
 
 
 def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> None:
@@ -33,5 +36,18 @@ def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> N
     if not executor.images:
         raise InputError(
             f"{source}: image: needs an executor that runs jobs in images, and this workspace has {executor.name}, got "
-            f"{image}; leave image out, or choose one that does: posttrain init --executor"
+            f"{image}; leave image out, or choose one that does: posttrain init --executor podman"
+        )
+    why = executor.trouble() if isinstance(executor, LocalExecutor) else ""
+    if why:
+        raise InputError(f"{source}: image: {image} cannot be run here: {why}")
+    if urlsplit(workspace.blobs.url).scheme != "file" or workspace.channel_address:
+        _refuse_without_server(workspace, source, image)
+
+
+def _refuse_without_server(workspace: OpenWorkspace, source: Path, image: str) -> None:
+    if not is_served(workspace.root):
+        raise InputError(
+            f"{source}: image: a job in an image has no network, so it reaches artifacts in {workspace.blobs.url} only "
+            f"through a server, got {image} without one; run posttrain serve"
         )

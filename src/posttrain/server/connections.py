@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 log = logging.getLogger("posttrain.server")
+OF_ATTEMPTS = "/v1/attempt/"  # paths that a job's token opens
 HEADER_SECONDS = 30.0  # from the beginning of a connection, or the answer before, to the end of a request's headers
 MOST = 2048  # connections that are open
 _FILES = 1 << 16  # open files that are enough for anything
@@ -121,6 +122,8 @@ class Connection(H11Protocol):
         found = transport.get_extra_info("socket")
         if self.room is not None and found is not None:
             self.room.begun(found.fileno(), self)
+        if found is not None and found.family == socket.AF_UNIX:
+            self.app = _of_jobs(self.app)
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -154,6 +157,19 @@ class Connection(H11Protocol):
 def kind_of(room: Room | None) -> type[Connection]:
     """The connections of a server."""
     return type("Connection", (Connection,), {"room": room})
+
+
+def _of_jobs(app: Any) -> Any:
+    """What those hear who come over the socket for jobs: what an attempt's token opens, and nothing else."""
+
+    async def asked(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(OF_ATTEMPTS):
+            await app(scope, receive, send)
+        else:
+            await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+
+    return asked
 
 
 class Seldom:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InfrastructureError, PosttrainError
 from posttrain.domain.records import AttemptRecord
-from posttrain.store.access import JobAccess, read_access
+from posttrain.store.access import INSIDE, SOCKET, JobAccess, read_access
 from posttrain.store.atomic import read_json
 from posttrain.store.grants import Grants
 from posttrain.workspace.served import PLACE
@@ -36,7 +37,7 @@ class Granting:
         self._renewed = -RENEW_SECONDS
         self._damaged: set[str] = set()  # folders of which that was told
 
-    def give(self, attempt: AttemptRecord, folder: Path) -> None:
+    def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool) -> None:
         """See `control.jobs.Access.give`.
 
         Raises:
@@ -45,7 +46,7 @@ class Granting:
         url, certificate = self._server()
         secret = PREFIX + secrets.token_urlsafe(_BYTES)
         self._grants.add(attempt, digest_bytes(secret.encode()))
-        JobAccess(url, secret, certificate).write(folder)
+        JobAccess(url, secret, certificate, f"{INSIDE}/{SOCKET}" if boxed else "").write(folder)
 
     def keep(self) -> None:
         """Renew what living jobs have, where it is time, and tell them where the server is now.
@@ -84,4 +85,4 @@ class Granting:
 def _tell(folder: Path, url: str, certificate: str) -> None:
     known = read_access(folder)
     if known is not None and (known.url, known.certificate) != (url, certificate):
-        JobAccess(url, known.token, certificate).write(folder)
+        replace(known, url=url, certificate=certificate).write(folder)

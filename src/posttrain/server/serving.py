@@ -52,7 +52,8 @@ from posttrain.server.readiness import Ready, StoreLook
 from posttrain.server.repeats import KEPT_SECONDS
 from posttrain.server.systemd import Systemd
 from posttrain.server.workers import Workers
-from posttrain.store.atomic import unwritable, write_json
+from posttrain.store.access import SOCKET, SOCKETS
+from posttrain.store.atomic import make_folder, unwritable, write_json
 from posttrain.store.blobs import open_blobs
 from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
@@ -187,9 +188,10 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
             say(f"next: posttrain login {url}")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, _heard)  # uvicorn ends by them, and raises them again when it has
+        sockets = [listening, *stack.enter_context(_listen_for_jobs(workspace, room))]
         server = _Server(configured(app, bind, room), systemd)
         signal.signal(signal.SIGHUP, server.handle_exit)
-        server.run(sockets=[listening])
+        server.run(sockets=sockets)
 
 
 def _conceal(hosts: Hosts) -> None:
@@ -289,6 +291,27 @@ def _listen(bind: Bind) -> Iterator[Door]:
         yield listening
     finally:
         listening.close()
+
+
+@contextmanager
+def _listen_for_jobs(workspace: Workspace, room: Room) -> Iterator[list[socket.socket]]:
+    """Where jobs in images ask, which have no network: a socket in a folder that is shown to them."""
+    if not workspace.jobs.executor.images:
+        yield []
+        return
+    folder = workspace.root / SOCKETS
+    make_folder(folder)
+    (folder / SOCKET).unlink(missing_ok=True)
+    place, listening = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), Door(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(f"/proc/self/fd/{place}/{SOCKET}")  # a path of its own may be longer than sockets take
+        os.chmod(folder / SOCKET, 0o600)
+        listening.listen(2048)
+        listening.room = room
+        yield [listening]
+    finally:
+        listening.close()
+        os.close(place)
 
 
 class _Driver:

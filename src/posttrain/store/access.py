@@ -15,6 +15,10 @@ from posttrain.domain.errors import IntegrityError
 from posttrain.store.atomic import write_json
 
 FILE = "access.json"
+PRIVATE_CACHE = "cache"  # in an attempt's folder: what a job in an image fetches and verifies, nobody else reads
+SOCKETS = "sockets"  # below the workspace: where its server listens for jobs that have no network
+SOCKET = "server.sock"
+INSIDE = "/run/posttrain"  # where such jobs find that folder
 _MOST = 1 << 20  # bytes; a certificate with its chain has a few thousand
 
 
@@ -25,6 +29,7 @@ class JobAccess:
     url: str  # of its host's server
     token: str = field(repr=False)
     certificate: str = ""  # what that server shows, in PEM; empty: it has no TLS
+    socket: str = ""  # where it is reached instead, by whoever has no network
 
     def write(self, folder: Path) -> None:
         """Put it where the job finds it.
@@ -32,7 +37,7 @@ class JobAccess:
         Raises:
             WorkspaceError: the disk is full or read-only.
         """
-        write_json(folder / FILE, asdict(self))
+        write_json(folder / FILE, {name: value for name, value in asdict(self).items() if value})
 
 
 def read_access(folder: Path) -> JobAccess | None:

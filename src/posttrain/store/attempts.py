@@ -11,6 +11,7 @@
         outputs/            what the job leaves
         meter               tokens spent and tokens that the step under way may spend, rewritten in place
         spec.json supervisor.json exit.json log.txt      the local executor's
+        cache/ seccomp.json                              of a job in an image
 
 Imports no database; an object store only where the workspace keeps its channels in one.
 """

@@ -6,6 +6,7 @@ A server that is away for minutes is waited for, which the job's log says. Stand
 from __future__ import annotations
 
 import http.client
+import socket
 import ssl
 import sys
 import time
@@ -74,15 +75,22 @@ def refusal() -> InfrastructureError:
     return InfrastructureError("the server refuses this attempt: it has ended, or another one took over")
 
 
-def connected(url: str, certificate: str = "", *, pinned: bool = False) -> http.client.HTTPConnection:
+def reached(access: JobAccess) -> http.client.HTTPConnection:
+    """A connection to the server of an attempt, which shows the certificate that the attempt was told."""
+    return connected(access.url, access.certificate, pinned=True, local=access.socket)
+
+
+def connected(url: str, certificate: str = "", *, pinned: bool = False, local: str = "") -> http.client.HTTPConnection:
     """A connection to where a URL leads.
 
     Args:
         pinned: believe this certificate (PEM) alone, whatever name it is for: a server is asked by an address.
+        local: the socket of this machine where it is asked instead.
     """
     parts = urlsplit(url)
     host, port = str(parts.hostname), parts.port
     made: http.client.HTTPConnection
+    context: ssl.SSLContext | None = None
     if parts.scheme == "https":
         context = ssl.create_default_context(cadata=certificate or None)
         if pinned:
@@ -91,6 +99,20 @@ def connected(url: str, certificate: str = "", *, pinned: bool = False) -> http.
         made = http.client.HTTPSConnection(host, port, timeout=_CONNECT_SECONDS, context=context)
     else:
         made = http.client.HTTPConnection(host, port, timeout=_CONNECT_SECONDS)
-    made.connect()
+    if local:
+        made.sock = _local(local, context, host)
+    else:
+        made.connect()
     made.sock.settimeout(_STALLED)
     return made
+
+
+def _local(path: str, context: ssl.SSLContext | None, host: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.settimeout(_CONNECT_SECONDS)
+        made.connect(path)
+        return context.wrap_socket(made, server_hostname=host) if context else made
+    except OSError:
+        made.close()
+        raise

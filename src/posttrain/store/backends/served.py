@@ -19,7 +19,7 @@ from posttrain.domain.canonical import DIGEST_PREFIX, is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, UnavailableError
 from posttrain.store.access import JobAccess
 from posttrain.store.atomic import write_stream
-from posttrain.store.reaching import PATIENCE, REFUSED, Reach, connected, refusal
+from posttrain.store.reaching import PATIENCE, REFUSED, Reach, connected, reached, refusal
 
 _PIECE = 1 << 20
 _IN_MEMORY = 8 << 20
@@ -145,7 +145,8 @@ class _Answer:
 
     def __init__(self, access: JobAccess, method: str, digest: str, *, direct: bool = False) -> None:
         base = urlsplit(access.url)
-        self._connection = connected(access.url, access.certificate, pinned=True)
+        self._connection = reached(access)
+        direct = direct and not access.socket
         try:
             path = f"/v1/attempt/blobs/{digest}{'?direct=yes' if direct else ''}"
             headers = {"authorization": f"Bearer {access.token}"}

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 
 from posttrain.domain.errors import InfrastructureError, UnavailableError
 from posttrain.store.access import JobAccess
-from posttrain.store.reaching import PATIENCE, REFUSED, Reach, connected, refusal
+from posttrain.store.reaching import PATIENCE, REFUSED, Reach, reached, refusal
 
 _PATH = "/v1/attempt/channel"
 _OK, _MISSING, _THERE = (200, 201, 204), 404, 409
@@ -100,7 +100,7 @@ class ServedObjects:
         if known is not None and known[0] == access:
             return known[1]
         self._drop()
-        made = connected(access.url, access.certificate, pinned=True)
+        made = reached(access)
         self._local.known = access, made
         return made
 

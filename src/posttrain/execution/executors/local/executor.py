@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ from posttrain.domain.jobs import (
 )
 from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.execution import processes
+from posttrain.execution.executors.local import containers
 from posttrain.execution.executors.local.devices import FOLDER_VARIABLE, Devices, holders
 from posttrain.execution.executors.local.forkserver import ForkServer
 from posttrain.execution.executors.local.supervisor import ALREADY_CLAIMED, NO_DEVICE, job_environment, private
@@ -46,6 +48,7 @@ _SUPERVISOR = "posttrain.execution.executors.local.supervisor"
 _LAUNCH_SECONDS = 60.0  # a cold start of Python on a busy machine
 _GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL, of jobs of before that say nothing
 _KILL_SECONDS = 10.0  # for the kernel to take a killed process away
+_REMOVE_SECONDS = 120.0  # for podman to take a container away
 _POLL_SECONDS = 0.02
 _NODE = os.uname().nodename
 _ANSWERS = (0, ALREADY_CLAIMED, NO_DEVICE)  # of a supervisor on its way
@@ -54,10 +57,8 @@ _ANSWERS = (0, ALREADY_CLAIMED, NO_DEVICE)  # of a supervisor on its way
 class LocalExecutor:
     """The `Executor` of a single machine (Linux)."""
 
-    name: ClassVar[str] = "local"
     attests: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
-    images: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -65,13 +66,16 @@ class LocalExecutor:
         devices: Callable[[], Devices] = Devices,
         runs: Path | None = None,
         keep: Callable[[Mapping[str, str]], dict[str, str]] = processes.without_trackers,
+        images: bool = False,
     ) -> None:
         """Args:
         preload: a module that imports what jobs need (see `ForkServer`); None: every job imports for itself.
         devices: of this machine, asked once, when a job first needs one; none: jobs share what is there.
         runs: the folder below which attempt folders are, for `list`.
         keep: what jobs, and whatever works for them, get of this process's environment.
+        images: run jobs that name one in containers of podman.
         """
+        self.name, self.images = "podman" if images else "local", images
         self._keep = keep
         self._runs = runs
         self._forks = ForkServer(preload) if preload else None
@@ -82,7 +86,7 @@ class LocalExecutor:
         """See `Executor.submit`; the handle is the supervisor's pid. Whether it has one is never unknown."""
         if not processes.supported():
             raise InfrastructureError("the local executor needs Linux's /proc, which is not there; run on Linux")
-        refuse_elsewhere(request, self._keep(os.environ))
+        refuse_elsewhere(request, self._keep(os.environ), images=self.images)
         folder = _folder(request)
         make_folder(folder)
         deadline, ours = time.monotonic() + _LAUNCH_SECONDS, False
@@ -119,6 +123,10 @@ class LocalExecutor:
         """See `Executor.observe`."""
         return [_observe(_folder(job)) for job in jobs]
 
+    def trouble(self) -> str:
+        """Why it runs no job in an image, though it should; empty: it does, or need not."""
+        return containers.trouble() if self.images else ""
+
     def signal(self, job: JobRef, word: Signal) -> None:
         """See `Executor.signal`."""
         folder = _folder(job)
@@ -129,11 +137,13 @@ class LocalExecutor:
     def kill(self, job: JobRef) -> None:
         """See `Executor.kill`; returns when the job is gone."""
         folder = _folder(job)
-        grace = float((read_json(folder / "spec.json") or {}).get("grace_seconds", _GRACE_SECONDS))
+        spec = read_json(folder / "spec.json") or {}
+        grace = float(spec.get("grace_seconds", _GRACE_SECONDS))
+        seconds = _REMOVE_SECONDS if containers.SPEC in spec else _KILL_SECONDS
         steps: list[tuple[Callable[[Path, Any], None], float]] = [
             (_terminate, grace),
-            (_kill_job, _KILL_SECONDS),
-            (_kill_supervisor, _KILL_SECONDS),
+            (_kill_job, seconds),
+            (_kill_supervisor, seconds),
         ]
         for act, seconds in steps:
             act(folder, read_json(folder / "supervisor.json") or {})
@@ -164,18 +174,22 @@ class LocalExecutor:
     def _start(self, folder: Path, request: JobRequest) -> int:
         machine = self._machine() if request.devices else Devices()
         reserved = {"machine": asdict(machine), "devices": request.devices if machine.names else 0}
-        write_json(folder / "spec.json", {**asdict(request), **reserved})
+        boxed = {containers.SPEC: containers.contained(request, folder)} if request.image else {}
+        write_json(folder / "spec.json", {**asdict(request), **reserved, **boxed})
         code, own = None, self._keep(os.environ)
-        if self._forks is not None:
+        if boxed:
+            own = containers.variables(os.environ) | own
+        elif self._forks is not None:
             code = self._forks.start(folder, job_environment(request.environment, own), _LAUNCH_SECONDS)
         return code if code in _ANSWERS else _start_supervisor(folder, request, own)
 
 
-def refuse_elsewhere(request: JobRequest, own: Mapping[str, str] | None = None) -> None:
+def refuse_elsewhere(request: JobRequest, own: Mapping[str, str] | None = None, *, images: bool = False) -> None:
     """Refuse what one machine without a scheduler does not give.
 
     Args:
         own: the environment that its jobs get; None: this process's.
+        images: its jobs can run in them.
 
     Raises:
         InputError: more than one pod, more than the machine has, another environment, a secret that nobody set.
@@ -187,7 +201,7 @@ def refuse_elsewhere(request: JobRequest, own: Mapping[str, str] | None = None) 
         f"{group.min} to {group.max} pods": (group.min, group.max) != (1, 1),
         f"{group.kind} as its kind of GPU": bool(group.kind),
         f"{group.topology} as its topology": bool(group.topology),
-        f"image {request.image}": bool(request.image),
+        f"image {request.image}": bool(request.image) and not images,
     }
     for what, asked in wanted.items():
         if asked:
@@ -212,9 +226,10 @@ def _observe(folder: Path) -> Observation:
     handle = str(claim["pid"])
     if _supervised(folder):
         state = JobState.RUNNING if "job_pid" in claim else JobState.STARTING
-        return Observation(state, handle=handle, node=_NODE, seconds=_seconds(folder))
-    record = read_json(folder / "exit.json")  # read after the lock was seen free: it is complete or will never be
-    seconds = _seconds(folder)
+        return Observation(state, handle=handle, node=_NODE, seconds=_seconds(folder, None))
+    box = (read_json(folder / "spec.json") or {}).get(containers.SPEC)
+    record = _ended(folder, box)  # read after the lock was seen free: it is complete or will never be
+    seconds = _seconds(folder, record)
     if record is not None:
         code, cause = int(record["exit_code"]), Cause.OVERTIME if record.get("overtime") else None
         return Observation(JobState.EXITED, code, cause=cause, handle=handle, node=_NODE, seconds=seconds)
@@ -222,15 +237,28 @@ def _observe(folder: Path) -> Observation:
     if job is not None and not _poll(lambda: processes.kill_group(*job), _KILL_SECONDS):
         resists = f"its supervisor is gone and process {job[0]} resists being killed"
         return Observation(JobState.RUNNING, detail=resists, handle=handle, node=_NODE, seconds=seconds)
+    if box and not containers.is_copy(folder, box) and not containers.gone(box):
+        resists = f"its supervisor is gone and podman does not say that container {box['name']} is; podman rm -f it"
+        return Observation(JobState.RUNNING, detail=resists, handle=handle, node=_NODE, seconds=seconds)
     return Observation(JobState.LOST, detail="its supervisor is gone", handle=handle, node=_NODE, seconds=seconds)
 
 
-def _seconds(folder: Path) -> float | None:
+def _ended(folder: Path, box: Mapping[str, Any] | None) -> Any:
+    """The supervisor's record of the end. What a job in a container wrote in its place has not the word, and is not."""
+    if not box:
+        return read_json(folder / "exit.json")
+    with suppress(PosttrainError, OSError):
+        record = read_json(folder / "exit.json")
+        if isinstance(record, dict) and record.get("word") == box["word"]:
+            return record
+    return None
+
+
+def _seconds(folder: Path, ended: Any) -> float | None:
     """By the supervisor's record of the end, else by its last sign of life."""
     claim = read_json(folder / "supervisor.json")
     if not claim or "started_at" not in claim:
         return None
-    ended = read_json(folder / "exit.json")
     if ended is not None and "seconds" in ended:
         return float(ended["seconds"])
     beaten = (folder / "supervisor.lock").stat().st_mtime - float(claim["started_at"])

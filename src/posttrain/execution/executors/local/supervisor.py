@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.execution.executors.local import devices
+from posttrain.execution.executors.local import containers, devices
 from posttrain.execution.processes import HEARTBEAT_SECONDS, LEAVING_SECONDS, identity, without_trackers
 from posttrain.store.atomic import create_json, write_json
 
@@ -77,7 +77,7 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
     os.close(writing)
     if claimed is not None:
         lock, taken = claimed
-        _supervise(folder, spec, start or execute, taken)
+        _supervise(folder, spec, contain if containers.SPEC in spec else start or execute, taken)
         taken.close()
         os.close(lock)  # after exit.json: whoever sees the lock free finds the record
     os._exit(0)
@@ -114,6 +114,7 @@ def _self() -> dict[str, Any]:
 def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.Taken) -> None:
     record = {**_self(), **devices.signature(spec), "token": devices.show(spec, taken)}
     taken.sign(record)
+    spec["taken"] = taken.names
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     os.umask(0o077)  # what a job leaves is its owner's alone
     crashpoint("supervisor.before_spawn")
@@ -132,7 +133,11 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
     most = spec.get("max_seconds")
     limit = _Limit(math.inf if most is None else most, spec.get("grace_seconds", 0.0), begun, folder / "log.txt")
     code = _wait(job, folder / "result.json", lambda: _beat(folder, started, begun, taken), limit)
+    box = spec.get(containers.SPEC)
+    if box:
+        containers.clear(folder, box, lambda: _beat(folder, started, begun, taken))
     ended = {"exit_code": code, "at": time.time(), "seconds": time.monotonic() - begun, "overtime": limit.over}
+    ended |= {"word": box["word"]} if box else {}
     crashpoint("supervisor.before_exit_record")
     write_json(folder / "exit.json", ended)
 
@@ -175,6 +180,12 @@ def execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
     command = [sys.executable, "-s", "-S", "-P", "-X", f"pycache_prefix={compiled()}"]
     command += [str(Path(__file__).with_name("bootstrap.py")), spec["module"], str(folder)]
     os.execve(sys.executable, command, job_environment(spec["environment"]))
+
+
+def contain(folder: Path, spec: dict[str, Any]) -> NoReturn:
+    """Become what runs the job in its container."""
+    settle(folder)
+    containers.become(folder, spec)
 
 
 def settle(folder: Path) -> None:

@@ -1,0 +1,200 @@
+"""Jobs in containers: a request that names an image becomes `podman run` of it, under the same supervisor.
+
+::
+
+    supervisor ──fork──▶ podman run ──▶ conmon ──▶ python -s -P -m MODULE ATTEMPT_DIR   (in the image)
+        │ podman ends with the container, and passes signals on; killed, it leaves the container alone
+        └ before exit.json: podman rm --force, until podman says that there is none of that name
+
+Inside there is the image, read-only, without capabilities and without a network; the attempt's folder at its own path,
+writable, with what lies in it for supervisors covered; of a served workspace the folder of the socket over which jobs
+ask their server, else the store, read-only. Of the environment there is what the request lists, and its secrets, which
+stand in no command line. No process in it can make a symbolic link, a device or a pipe with a name: whoever drives the
+run reads the folder, and follows what lies there.
+
+Only the standard library, and rooms of ours that keep to it: the supervisor imports this.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import unquote, urlsplit
+
+from posttrain.domain.errors import InputError
+from posttrain.domain.requests import JobRequest
+from posttrain.store.access import INSIDE, PRIVATE_CACHE, SOCKETS
+from posttrain.store.atomic import write_json
+
+SPEC = "container"  # the key of spec.json
+_COVERED = ("spec.json", "request.json", "supervisor.json", "supervisor.lock")  # what supervisors go by
+_READ = ("job.json",)
+_VARIABLES = (  # of whoever starts podman, that it needs
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
+    *("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "CONTAINERS_REGISTRIES_CONF", "REGISTRY_AUTH_FILE"),
+    "DBUS_SESSION_BUS_ADDRESS",
+)
+_OLDEST = 4
+_SECONDS = 60.0  # for one word with podman on a busy machine
+_AGAIN_SECONDS = 0.5  # between two tries to remove a container
+_SHARED_MEMORY = "2g"
+_PROFILES = (Path("/etc/containers/seccomp.json"), Path("/usr/share/containers/seccomp.json"))
+_PROFILE = "seccomp.json"  # in the attempt's folder
+_NEVER = frozenset(
+    {"symlink", "symlinkat", "mknod", "mknodat", "io_uring_setup", "io_uring_enter", "io_uring_register"}
+)
+_NO_SUCH, _THERE = 1, 0  # exit codes of `podman container exists`
+
+
+def trouble() -> str:
+    """Why no job can run in an image here, with what to do; empty: they can."""
+    return _trouble(os.environ.get("PATH", ""), os.environ.get("CONTAINERS_CONF", ""))
+
+
+@functools.cache
+def _trouble(*_: str) -> str:
+    try:
+        said = _podman("version", "--format", "{{.Client.Version}}")
+    except FileNotFoundError:
+        return "podman is not installed; install podman 4 or newer and an OCI runtime (crun or runc)"
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"podman gives no answer ({' '.join(str(error).split())[:200]}); run podman info"
+    found = re.match(r"\d+", said.stdout.strip())
+    if said.returncode or found is None:
+        return f"podman gives no answer ({' '.join(said.stderr.split())[:200]}); run podman info"
+    if int(found[0]) < _OLDEST:
+        return f"podman must be {_OLDEST} or newer, got {said.stdout.strip()}; upgrade it"
+    if _profile() is None:
+        return f"podman's seccomp profile must lie in {_PROFILES[1]}, and does not; install containers-common"
+    return ""
+
+
+def contained(request: JobRequest, folder: Path) -> dict[str, Any]:
+    """What stands in spec.json of a job that names an image; the profile of its system calls is laid down beside.
+
+    Raises:
+        InputError: podman is missing or too old, or the folder or the store cannot be shown to a container.
+    """
+    why = trouble()
+    if why:
+        raise InputError(f"job {request.name} asks for image {request.image}: {why}")
+    here = os.stat(folder)
+    mounts = [[str(folder), str(folder), "rw"], *_mounts(folder)]
+    for source, _, _ in mounts:
+        if "," in source:
+            raise InputError(f"job {request.name}: podman mounts no folder with a comma in its name, got {source}")
+    write_json(folder / _PROFILE, _profile() or {})
+    return {
+        "name": re.sub(r"[^a-zA-Z0-9_.-]", "-", request.name),
+        "place": [here.st_dev, here.st_ino],  # a copy of the folder has another
+        "word": secrets.token_hex(16),  # in exit.json: the job cannot see it, so it cannot say how it ended
+        "mounts": mounts,
+    }
+
+
+def _mounts(folder: Path) -> Iterator[list[str]]:
+    order = json.loads((folder / "job.json").read_bytes())
+    if order.get("served"):
+        yield [str(folder.parents[3] / SOCKETS), INSIDE, "ro"]
+        return
+    url = urlsplit(str(order.get("store_url", "")))
+    if url.scheme != "file" or order.get("channel"):
+        raise InputError(
+            f"job {order.get('name')}: a job in an image reaches a store or channels that are not folders only through "
+            "a server; run posttrain serve"
+        )
+    store = unquote(url.path)
+    yield [store, store, "ro"]
+
+
+def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
+    """Execute podman in the place of this process."""
+    (folder / PRIVATE_CACHE).mkdir(mode=0o700, exist_ok=True)
+    os.execvpe("podman", command(folder, spec), _environment(spec["secrets"]))
+
+
+def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
+    """`podman run …` for a job whose supervisor has its devices."""
+    box, variables = spec[SPEC], {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", **spec["environment"]}
+    words = ["podman", "run", "--rm", f"--name={box['name']}", "--pull=missing", "--log-driver=none", "--user=0:0"]
+    words += ["--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--network=none"]
+    words += [f"--security-opt=seccomp={folder / _PROFILE}", f"--shm-size={_SHARED_MEMORY}", "--http-proxy=false"]
+    words += [f"--hostname={os.uname().nodename}", f"--workdir={folder}", f"--label=posttrain.job={spec['name']}"]
+    for source, target, mode in box["mounts"]:
+        words.append(f"--mount=type=bind,source={source},destination={target},ro={str(mode == 'ro').lower()}")
+    for name in _COVERED:
+        if (folder / name).exists():
+            words.append(f"--mount=type=bind,source=/dev/null,destination={folder / name},ro=true")
+    for name in _READ:
+        words.append(f"--mount=type=bind,source={folder / name},destination={folder / name},ro=true")
+    words += [f"--env={name}={value}" for name, value in variables.items()]
+    words += [f"--env={name}" for name in spec["secrets"]]  # their values podman finds in its own environment
+    words += [f"--device=nvidia.com/gpu={device}" for device in spec.get("taken", ())]
+    return [*words, "--entrypoint=python", spec["image"], "-s", "-P", "-m", spec["module"], str(folder)]
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What podman needs of an environment, beside what jobs get of it."""
+    return {name: environment[name] for name in _VARIABLES if name in environment}
+
+
+def gone(box: Mapping[str, Any]) -> bool:
+    """End a job's container and remove it; whether podman says that there is none of that name."""
+    with suppress(OSError, subprocess.SubprocessError):
+        _podman("rm", "--force", "--ignore", "--time=0", "--volumes", str(box["name"]))
+        return _podman("container", "exists", str(box["name"])).returncode == _NO_SUCH
+    return False
+
+
+def clear(folder: Path, box: Mapping[str, Any], beat: Callable[[], None]) -> None:
+    """After the job: return when its container is gone; its private cache goes too.
+
+    Args:
+        beat: called meanwhile.
+    """
+    import shutil
+
+    while not gone(box):
+        beat()
+        time.sleep(_AGAIN_SECONDS)
+    shutil.rmtree(folder / PRIVATE_CACHE, ignore_errors=True)
+
+
+def is_copy(folder: Path, box: Mapping[str, Any]) -> bool:
+    """Whether a folder is a copy of the one whose container has that name."""
+    here = os.stat(folder)
+    return [here.st_dev, here.st_ino] != box.get("place")
+
+
+def _environment(named: Any) -> dict[str, str]:
+    return variables(os.environ) | {name: os.environ[name] for name in named if name in os.environ}
+
+
+def _podman(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["podman", *words], capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL, check=False,
+        env=variables(os.environ), cwd="/",
+    )  # fmt: skip
+
+
+def _profile() -> dict[str, Any] | None:
+    """Podman's own profile of system calls, less what no job may do; None: it has none."""
+    for path in _PROFILES:
+        with suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads(path.read_bytes())
+            for rule in found["syscalls"]:
+                rule["names"] = [name for name in rule["names"] if name not in _NEVER]
+            denied = {"names": sorted(_NEVER), "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM, "errno": "EPERM"}
+            found["syscalls"] = [rule for rule in found["syscalls"] if rule["names"]] + [{**denied, "args": []}]
+            return found
+    return None

@@ -1,0 +1,88 @@
+"""An image of the environment that runs the tests, without copying it: empty, and this machine's folders are mounted
+into every container of it, read-only, by a containers.conf of the tests' own. Images lie in a folder of the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import posttrain
+
+_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
+LACKING = "" if shutil.which("podman") else "podman is not installed; apt-get install podman runc"
+
+
+class Podman:
+    """A podman with images and containers of its own.
+
+    Args:
+        folder: where they lie.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "storage.conf").write_text(
+            f'[storage]\ndriver = "vfs"\ngraphroot = "{folder}/storage"\nrunroot = "{folder}/run"\n'
+        )
+        (folder / "containers.conf").write_text(_settings())
+        self.variables = {
+            "CONTAINERS_CONF": str(folder / "containers.conf"),
+            "CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"),
+        }
+        self.image = self._build()
+
+    def __call__(self, *words: str) -> str:
+        done = subprocess.run(
+            ["podman", *words], env={**os.environ, **self.variables}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (words, done.stderr)
+        return done.stdout.strip()
+
+    def containers(self) -> list[str]:
+        """Names of those that there are, running or not."""
+        return self("ps", "--all", "--format", "{{.Names}}").split()
+
+    def pid(self, name: str) -> int:
+        """Of a container's first process."""
+        return int(self("inspect", "--format", "{{.State.Pid}}", name))
+
+    def close(self) -> None:
+        for name in self.containers():
+            self("rm", "--force", "--time=0", name)
+        self("rmi", "--all", "--force")
+
+    def _build(self) -> str:
+        here = self.folder / "image"
+        here.mkdir()
+        (here / "of-tests").touch()
+        path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/bin", "/bin"])
+        (here / "Containerfile").write_text(f"FROM scratch\nENV PATH={path}\nCOPY of-tests /of-tests\n")
+        self("build", "--quiet", "--tag", "localhost/posttrain-tests", str(here))
+        return f"localhost/posttrain-tests@{self('image', 'inspect', '--format', '{{.Digest}}', 'posttrain-tests')}"
+
+
+def _settings() -> str:
+    places = [place for place in _SYSTEM if os.path.exists(place)]
+    places += [sys.base_prefix, sys.prefix, str(Path(posttrain.__file__).resolve().parents[1])]
+    shown = [place for place in dict.fromkeys(places) if not place.startswith("/usr/")]
+    volumes = ", ".join(f'"{place}:{place}:ro"' for place in shown)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    ulimits = f'"nofile={files}:{files}", "nproc=1000:1000"'  # who may not raise limits sets none higher
+    return (
+        f"[containers]\nvolumes = [{volumes}]\ndefault_ulimits = [{ulimits}]\npids_limit = 0\n"
+        '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
+    )
+
+
+def podman_of(factory: pytest.TempPathFactory) -> Podman:
+    """One that is closed by its user."""
+    assert not LACKING, LACKING
+    return Podman(factory.mktemp("podman"))
