@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 # Where it is set, each of the thousand processes that tests start would compile all of this again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demos day dist test fast slow fuzz chaos ray ecosystem postgres site browser mutants bench levels lint types contracts format setup clean gpu
+.PHONY: demo demos day dist test fast slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -72,10 +72,10 @@ demos: $(VENV)/.engine ## the other examples, one after the other
 test: lint types contracts fast slow ## everything CI runs
 
 fast: $(VENV)/.dev ## unit and contract tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser and not postgres" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 2 --dist worksteal
 
 slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark
-	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem and not browser and not postgres" -n 3 --dist worksteal --timeout 3000
+	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 3 --dist worksteal --timeout 3000
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
 	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v
@@ -93,6 +93,10 @@ postgres: $(VENV)/.postgres ## ledger and control suite on a PostgreSQL that is 
 	@$(BIN)/python tests/postgres_server.py
 	MINUTES=$(MINUTES) $(BIN)/python -m pytest -m postgres --timeout 3000 $(if $(MINUTES),-s) $$(grep -rlE 'postgres|ledger_at' tests --include='test_*.py')
 	$(BIN)/python -m pytest --ledger postgresql -m "not slow" -n 2 $$(grep -lE 'control_bench' tests/unit/test_*.py)
+
+containers: $(VENV)/.dev ## jobs in containers of a real podman: what they compute, what they cannot reach, what they leave
+	@command -v podman >/dev/null || { echo "make containers needs podman: apt-get install -y podman runc" >&2; exit 1; }
+	$(BIN)/python -m pytest -m containers --timeout 3000
 
 site: $(VENV)/.docs ## the documentation as a site in .site/, made anew; a broken link ends it
 	rm -rf .site && $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c handbook -d .site/.doctrees docs .site

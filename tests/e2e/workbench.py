@@ -27,6 +27,7 @@ from posttrain.store.sealer import verify_chain
 
 PATIENCE = 400.0  # seconds any single step may take, on a machine as busy as it likes
 _MODULES = {"job": "posttrain.jobs.", "supervisor": "posttrain.execution.executors.local.supervisor"}
+_STARTERS = ("podman", "conmon", "runc", "crun")  # whose words are those of the job in their container
 _PRELOAD = "posttrain.jobs.preload"  # a fork server names it, and the attempt that it was started for
 
 
@@ -248,7 +249,7 @@ def _processes(root: Path) -> Iterator[Live]:
     is no job of its own. A second job would be the child of a supervisor.
     """
     for pid, words in _command_lines():
-        if _words(_parent(pid)) == words:
+        if _words(_parent(pid)) == words or Path(words[0]).name in _STARTERS:
             continue
         kind = next((kind for kind, module in _MODULES.items() if any(w.startswith(module) for w in words)), None)
         attempt = next((Path(word) for word in words if word.startswith(f"{root}/")), None)

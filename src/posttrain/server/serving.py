@@ -312,6 +312,7 @@ def _listen_for_jobs(workspace: Workspace, room: Room) -> Iterator[list[socket.s
     finally:
         listening.close()
         os.close(place)
+        (folder / SOCKET).unlink(missing_ok=True)
 
 
 class _Driver:

@@ -1,0 +1,252 @@
+"""Runs in images, by a real podman: what they compute, what a hostile one reaches, what is left when processes die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workbench import Workbench
+
+from podman_image import Podman, podman_of
+from serving import Served
+
+pytestmark = pytest.mark.containers
+
+FLOW = """
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import SupervisedObjective
+from posttrain.engine.batch import Provenance, TokenBatch
+from posttrain.engine.recipes.recipe import StepReport
+from posttrain.engine.roles.policy import PolicyWorker
+
+
+def flow(flow, step, trace):
+    sampled = flow.sample(step)
+    kept = [min(group.trajectories, key=lambda one: len(one.tokens)) for group in sampled.rollouts.groups]
+    made = Provenance(step, "rollout", versions=sampled.rollouts.provenance.versions)
+    ids = [sampled.sample_id(step, one) for one in kept]
+    batch = TokenBatch.pack([one.document for one in kept], provenance=made, sample_ids=ids)
+    update = flow.roles.policy.map(PolicyWorker.update, batch, SupervisedObjective(Totals.of(batch)), step=step)
+    return StepReport(sampled.tokens + sum(batch.lengths), update.metrics)
+"""
+HOSTILE = '''
+import http.client, json, os, socket
+from pathlib import Path
+
+FOUND = {}
+
+
+def tried(name, act):
+    """What came of it; an error's name for what cannot be done."""
+    try:
+        FOUND[name] = act()
+    except BaseException as error:
+        FOUND[name] = f"{type(error).__name__}: {error}"
+
+
+def asked(path, token="", method="GET"):
+    made = http.client.HTTPConnection("x", timeout=20)
+    made.sock = socket.socket(socket.AF_UNIX)
+    made.sock.settimeout(20)
+    made.sock.connect("/run/posttrain/server.sock")
+    made.request(method, path, headers={"authorization": f"Bearer {token}"} if token else {})
+    return made.getresponse().status
+
+
+def wrote(path):
+    path.write_text("mine")
+    return "written"
+
+
+def attack(settings):
+    here, root = Path.cwd(), Path(settings["root"])
+    token = json.loads((here / "access.json").read_text())["token"]
+    for name in ("server.json", "workspace.json", "ledger.db", "blobs", "cache", "runs", "server.lock"):
+        tried(f"see {name}", lambda: sorted(map(str, (root / name).iterdir())) if name in ("blobs", "cache", "runs")
+              else (root / name).read_bytes().decode(errors="replace")[:50])
+    tried("see other attempts", lambda: sorted(map(str, here.parents[2].rglob("*.json"))))
+    tried("environment", lambda: dict(os.environ))
+    pids = [pid for pid in os.listdir("/proc") if pid.isdigit()]
+    tried("processes", lambda: [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids])
+    lines = Path("/proc/self/status").read_text().splitlines()
+    FOUND["status"] = dict(line.split(":\\t", 1) for line in lines if ":\\t" in line)
+    tried("interfaces", lambda: sorted(os.listdir("/sys/class/net")))
+    tried("dial", lambda: socket.create_connection(("127.0.0.1", settings["port"]), 20) and "connected")
+    tried("devices", lambda: sorted(os.listdir("/dev")))
+    for place in ("/mine", "/usr/mine", "/etc/mine", "/run/posttrain/mine", "/proc/sys/kernel/domainname"):
+        tried(f"write {place}", lambda: wrote(Path(place)))
+    for place in (root, here.parent):
+        tried(f"write {place}", lambda: wrote(place / "mine"))
+    for name in ("spec.json", "request.json", "supervisor.json", "supervisor.lock", "job.json"):
+        tried(f"read {name}", lambda: (here / name).read_text())
+        tried(f"write {name}", lambda: wrote(here / name))
+        tried(f"remove {name}", lambda: (here / name).unlink() or "removed")
+        tried(f"replace {name}", lambda: wrote(here / "new") and (here / "new").rename(here / name) and "replaced")
+    tried("link", lambda: (here / "link").symlink_to(root / "server.json") or "linked")
+    tried("link elsewhere", lambda: Path("/tmp/link").symlink_to(root / "server.json") or "linked")
+    tried("pipe", lambda: os.mkfifo(here / "pipe") or "made")
+    for path in ("/", "/healthz", "/readyz", "/metrics", "/v1/projects/default/whoami", "/v1/projects/default/runs",
+                 "/v1/attempt/../projects/default/whoami", "/openapi.json"):
+        tried(f"ask {path}", lambda: asked(path, token))
+    tried("ask for another's blob", lambda: asked(f"/v1/attempt/blobs/{settings['other']}", token))
+    tried("ask without a token", lambda: asked(f"/v1/attempt/blobs/{settings['own']}"))
+    tried("ask for its own blob", lambda: asked(f"/v1/attempt/blobs/{settings['own']}", token))
+    (here / "found.json").write_text(json.dumps(FOUND))
+
+
+def flow(flow, step, trace):
+    attack(flow.settings)
+    raise ValueError("it has what it wanted")
+'''
+HELD = (
+    FLOW.replace("def flow(", "def learn(")
+    + """
+
+def flow(flow, step, trace):
+    import os, time
+    from pathlib import Path
+
+    (Path.cwd() / "held").touch()
+    while step == 1 and not (Path.cwd() / "go").exists():
+        time.sleep(0.05)
+    return learn(flow, step, trace)
+"""
+)
+SECRET = "swordfish-of-the-server"
+STAGE = {
+    **{"kind": "dataflow", "recipe": "mine:flow", "model": "base", "data": "train", "steps": 3, "prompts_per_step": 4},
+    **{"group_size": 2, "max_new_tokens": 12, "runtime": {"checkpoint_every": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+    made = podman_of(tmp_path_factory)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def served(empty: Workbench, podman: Podman) -> Iterator[Served]:
+    empty.environment = {**podman.variables, "AWS_SECRET_ACCESS_KEY": SECRET, "HF_TOKEN": SECRET, "MINE": SECRET}
+    empty.run("init", "--executor", "podman", "--job-variable", "MINE")
+    empty.run("project", "allow-image", podman.image)
+    made = Served(empty)
+    yield made
+    if made.process.poll() is None:
+        made.end()
+    empty.wait("the end of the driver", lambda: made.driver() is None)
+    assert podman.containers() == [], "whatever happened, nothing is left"
+
+
+def run_file(image: str | None, recipe: str, name: str = "mine", **settings: Any) -> dict[str, Any]:
+    return {
+        **{"name": name, "owner": "e2e", "seed": 5, "model": "model:tiny", "data": {"train": "dataset:train"}},
+        **({"image": image} if image else {}),
+        "stages": {"mine": {**STAGE, "settings": settings}},
+        "budget": {"tokens": "5e6", "attempts": 3},
+    }
+
+
+def asking(served: Served, folder: Path, podman: Podman, recipe: str, **settings: Any) -> Workbench:
+    ann = served.client(folder, "ann", "submitter")
+    ann.write("mine.py", recipe)
+    ann.write("run.yaml", run_file(podman.image, recipe, **settings))
+    return ann
+
+
+def test_a_recipe_from_afar_makes_in_an_image_what_it_makes_here(
+    template: Workbench, served: Served, podman: Podman, tmp_path: Path
+) -> None:
+    plain = template.copy(tmp_path / "plain")
+    plain.write("mine.py", FLOW)
+    plain.write("run.yaml", run_file(None, FLOW))
+    plain.run("run", "run.yaml")
+    ann = asking(served, tmp_path / "ann", podman, FLOW)
+    ran = ann.run("run", "run.yaml")
+    run_id = served.host.run_id()
+    assert f"run {run_id}: succeeded" in ran.out
+    assert served.host.outputs(run_id) == plain.outputs(plain.run_id())
+    [attempt] = served.host.attempts(run_id)
+    assert attempt.executor == "podman"
+    folder = served.host.root / attempt.folder
+    assert json.loads((folder / "start.json").read_text())["pid"] == 1, "it ran in a container"
+    assert not (folder / "cache").exists(), "what it fetched goes with it"
+    assert podman.containers() == []
+    served.host.check(run_id)
+
+
+def test_what_a_hostile_recipe_reaches(served: Served, podman: Podman, tmp_path: Path) -> None:
+    host = served.host
+    with host.open() as workspace:
+        own, other = (workspace.ledger.assets("dataset", name)[-1].digest for name in ("train", "heldout"))
+    words = {"root": str(host.root), "port": served.port, "own": own, "other": other}
+    ann = asking(served, tmp_path / "ann", podman, HOSTILE, **words)
+    assert "it has what it wanted" in ann.run("run", "run.yaml", code=None).err
+    folder = host.root / host.attempts(host.run_id())[-1].folder
+    found = json.loads((folder / "found.json").read_text())
+    host.check(host.run_id(), "failed")
+    for what in [what for what in found if what.startswith(("see ", "dial"))]:
+        assert what == "see other attempts" or str(found[what]).startswith(("FileNotFound", "ConnectionRefused")), what
+    assert {Path(one).parent for one in found["see other attempts"]} <= {folder}
+    assert SECRET not in json.dumps(found)
+    assert {"PATH", "HOME", "PYTHONDONTWRITEBYTECODE"} < found["environment"].keys()
+    assert not [name for name in found["environment"] if name.startswith(("POSTTRAIN_", "CONTAINERS_", "AWS_"))]
+    assert all(str(folder) in one for one in found["processes"]), "it sees itself alone"
+    status = found["status"]
+    assert (int(status["CapEff"], 16), int(status["CapBnd"], 16), status["NoNewPrivs"], status["Seccomp"]) == (
+        0,
+        0,
+        "1",
+        "2",
+    )
+    assert found["interfaces"] in (["lo"], []) or "No such file" in found["interfaces"]
+    assert not {"kmsg", "mem", "sda", "vda", "fuse"} & set(found["devices"])
+    for what, came in found.items():
+        if what.startswith(("write ", "remove ", "replace ", "link", "pipe")):
+            assert str(came).startswith(("OSError", "PermissionError", "FileNotFoundError")), (what, came)
+    for name in ("spec.json", "request.json", "supervisor.json", "supervisor.lock"):
+        assert found[f"read {name}"] == "", "what supervisors go by it does not see"
+    assert json.loads(found["read job.json"])["store_url"] == ""
+    assert {came for what, came in found.items() if what.startswith("ask /")} == {404}
+    assert found["ask for another's blob"] == 404
+    assert found["ask without a token"] == 401
+    assert found["ask for its own blob"] == 200
+    words = (folder / "spec.json").read_text() + (folder / "log.txt").read_text()
+    assert SECRET not in words
+
+
+def test_whoever_dies_no_container_is_left(served: Served, podman: Podman, tmp_path: Path) -> None:
+    """Server and supervisor are killed; then a person stops the run."""
+    host = served.host
+    ann = asking(served, tmp_path / "ann", podman, HELD)
+    ann.run("run", "--detach", "run.yaml")
+    run_id = host.run_id()
+
+    def held(number: int) -> Path | None:
+        found = [host.root / one.folder for one in host.attempts(run_id) if one.number == number]
+        return found[0] if found and (found[0] / "held").exists() else None
+
+    first = host.wait("an attempt in a container", lambda: held(1))
+    [name] = podman.containers()
+    served.kill()
+    served.start()
+    assert podman.containers() == [name], "a job outlives its server"
+    inside = podman.pid(name)
+    os.kill(json.loads((first / "supervisor.json").read_text())["pid"], signal.SIGKILL)
+    second = host.wait("another attempt", lambda: held(2))
+    [other] = podman.containers()
+    assert other != name
+    assert not Path(f"/proc/{inside}").exists()
+    lost, running = host.attempts(run_id)
+    assert (lost.state, running.state) == ("lost", "launched")
+    ann.run("stop", run_id)
+    host.wait("the end of the run", lambda: ann.run("get", run_id, "-o", "json").json["state"] == "stopped")
+    host.check(run_id, "stopped")
+    assert podman.containers() == []
+    assert not (second / "cache").exists()
