@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,16 @@ class Podman:
 
     Args:
         folder: where they lie.
+        shown: folders that every container sees besides.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *shown: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "storage.conf").write_text(
             f'[storage]\ndriver = "vfs"\ngraphroot = "{folder}/storage"\nrunroot = "{folder}/run"\n'
         )
-        (folder / "containers.conf").write_text(_settings())
+        (folder / "containers.conf").write_text(_settings(shown))
         self.variables = {
             "CONTAINERS_CONF": str(folder / "containers.conf"),
             "CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"),
@@ -69,9 +71,10 @@ class Podman:
         return f"localhost/posttrain-tests@{self('image', 'inspect', '--format', '{{.Digest}}', 'posttrain-tests')}"
 
 
-def _settings() -> str:
+def _settings(more: Sequence[Path]) -> str:
     places = [place for place in _SYSTEM if os.path.exists(place)]
     places += [sys.base_prefix, sys.prefix, str(Path(posttrain.__file__).resolve().parents[1])]
+    places += map(str, more)
     shown = [place for place in dict.fromkeys(places) if not place.startswith("/usr/")]
     volumes = ", ".join(f'"{place}:{place}:ro"' for place in shown)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -82,7 +85,7 @@ def _settings() -> str:
     )
 
 
-def podman_of(factory: pytest.TempPathFactory) -> Podman:
+def podman_of(factory: pytest.TempPathFactory, *shown: Path) -> Podman:
     """One that is closed by its user."""
     assert not LACKING, LACKING
-    return Podman(factory.mktemp("podman"))
+    return Podman(factory.mktemp("podman"), *shown)

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import pytest
 
+from podman_image import Podman, podman_of
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
 from posttrain.domain.jobs import (
     Accepted,
@@ -26,6 +28,7 @@ from posttrain.domain.jobs import (
     Observation,
     PodSeen,
     Signal,
+    Submission,
     Unknown,
 )
 from posttrain.domain.requests import Job, JobRef, JobRequest, Listed, PodGroup
@@ -73,6 +76,30 @@ class LocalHarness:
 
     def starts(self, spec: JobRequest) -> int:
         return len(started(spec))
+
+
+class Boxed(LocalExecutor):
+    """Every job in an image."""
+
+    def __init__(self, image: str, runs: Path) -> None:
+        super().__init__(runs=runs, images=True)
+        self._image, self._store = image, runs.parent / "blobs"
+
+    def submit(self, request: JobRequest) -> Submission:
+        self._store.mkdir(exist_ok=True)
+        folder = Path(request.attempt_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "job.json").write_text(json.dumps({"store_url": self._store.as_uri()}))
+        return super().submit(replace(request, image=self._image))
+
+
+class BoxedHarness(LocalHarness):
+    def __init__(self, podman: Podman, runs: Path) -> None:
+        self.executor, self._podman = Boxed(podman.image, runs), podman
+
+    def lose(self, spec: JobRequest) -> None:
+        super().lose(spec)
+        assert spec.name not in self._podman.containers(), "lost is said of what is gone"
 
 
 class FakeHarness:
@@ -174,10 +201,25 @@ def spec(tmp_path: Path) -> Iterator[Callable[..., JobRequest]]:
             look(LocalExecutor(), each)  # kills what a lost supervisor left
 
 
-@pytest.fixture(params=["local", "forked", "fake", "lose_answers", "lose_requests", "late_requests"])
-def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
+@pytest.fixture(scope="module")
+def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+    made = podman_of(tmp_path_factory, HERE)
+    yield made
+    made.close()
+
+
+BOXED = pytest.param("boxed", marks=pytest.mark.containers)
+
+
+@pytest.fixture(params=["local", "forked", "fake", "lose_answers", "lose_requests", "late_requests", BOXED])
+def harness(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
     if request.param == "fake":
         return FakeHarness()
+    if request.param == "boxed":
+        found = request.getfixturevalue("podman")
+        for name, value in found.variables.items():
+            monkeypatch.setenv(name, value)
+        return BoxedHarness(found, tmp_path / "runs")
     if request.param in ("local", "forked"):
         return LocalHarness(PRELOAD if request.param == "forked" else None, tmp_path / "runs")
     return FakeHarness(hostile(request.param))
@@ -197,6 +239,16 @@ def test_a_job_nobody_submitted_is_unknown_and_proven_to_be_absent_in_the_end(ha
     assert look(executor, job).gone
     assert executor.list("") == []
     assert executor.logs(job) == LogPage("", 0)
+
+
+def test_who_gives_no_images_refuses_a_job_that_asks_for_one(harness: Harness, spec: Make) -> None:
+    job = spec(asking={"image": f"localhost/x@sha256:{'0' * 64}"})
+    if harness.executor.images:
+        pytest.skip("it runs it")
+    with pytest.raises(InputError, match="image localhost/x@sha256") as refused:
+        harness.executor.submit(job)
+    assert "\n" not in str(refused.value)
+    assert look(harness.executor, job).state is JobState.UNKNOWN
 
 
 @pytest.mark.parametrize("code", [0, 3])
