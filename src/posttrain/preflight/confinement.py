@@ -31,6 +31,9 @@ class Confinement:
     notes: tuple[str, ...]  # what is missing, in words
 
 
+IN_AN_IMAGE = Confinement(False, ("in an image they reach what their job reaches",))
+
+
 def confinement(cache: Path | None = None) -> Confinement:
     """Ask; what was found since the last boot is remembered in the folder `cache`.
 
@@ -61,7 +64,8 @@ def check_confinement(planned: Planned, workspace: OpenWorkspace) -> Iterator[st
         and any(kind == "reward" for kind, _ in planned.contracts[stage.name].inputs.values())
     ]
     if stages:
-        yield from _judged(stages, confinement(workspace.root / "cache"), trusted=workspace.trusts_rewards)
+        found = IN_AN_IMAGE if planned.manifest.image else confinement(workspace.root / "cache")
+        yield from _judged(stages, found, trusted=workspace.trusts_rewards)
 
 
 def _judged(stages: Collection[str], found: Confinement, *, trusted: bool) -> Iterator[str]:
