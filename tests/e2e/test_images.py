@@ -192,8 +192,12 @@ def test_what_a_hostile_recipe_reaches(served: Served, podman: Podman, tmp_path:
     found = json.loads((folder / "found.json").read_text())
     host.check(host.run_id(), "failed")
     for what in [what for what in found if what.startswith(("see ", "dial"))]:
-        assert what == "see other attempts" or str(found[what]).startswith(("FileNotFound", "ConnectionRefused")), what
-    assert {Path(one).parent for one in found["see other attempts"]} <= {folder}
+        if what == "see runs":
+            assert found[what] == [str(folder.parents[1])], "empty folders that lead to its own"
+        elif what == "see other attempts":
+            assert {Path(one) for one in found[what] if folder not in Path(one).parents} == set()
+        else:
+            assert str(found[what]).startswith(("FileNotFound", "ConnectionRefused")), what
     assert SECRET not in json.dumps(found)
     assert {"PATH", "HOME", "PYTHONDONTWRITEBYTECODE"} < found["environment"].keys()
     assert not [name for name in found["environment"] if name.startswith(("POSTTRAIN_", "CONTAINERS_", "AWS_"))]
@@ -207,9 +211,15 @@ def test_what_a_hostile_recipe_reaches(served: Served, podman: Podman, tmp_path:
     )
     assert found["interfaces"] in (["lo"], []) or "No such file" in found["interfaces"]
     assert not {"kmsg", "mem", "sda", "vda", "fuse"} & set(found["devices"])
+    covered = {"spec.json", "request.json", "supervisor.json", "supervisor.lock"}
+    nowhere = {f"write {name}" for name in covered} | {f"write {place}" for place in (host.root, folder.parent)}
     for what, came in found.items():
         if what.startswith(("write ", "remove ", "replace ", "link", "pipe")):
-            assert str(came).startswith(("OSError", "PermissionError", "FileNotFoundError")), (what, came)
+            fails = str(came).startswith(("OSError", "PermissionError", "FileNotFoundError"))
+            assert fails or (what in nowhere and came == "written"), (what, came)
+    assert not [one for one in (host.root, folder.parent) if (one / "mine").exists()], "it wrote into its own memory"
+    assert all(json.loads((folder / name).read_text()) for name in covered - {"supervisor.lock"}), "or into nothing"
+    assert not [one for one in folder.rglob("*") if one.is_symlink() or one.stat().st_mode & 0o077]
     for name in ("spec.json", "request.json", "supervisor.json", "supervisor.lock"):
         assert found[f"read {name}"] == "", "what supervisors go by it does not see"
     assert json.loads(found["read job.json"])["store_url"] == ""

@@ -78,7 +78,7 @@ def test_a_job_of_a_server_is_let_in_before_it_is_launched_and_told_of_no_store(
     let_in: list[str] = []
 
     class Access:
-        def give(self, attempt: AttemptRecord, folder: Path) -> None:
+        def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
             assert (folder / "job.json").exists()
             assert len(bench.launched) == len(let_in)
             let_in.append(attempt.name)

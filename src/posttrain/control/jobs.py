@@ -46,7 +46,7 @@ class AttemptFolders:
 class Access(Protocol):
     """Lets the jobs of a server read what they need, and nothing else."""
 
-    def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool) -> None:
+    def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
         """Write into an attempt's folder what lets its job in, until the attempt ends.
 
         Args:

@@ -37,7 +37,7 @@ class Granting:
         self._renewed = -RENEW_SECONDS
         self._damaged: set[str] = set()  # folders of which that was told
 
-    def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool) -> None:
+    def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
         """See `control.jobs.Access.give`.
 
         Raises:

@@ -127,6 +127,7 @@ def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
     """`podman run …` for a job whose supervisor has its devices."""
     box, variables = spec[SPEC], {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", **spec["environment"]}
     words = ["podman", "run", "--rm", f"--name={box['name']}", "--pull=missing", "--log-driver=none", "--user=0:0"]
+    words.append("--umask=0077")  # what a job leaves is its owner's alone
     words += ["--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--network=none"]
     words += [f"--security-opt=seccomp={folder / _PROFILE}", f"--shm-size={_SHARED_MEMORY}", "--http-proxy=false"]
     words += [f"--hostname={os.uname().nodename}", f"--workdir={folder}", f"--label=posttrain.job={spec['name']}"]

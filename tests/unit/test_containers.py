@@ -1,0 +1,233 @@
+"""Jobs in containers, without a podman: what it is asked for, and what is believed of such a job's folder."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from server_bench import KEY, ServerBench, attempt_with_access, granting, served
+
+from posttrain.app.workspace import init_workspace
+from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.jobs import JobState
+from posttrain.domain.requests import Job, JobRequest
+from posttrain.execution.executors.local import containers
+from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.server.connections import Door
+from posttrain.server.serving import Bind, configured
+from posttrain.store.access import JobAccess, read_access
+from posttrain.store.backends.served import ServedBlobs
+
+IMAGE = f"localhost/train@sha256:{'a1' * 32}"
+SECRET = "swordfish"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of an attempt, on a machine with a podman."""
+    monkeypatch.setattr(containers, "trouble", lambda: "")
+    monkeypatch.setattr(containers, "_profile", lambda: {"syscalls": []})
+    made = tmp_path / "workspace" / "runs" / "r" / "s" / "001"
+    made.mkdir(parents=True)
+    (made / "supervisor.json").write_text("{}")
+    order = {"name": "r-s-1", "store_url": (tmp_path / "workspace" / "blobs").as_uri(), "served": False}
+    (made / "job.json").write_text(json.dumps(order))
+    return made
+
+
+def asked(folder: Path, **words: Any) -> JobRequest:
+    return JobRequest("r-s-1", "posttrain.jobs.train", str(folder), image=IMAGE, **words)
+
+
+def spec_of(folder: Path, request: JobRequest) -> dict[str, Any]:
+    return {
+        **{"name": request.name, "image": request.image, "module": request.module, "secrets": list(request.secrets)},
+        **{"environment": dict(request.environment), containers.SPEC: containers.contained(request, folder)},
+    }
+
+
+def command(folder: Path, **words: Any) -> list[str]:
+    return containers.command(folder, spec_of(folder, asked(folder, **words)))
+
+
+def test_a_container_has_what_its_job_needs_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    words = command(folder, environment={"A": "b"}, secrets=("HF_TOKEN",))
+    for wanted in (
+        *("--rm", "--name=r-s-1", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges"),
+        *("--network=none", "--http-proxy=false", "--env=A=b", "--env=HF_TOKEN", "--umask=0077"),
+        f"--security-opt=seccomp={folder}/seccomp.json",
+    ):
+        assert wanted in words, wanted
+    assert SECRET not in " ".join(words), "a command line is read by everybody"
+    assert words[-6:] == [IMAGE, "-s", "-P", "-m", "posttrain.jobs.train", str(folder)]
+    mounts = [word.removeprefix("--mount=type=bind,") for word in words if word.startswith("--mount=")]
+    writable = [mount for mount in mounts if mount.endswith("ro=false")]
+    assert writable == [f"source={folder},destination={folder},ro=false"]
+    store = folder.parents[3] / "blobs"
+    assert f"source={store},destination={store},ro=true" in mounts
+    assert f"source=/dev/null,destination={folder}/supervisor.json,ro=true" in mounts
+    assert not [word for word in words if word.startswith(("--device", "--privileged", "--volume"))]
+
+
+def test_a_container_of_a_server_sees_a_socket_and_no_store(folder: Path) -> None:
+    order = json.loads((folder / "job.json").read_text())
+    (folder / "job.json").write_text(json.dumps({**order, "store_url": "", "served": True}))
+    mounts = [word for word in command(folder) if word.startswith("--mount=")]
+    root = folder.parents[3]
+    assert f"--mount=type=bind,source={root}/sockets,destination=/run/posttrain,ro=true" in mounts
+    assert not [mount for mount in mounts if "blobs" in mount or f"source={root}," in mount]
+
+
+def test_a_container_has_the_devices_that_its_supervisor_locked(folder: Path) -> None:
+    spec = spec_of(folder, asked(folder)) | {"taken": ["GPU-1", "GPU-2"]}
+    found = [word for word in containers.command(folder, spec) if word.startswith("--device")]
+    assert found == ["--device=nvidia.com/gpu=GPU-1", "--device=nvidia.com/gpu=GPU-2"]
+
+
+def test_a_store_that_is_no_folder_is_refused_without_a_server(folder: Path) -> None:
+    order = json.loads((folder / "job.json").read_text())
+    for other in ({"store_url": "s3://bucket"}, {"channel": "s3://bucket/channels"}):
+        (folder / "job.json").write_text(json.dumps({**order, **other}))
+        with pytest.raises(InputError, match="only through a server; run posttrain serve"):
+            containers.contained(asked(folder), folder)
+
+
+def test_podmans_profile_is_taken_without_links_devices_and_pipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"defaultAction": "SCMP_ACT_ERRNO", "syscalls": [
+        {"names": ["read", "symlink", "symlinkat", "io_uring_setup"], "action": "SCMP_ACT_ALLOW", "args": []},
+        {"names": ["mknod", "mknodat"], "action": "SCMP_ACT_ALLOW", "args": []},
+    ]}  # fmt: skip
+    (tmp_path / "seccomp.json").write_text(json.dumps(own))
+    monkeypatch.setattr(containers, "_PROFILES", (tmp_path / "none.json", tmp_path / "seccomp.json"))
+    found = containers._profile()
+    assert found is not None
+    allowed = [name for rule in found["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" for name in rule["names"]]
+    assert allowed == ["read"]
+    denied = [name for rule in found["syscalls"] if rule["action"] == "SCMP_ACT_ERRNO" for name in rule["names"]]
+    assert {"symlink", "symlinkat", "mknod", "mknodat", "io_uring_setup"} <= set(denied)
+
+
+# --- what is believed of the folder -----------------------------------------------------------------------------------
+
+
+def test_what_a_job_says_of_its_end_is_believed_of_its_supervisor_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that it is lost, only when podman says that its container is gone."""
+    executor, job, gone = LocalExecutor(images=True), Job("r-s-1", str(folder)), False
+    monkeypatch.setattr(containers, "gone", lambda box: gone)
+    box = containers.contained(asked(folder), folder)
+    (folder / "spec.json").write_text(json.dumps({containers.SPEC: box}))
+    (folder / "supervisor.json").write_text(json.dumps({"pid": os.getpid(), "identity": ""}))
+    (folder / "supervisor.lock").touch()
+    for forged in ('{"exit_code": 0, "seconds": 0.0}', '{"exit_code": 0, "word": "x"}', "[]", "{", '"word"'):
+        (folder / "exit.json").write_text(forged)
+        [seen] = executor.observe([job])
+        assert seen.state is JobState.RUNNING
+        assert "podman does not say that container r-s-1 is" in seen.detail
+    gone = True
+    assert executor.observe([job])[0].state is JobState.LOST
+    (folder / "exit.json").write_text(json.dumps({"exit_code": 3, "seconds": 1.0, "word": box["word"]}))
+    assert executor.observe([job])[0].exit_code == 3
+
+
+def test_a_copy_of_a_folder_ends_no_container(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "gone", lambda box: pytest.fail("it is another's"))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "spec.json").write_text(json.dumps({containers.SPEC: containers.contained(asked(folder), folder)}))
+    (copy / "supervisor.json").write_text(json.dumps({"pid": os.getpid(), "identity": ""}))
+    (copy / "supervisor.lock").touch()
+    assert LocalExecutor(images=True).observe([Job("r-s-1", str(copy))])[0].state is JobState.LOST
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (None, "podman is not installed; install podman 4 or newer"),
+        ("echo 3.4.4", "podman must be 4 or newer, got 3.4.4; upgrade it"),
+        ("echo no >&2; exit 125", "podman gives no answer"),
+    ],
+)
+def test_a_machine_without_a_podman_is_told_at_init(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str | None, why: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    if program:
+        (tmp_path / "bin" / "podman").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "bin" / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(InputError, match="init: --executor podman needs podman: ") as refused:
+        init_workspace(tmp_path / "w", executor="podman")
+    assert why in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "w").exists(), "nothing is left"
+
+
+# --- the socket of jobs without a network -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[ServerBench]:
+    with served(tmp_path / "served") as made:
+        yield made
+
+
+@contextmanager
+def at_socket(bench: ServerBench, path: Path) -> Iterator[None]:
+    """The server, at a socket for jobs as well."""
+    listening = Door(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(str(path))
+    listening.listen()
+    server = uvicorn.Server(configured(bench.app, Bind(), bench.room))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+def at(path: Path, asked: str, token: str) -> int:
+    made = http.client.HTTPConnection("x", timeout=60)
+    made.sock = socket.socket(socket.AF_UNIX)
+    made.sock.connect(str(path))
+    try:
+        made.request("GET", asked, headers={"authorization": f"Bearer {token}"})
+        return made.getresponse().status
+    finally:
+        made.close()
+
+
+def test_over_the_socket_a_token_of_an_attempt_opens_its_inputs_and_nobody_asks_a_verb(
+    bench: ServerBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = attempt_with_access(bench, "mine"), attempt_with_access(bench, "other")
+    granting(bench).give(mine.attempt, mine.folder, boxed=True)
+    access = read_access(mine.folder)
+    assert access is not None
+    assert access.socket == "/run/posttrain/server.sock"
+    place = Path(os.path.relpath(tmp_path / "s"))  # as a container has a short one
+    with at_socket(bench, place):
+        JobAccess("http://127.0.0.1:1", access.token, socket=str(place)).write(mine.folder)
+        blobs = ServedBlobs(mine.folder, patience=0.0)
+        assert blobs.get(mine.inputs["data"]) == b"rows of mine"
+        with pytest.raises(NotFoundError):
+            blobs.get(other.inputs["data"])
+        for path in ("/", "/healthz", "/v1/projects/default/whoami", "/v1/attempts", "/metrics", "/v1/operations/x"):
+            assert at(place, path, KEY) == 404, path
+        assert at(place, f"/v1/attempt/blobs/{mine.inputs['data']}", KEY) == 401, "nor is a person let in there"
