@@ -202,6 +202,34 @@ def test_a_token_is_for_somebody_who_can_be_named(ledger: Ledger, name: str) -> 
         issue(ledger, "user:ann", name, HERE, DAY)
 
 
+def test_a_projects_images_are_said_by_events_and_are_its_own(ledger: Ledger) -> None:
+    one, other = "localhost/train@*", f"localhost/eval@sha256:{'0' * 64}"
+    with ledger.transaction("user:ann") as transaction:
+        assert transaction.snapshot.images() is None, "nobody said"
+        transaction.allow_image(one)
+        transaction.allow_image(other)
+        transaction.allow_image(one)
+        assert transaction.snapshot.images() == [other, one]
+    with ledger.transaction("user:ann") as transaction:
+        transaction.remove_image(other)
+    gone = pytest.raises(NotFoundError, match="does not allow image")
+    with gone, ledger.transaction("user:ann") as transaction:
+        transaction.remove_image(other)
+    with ledger.transaction("user:ann") as transaction:
+        transaction.remove_image(one)
+        assert transaction.snapshot.images() == [], "somebody said: none"
+    kinds = [found.kind for found in ledger.pending_events() if found.kind.startswith("project.")]
+    assert kinds == ["project.images"] * 4
+    many = pytest.raises(InputError, match="may allow at most 256 images, got 257")
+    with many, ledger.transaction("user:ann") as transaction:
+        for number in range(257):
+            transaction.allow_image(f"localhost/x{number}@*")
+    with Ledger(ledger.database, ledger.clock, project="other").snapshot() as now:
+        assert now.images() is None
+    seal(ledger)
+    verify_rows(ledger)
+
+
 def test_what_has_expired_is_not_rotated(ledger: Ledger) -> None:
     _, token = issue(ledger, "user:ann", "service:ci", HERE, DAY)
     ledger.clock.sleep(DAY)

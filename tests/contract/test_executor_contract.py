@@ -99,7 +99,7 @@ class BoxedHarness(LocalHarness):
 
     def lose(self, spec: JobRequest) -> None:
         super().lose(spec)
-        assert spec.name not in self._podman.containers(), "lost is said of what is gone"
+        assert f"{spec.name}-w1" not in self._podman.containers(), "lost is said of what is gone"
 
 
 class FakeHarness:

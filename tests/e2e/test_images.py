@@ -144,9 +144,19 @@ def served(empty: Workbench, podman: Podman) -> Iterator[Served]:
     assert podman.containers() == [], "whatever happened, nothing is left"
 
 
-def run_file(image: str | None, recipe: str, name: str = "mine", **settings: Any) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def plain(template: Workbench, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the recipe makes as a process of this machine."""
+    here = template.copy(tmp_path_factory.mktemp("plain") / "bench")
+    here.write("mine.py", FLOW)
+    here.write("run.yaml", run_file(None))
+    here.run("run", "run.yaml")
+    return here.outputs(here.run_id())
+
+
+def run_file(image: str | None, **settings: Any) -> dict[str, Any]:
     return {
-        **{"name": name, "owner": "e2e", "seed": 5, "model": "model:tiny", "data": {"train": "dataset:train"}},
+        **{"name": "mine", "owner": "e2e", "seed": 5, "model": "model:tiny", "data": {"train": "dataset:train"}},
         **({"image": image} if image else {}),
         "stages": {"mine": {**STAGE, "settings": settings}},
         "budget": {"tokens": "5e6", "attempts": 3},
@@ -156,22 +166,18 @@ def run_file(image: str | None, recipe: str, name: str = "mine", **settings: Any
 def asking(served: Served, folder: Path, podman: Podman, recipe: str, **settings: Any) -> Workbench:
     ann = served.client(folder, "ann", "submitter")
     ann.write("mine.py", recipe)
-    ann.write("run.yaml", run_file(podman.image, recipe, **settings))
+    ann.write("run.yaml", run_file(podman.image, **settings))
     return ann
 
 
 def test_a_recipe_from_afar_makes_in_an_image_what_it_makes_here(
-    template: Workbench, served: Served, podman: Podman, tmp_path: Path
+    plain: dict[str, str], served: Served, podman: Podman, tmp_path: Path
 ) -> None:
-    plain = template.copy(tmp_path / "plain")
-    plain.write("mine.py", FLOW)
-    plain.write("run.yaml", run_file(None, FLOW))
-    plain.run("run", "run.yaml")
     ann = asking(served, tmp_path / "ann", podman, FLOW)
     ran = ann.run("run", "run.yaml")
     run_id = served.host.run_id()
     assert f"run {run_id}: succeeded" in ran.out
-    assert served.host.outputs(run_id) == plain.outputs(plain.run_id())
+    assert served.host.outputs(run_id) == plain
     [attempt] = served.host.attempts(run_id)
     assert attempt.executor == "podman"
     folder = served.host.root / attempt.folder
@@ -179,6 +185,23 @@ def test_a_recipe_from_afar_makes_in_an_image_what_it_makes_here(
     assert not (folder / "cache").exists(), "what it fetched goes with it"
     assert podman.containers() == []
     served.host.check(run_id)
+
+
+def test_without_a_server_it_makes_the_same(plain: dict[str, str], empty: Workbench, podman: Podman) -> None:
+    """And a run whose rewards nothing confines there is refused."""
+    empty.environment = podman.variables
+    empty.run("init", "--executor", "podman")
+    empty.write("mine.py", FLOW)
+    empty.write("run.yaml", run_file(podman.image))
+    empty.run("run", "run.yaml")
+    run_id = empty.run_id()
+    empty.check(run_id)
+    assert empty.outputs(run_id) == plain
+    assert podman.containers() == []
+    judged = run_file(podman.image)
+    judged |= {"rewards": {"length": "reward:length"}, "stages": {"mine": {**STAGE, "reward": "length"}}}
+    empty.write("judged.yaml", judged)
+    assert "rewards must be confined" in empty.run("plan", "judged.yaml", code=2).error
 
 
 def test_what_a_hostile_recipe_reaches(served: Served, podman: Podman, tmp_path: Path) -> None:

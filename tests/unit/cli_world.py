@@ -293,7 +293,7 @@ def make_world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr("posttrain.web.curves.draw_learning_curve", _picture)
     monkeypatch.chdir(folder)
     monkeypatch.delenv("POSTTRAIN_WORKSPACE", raising=False)
-    monkeypatch.setattr("posttrain.app.workspace.LocalExecutor", lambda *_: world.executor)
+    monkeypatch.setattr("posttrain.app.workspace.LocalExecutor", lambda *_, **__: world.executor)
     monkeypatch.setattr("posttrain.app.workspace.SystemClock", lambda: world.clock)
     monkeypatch.setattr("posttrain.preflight.confinement._ask", lambda: {"whole": True, "notes": []})
     return world

@@ -63,7 +63,7 @@ def test_a_container_has_what_its_job_needs_and_nothing_else(folder: Path, monke
     monkeypatch.setenv("HF_TOKEN", SECRET)
     words = command(folder, environment={"A": "b"}, secrets=("HF_TOKEN",))
     for wanted in (
-        *("--rm", "--name=r-s-1", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges"),
+        *("--rm", "--name=r-s-1-alone", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges"),
         *("--network=none", "--http-proxy=false", "--env=A=b", "--env=HF_TOKEN", "--umask=0077"),
         f"--security-opt=seccomp={folder}/seccomp.json",
     ):
@@ -86,6 +86,18 @@ def test_a_container_of_a_server_sees_a_socket_and_no_store(folder: Path) -> Non
     root = folder.parents[3]
     assert f"--mount=type=bind,source={root}/sockets,destination=/run/posttrain,ro=true" in mounts
     assert not [mount for mount in mounts if "blobs" in mount or f"source={root}," in mount]
+
+
+def test_containers_of_two_workspaces_never_have_one_name(folder: Path) -> None:
+    """A run of one file has the same id in both."""
+    names = {containers.contained(asked(folder, labels={"workspace": word}), folder)["name"] for word in ("a1", "b2")}
+    assert names == {"r-s-1-a1", "r-s-1-b2"}
+
+
+def test_podman_ends_a_job_whose_time_is_over_though_nobody_is_left(folder: Path) -> None:
+    spec = spec_of(folder, asked(folder)) | {"max_seconds": 100.5, "grace_seconds": 10.0}
+    assert "--timeout=170" in containers.command(folder, spec)
+    assert not [word for word in command(folder) if word.startswith("--timeout")]
 
 
 def test_a_container_has_the_devices_that_its_supervisor_locked(folder: Path) -> None:
@@ -136,7 +148,7 @@ def test_what_a_job_says_of_its_end_is_believed_of_its_supervisor_alone(
         (folder / "exit.json").write_text(forged)
         [seen] = executor.observe([job])
         assert seen.state is JobState.RUNNING
-        assert "podman does not say that container r-s-1 is" in seen.detail
+        assert "podman does not say that container r-s-1-alone is" in seen.detail
     gone = True
     assert executor.observe([job])[0].state is JobState.LOST
     (folder / "exit.json").write_text(json.dumps({"exit_code": 3, "seconds": 1.0, "word": box["word"]}))

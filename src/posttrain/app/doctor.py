@@ -68,12 +68,22 @@ def examine(*, probe: bool = False, ray: str = "", end: bool = False) -> list[Ch
         checks += [
             _guarded("ledger", lambda: _ledger(workspace)),
             _guarded("jobs", lambda: _orphans(workspace, end)),
+            *_images(workspace),
             *standing_checks(workspace),
             *_runs(workspace),
         ]
     finally:
         workspace.close()
     return checks
+
+
+def _images(workspace: Workspace) -> Iterator[Check]:
+    """Whether jobs run in images, where the workspace's executor is to do that."""
+    executor = workspace.jobs.executor
+    if isinstance(executor, LocalExecutor) and executor.images:
+        why = executor.trouble()
+        remedy = "runs that name an image are refused" if why else ""
+        yield Check("images", "fail" if why else "ok", why or "podman runs jobs in them", remedy)
 
 
 def _python() -> Check:

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.requests import JobRequest
+from posttrain.domain.requests import WORKSPACE, JobRequest
 from posttrain.store.access import INSIDE, PRIVATE_CACHE, SOCKETS
 from posttrain.store.atomic import write_json
 
@@ -46,7 +46,9 @@ _VARIABLES = (  # of whoever starts podman, that it needs
 )
 _OLDEST = 4
 _SECONDS = 60.0  # for one word with podman on a busy machine
+_LATE_SECONDS = 60  # after which podman itself ends what should have been ended
 _AGAIN_SECONDS = 0.5  # between two tries to remove a container
+_PLACE_DIGITS = 12  # of what tells a workspace from others whose runs have the same names
 _SHARED_MEMORY = "2g"
 _PROFILES = (Path("/etc/containers/seccomp.json"), Path("/usr/share/containers/seccomp.json"))
 _PROFILE = "seccomp.json"  # in the attempt's folder
@@ -95,7 +97,7 @@ def contained(request: JobRequest, folder: Path) -> dict[str, Any]:
             raise InputError(f"job {request.name}: podman mounts no folder with a comma in its name, got {source}")
     write_json(folder / _PROFILE, _profile() or {})
     return {
-        "name": re.sub(r"[^a-zA-Z0-9_.-]", "-", request.name),
+        "name": f"{request.name}-{str(request.labels.get(WORKSPACE) or 'alone')[:_PLACE_DIGITS]}",
         "place": [here.st_dev, here.st_ino],  # a copy of the folder has another
         "word": secrets.token_hex(16),  # in exit.json: the job cannot see it, so it cannot say how it ended
         "mounts": mounts,
@@ -138,6 +140,8 @@ def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
             words.append(f"--mount=type=bind,source=/dev/null,destination={folder / name},ro=true")
     for name in _READ:
         words.append(f"--mount=type=bind,source={folder / name},destination={folder / name},ro=true")
+    if spec.get("max_seconds") is not None:  # should nobody be left who ends it
+        words.append(f"--timeout={int(spec['max_seconds'] + spec.get('grace_seconds', 0.0)) + _LATE_SECONDS}")
     words += [f"--env={name}={value}" for name, value in variables.items()]
     words += [f"--env={name}" for name in spec["secrets"]]  # their values podman finds in its own environment
     words += [f"--device=nvidia.com/gpu={device}" for device in spec.get("taken", ())]
