@@ -113,6 +113,7 @@ def test_an_image_decides_a_result_by_its_digest_alone() -> None:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = make_world(tmp_path, monkeypatch)
     made.prepare()
+    made.ok("init", "--rewards", "trusted")
     made.executor.images = True
     return made
 
@@ -199,6 +200,19 @@ def test_a_lock_is_held_against_the_project_and_the_executor_too(world: World) -
     world.ok("project", "allow-image", IMAGE)
     world.executor.images = False
     assert "needs an executor that runs jobs in images" in world("run", "x.lock.json").stderr
+
+
+def test_rewards_that_nothing_confines_in_an_image_need_a_workspace_that_trusts_them(world: World) -> None:
+    assert "rewards run as the workspace trusts them, not confined: in an image" in world.ok(
+        "plan", naming(world, IMAGE)
+    )
+    world.ok("init", "--rewards", "confined")
+    refused = world("plan", naming(world, IMAGE))
+    assert refused.exit_code == 2
+    assert (
+        "rewards must be confined, and here they cannot be: in an image they reach what their job reaches"
+        in refused.stderr
+    )
 
 
 # --- over a server ----------------------------------------------------------------------------------------------------
