@@ -105,7 +105,8 @@ def test_two_who_submit_the_same_at_once_get_one_run(served: Served, tmp_path: P
 def test_commands_in_a_served_folder_go_through_its_server(served: Served) -> None:
     host = served.host
     assert host.run("whoami", "-o", "json").json["role"] == "admin"
-    assert "is served already" in host.run("serve", "--port", "0", code=9).error
+    refused = host.run("serve", "--port", "0", code=9).error
+    assert f"is served already, by process {served.process.pid} at {served.url}; end that one first" in refused
     place = host.root / "server.json"
     assert place.stat().st_mode & 0o077 == 0
     known = json.loads(place.read_text())

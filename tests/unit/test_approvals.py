@@ -147,7 +147,7 @@ def test_what_a_run_waits_for_is_told_to_whoever_attaches(world: World) -> None:
     said = world("attach", run, "--timeout", "60").stdout
     (line,) = [line for line in said.splitlines() if " release ready" in line]
     assert "needs 1 approval, has none; user:annabel or user:bartholomew may approve" in line
-    assert line.endswith(f"; next: posttrain approve {run} --channel prod")
+    assert line.endswith(f"; next: user:annabel or user:bartholomew may: posttrain approve {run} --channel prod")
     workspace = open_workspace()
     for width in (60, 80, 140):
         screen = Console(file=io.StringIO(), width=width, force_terminal=False)

@@ -140,7 +140,7 @@ def test_what_ended_before_somebody_attached_is_told_with_its_own_time(
     for moment, words in (
         (stages["grpo"].finished_at, "grpo succeeded; 1s"),
         (note.at, "grpo note: almost there"),
-        (said, "evaluate running; attempt 1"),
+        (said, "evaluate starting; attempt 1"),
         (stages["baseline-evaluate"].finished_at, "baseline-evaluate skipped; channel prod has no release yet"),
     ):
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

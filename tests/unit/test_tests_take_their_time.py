@@ -167,7 +167,7 @@ SHORT_WAITS = {
     "control/pulse.py:FAR_SECONDS": "between two looks at an object store; nothing ends with it",
     "events/ports.py:CONNECT_SECONDS": "a receiver that is away longer is tried again later, and nothing is lost",
     "trackers/reaching.py:_SECONDS": "a server that is away longer is told, and tried again later",
-    "views/status.py:_ALONE": "told a little early, nothing else: a driver may follow",
+    "views/vigil.py:_ALONE": "told a little early, nothing else: a driver may follow",
     "data/fitting.py:_MEAN_SECONDS": "a mean over rows, looked at after ten seconds; a rendering takes a thousandth",
     "engine/recipes/answers.py:_SECONDS": "a hundred thousand times what it takes, so that a pattern cannot hang a run",
     "engine/rewards/session.py:END_TIMEOUT": "then the keeper is killed, which ends its namespace all the same",

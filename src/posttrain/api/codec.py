@@ -54,6 +54,7 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "posttrain.telemetry.timeline": "StageTimeline",
     "posttrain.trackers.tracking": "TrackerState",
     "posttrain.views.logs": "LogFile",
+    "posttrain.views.moves": "Move",
     "posttrain.views.plans": "PlanView",
     "posttrain.views.reporting": "Written",
     "posttrain.views.status": "RunStatus",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Locked,
         LogFile,
         Marked,
+        Move,
         Node,
         PlanView,
         Point,
@@ -270,6 +271,13 @@ class Channels(Protocol):
 
     def policies(self, name: str) -> list[Event]:
         """Every time its policy was set or removed, oldest first."""
+
+    def history(self, name: str, limit: int | None = None, before: str | None = None) -> list[Move]:
+        """Its moves, newest first: what became of each, why, and who approved it.
+
+        Args:
+            before: the number of a release: only those that are older.
+        """
 
     def channel_events(self, name: str, kind: str) -> list[Event]:
         """What was told of it of one kind, such as `channel.frozen`, oldest first."""

@@ -31,7 +31,7 @@ _LOOK = (
     ),
     *("channels", "live", "channel_record", "channel", "channel_trackers", "policy", "policies", "channel_events"),
     *("approval_requests", "lineage", "downstream", "verify", "dead", "assets", "asset", "asset_status", "recalled"),
-    *("curves", "plan_sweep", "rank", "whoami", "sinks", "images"),
+    *("curves", "plan_sweep", "rank", "whoami", "sinks", "images", "history"),
 )
 _RUN = (
     *("submit", "evaluate", "drive", "detach", "signal", "stop", "retry", "track", "follow", "track_channel"),
@@ -77,7 +77,14 @@ _TYPED: Mapping[str, str] = {  # verb → the command that people type for it, w
     **{"issue_token": "token issue", "rotate_token": "token rotate", "revoke_token": "token revoke"},
     **{"add_sink": "sink add", "test_sink": "sink test", "pause_sink": "sink pause", "resume_sink": "sink resume"},
     **{"remove_sink": "sink remove", "sinks": "sink ls", "write_report": "get --report", "write_trace": "trace"},
-    **{"track_channel": "track", "channel": "get", "channels": "ls", "live": "ls", "manifest": "lock"},
+    **{
+        "track_channel": "track",
+        "channel": "get",
+        "history": "get",
+        "channels": "ls",
+        "live": "ls",
+        "manifest": "lock",
+    },
 }
 
 

@@ -156,7 +156,7 @@ class _Asked:
         self._at = time.monotonic()
         for stage in self._control.status(self._run_id).stages:
             asks = f"{stage.record.name} {stage.next_action}"
-            if waiting(stage.record) and stage.next_action.startswith("posttrain") and asks not in self._told:
+            if waiting(stage.record) and "posttrain " in stage.next_action and asks not in self._told:
                 self._told.add(asks)
                 words = f"run {self._run_id}: {stage.record.name} {stage.reason}; {stage.next_action}"
                 warnings.warn(words, RuntimeWarning, stacklevel=2)
@@ -181,7 +181,7 @@ class Channel:
     @property
     def history(self) -> list[ReleaseEntry]:
         """Every move, oldest first."""
-        return list(self._view.history)
+        return [move.entry for move in reversed(self.control.history(self.name))]
 
     @property
     def states(self) -> Mapping[str, ReleaseState]:

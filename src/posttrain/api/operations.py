@@ -185,6 +185,7 @@ _TABLE = {
     "approval_requests": "GET /channels/{channel}/approvals heavy",
     "policy": "GET /channels/{name}/policy heavy",
     "policies": "GET /channels/{name}/policies",
+    "history": "GET /channels/{name}/history",
     "channel_events": "GET /channels/{name}/events/{kind}",
     "set_policy": "PUT /channels/{name}/policy heavy",
     "remove_policy": "DELETE /channels/{name}/policy heavy",

@@ -22,9 +22,10 @@ LIMIT, CURSOR = "limit", "cursor"
 Key = Callable[[Any], tuple[Any, ...]]
 NEWEST: Mapping[
     str, Callable[[Any], str]
-] = {  # lists of runs, newest first: run of a thing; the ledger finds the place
+] = {  # lists that begin with the newest: what names a thing; the ledger finds the place
     "ls": lambda status: str(status.run.id),
     "ids": str,
+    "history": lambda move: str(move.entry.sequence),
 }
 ORDERED: Mapping[str, Key] = {  # lists in the order of a key that is each thing's own
     "approval_requests": lambda one: (one.request.at, one.request.digest),

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from posttrain.telemetry.timeline import StageTimeline as StageTimeline
     from posttrain.trackers.tracking import TrackerState as TrackerState
     from posttrain.views.logs import LogFile as LogFile
+    from posttrain.views.moves import Move as Move
     from posttrain.views.plans import PlanView as PlanView
     from posttrain.views.plans import StagePlan as StagePlan
     from posttrain.views.reporting import Written as Written
@@ -111,7 +112,7 @@ class ChannelView:
 
     record: ChannelRecord
     live: ReleaseEntry | None  # None: nothing was ever released to it
-    history: tuple[ReleaseEntry, ...]  # every move, oldest first
+    moves: int  # that it ever made; `history` tells them
     states: Mapping[str, ReleaseState]  # model digest → what has become of it
     deployments: tuple[Deployment, ...]
     quarantine: tuple[Quarantine, ...]

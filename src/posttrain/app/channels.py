@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError
 from posttrain.domain.measures import QUANTITIES, measurable
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy
+from posttrain.domain.roles import Role
 from posttrain.domain.spelling import meant, nearest
 
 
@@ -38,17 +39,26 @@ def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> 
     return policy.model_copy(update={"suites": suites})
 
 
-def policy_notes(pinned: PinnedPolicy, known: Iterable[str], people: Collection[str]) -> Iterator[str]:
+def policy_notes(
+    pinned: PinnedPolicy, known: Iterable[str], people: Collection[str], roles: Mapping[str, Role]
+) -> Iterator[str]:
     """What a policy that was just set does not do, in words.
 
     Args:
         known: channels that there were before.
         people: principals who have a role in the project, or did something there.
+        roles: of its members; none: whoever opens the workspace may do everything.
     """
     names = list(known)
     if pinned.channel not in names:
         yield f"channel {pinned.channel} is new: nothing was released to it yet{nearest(pinned.channel, names)}"
     for person in pinned.policy.approvers:
+        role = roles.get(person)
+        if roles and person in people and not (role and role.covers(Role.APPROVER)):
+            yield (
+                f"approvers: {person} {f'is {role}' if role else 'has no role'} here and may not approve; "
+                f"posttrain member set {person} {Role.APPROVER}"
+            )
         if person not in people:
             yield f"approvers: {person} has done nothing in this project so far{meant(person, people)}; check the name"
     for name, suite in pinned.policy.suites.items():

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from posttrain.app.remote import asked_server, remote_checks
 from posttrain.app.served import server_checks, standing_checks
 from posttrain.app.workspace import Workspace, find_workspace
 from posttrain.control.orphans import end_orphans, find_orphans
@@ -43,7 +44,7 @@ _RUNS_LOOKED_AT = 50
 
 
 def examine(*, probe: bool = False, ray: str = "", end: bool = False) -> list[Check]:
-    """Every check, the machine first.
+    """Every check, the machine first; then the server that the environment names, or else the workspace.
 
     Args:
         probe: also start the engine in another process to ask for GPUs (seconds).
@@ -55,6 +56,8 @@ def examine(*, probe: bool = False, ray: str = "", end: bool = False) -> list[Ch
     if ray:
         checks.append(check_ray(ray, facts, ask_ray(ray) if "ray" in facts.packages else None))
     checks += [*_device_locks(), _rewards(), _packages()]
+    if url := asked_server():
+        return [*checks, *remote_checks(url)]
     try:
         root = find_workspace()
         checks += server_checks(root)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from posttrain.api.values import Submitted
 from posttrain.app.courier import Courier
+from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, channels
 from posttrain.control.models import made_model
@@ -137,7 +138,7 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     refuse_oversized(planned.manifest, source)
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
     found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
-    found = (*found, *_frozen(spec, workspace), *barred)
+    found = (*found, *_frozen(spec, workspace), *barred, *_unheard(workspace))
     return replace(planned, warnings=(*planned.warnings, *found), trackers=_trackers(spec, workspace, source))
 
 
@@ -153,6 +154,12 @@ def _recalled(workspace: Workspace, manifest: Manifest, source: Path) -> Iterato
         told = recall_of(now, manifest)
     if told:
         yield f"{told}; its run exists already, and no other begins (--again, retry)"
+
+
+def _unheard(workspace: Workspace) -> Iterator[str]:
+    """Sinks that would not be told of the run."""
+    for name, lacks in lacking(workspace):
+        yield f"sink {name}: {lacks}, so it is told nothing; set it where the run is driven"
 
 
 def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:

@@ -199,6 +199,13 @@ def _lacks(record: SinkRecord) -> str:
     return ""
 
 
+def lacking(workspace: OpenWorkspace) -> list[tuple[str, str]]:
+    """Sinks that are not paused, and what each lacks to be delivered to from here."""
+    with workspace.ledger.snapshot() as now:
+        records = [record for record, _, _ in now.sinks_standing() if not record.paused]
+    return [(record.name, lacks) for record in records if (lacks := _lacks(record))]
+
+
 def pause(workspace: OpenWorkspace, name: str) -> None:
     """Deliver nothing to a sink any more."""
     with workspace.ledger.transaction(workspace.actor) as transaction:

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, ago, aside, console, digest, emit_json, moment, say
+from posttrain.cli.console import (
+    Output,
+    OutputOption,
+    ago,
+    aside,
+    console,
+    digest,
+    emit_json,
+    moment,
+    said_after,
+    say,
+)
 from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
@@ -20,6 +31,7 @@ if TYPE_CHECKING:
     from posttrain.domain.records import Asset, AssetStatus
 
 KINDS = ("dataset", "model", "reward")  # that `add` registers
+_QUIET = 1.0  # seconds until somebody who waits is told for what
 _LISTED = (*KINDS, "history")
 _SHOWN = ("uri", "rows", "architecture", "parameters", "entry", "source_digest", "metrics", "points", "run")
 app = typer.Typer(
@@ -104,7 +116,8 @@ def create(
     if kind != "model":
         raise InputError(f"asset create makes models, got {ref!r}; write model:NAME")
     control = open_control()
-    asset, run_id = control.create_model(name, config, seed)
+    with said_after(_QUIET, f"making {ref} by a run of one stage; the first job loads the engine, up to a minute"):
+        asset, run_id = control.create_model(name, config, seed)
     say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}  by run {run_id}")
     control.close()
 

@@ -6,8 +6,10 @@ import json
 import math
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,6 +123,18 @@ def say(*lines: str) -> None:
 def aside(line: str) -> None:
     """A line beside what was asked for: on stderr."""
     typer.echo(harmless(line), err=True)
+
+
+@contextmanager
+def said_after(seconds: float, line: str) -> Iterator[None]:
+    """Say a line beside what was asked for where the block takes longer than this."""
+    timer = threading.Timer(seconds, aside, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def pass_on(text: str, *, end: bool) -> None:

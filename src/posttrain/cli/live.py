@@ -198,7 +198,7 @@ def _row(stage: StageStatus, titles: list[str]) -> list[RenderableType]:
 
 def _changed(stage: StageStatus) -> str:
     row = stage.record
-    words = [row.state]
+    words = [stage.standing]
     if row.cached_from:
         words.append(f"reused from {row.cached_from}")
     elif stage.reason not in ("done", row.state):

@@ -26,13 +26,14 @@ from posttrain.cli.console import (
 from posttrain.cli.driving import RunArgument, TimeoutOption
 from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
-from posttrain.domain.lifecycle import ReleaseState
+from posttrain.domain.lifecycle import ReleaseState, is_final
 from posttrain.domain.reasons import meaning
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
     from posttrain.domain.records import AssetStatus, ChannelRecord, ReleaseEntry
 
+_MOVES = 50  # of a channel that a person is shown, the newest
 _POLL = 0.25  # seconds between looks while watching
 
 
@@ -76,7 +77,7 @@ def ls(
         reason = status.trouble or status.under_way or (status.why if run.state != "succeeded" else run.reason)
         action = "" if run.state == "succeeded" and not status.trouble else status.next_action
         driver, took = str(status.driver or ""), duration(status.seconds)
-        table.row(mark, run.id, run.state, ago(run.created_at), took, driver, " ".join(reason.split()), action)
+        table.row(mark, run.id, status.standing, ago(run.created_at), took, driver, " ".join(reason.split()), action)
     console().print(table)
     _say_channels(live, records, barred)
 
@@ -154,12 +155,13 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
 
     asked = control.approval_requests(name)
     channel, trackers = control.channel(name), control.channel_trackers(name)
-    history, states, record, live = channel.history, channel.states, channel.record, channel.live
+    history = control.history(name, None if output is Output.JSON else _MOVES)
+    states, record, live = channel.states, channel.record, channel.live
     barred, looks = channel.quarantine, channel.looks
     recall = control.recalled(live.model_digest).get(live.model_digest) if live else None
     control.close()
     if output is Output.JSON:
-        rows = [{**asdict(entry), "state": states[entry.model_digest]} for entry in history]
+        rows = [move.to_json() for move in reversed(history)]
         told: dict[str, Any] = {
             "channel": name,
             "live": live.model_digest if live else None,
@@ -182,7 +184,9 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
     if not history:
         console().print(f"channel {name}: nothing was released to it yet", *lines, sep="\n")
         return
-    console().print(history_table(history, states), *lines, f"next:   {back}posttrain lineage {name}", sep="\n")
+    if len(history) < channel.moves:
+        lines.insert(0, f"{channel.moves - len(history)} older releases are left out; -o json has them all")
+    console().print(history_table(history), *lines, f"next:   {back}posttrain lineage {name}", sep="\n")
 
 
 def logs(
@@ -216,7 +220,9 @@ def logs(
         pass_on(text, end=not follow)
         sys.stdout.flush()
     if last is None:
-        say("no job has printed anything yet")
+        record = control.run(run_id)
+        ended = f"no job printed anything, and the run has ended ({record.state})"
+        say(ended if is_final("run", record.state) else "no job has printed anything yet")
     control.close()
 
 
@@ -303,7 +309,6 @@ def _metric_rows(first: Mapping[str, float], second: Mapping[str, float]) -> lis
 
 def _watch(control: Control, run_id: str, timeout: float | None) -> None:
     from posttrain.cli.live import open_display
-    from posttrain.domain.lifecycle import is_final
 
     vigil = control.vigil(run_id, aside, timeout)
     with open_display(control, run_id) as display:

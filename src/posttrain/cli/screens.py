@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -15,12 +15,12 @@ from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.reasons import meaning
-from posttrain.domain.records import AssetStatus, AttemptRecord, ChannelRecord, Event, Look, Quarantine, ReleaseEntry
+from posttrain.domain.records import AssetStatus, AttemptRecord, ChannelRecord, Event, Look, Quarantine
 from posttrain.domain.waits import span
 from posttrain.planner.feasibility import gib
 
 if TYPE_CHECKING:
-    from posttrain.api.values import Difference, PlanView, RunStatus, Scores, StagePlan, StageStatus, TrackerState
+    from posttrain.api.values import Difference, Move, PlanView, RunStatus, Scores, StagePlan, StageStatus, TrackerState
     from posttrain.domain.approvals import Standing
     from posttrain.planner.residency import Residency
 
@@ -32,7 +32,7 @@ def run_tree(status: RunStatus) -> Tree:
     run = status.run
     head = Text.assemble(
         (f"{glyph(run.state)} {run.id}", f"bold {style(run.state)}"),
-        f"  {run.state}",
+        f"  {status.standing}",
         (f"  {duration(status.seconds)}, {count(status.tokens)} tokens, owner {run.owner}", "dim"),
     )
     root = Tree(branch(head), guide_style="dim")
@@ -114,12 +114,12 @@ def attempt_line(attempt: AttemptRecord) -> Text:
 
 def _stage_line(stage: StageStatus) -> Text:
     row, progress = stage.record, stage.progress
-    line = Text.assemble((f"{glyph(row.state)} {row.name}", style(row.state)), (f"  {row.state}", "default"))
+    line = Text.assemble((f"{glyph(row.state)} {row.name}", style(row.state)), (f"  {stage.standing}", "default"))
     if row.cached_from:
         line.append(f"  reused from {row.cached_from}", style="dim")
     elif row.state == StageState.RUNNING:
-        under_way = progress.total and not progress.stale
-        line.append(f"  step {progress.step}/{progress.total}" if under_way else "  starting")
+        if progress.total and not progress.stale:
+            line.append(f"  step {progress.step}/{progress.total}")
         if stage.held_up:
             line.append(f"  {stage.reason}", style=style("warn"))
         elif progress.eta is not None:
@@ -159,12 +159,13 @@ def _made(stage: StageStatus) -> str:
     return f"{digest(stage.output)}{best}" if stage.output else ""
 
 
-def history_table(history: Sequence[ReleaseEntry], states: Mapping[str, str]) -> Grid:
-    """A channel's moves, newest first. The state is the model's as it stands now."""
-    titles = ("release", "action", "model", "of run", "its state now", "by", "at", "gate report")
-    table = Grid([Column(title) for title in titles], heads=2)
-    for entry in reversed(history):
-        state = str(states[entry.model_digest])
+def history_table(history: Sequence[Move]) -> Grid:
+    """A channel's moves, newest first."""
+    titles = ("release", "action", "model", "of run", "state", "by", "at", "gate report")
+    table = Grid([*(Column(title) for title in titles), Column("why", wraps=True)], heads=2)
+    for move in history:
+        entry, state = move.entry, str(move.state)
+        approved = f"approved by {', '.join(move.approved_by)}" if move.approved_by else ""
         table.row(
             str(entry.sequence),
             entry.action,
@@ -174,6 +175,7 @@ def history_table(history: Sequence[ReleaseEntry], states: Mapping[str, str]) ->
             entry.actor,
             moment(entry.at),
             digest(entry.report_digest),
+            "; ".join(filter(None, (move.why, approved))),
         )
     return table
 

@@ -199,7 +199,8 @@ def _state(one: SinkView) -> str:
     if one.paused:
         return f"paused ({one.paused}), {_behind(one)}"
     told = f", last told {ago(one.delivered_at)}" if one.delivered_at else ""
-    return f"{'failing' if one.failures else 'delivers'}, {_behind(one)}{told}"
+    word = "failing" if one.failures else "cannot deliver" if one.lacks else "delivers"
+    return f"{word}, {_behind(one)}{told}"
 
 
 def _behind(one: SinkView) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -99,6 +100,7 @@ def init(
     from posttrain.app.choices import chosen_places, read_choice, refuse_unwritable_choice
     from posttrain.app.workspace import init_workspace
 
+    _refuse_beside_a_server()
     written = _adopt(*adopted, folder or Path()) if adopted else None
     chosen = read_choice(tracker) if tracker else None
     if chosen:
@@ -123,6 +125,21 @@ def init(
     else:
         _tell(written)
     workspace.close()
+
+
+def _refuse_beside_a_server() -> None:
+    """A workspace that no command would look into.
+
+    Raises:
+        InputError: the environment names a server, which commands ask.
+    """
+    from posttrain.domain.places import SERVER_VARIABLE
+
+    if url := os.environ.get(SERVER_VARIABLE):
+        raise InputError(
+            f"init: commands ask the server that {SERVER_VARIABLE} names, {url}, and would not look into a workspace "
+            f"here; go on with the next command, or unset {SERVER_VARIABLE} and make one"
+        )
 
 
 def _adopt(trainer: str, source: Path, folder: Path) -> Adopted:
@@ -202,7 +219,7 @@ def doctor(
     ] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Check this machine and workspace. Each finding comes with its remedy; exit code 10 when one forbids running."""
+    """Check this machine, and the workspace or server that commands ask; exit code 10 when one forbids running."""
     from posttrain.app.doctor import examine
 
     checks = examine(probe=probe, ray=ray, end=end_orphans)

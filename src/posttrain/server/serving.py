@@ -58,7 +58,7 @@ from posttrain.store.blobs import open_blobs
 from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.repeated import forget_before
-from posttrain.workspace.served import LOCK, PLACE
+from posttrain.workspace.served import LOCK, PLACE, server_of
 
 log = logging.getLogger("posttrain.server")
 FIRST_TOKEN_SECONDS = 30 * 86400.0
@@ -268,7 +268,7 @@ def _alone(root: Path) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise ConflictError(f"{root}: is served already, by another process; end that one first") from error
+        raise ConflictError(f"{root}: is served already, {server_of(root)}; end that one first") from error
     finally:
         os.close(lock)
 

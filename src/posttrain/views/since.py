@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from posttrain.domain.approvals import Action, Standing
+from posttrain.domain.approvals import Action, Standing, one_of
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.principals import canonical
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, Signal, StageRecord
 from posttrain.domain.waits import Wait, told, waiting, waits
@@ -26,22 +27,24 @@ def as_they_stand(
     rows: Sequence[StageRecord],
     asked: Sequence[Standing],
     signals: Sequence[Signal],
+    reader: str,
 ) -> tuple[RunRecord, list[StageRecord]]:
     """A run and its stages with the words that hold by now.
 
     Args:
         asked: where everything stands that was asked for on behalf of the run.
         signals: that were sent to it.
+        reader: who looks: only who may approve is told to.
     """
     release, sent = manifest.release, {signal.name: signal for signal in signals}
     own = [one for one in asked if release and one.request.channel == release.channel]
     of_release = [one for one in own if one.request.action == Action.RELEASE]
     params = dict(waits(manifest)) if sent else {}
-    rows = [_waits(row, of_release, sent, params.get(row.name)) for row in rows]
+    rows = [_waits(row, of_release, sent, params.get(row.name), reader) for row in rows]
     turned_away = next((row for row in rows if row.state == StageState.REJECTED and row.reason == run.reason), None)
     if release is None or turned_away is None:
         return run, rows
-    action = _left_to_do(now, run, release.channel, of_release)
+    action = _left_to_do(now, run, release.channel, of_release, reader)
     if not action:
         return run, rows
     return replace(run, next_action=action), [
@@ -49,7 +52,9 @@ def as_they_stand(
     ]
 
 
-def _waits(row: StageRecord, asked: Sequence[Standing], sent: Mapping[str, Signal], wait: Wait | None) -> StageRecord:
+def _waits(
+    row: StageRecord, asked: Sequence[Standing], sent: Mapping[str, Signal], wait: Wait | None, reader: str
+) -> StageRecord:
     """A stage that waits, with what has come by now."""
     if not waiting(row):
         return row
@@ -57,7 +62,7 @@ def _waits(row: StageRecord, asked: Sequence[Standing], sent: Mapping[str, Signa
         found = asked[-1] if asked else None
         if found is None:
             return row
-        return replace(row, message=found.words, next_action=row.next_action if found.missing else NOTHING)
+        return replace(row, message=found.words, next_action=asks_of(reader, found) if found.missing else NOTHING)
     came = sent.get(wait.signal) if wait is not None and wait.signal is not None else None
     if wait is None or came is None:
         return row
@@ -67,7 +72,7 @@ def _waits(row: StageRecord, asked: Sequence[Standing], sent: Mapping[str, Signa
     return replace(row, message=message, next_action=action)
 
 
-def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[Standing]) -> str:
+def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[Standing], reader: str) -> str:
     """What is next for a run whose release was turned away; empty: what was said then."""
     live = now.channel(channel)
     if live is not None and live.run_id == run.id:
@@ -78,4 +83,14 @@ def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[Sta
     found = asked[-1] if asked else None
     if run.reason != Reason.APPROVAL_REJECTED or found is None or found.refusal or found.outdated:
         return ""
-    return found.request.command if found.missing else promote
+    return asks_of(reader, found) if found.missing else promote
+
+
+def asks_of(reader: str, found: Standing) -> str:
+    """What is next where approvals are missing: the command for who may, and who may for anybody else."""
+    command = found.request.command
+    if not found.may:
+        return f"posttrain channel policy {found.request.channel}"
+    if canonical(reader) in map(canonical, found.may):
+        return command
+    return f"{one_of(found.may)} may: {command}"

@@ -4,7 +4,7 @@ report show. Reads only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from posttrain.control.selecting import choice_warnings, selection_words
 from posttrain.control.standings import standings
 from posttrain.domain.approvals import Standing
 from posttrain.domain.contracts import BEST, MODEL
-from posttrain.domain.errors import DeadlineError
 from posttrain.domain.gates import GateReport
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, StageState, is_final
@@ -35,7 +34,12 @@ if TYPE_CHECKING:
 
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
-_ALONE = 5.0  # seconds without a driver before that is told: from one driver to the next takes less
+STARTING = "starting"  # what a stage is called whose job has not said anything yet
+_WAITS: Mapping[str, str] = {  # what a run is called of which nothing runs
+    Reason.WAITING_FOR_APPROVAL: "waits for approval",
+    Reason.WAITING_FOR_SIGNAL: "waits for a signal",
+    Reason.WAITING_FOR_TIME: "waits",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,13 @@ class StageStatus:
     def held_up(self) -> bool:
         """Whether it runs, and yet waits: `reason` says for what."""
         return self.elsewhere or self.record.reason in HELD_UP
+
+    @property
+    def standing(self) -> str:
+        """Its state; `starting` where it runs and its job has not said anything yet."""
+        silent = self.progress.at is None or self.progress.stale
+        by_job = kind_of(self.record.kind).driver is Driver.JOB and not self.elsewhere
+        return STARTING if self.record.state == StageState.RUNNING and by_job and silent else str(self.record.state)
 
     @property
     def output(self) -> str | None:
@@ -81,6 +92,7 @@ class StageStatus:
             "name": row.name,
             "kind": row.kind,
             "state": row.state,
+            "standing": self.standing,
             "reason": row.reason,
             "message": self.reason,
             "next_action": self.next_action,
@@ -122,9 +134,24 @@ class RunStatus:
         return "; ".join(waits) or self.run.message
 
     @property
+    def standing(self) -> str:
+        """Its state; of a run that goes on, that it only starts, or what it waits for."""
+        if self.run.state != RunState.RUNNING:
+            return str(self.run.state)
+        at_work = [stage.standing for stage in self.stages if stage.record.state == StageState.RUNNING]
+        if at_work:
+            return STARTING if all(one == STARTING for one in at_work) else str(self.run.state)
+        return next((_WAITS[one.record.reason] for one in self.stages if waiting(one.record)), str(self.run.state))
+
+    @property
     def metrics(self) -> dict[str, float]:
         """`stage/metric` → value, of every stage that has ended."""
         return {f"{one.record.name}/{key}": value for one in self.stages for key, value in one.record.metrics.items()}
+
+    @property
+    def measured(self) -> bool:
+        """Whether a stage of it measured something that runs can be compared by."""
+        return any(one.record.metrics and kind_of(one.record.kind).measures for one in self.stages)
 
     @property
     def under_way(self) -> str:
@@ -144,6 +171,7 @@ class RunStatus:
             "id": run.id,
             "name": run.name,
             "state": run.state,
+            "standing": self.standing,
             "reason": run.reason,
             "message": run.message,
             "next_action": self.next_action,
@@ -222,7 +250,7 @@ class RunWatcher:
             self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
         if self._manifest is not None and any(_asks(row) for row in rows):
             with self._workspace.ledger.snapshot() as ledger:
-                run, rows = as_they_stand(ledger, run, self._manifest, rows, asked, signals)
+                run, rows = as_they_stand(ledger, run, self._manifest, rows, asked, signals, self._workspace.actor)
         waiting_for = _waiting_for(self._manifest, rows) if self._manifest else {}
         driver = run_driver(self._workspace.root, run, now)
         stages = tuple(self._stage(run, row, own, waiting_for, now) for row, own in zip(rows, attempts, strict=True))
@@ -267,47 +295,6 @@ class RunWatcher:
             self._begun[row.name] = trained_elsewhere(self._workspace.stores, self._workspace.jobs.folders, attempts)
         changed, begun = self._changed[row.name][1], self._begun.get(row.name, "")
         return StageStatus(row, own, progress, seconds, reason, action, changed, begun, words is not None)
-
-
-class Vigil:
-    """Waiting for a run that somebody else is to drive: says when nobody does, and ends at a deadline.
-
-    Args:
-        say: told one line each time the run is left alone.
-        timeout: seconds; None: until the run ends, however long that takes.
-    """
-
-    def __init__(
-        self, workspace: OpenWorkspace, run_id: str, say: Callable[[str], None], timeout: float | None
-    ) -> None:
-        self._workspace, self._run_id, self._say, self._timeout = workspace, run_id, say, timeout
-        self._started = self._driven_at = workspace.ledger.clock.now()
-        self._told = False
-
-    def look(self) -> RunRecord:
-        """The run as it is now.
-
-        Raises:
-            DeadlineError: the time is up and the run is not final.
-        """
-        run, now = self._workspace.ledger.run(self._run_id), self._workspace.ledger.clock.now()
-        if is_final("run", run.state):
-            return run
-        driver = run_driver(self._workspace.root, run, now)
-        if driver is not None and driver.kind is not DriverKind.NONE:
-            self._driven_at, self._told = now, False
-        elif not self._told and now - self._driven_at >= _ALONE:
-            self._told = True
-            self._say(f"nobody drives this run ({run.state}): posttrain attach {run.id} drives it on; still waiting")
-        if self._timeout is not None and now - self._started >= self._timeout:
-            raise DeadlineError(
-                f"run {run.id}: still {run.state} after {self._timeout:g} s of watching; see posttrain why {run.id}"
-            )
-        return run
-
-    def rest(self, seconds: float) -> None:
-        """Until the next look."""
-        self._workspace.ledger.clock.sleep(seconds)
 
 
 def read_status(workspace: OpenWorkspace, run_id: str, *, brief: bool = False) -> RunStatus:
@@ -389,7 +376,7 @@ def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[Stage
         return next(stage.next_action for stage in stages if stage.elsewhere)
     if driver.kind is not DriverKind.NONE:
         rows = [stage.record for stage in stages if waiting(stage.record)]
-        asked = [row.next_action for row in rows if row.next_action.startswith("posttrain")]
+        asked = [row.next_action for row in rows if "posttrain " in row.next_action]
         return asked[0] if asked else f"posttrain get {run.id} --watch"
     return f"posttrain attach {run.id} drives it on (no process does now)"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +33,15 @@ def served_at(root: Path) -> Served | None:
         return Served(str(said["url"]), str(said["key"]))
     except (PosttrainError, OSError, KeyError, TypeError):  # written or removed at this moment
         return None
+
+
+def server_of(root: Path) -> str:
+    """Who serves a workspace, as far as they have said so: `by process 4711 at http://127.0.0.1:8460`."""
+    with suppress(PosttrainError, OSError):
+        said = read_json(root / PLACE)
+        if isinstance(said, dict) and {"pid", "url"} <= said.keys():
+            return f"by process {said['pid']} at {said['url']}"
+    return "by another process, which is starting"
 
 
 def is_served(root: Path) -> bool:

@@ -10,7 +10,7 @@ from posttrain.domain.images import image_rule
 from posttrain.domain.principals import is_project
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.domain.roles import Role
-from posttrain.domain.spelling import nearest
+from posttrain.domain.spelling import meant
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
@@ -116,5 +116,5 @@ def _role(word: str) -> Role:
         return Role(word)
     except ValueError as error:
         raise InputError(
-            f"role must be one of {', '.join(Role)}, got {word[:40]!r}{nearest(word, map(str, Role))}"
+            f"role must be one of {', '.join(Role)}, got {word[:40]!r}{meant(word, map(str, Role))}"
         ) from error

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, ReleaseEntry
     from posttrain.trackers.tracking import TrackerState
+    from posttrain.views.moves import Move
 
 _CHANNEL = "channel:"  # before the name of one, where a run or an asset could be meant too
 
@@ -53,13 +54,19 @@ class Channels:
         return ChannelView(
             record,
             ledger.channel(name),
-            tuple(history),
+            len(history),
             release_states(history),
             tuple(ledger.deployments(name)),
             tuple(ledger.quarantine(name)),
             tuple(ledger.looks(name)),
             next(reversed(self.channel_events(name, "channel.frozen")), None) if record.frozen else None,
         )
+
+    def history(self, name: str, limit: int | None = None, before: str | None = None) -> list[Move]:
+        """See `Channels.history`."""
+        from posttrain.views.moves import moves
+
+        return moves(self.workspace.ledger, name, limit, before)
 
     def channel_events(self, name: str, kind: str) -> list[Event]:
         """See `Channels.channel_events`."""
@@ -156,7 +163,8 @@ class Channels:
         assert pinned is not None
         with self.workspace.ledger.snapshot() as now:
             people = now.people() if pinned.policy.approvers else set()
-        return pinned, list(policy_notes(pinned, known, people))
+            roles = now.roles()
+        return pinned, list(policy_notes(pinned, known, people, roles))
 
     def remove_policy(self, name: str) -> ChannelRecord:
         """See `Channels.remove_policy`."""

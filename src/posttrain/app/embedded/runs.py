@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from posttrain.views.logs import LogFile
     from posttrain.views.plans import PlanView
     from posttrain.views.reporting import Written
-    from posttrain.views.status import RunStatus, RunWatcher, Vigil
+    from posttrain.views.status import RunStatus, RunWatcher
     from posttrain.views.tracing import RecordedSample, WrittenTrace
+    from posttrain.views.vigil import Vigil
     from posttrain.web.comparison import ComparePage
     from posttrain.web.report import RunReport
 
@@ -221,7 +222,7 @@ class Runs:
 
     def vigil(self, run_id: str, say: Callable[[str], None], timeout: float | None) -> Vigil:
         """See `Runs.vigil`."""
-        from posttrain.views.status import Vigil
+        from posttrain.views.vigil import Vigil
 
         return Vigil(self.workspace, run_id, say, timeout)
 

@@ -10,15 +10,14 @@ from starlette.responses import Response
 
 from posttrain.decision.releases import rollback_target
 from posttrain.domain.errors import InputError, NotFoundError
-from posttrain.domain.lifecycle import StageState, is_final
+from posttrain.domain.lifecycle import ReleaseState, StageState, is_final
 from posttrain.server.console.visiting import Visit, redirect
 
 if TYPE_CHECKING:
     from posttrain.api.values import ChannelView, RunStatus
 
 COMPARED = 6  # runs side by side: more fit no window
-ROLLED_BACK = "channel.rollback"  # the event
-PAGE = 50  # runs of a page
+PAGE = 50  # runs, or moves of a channel, of a page
 _QUEUE = 200  # unfinished runs of a kind that are shown
 
 
@@ -79,7 +78,9 @@ def compare(visit: Visit) -> Response:
     chosen = [one[:200] for one in visit.request.query_params.getlist("runs") if one][:COMPARED]
     if len(chosen) < 2:
         newest = visit.control.ls(PAGE)
-        return visit.page("choose", newest=[one for one in newest if is_final("run", one.run.state)], chosen=chosen)
+        ended = [one for one in newest if is_final("run", one.run.state)]
+        scored = [one for one in ended if one.measured]
+        return visit.page("choose", newest=scored, chosen=chosen, others=len(ended) - len(scored))
     return visit.page("compare", chosen=chosen, drawn=visit.drawn("compare", words=chosen))
 
 
@@ -93,18 +94,19 @@ def channel(visit: Visit) -> Response:
     """What a channel serves, what it waits for, and how that came about."""
     found = _channel(visit)
     name = found.record.name
-    moves = [entry for entry in found.history if entry.action == "rollback"]
-    told = visit.control.channel_events(name, ROLLED_BACK)
-    why = {entry.sequence: _why(one) for entry, one in zip(reversed(moves), reversed(told), strict=False)}
+    before = str(_number(visit.request.query_params.get("before", "")) or "") or None
+    moves = visit.control.history(name, PAGE, before)
     return visit.page(
         "channel",
-        live=f"channel/{name}",
+        live="" if before else f"channel/{name}",  # what is older stays as it is
         found=found,
         name=name,
         pinned=visit.control.policy(name),
         asked=visit.control.approval_requests(name),
-        why=why,
-        target=_target(found),
+        moves=moves,
+        before=before,
+        older=moves[-1].entry.sequence if moves and moves[-1].entry.sequence > 1 else "",
+        target=ReleaseState.SUPERSEDED in found.states.values(),
         frozen_why=_why(found.frozen) if found.frozen else "",
     )
 
@@ -155,7 +157,7 @@ def home(visit: Visit) -> Response:
 
 def _channel(visit: Visit) -> ChannelView:
     found = visit.control.channel(visit.named("channel"))
-    if not found.record.generation and not found.history:
+    if not found.record.generation and not found.moves:
         raise NotFoundError("there is no such channel; a release or a policy makes one")
     return found
 
@@ -163,11 +165,12 @@ def _channel(visit: Visit) -> ChannelView:
 def _confirmation(visit: Visit, found: ChannelView, to: str, trouble: str = "") -> Response:
     if found.live is None:
         raise NotFoundError("nothing was released to this channel yet, so there is nothing to go back to")
-    wanted = next((entry for entry in found.history if to and entry.sequence == _number(to)), None)
+    history = [move.entry for move in reversed(visit.control.history(found.record.name))]
+    wanted = next((entry for entry in history if to and entry.sequence == _number(to)), None)
     if to and wanted is None:
         raise NotFoundError("the channel has no such release")
-    digest = rollback_target(found.history, wanted.model_digest if wanted else None)
-    target = next(entry for entry in reversed(found.history) if entry.model_digest == digest)
+    digest = rollback_target(history, wanted.model_digest if wanted else None)
+    target = next(entry for entry in reversed(history) if entry.model_digest == digest)
     barred = [one for one in found.quarantine if one.model_digest == digest and not one.lifted_at]
     return visit.page(
         "rollback",
@@ -179,14 +182,6 @@ def _confirmation(visit: Visit, found: ChannelView, to: str, trouble: str = "") 
         to=to,
         barred=barred,
     )
-
-
-def _target(found: ChannelView) -> bool:
-    """Whether there is something to go back to."""
-    try:
-        return bool(rollback_target(found.history))
-    except NotFoundError:
-        return False
 
 
 def _why(event: object) -> str:

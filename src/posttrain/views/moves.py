@@ -1,0 +1,69 @@
+"""The moves of a channel, the newest first: what became of each, who did it, why, and who approved it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from posttrain.domain.approvals import APPROVED
+from posttrain.domain.errors import InputError
+from posttrain.domain.lifecycle import ReleaseState
+from posttrain.domain.records import ReleaseEntry
+from posttrain.store.ledger import Ledger
+from posttrain.store.snapshot import Snapshot
+
+_KINDS = ("channel.promote", "channel.rollback")
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One move of a channel. Exactly one, the last, is live, however often its model was before."""
+
+    entry: ReleaseEntry
+    state: ReleaseState  # of this move, not of its model
+    why: str = ""
+    approved_by: tuple[str, ...] = ()  # where it needed approvals
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {**asdict(self.entry), "state": self.state, "why": self.why, "approved_by": list(self.approved_by)}
+
+
+def moves(ledger: Ledger, channel: str, limit: int | None = None, before: str | None = None) -> list[Move]:
+    """The newest `limit` moves.
+
+    Args:
+        before: the number of a release: only those that are older.
+
+    Raises:
+        InputError: `before` is no number.
+    """
+    if before is not None and not before.isdecimal():
+        raise InputError(f"channel {channel}: before must be the number of a release, got {before[:40]!r}")
+    with ledger.snapshot() as now:
+        history = now.history(channel)
+        events = [event for kind in _KINDS for event in now.channel_events(channel, kind)]
+        told = {event.payload.get("sequence"): event.payload for event in events}
+        states = [_ended_by(follower) for follower in history[1:]] + [ReleaseState.LIVE] * bool(history)
+        rows = [(one, state) for one, state in zip(history, states, strict=True) if _older(one, before)]
+        chosen = rows[::-1][:limit]
+        return [
+            Move(one, state, str(said.get("why") or ""), _approvers(now, said.get("approved")))
+            for one, state in chosen
+            for said in [told.get(one.sequence, {})]
+        ]
+
+
+def _ended_by(follower: ReleaseEntry) -> ReleaseState:
+    return ReleaseState.ROLLED_BACK if follower.action == "rollback" else ReleaseState.SUPERSEDED
+
+
+def _older(one: ReleaseEntry, before: str | None) -> bool:
+    return before is None or one.sequence < int(before)
+
+
+def _approvers(now: Snapshot, request: Any) -> tuple[str, ...]:
+    if not request:
+        return ()
+    last = {said.actor: said.verdict for said in now.approvals(str(request))}
+    return tuple(sorted(actor for actor, verdict in last.items() if verdict == APPROVED))

@@ -1,0 +1,172 @@
+"""What commands say where a stranger would be misled: states, whose turn it is, what is missing, where to look."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from cli_world import World, make_world
+from console_bench import Browser
+from server_bench import serving
+from test_approvals import ONE, waits
+from test_channel_policies import policy_file
+
+from posttrain.app.remote import remote_checks
+from posttrain.app.workspace import open_workspace
+from posttrain.domain.errors import ConflictError, NotFoundError
+from posttrain.domain.roles import Role
+from posttrain.server.serving import _alone
+from posttrain.store.atomic import write_json
+from posttrain.views.status import read_status
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = make_world(tmp_path, monkeypatch)
+    monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: "eve")
+    made.prepare()
+    return made
+
+
+def asked(world: World, run: str) -> str:
+    """What its release says to do next."""
+    return next(str(one["next_action"]) for one in world.json("get", run)["stages"] if one["name"] == "release")
+
+
+def test_a_run_that_waits_for_approval_says_so_and_who_may_is_told_to(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    run = waits(world)
+    assert "waits for approval" in world.ok("ls")
+    assert world.json("get", run)["standing"] == "waits for approval"
+    assert world.json("get", run)["state"] == "running"
+    command = f"posttrain approve {run} --channel prod"
+    assert asked(world, run) == f"user:ann or user:bob may: {command}"
+    monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: "ann")
+    assert asked(world, run) == command
+
+
+def test_approvers_without_the_role_are_told(world: World) -> None:
+    world.ok("member", "set", "user:eve", "admin")
+    world.ok("member", "set", "user:ann", "submitter")
+    world.ok("member", "set", "user:bob", "approver")
+    said = world("channel", "set-policy", "prod", policy_file(world, **ONE))
+    assert said.exit_code == 0
+    assert "user:ann is submitter here and may not approve; posttrain member set user:ann approver" in said.stderr
+    assert "user:bob" not in said.stderr
+
+
+def test_a_role_that_is_none_lists_its_choices_once(world: World) -> None:
+    said = world("member", "set", "user:ann", "boss").stderr
+    assert said.count("submitter") == 1
+    assert "did you mean 'viewer'" in world("member", "set", "user:ann", "viewr").stderr
+
+
+def test_a_sink_without_its_secret_does_not_deliver(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSTTRAIN_SINK_HOOK", raising=False)
+    world.ok("sink", "add", "team", "--webhook", "https://hooks.example.org/x", "--secret-env", "POSTTRAIN_SINK_HOOK")
+    said = world.ok("sink", "ls")
+    assert "cannot deliver" in said
+    assert "variable POSTTRAIN_SINK_HOOK is not set" in said
+    plan = world.ok("plan", "run.yaml")
+    assert "sink team: variable POSTTRAIN_SINK_HOOK is not set" in " ".join(plan.split())
+    monkeypatch.setenv("POSTTRAIN_SINK_HOOK", "whsec_" + "a" * 32)
+    assert "cannot deliver" not in world.ok("sink", "ls")
+    assert "POSTTRAIN_SINK_HOOK" not in world.ok("plan", "run.yaml")
+
+
+def test_a_workspace_beside_the_server_that_commands_ask_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "new").mkdir()
+    world = make_world(tmp_path / "new", monkeypatch)
+    monkeypatch.setenv("POSTTRAIN_SERVER", "https://posttrain.example.org")
+    said = world("init")
+    assert said.exit_code == 2
+    assert "POSTTRAIN_SERVER names, https://posttrain.example.org" in said.stderr
+    assert list(world.root.glob(".posttrain")) == []
+
+
+def test_doctor_looks_at_the_server_that_commands_ask(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(open_workspace(world.root)) as bench:
+        secret = bench.person("ann", Role.SUBMITTER)
+        monkeypatch.setenv("POSTTRAIN_SERVER", bench.url)
+        monkeypatch.setenv("POSTTRAIN_TOKEN", secret)
+        found = {one.name: (one.state, one.finding) for one in remote_checks(bench.url)}
+        assert {name: state for name, (state, _) in found.items()} == dict.fromkeys(found, "ok")
+        assert found["token"][1] == "user:ann, submitter of default"
+        assert set(found) == {"server", "ready", "clock", "token"}
+        monkeypatch.setenv("POSTTRAIN_TOKEN", "ptt_none")
+        told = world("doctor")
+        assert told.exit_code == 10
+        assert f"posttrain login {bench.url}" in told.stdout
+        assert "workspace" not in [line.split()[2] for line in told.stdout.splitlines() if line.count(" ") > 3]
+        monkeypatch.setattr("posttrain.app.remote.time.time", lambda: 0.0)
+        assert {one.name: one.state for one in remote_checks(bench.url)}["clock"] == "warn"
+    (gone,) = remote_checks(bench.url)
+    assert (gone.name, gone.state) == ("server", "fail")
+
+
+def test_who_serves_a_workspace_is_named(world: World) -> None:
+    root = world.root / ".posttrain"
+    with _alone(root):
+        write_json(root / "server.json", {"url": "http://127.0.0.1:1", "key": "k", "pid": 4711})
+        with pytest.raises(ConflictError) as refused, _alone(root):
+            pass
+    said = str(refused.value)
+    assert "is served already, by process 4711 at http://127.0.0.1:1; end that one first" in said
+
+
+def test_a_stage_is_starting_until_its_job_says_something(world: World) -> None:
+    world.hold.add("sft")
+    assert world("run", "run.yaml", "--timeout", "20").exit_code == 12
+    run = world.newest()
+    workspace = open_workspace(world.root)
+    status = read_status(workspace, run, brief=True)
+    stage = next(one for one in status.stages if one.record.name == "sft")
+    assert stage.record.state == "running"
+    assert (stage.standing, status.standing) == ("starting", "starting")
+    workspace.close()
+
+
+def test_runs_without_scores_are_not_offered_to_be_compared(world: World) -> None:
+    world.ok("run", "run.yaml")
+    alone = world.write("alone.yaml", _without_scores())
+    world.ok("run", alone)
+    lone = world.newest()
+    with serving(open_workspace(world.root)) as bench:
+        browser = Browser(bench)
+        assert browser.log_in(bench.person("ann", Role.VIEWER)).status == 303
+        page = browser.get("/projects/default/compare").body.decode()
+    assert lone not in page
+    assert page.count('type="checkbox"') == 1
+    assert "1 run that ended without scores is left out" in page
+
+
+def _without_scores() -> str:
+    import yaml
+    from cli_world import RUN
+
+    raw = yaml.safe_load(RUN)
+    raw["name"] = "alone"
+    raw["stages"] = {"sft": raw["stages"]["sft"] | {"steps": 5}}
+    for key in ("gates", "release", "rewards"):
+        raw.pop(key)
+    return str(yaml.safe_dump(raw))
+
+
+def test_whoever_waits_for_a_first_model_is_told_for_what(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    monkeypatch.setattr("posttrain.cli.assets._QUIET", 0.0)
+    monkeypatch.setattr("posttrain.cli.console.aside", lambda line: (said.append(line), told.set()))
+    said: list[str] = []
+
+    def made(*_: object) -> None:
+        assert told.wait(60)
+        raise NotFoundError("enough")
+
+    monkeypatch.setattr("posttrain.app.embedded.assets.Assets.create_model", made)
+    world("asset", "create", "model:tiny", world.write("model.yaml", "{}"))
+    assert said[0].startswith("making model:tiny by a run of one stage")
