@@ -782,6 +782,27 @@ def test_what_was_written_before_a_worker_died_is_not_done_again(bench: ServerBe
         dies()  # a worker that woke up late
 
 
+def test_a_model_that_was_half_made_is_asked_for_once_more(bench: ServerBench) -> None:
+    """A server is killed between the run that makes a model and its registration: its repetition says what helps."""
+    ledger = bench.workspace.ledger
+    request = request_id("key-of-a-model", "default", bench.workspace.actor, ledger.entropy)
+    once = Once(ledger, "os", request)
+
+    def dies() -> bytes:
+        seen = bench.workspace.seen_by(bench.workspace.actor, "default", "os", request)
+        with seen.ledger.transaction(seen.actor) as transaction:
+            transaction.insert_run(
+                RunRecord("model-x-11111111", "model-x", "sha256:" + "1" * 64, "pending", "ann", 1.0), []
+            )
+        raise InfrastructureError("a worker of the server died")
+
+    with pytest.raises(InfrastructureError):
+        once.answer("key-of-a-model", "create_model", {}, dies)
+    with pytest.raises(ConflictError, match="ask for it once more") as told:
+        once.answer("key-of-a-model", "create_model", {}, dies)
+    assert "whether it came to its end is not known" in str(told.value)
+
+
 def test_a_token_reaches_no_file_and_no_secret_of_others_by_a_sink(bench: ServerBench) -> None:
     token = bench.person("ben", Role.ADMIN, "b")
     ben = bench.control(token, "b")

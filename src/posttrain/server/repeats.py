@@ -26,6 +26,9 @@ KEPT_SECONDS = ANSWERS_SECONDS
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _REQUEST = 26  # hexadecimal digits of a request's id
 _UNKEPT = frozenset({"issue_token", "rotate_token"})  # their answers are secrets
+_GOES_ON = frozenset(  # asked again, they find what they made before: the same run, the same version
+    ("create_model", "add_dataset", "add_external", "add_model", "add_reward")
+)
 _OK, _SERVERS = 200, 500
 
 
@@ -112,6 +115,11 @@ class Once:
     def _again(self, verb: str, status: int | None, answer: str | None) -> tuple[int, bytes]:
         if answer is None:
             words = verb.replace("_", " ")
+            if verb in _GOES_ON:
+                raise ConflictError(
+                    f"{words}: was begun, and whether it came to its end is not known; ask for it once more, as a "
+                    "request of its own: that goes on with what there is, and makes nothing twice"
+                )
             raise ConflictError(
                 f"{words}: was carried out, or begun, and its answer is lost or not kept; look at what is there before "
                 "you ask again"
