@@ -1,5 +1,7 @@
 """An image of the environment that runs the tests, without copying it: empty, and this machine's folders are mounted
 into every container of it, read-only, by a containers.conf of the tests' own. Images lie in a folder of the tests.
+
+    python tests/podman_image.py      ends with 0 where this machine can run a container, else says why it cannot
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,3 +92,17 @@ def podman_of(factory: pytest.TempPathFactory, *shown: Path) -> Podman:
     """One that is closed by its user."""
     assert not LACKING, LACKING
     return Podman(factory.mktemp("podman"), *shown)
+
+
+def main() -> None:
+    """Run one container."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Podman(Path(folder))
+        try:
+            made("run", "--rm", "--network=none", "--read-only", "--cap-drop=all", made.image, "python", "-c", "")
+        finally:
+            made.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -94,6 +94,31 @@ def test_what_cannot_be_read_says_so(tmp_path: Path, attempt: AttemptFolder) -> 
             attempt.stop_requested()
 
 
+@pytest.mark.parametrize("name", ["result.json", "job.json", "summary.json", "events/000001.jsonl", "meter"])
+def test_no_job_fills_the_memory_of_who_reads_what_it_left(attempt: AttemptFolder, name: str) -> None:
+    """A file of holes has any size at no cost."""
+    attempt.write_order(ORDER)
+    path = attempt.path / name
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    reads = (attempt.read_order, attempt.read_result, attempt.metered, attempt.facts, attempt.last_progress)
+    refused = 0
+    for read in (*reads, attempt.channel.started, attempt.channel.summary):
+        try:
+            read()
+        except IntegrityError:
+            refused += 1
+    assert refused == (0 if name == "meter" else 2 if name.startswith("events") else 1)
+
+
+def test_json_of_any_depth_is_damage(attempt: AttemptFolder) -> None:
+    attempt.path.mkdir(parents=True, exist_ok=True)
+    (attempt.path / "result.json").write_text("[" * 1_000_000)
+    with pytest.raises(IntegrityError):
+        attempt.read_result()
+
+
 def test_requests_add_up(attempt: AttemptFolder) -> None:
     assert (attempt.stop_requested(), attempt.checkpoints_requested()) == (False, 0)
     for ask in (attempt.request_checkpoint, attempt.request_stop, attempt.request_stop, attempt.request_checkpoint):

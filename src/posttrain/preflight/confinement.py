@@ -57,15 +57,15 @@ def check_confinement(planned: Planned, workspace: OpenWorkspace) -> Iterator[st
     Raises:
         InputError: they cannot be, and the workspace does not trust them.
     """
-    stages = [
-        stage.name
-        for stage in planned.manifest.stages
-        if stage.name in planned.contracts
-        and any(kind == "reward" for kind, _ in planned.contracts[stage.name].inputs.values())
-    ]
-    if stages:
-        found = IN_AN_IMAGE if planned.manifest.image else confinement(workspace.root / "cache")
-        yield from _judged(stages, found, trusted=workspace.trusts_rewards)
+    here, imaged = list[str](), list[str]()
+    for stage in planned.manifest.stages:
+        contract = planned.contracts.get(stage.name)
+        if contract and any(kind == "reward" for kind, _ in contract.inputs.values()):
+            (imaged if planned.manifest.image_of(stage) else here).append(stage.name)
+    if here:
+        yield from _judged(here, confinement(workspace.root / "cache"), trusted=workspace.trusts_rewards)
+    if imaged:
+        yield from _judged(imaged, IN_AN_IMAGE, trusted=workspace.trusts_rewards)
 
 
 def _judged(stages: Collection[str], found: Confinement, *, trusted: bool) -> Iterator[str]:

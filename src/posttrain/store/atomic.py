@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.errors import unwritable as unwritable
 
+MOST_AT_ONCE = 256 << 20  # bytes
+
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`.
@@ -147,15 +149,28 @@ def create_file(path: Path, data: bytes) -> bool:
     return True
 
 
+def read_whole(path: Path) -> bytes:
+    """The bytes of a file that is read at once. A job may have written it, and no job fills the memory of who reads.
+
+    Raises:
+        IntegrityError: it is larger than anything that is read so.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_AT_ONCE:
+            raise IntegrityError(f"{path} must have at most {MOST_AT_ONCE} bytes, got {size}; it is damaged")
+        return file.read(MOST_AT_ONCE)
+
+
 def read_json(path: Path) -> Any:
     """The JSON at `path`; None when there is no such file.
 
     Raises:
-        IntegrityError: it is not JSON.
+        IntegrityError: it is not JSON, or too large to be.
     """
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_whole(path))
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{path} is not JSON: {error}; remove it and run the command again") from error

@@ -30,13 +30,14 @@ from pathlib import Path
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.facts import Fact, Note, Progress, Sample, Span, fact_from_json, fact_to_json
 from posttrain.domain.jobs import PHASE_SECONDS, CheckpointCommit, JobOrder, JobResult
-from posttrain.store.atomic import make_folder, read_json, write_json
+from posttrain.store.atomic import make_folder, read_json, read_whole, write_json
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
 from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.channels.objects import object_store
 from posttrain.store.trees import file_digest
 
 METER = "meter"
+_METER_BYTES = 64  # two numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,8 @@ class AttemptFolder:
     def metered(self) -> int | None:
         """The most tokens that the lineage can have spent by what the job said last; None: it said nothing."""
         try:
-            spent, reserved = map(int, (self.path / METER).read_bytes().split())
+            with (self.path / METER).open("rb") as file:
+                spent, reserved = map(int, file.read(_METER_BYTES).split())
         except (FileNotFoundError, ValueError):  # not yet written, or cut short by a power cut
             return None
         return spent + reserved
@@ -392,15 +394,15 @@ def _facts(data: bytes, name: str) -> list[Fact]:
         # split at "\n" only: JSON leaves other line separators inside strings
         lines = data.decode().split("\n")
         return [fact_from_json(json.loads(line)) for line in lines if line]
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"event segment {name} cannot be read: {error}; remove it to go on without") from error
 
 
 def _verified_commit(folder: Path) -> CheckpointCommit | None:
     """The COMMIT of a checkpoint folder, if every shard it lists is there with its digest."""
     try:
-        commit = CheckpointCommit.from_json(json.loads((folder / "COMMIT").read_bytes()))
+        commit = CheckpointCommit.from_json(json.loads(read_whole(folder / "COMMIT")))
         matches = all(file_digest(folder / name) == digest for name, digest in commit.shards.items())
-    except (OSError, ValueError, InputError, IntegrityError):
+    except (OSError, ValueError, RecursionError, InputError, IntegrityError):
         return None  # half-written, pruned while we looked, or damaged: it does not count
     return commit if matches else None

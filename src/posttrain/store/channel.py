@@ -349,7 +349,7 @@ class AttemptChannel:
     def _read(self, key: str, data: bytes, form: Callable[..., T]) -> T:
         try:
             return form(**json.loads(data))
-        except (ValueError, TypeError) as error:
+        except (ValueError, RecursionError, TypeError) as error:
             raise self._unreadable(key, error) from error
 
     def _unreadable(self, key: str, error: Exception) -> IntegrityError:

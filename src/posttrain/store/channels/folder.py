@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from posttrain.store.atomic import create_file, make_folder, unwritable
+from posttrain.store.atomic import create_file, make_folder, read_whole, unwritable
 
 
 class FolderObjects:
@@ -39,7 +39,7 @@ class FolderObjects:
     def get(self, key: str) -> bytes | None:
         """See `ChannelObjects.get`."""
         try:
-            return (self._folder / key).read_bytes()
+            return read_whole(self._folder / key)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
