@@ -96,7 +96,7 @@ postgres: $(VENV)/.postgres ## ledger and control suite on a PostgreSQL that is 
 
 containers: $(VENV)/.dev ## jobs in containers of a real podman: what they compute, what they cannot reach, what they leave
 	@command -v podman >/dev/null || { echo "make containers needs podman: apt-get install -y podman runc" >&2; exit 1; }
-	$(BIN)/python -m pytest -m containers --timeout 3000
+	$(BIN)/python -m pytest -m containers --timeout 3000 $$(grep -rl 'mark.containers' tests --include='test_*.py')
 
 site: $(VENV)/.docs ## the documentation as a site in .site/, made anew; a broken link ends it
 	rm -rf .site && $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c handbook -d .site/.doctrees docs .site

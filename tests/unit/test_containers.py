@@ -151,7 +151,7 @@ def test_what_a_job_says_of_its_end_is_believed_of_its_supervisor_alone(
         assert "podman does not say that container r-s-1-alone is" in seen.detail
     gone = True
     assert executor.observe([job])[0].state is JobState.LOST
-    (folder / "exit.json").write_text(json.dumps({"exit_code": 3, "seconds": 1.0, "word": box["word"]}))
+    (folder / "exit.json").write_text(json.dumps({"exit_code": 3, "seconds": 99.0, "word": box["word"]}))
     assert executor.observe([job])[0].exit_code == 3
 
 

@@ -166,7 +166,7 @@ def test_an_executor_that_was_uninstalled_refuses_plans_and_hinders_no_look(worl
     for words in (("plan", "run.yaml"), ("run", "run.yaml")):
         refused = world(*words)
         assert refused.exit_code == 2
-        assert "executor 'far' must be installed (known: local)" in refused.stderr
+        assert "executor 'far' must be installed (known: local, podman)" in refused.stderr
     world.ok("ls")
     told = world("doctor")
     assert told.exit_code == 10
