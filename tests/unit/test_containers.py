@@ -63,7 +63,7 @@ def test_a_container_has_what_its_job_needs_and_nothing_else(folder: Path, monke
     monkeypatch.setenv("HF_TOKEN", SECRET)
     words = command(folder, environment={"A": "b"}, secrets=("HF_TOKEN",))
     for wanted in (
-        *("--rm", "--name=r-s-1-alone", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges"),
+        *("--name=r-s-1-alone", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges"),
         *("--network=none", "--http-proxy=false", "--env=A=b", "--env=HF_TOKEN", "--umask=0077"),
         f"--security-opt=seccomp={folder}/seccomp.json",
     ):
@@ -163,6 +163,20 @@ def test_a_copy_of_a_folder_ends_no_container(folder: Path, tmp_path: Path, monk
     (copy / "supervisor.json").write_text(json.dumps({"pid": os.getpid(), "identity": ""}))
     (copy / "supervisor.lock").touch()
     assert LocalExecutor(images=True).observe([Job("r-s-1", str(copy))])[0].state is JobState.LOST
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "found"),
+    [("exited", 0, 0), ("stopped", 0, 0), ("created", 0, -15), ("", 0, -15), ("exited", 3, 3), ("exited", 137, -9)],
+)
+def test_an_exit_code_is_that_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, code: int, found: int
+) -> None:
+    """Of one whose podman was told to end before its container began, too."""
+    (tmp_path / "podman").write_text(f"#!/bin/sh\necho {status}\n")
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert containers.code_of({"name": "r-s-1"}, code) == found
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -55,7 +56,9 @@ _PROFILE = "seccomp.json"  # in the attempt's folder
 _NEVER = frozenset(
     {"symlink", "symlinkat", "mknod", "mknodat", "io_uring_setup", "io_uring_enter", "io_uring_register"}
 )
-_NO_SUCH, _THERE = 1, 0  # exit codes of `podman container exists`
+_NO_SUCH = 1  # exit code of `podman container exists`
+_SIGNALLED = 128  # beyond it podman says which signal ended the job
+_RAN = ("exited", "stopped")
 
 
 def trouble() -> str:
@@ -128,7 +131,7 @@ def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
 def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
     """`podman run …` for a job whose supervisor has its devices."""
     box, variables = spec[SPEC], {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", **spec["environment"]}
-    words = ["podman", "run", "--rm", f"--name={box['name']}", "--pull=missing", "--log-driver=none", "--user=0:0"]
+    words = ["podman", "run", f"--name={box['name']}", "--pull=missing", "--log-driver=none", "--user=0:0"]
     words.append("--umask=0077")  # what a job leaves is its owner's alone
     words += ["--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--network=none"]
     words += [f"--security-opt=seccomp={folder / _PROFILE}", f"--shm-size={_SHARED_MEMORY}", "--http-proxy=false"]
@@ -159,6 +162,21 @@ def gone(box: Mapping[str, Any]) -> bool:
         _podman("rm", "--force", "--ignore", "--time=0", "--volumes", str(box["name"]))
         return _podman("container", "exists", str(box["name"])).returncode == _NO_SUCH
     return False
+
+
+def code_of(box: Mapping[str, Any], code: int) -> int:
+    """A job's exit code, from that of the podman that ran it: negative for a signal.
+
+    A podman that was told to end before its container began ends with 0, as if the job had.
+    """
+    if code > _SIGNALLED:
+        return _SIGNALLED - code
+    if code:
+        return code
+    with suppress(OSError, subprocess.SubprocessError):
+        said = _podman("inspect", "--type=container", "--format={{.State.Status}}", str(box["name"]))
+        return 0 if said.stdout.strip() in _RAN else -signal.SIGTERM
+    return 0
 
 
 def clear(folder: Path, box: Mapping[str, Any], beat: Callable[[], None]) -> None:

@@ -135,7 +135,7 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
     code = _wait(job, folder / "result.json", lambda: _beat(folder, started, begun, taken), limit)
     box = spec.get(containers.SPEC)
     if box:
-        code = 128 - code if code > 128 else code  # as podman says that a signal ended it
+        code = containers.code_of(box, code)
         containers.clear(folder, box, lambda: _beat(folder, started, begun, taken))
     ended = {"exit_code": code, "at": time.time(), "seconds": time.monotonic() - begun, "overtime": limit.over}
     ended |= {"word": box["word"]} if box else {}
