@@ -79,8 +79,9 @@ def test_moves_come_in_pages_newest_first(world: World, monkeypatch: pytest.Monk
             found = [one for page in pages(bench, "/channels/prod/history", limit) for one in page["items"]]
             assert [one["entry"]["sequence"] for one in found] == list(range(8, 0, -1))
             assert [one["state"] for one in found] == [one.state for one in whole]
-        told = bench.ask("GET", "/v1/projects/default/channels/prod/history?before=x")
-        assert (told.status, "number of a release" in told.json["detail"]) == (422, True)
+        for wrong in ("x", "9" * 5000):
+            told = bench.ask("GET", f"/v1/projects/default/channels/prod/history?before={wrong}")
+            assert (told.status, "number of a release" in told.json["detail"]) == (422, True)
     monkeypatch.setattr("posttrain.cli.runs._MOVES", 3)
     assert "5 older releases are left out" in world.ok("get", "prod")
     assert len(world.json("get", "prod")["history"]) == 8

@@ -20,6 +20,13 @@ _SUM = 6  # bytes at the beginning of a cursor, by which it is known to be whole
 LIMIT, CURSOR = "limit", "cursor"
 
 Key = Callable[[Any], tuple[Any, ...]]
+
+
+def _numbers(sample: str) -> tuple[int, ...]:
+    """`(12, 388, 3)` of the id `12.388.3`: its order among the samples of a stage."""
+    return tuple(int(part) if part.isdecimal() else -1 for part in sample.split("."))
+
+
 NEWEST: Mapping[
     str, Callable[[Any], str]
 ] = {  # lists that begin with the newest: what names a thing; the ledger finds the place
@@ -37,6 +44,7 @@ ORDERED: Mapping[str, Key] = {  # lists in the order of a key that is each thing
     "live": lambda one: (one.channel,),
     "members": lambda one: (one[0],),  # principal and role
     "policies": lambda one: (one.id,),
+    "samples": lambda one: (one.stage, *_numbers(one.sample.id)),
     "sinks": lambda one: (one.name,),
     "tokens": lambda one: (one.created_at, one.id),
 }

@@ -12,6 +12,7 @@ from posttrain.domain.records import ReleaseEntry
 from posttrain.store.ledger import Ledger
 from posttrain.store.snapshot import Snapshot
 
+_DIGITS = 18  # of the number of a release, at most
 _KINDS = ("channel.promote", "channel.rollback")
 
 
@@ -38,7 +39,7 @@ def moves(ledger: Ledger, channel: str, limit: int | None = None, before: str | 
     Raises:
         InputError: `before` is no number.
     """
-    if before is not None and not before.isdecimal():
+    if before is not None and not (before.isdecimal() and len(before) <= _DIGITS):
         raise InputError(f"channel {channel}: before must be the number of a release, got {before[:40]!r}")
     with ledger.snapshot() as now:
         history = now.history(channel)
