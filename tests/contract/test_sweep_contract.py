@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +21,23 @@ from posttrain.store.schema import artifacts, projects
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.sweeping import SweptBlobs, sweep
 from posttrain.store.trees import put_tree
+from s3_server import s3_server, use_s3
 
 ANN = "user:ann"
 
 
-@pytest.fixture(params=["local", "memory"])
-def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectBlobs:
-    where = tmp_path / "blobs" if request.param == "local" else f"memory://sweep-{tmp_path}"
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server("swept") as address:
+        yield address
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def blobs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectBlobs:
+    where: str | Path = tmp_path / "blobs" if request.param == "local" else f"memory://sweep-{tmp_path}"
+    if request.param == "s3":
+        use_s3(monkeypatch, request.getfixturevalue("s3"))
+        where = f"s3://swept/{uuid.uuid4()}"
     return open_blobs(where, FileLock(tmp_path / "store.lock"))
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.data.assets import REWARD_DIALECTS, inspect_dataset, inspect_model, inspect_reward
+from posttrain.data import rows
+from posttrain.data.assets import REWARD_DIALECTS, inspect_model, inspect_reward
 from posttrain.data.contamination import contamination
+from posttrain.data.datasets import inspect_dataset
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
 from posttrain.domain.rewards import DIALECTS
@@ -283,3 +286,27 @@ class TestContamination:
         assert {1} <= set(more.exact)
         assert set(less.alike) <= {*more.alike, *more.exact}
         assert 0 <= less.share <= more.share <= 1
+
+
+def test_a_data_set_is_looked_at_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large it is, few rows are in memory, and somebody hears how far it is."""
+
+    class Counted(dict[str, Any]):
+        live = most = 0
+
+        def __init__(self, row: Any) -> None:
+            super().__init__(row)
+            Counted.live += 1
+            Counted.most = max(Counted.most, Counted.live)
+
+        def __del__(self) -> None:
+            Counted.live -= 1
+
+    real = rows.canonical_row
+    monkeypatch.setattr(rows, "canonical_row", lambda *words: Counted(real(*words)))
+    path, told = tmp_path / "many.jsonl", list[str]()
+    path.write_text("".join(json.dumps({"prompt": f"{n % 7}", "answer": "a"}) + "\n" for n in range(20_001)))
+    meta = inspect_dataset(path, progress=told.append)
+    assert (meta["rows"], meta["prompts"], meta["answers"]) == (20_001, 7, 20_001)
+    assert told == ["10000 rows", "20000 rows"]
+    assert Counted.most <= 3

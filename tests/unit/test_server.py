@@ -22,6 +22,7 @@ from sqlalchemy import event
 
 from posttrain.api.guarding import NEEDS
 from posttrain.api.operations import OPERATIONS, PREFIX, Operation
+from posttrain.api.pages import cursor
 from posttrain.api.problems import MEDIA_TYPE, TYPE
 from posttrain.client.blobs import Sender
 from posttrain.client.transport import Transport, in_path
@@ -209,6 +210,44 @@ def test_what_another_project_has_is_absent_in_status_body_and_statements(
         event.remove(engine, "before_cursor_execute", count)
     for verb in OPERATIONS.keys() - {"add_project", "set_member", "issue_token"}:  # which make what they name
         assert one[verb] == other[verb], verb
+
+
+def test_operations_and_cursors_of_another_project_are_absent_in_status_body_and_statements(
+    bench: ServerBench, theirs: dict[str, str]
+) -> None:
+    mine, ben, engine = bench.person("ann", Role.ADMIN, "a"), theirs["proof"], bench.workspace.ledger.database._engine
+    body = {"path": {"name": "rows.jsonl", "digest": theirs["digest"], "form": "file"}, "name": "again"}
+    headers = {"prefer": "respond-async, wait=0", "idempotency-key": "an-operation-of-ben"}
+    begun = bench.ask("POST", "/v1/projects/b/assets/datasets", ben, body, headers)
+    number, running = begun.json["id"], bench.app.state.server.underway._all[begun.json["id"]]
+    while not running.told:  # by the server, in the ledger: it tells no more
+        pass
+    assert bench.ask("GET", f"/v1/projects/b/operations/{number}", ben).json["state"] == "succeeded"
+    place = bench.ask("GET", "/v1/projects/b/tokens?limit=1", ben).json["next"]
+    nowhere = cursor("a-project-that-is-not", "tokens", {}, ["0" * 32])
+    counted: list[int] = [0]
+
+    def count(*_: Any) -> None:
+        counted[0] += 1
+
+    def asked(method: str, path: str, word: str) -> tuple[int, str, int]:
+        counted[0] = 0
+        answer = bench.ask(method, f"/v1/projects/a/{path}{word}", mine)
+        return answer.status, without(json.dumps({**answer.json, "request": ""}), word), counted[0]
+
+    event.listen(engine, "before_cursor_execute", count)
+    try:
+        for method, path, theirs_, absent, status in (
+            ("GET", "operations/", number, "f" * 26, 404),
+            ("DELETE", "operations/", number, "f" * 26, 404),
+            ("GET", "tokens?cursor=", place, nowhere, 422),
+        ):
+            asked(method, path, absent)  # caches are warm
+            found = asked(method, path, theirs_)
+            assert found == asked(method, path, absent), (method, path)
+            assert found[0] == status
+    finally:
+        event.remove(engine, "before_cursor_execute", count)
 
 
 def test_a_project_that_is_not_theirs_and_one_that_is_not_answer_alike(

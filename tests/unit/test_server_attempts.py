@@ -30,6 +30,7 @@ from posttrain.domain.requests import JobRequest
 from posttrain.domain.roles import Role
 from posttrain.execution.executors.local.executor import refuse_elsewhere
 from posttrain.execution.processes import of_a_server
+from posttrain.server.attempts import LEAST_COUNTED
 from posttrain.server.granting import PREFIX, RENEW_SECONDS
 from posttrain.store.access import JobAccess, read_access
 from posttrain.store.atomic import write_json
@@ -344,6 +345,27 @@ def test_the_objects_of_a_channel_are_its_attempts_alone(tmp_path: Path, monkeyp
             for deed in (lambda: objects.create("result.json", b""), lambda: objects.get("start.json")):
                 with pytest.raises(InfrastructureError, match="refuses this attempt"):
                     deed()
+
+
+def test_what_an_attempt_puts_into_its_channel_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.server.attempts.MOST_PUT", 3 * LEAST_COUNTED + 100)
+    with s3_server("artifacts") as address:
+        use_s3(monkeypatch, address)
+        with served(tmp_path / "served", channel="s3://artifacts/talk") as bench:
+            mine, other = (
+                ServedObjects(attempt_with_access(bench, name).folder, patience=0.0) for name in ("mine", "other")
+            )
+            assert mine.create("events/1", b"x" * (LEAST_COUNTED + 100))
+            mine.overwrite("events/1", b"small")
+            assert mine.create("events/2", b"small")
+            for deed in (lambda: mine.create("events/3", b""), lambda: mine.overwrite("events/1", b"")):
+                with pytest.raises(InputError, match="more into its channel than one may"):
+                    deed()
+            assert (mine.get("events/1"), mine.numbers("events")) == (b"small", [1, 2])
+            mine.remove("events/2")
+            with pytest.raises(InputError):
+                mine.create("events/2", b"")
+            assert other.create("events/1", b"another attempt's")
 
 
 # --- the environment --------------------------------------------------------------------------------------------------

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
+from server_bench import attempt_with_access, served
+from sqlalchemy import update
 
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import InputError
+from posttrain.domain.roles import Role
 from posttrain.server.addresses import checked_advertised
 from posttrain.server.forwarding import is_near, is_sure
 from posttrain.server.serving import Bind
 from posttrain.store.hosts import Host
+from posttrain.store.schema import attempts
 
 
 def host(url: str, server: str = "elsewhere:1:1.00") -> Host:
@@ -61,3 +66,29 @@ def test_who_listens_behind_a_proxy_is_reached_where_it_says(tmp_path: Path) -> 
     assert Bind().advertised(8460) == "http://127.0.0.1:8460"
     sure = Bind("10.0.0.7", certificate=tmp_path / "c", key=tmp_path / "k")
     assert sure.advertised(8460) == "https://10.0.0.7:8460"
+
+
+def test_a_peer_that_accepts_and_says_nothing_is_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This server answers from the ledger once its peer had time to begin; who asks next does not wait for it."""
+    monkeypatch.setattr("posttrain.server.forwarding._FIRST_SECONDS", 0.5)
+    monkeypatch.setattr("posttrain.server.forwarding.LOOK_SECONDS", 3600.0)
+    with served(tmp_path) as bench, socket.create_server(("127.0.0.1", 0)) as hung:
+        token, peers = bench.person("ann", Role.ADMIN), bench.app.state.server.peers
+        made = attempt_with_access(bench, "far")
+        one = host(f"http://127.0.0.1:{hung.getsockname()[1]}", process_name())
+        peers._known = {one.id: one}
+        with bench.workspace.ledger.database.write() as connection:
+            connection.execute(update(attempts).values(host=one.id))
+        path = f"/v1/projects/default/runs/{made.attempt.run_id}/status"
+        for _ in range(2):
+            answer = bench.ask("GET", path, token)
+            assert (answer.status, answer.json["run"]["id"]) == (200, made.attempt.run_id)
+        hung.settimeout(0)
+        asked, _ = hung.accept()
+        asked.close()
+        with pytest.raises(BlockingIOError):
+            hung.accept()
+    assert [one.getMessage() for one in caplog.records if "does not answer" in one.getMessage()] != []
+    assert not peers._held, "nothing of it counts any more"

@@ -11,29 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from posttrain.api.access import Access
+from posttrain.api.assets import Assets, Models
 from posttrain.api.sinks import Sinks
 
 if TYPE_CHECKING:
     from posttrain.api.values import (
-        Asked,
         ChannelView,
         Collected,
         ComparePage,
         Comparison,
-        Curve,
         Dead,
         Downstream,
         Erasure,
-        Exported,
-        Imported,
         Locked,
         LogFile,
-        Marked,
         Move,
         Node,
         PlanView,
-        Point,
-        Ranked,
         RecordedSample,
         RunDiff,
         RunDriver,
@@ -41,7 +35,6 @@ if TYPE_CHECKING:
         RunStatus,
         Scores,
         Submitted,
-        Sweep,
         TrackerState,
         VerifyReport,
         Why,
@@ -52,11 +45,9 @@ if TYPE_CHECKING:
     from posttrain.domain.approvals import Standing
     from posttrain.domain.errors import PosttrainError
     from posttrain.domain.manifest import Manifest
-    from posttrain.domain.overrides import Override, Setting
+    from posttrain.domain.overrides import Setting
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import (
-        Asset,
-        AssetStatus,
         AttemptRecord,
         ChannelRecord,
         Event,
@@ -324,90 +315,6 @@ class Records(Protocol):
 
     def gc(self, older_than: float, *, dry_run: bool) -> Collected:
         """Delete what nobody needs and is older than so many seconds; `dry_run`: only say what that would be."""
-
-
-class Assets(Protocol):
-    """Versioned data sets, models, rewards, and runs of other programs."""
-
-    def add_dataset(self, path: Path, name: str, *more: Path) -> Asset:
-        """Register a data set: a file, a folder, or several files."""
-
-    def add_external(self, uri: str, name: str, *, checksum: str, version: str) -> Asset:
-        """Register a data set that stays where it is: one object, its checksum, its version in its store or empty."""
-
-    def add_model(self, folder: Path, name: str) -> Asset:
-        """Register a model's folder."""
-
-    def add_reward(self, path: Path, name: str, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
-        """Register a reward's source file, with the guideline that it implements."""
-
-    def create_model(self, name: str, config: Path, seed: int) -> tuple[Asset, str]:
-        """Make a small base model from nothing, by a run of one stage; with that run's id."""
-
-    def assets(self, kind: str | None) -> list[Asset]:
-        """Every version of every asset, or of those of one kind."""
-
-    def asset(self, ref: str) -> Asset:
-        """`KIND:NAME`, the latest, or `KIND:NAME@VERSION`. Raises NotFoundError with the nearest known one."""
-
-    def asset_status(self) -> list[AssetStatus]:
-        """Of every version that has one."""
-
-    def recalled(self, *digests: str) -> dict[str, AssetStatus]:
-        """Of these bytes, those that were recalled or made from something recalled."""
-
-    def mark(self, ref: str, status: str, reason: str) -> tuple[Asset, Marked]:
-        """Say what is thought of a version: `approved`, `recalled`, or nothing any more; with where it is in use."""
-
-    def curves(self, history: Asset) -> list[Curve]:
-        """The metrics of an imported run."""
-
-    def import_trl_output(self, folder: Path, name: str | None) -> Imported:
-        """Register what a TRL or transformers trainer left in its `output_dir`."""
-
-    def import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
-        """Register a run of an MLflow store."""
-
-    def import_wandb_export(self, folder: Path, name: str | None) -> Imported:
-        """Register a W&B run's files."""
-
-
-class Models(Protocol):
-    """A model asked, taken out, and runs of one file ranked."""
-
-    def ask(
-        self,
-        model: str,
-        prompts: Sequence[str],
-        *,
-        samples: int,
-        max_new_tokens: int | None,
-        temperature: float,
-        seed: int,
-        runtime: Mapping[str, Any],
-        timeout: float | None,
-        chat: bool | None,
-        system: str | None,
-    ) -> Asked:
-        """Ask a model by the words that a person has for it. Nothing is recorded.
-
-        Args:
-            chat: as a user's message or as plain text; None: as it was trained.
-        """
-
-    def export(self, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
-        """Write a model as a Hugging Face folder. `progress` is told each file."""
-
-    def plan_sweep(
-        self, path: Path, overrides: Sequence[Override], *, seeds: int, metric: str | None, better: str | None
-    ) -> Sweep:
-        """Resolve every point of a sweep. Writes nothing; one point that cannot run refuses the sweep."""
-
-    def submit_point(self, point: Point) -> Submitted:
-        """The run of a point: a new one, or the one that exists."""
-
-    def rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
-        """Rank its settings; `runs`: (place of a setting, seed) → run id."""
 
 
 class Control(Submissions, Runs, Channels, Records, Assets, Models, Access, Sinks, Protocol):

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.assets import inspect_dataset
+from posttrain.data.datasets import inspect_dataset
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.foreign.draft import Draft

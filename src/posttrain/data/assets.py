@@ -1,4 +1,4 @@
-"""What can be said of a data set, a reward or a model before it is registered, without running any of it.
+"""What can be said of a reward or a model before it is registered, without running any of it.
 
 Each `inspect_…` returns the asset's `meta`: a JSON map of what a person or a plan asks about. Reward sources are
 parsed, never executed; model weights are measured from their headers.
@@ -14,12 +14,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.files import file_format
 from posttrain.data.modules import SOURCE, WORD, ImportedReward
-from posttrain.data.parts import data_files
-from posttrain.data.rows import has_answer, prompt_text, read_rows
 from posttrain.data.signatures import Function, definitions, functions, rubrics, signature_of
-from posttrain.domain.canonical import digest_bytes, digest_json
+from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.rewards import (
     AUTO,
@@ -43,44 +40,6 @@ _SIZES = (  # of config.json
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
 )
 _MAX_HEADER = 100 * 2**20  # bytes; a safetensors header is JSON
-
-# --- data sets --------------------------------------------------------------------------------------------------------
-
-
-def inspect_dataset(data: Path | Mapping[str, Path], *, name: str = "") -> Meta:
-    """`{"rows", "columns", "format", "files", "prompts", "prompts_digest", "answers", "characters"}` of a data set.
-
-    `format` is as `data.files.file_format` says, several sorted with a blank; `files` counts them. `prompts` counts
-    distinct prompts, `answers` rows with an answer that a response can be compared with, `characters` is
-    {min, mean, max} of prompt lengths.
-
-    Args:
-        data: a file, a folder or a pattern (`data.parts`), or files by name.
-
-    Raises:
-        NotFoundError: no such file.
-        InputError: no rows, a malformed line (`file:line`) or row; not one data set.
-    """
-    files = data if isinstance(data, Mapping) else data_files(data)
-    rows = read_rows(files, name=name)
-    texts = [prompt_text(row) for row in rows]
-    lengths, prompts = [len(text) for text in texts], prompt_digests(texts)
-    return {
-        "rows": len(rows),
-        "columns": sorted({key for row in rows for key in row}),
-        "format": " ".join(sorted({file_format(path) for path in files.values()})),
-        "files": len(files),
-        "prompts": len(prompts),
-        "prompts_digest": digest_json(sorted(prompts)),
-        "answers": sum(map(has_answer, rows)),
-        "characters": {"min": min(lengths), "mean": round(sum(lengths) / len(lengths), 1), "max": max(lengths)},
-    }
-
-
-def prompt_digests(texts: Iterable[str]) -> frozenset[str]:
-    """Digests of prompts, blanks at the ends ignored: equal digests are the same task."""
-    return frozenset(digest_bytes(text.strip().encode()) for text in texts)
-
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
 

@@ -9,13 +9,13 @@ from typing import Any, Literal, Protocol, cast
 
 from posttrain.data.assets import (
     inspect_called,
-    inspect_dataset,
     inspect_imported,
     inspect_model,
     inspect_recipe,
     inspect_reward,
 )
 from posttrain.data.confining import UNCONFINED, refuse_afar, refuse_elsewhere
+from posttrain.data.datasets import inspect_dataset
 from posttrain.data.modules import SOURCE, imported_reward
 from posttrain.data.parts import data_files, together
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
@@ -62,14 +62,20 @@ class Catalog:
         self._ledger, self._blobs, self._actor = ledger, blobs, actor
         self._local: dict[str, tuple[Path, Callable[[], str]]] = {}  # digest → path, publishes it: not published yet
 
-    def add_dataset(self, path: Path, name: str, *more: Path) -> Asset:
+    def add_dataset(
+        self, path: Path, name: str, *more: Path, progress: Callable[[str], None] = lambda _: None
+    ) -> Asset:
         """Register a data set: a file, a folder, or several files. One file is stored as it is, several as a tree.
+
+        Args:
+            progress: is told how many rows were looked at.
 
         Raises:
             InputError: empty, malformed (file:line), not one data set, or an ill-formed name.
         """
         files = together((path, *more), f"dataset:{name}") if more else data_files(path)
-        return self._register("dataset", name, path, inspect_dataset(files), form=_form(files), files=files)
+        meta = inspect_dataset(files, progress=progress)
+        return self._register("dataset", name, path, meta, form=_form(files), files=files)
 
     def add_external(self, place: External, checksum: str, name: str, scratched: Path) -> Asset:
         """Register a data set that lies elsewhere. It is read once, hashed and checked; nothing of it is stored.

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,18 @@ def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> Rows:
     if not rows:
         raise InputError(f"{name or ' '.join(files)} must hold at least one row, got 0; write the data set again")
     return rows
+
+
+def each_row(files: Mapping[str, Path], *, name: str = "") -> Iterator[Row]:
+    """The rows of files by name in canonical form, of which one is in memory at a time. Raises as `read_rows`."""
+    some = False
+    for file, path in files.items():
+        place = named(file, name, len(files))
+        for number, row in enumerate(read_file(path, place), start=1):
+            some = True
+            yield canonical_row(row, place, number)
+    if not some:
+        raise InputError(f"{name or ' '.join(files)} must hold at least one row, got 0; write the data set again")
 
 
 def named(file: str, name: str, files: int) -> str:

@@ -21,6 +21,7 @@ from posttrain.server.granting import PREFIX
 from posttrain.server.lanes import READ, UPLOAD, in_thread
 from posttrain.server.requests import whole
 from posttrain.store.channels.objects import object_store
+from posttrain.store.channels.served import TOO_MUCH
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.grants import Granted, Grants
 from posttrain.store.trees import tree_listing
@@ -35,6 +36,8 @@ CHANNEL = "/v1/attempt/channel/{key:path}"
 _NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,80}"
 _KEY = re.compile(f"{_NAME}(/{_NAME}){{0,3}}")  # no part begins with a dot
 _MOST_BYTES = 256 << 20  # of an object
+MOST_PUT = 64 << 30  # bytes of all that an attempt puts into its channel, also what it puts again or deletes
+LEAST_COUNTED = 4 << 10  # bytes that an object counts as at least
 _THERE = 409
 _SCHEME = "bearer "
 _MOST = 256  # attempts whose inputs are kept in memory
@@ -42,48 +45,60 @@ _UNKEPT = {"cache-control": "no-store"}
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """GET and HEAD of an input's bytes."""
-    workspace = server.workspace
-    grants, direct, inputs = (
-        Grants(workspace.ledger.database, workspace.ledger.clock),
-        open_direct(workspace.blobs.url),
-        _Inputs(workspace),
-    )
+    """GET and HEAD of an input's bytes; GET, PUT and DELETE of the channel's objects, and GET of their numbers."""
+    all_of = _Jobs(server.workspace)
+    app.add_api_route(CHANNEL, all_of.talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
+    app.add_api_route(BLOB, all_of.fetch, methods=["GET", "HEAD"], name="attempt_blob")
 
-    def granted(request: Request) -> Granted:
-        header = request.headers.get("authorization", "")
-        secret = header[len(_SCHEME) :].strip() if header.lower().startswith(_SCHEME) else ""
-        found = grants.known(digest_bytes(secret.encode())) if secret.startswith(PREFIX) else None
-        if found is None:
-            raise AuthenticationError("this is no token of an attempt that lives; the attempt has ended, or is another")
-        request.state.granted = found
-        return found
 
-    def found(request: Request, who: Granted) -> int:
-        digest = request.path_params["digest"]
-        if not is_digest(digest) or digest not in inputs.of(who):
-            raise NotFoundError(f"{digest[:80]!r} is no input of this attempt")
-        return workspace.blobs.size(digest)
+class _Jobs:
+    """What is answered to running jobs."""
 
-    async def fetch(request: Request) -> Response:
-        who = await in_thread(READ, granted, request)
-        digest = request.path_params["digest"]
-        size = await in_thread(UPLOAD, found, request, who)
+    def __init__(self, workspace: OpenWorkspace) -> None:
+        self._workspace, self._inputs = workspace, _Inputs(workspace)
+        self._grants = Grants(workspace.ledger.database, workspace.ledger.clock)
+        self._direct = open_direct(workspace.blobs.url)
+
+    async def fetch(self, request: Request) -> Response:
+        who, _ = await in_thread(READ, self._granted, request)
+        digest, blobs, direct = request.path_params["digest"], self._workspace.blobs, self._direct
+        size = await in_thread(UPLOAD, self._size, digest, who)
         headers = {"content-length": str(size), **_UNKEPT}
         if request.method == "HEAD":
             return Response(headers=headers)
         if direct is not None and size >= LARGE and request.query_params.get("direct") == "yes":
             return RedirectResponse(await in_thread(UPLOAD, direct.download, digest), headers=_UNKEPT)
-        return StreamingResponse(workspace.blobs.stream(digest), media_type="application/octet-stream", headers=headers)
+        return StreamingResponse(blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
-    def objects(who: Granted) -> ChannelObjects:
-        url = workspace.jobs.folders.channel_of(who.run_id, who.stage, who.number)
+    async def talk(self, request: Request) -> Response:
+        who, secret = await in_thread(READ, self._granted, request)
+        body = await whole(request, _MOST_BYTES, "attempt channel: an object")
+        return await in_thread(UPLOAD, self._talked, request, who, secret, body)
+
+    def _granted(self, request: Request) -> tuple[Granted, str]:
+        """Whose token is shown, and its digest."""
+        header = request.headers.get("authorization", "")
+        secret = header[len(_SCHEME) :].strip() if header.lower().startswith(_SCHEME) else ""
+        digest = digest_bytes(secret.encode())
+        found = self._grants.known(digest) if secret.startswith(PREFIX) else None
+        if found is None:
+            raise AuthenticationError("this is no token of an attempt that lives; the attempt has ended, or is another")
+        request.state.granted = found
+        return found, digest
+
+    def _size(self, digest: str, who: Granted) -> int:
+        if not is_digest(digest) or digest not in self._inputs.of(who):
+            raise NotFoundError(f"{digest[:80]!r} is no input of this attempt")
+        return self._workspace.blobs.size(digest)
+
+    def _objects(self, who: Granted) -> ChannelObjects:
+        url = self._workspace.jobs.folders.channel_of(who.run_id, who.stage, who.number)
         if not url:
             raise NotFoundError("the channel of this attempt is its folder")
         return object_store(url)
 
-    def talked(request: Request, who: Granted, body: bytes) -> Response:
-        key, channel = request.path_params["key"], objects(who)
+    def _talked(self, request: Request, who: Granted, secret: str, body: bytes) -> Response:
+        key, channel = request.path_params["key"], self._objects(who)
         folder = key.endswith("/")
         if not _KEY.fullmatch(key.removesuffix("/")) or (folder and request.method != "GET"):
             raise InputError(f"attempt channel: {key[:80]!a} is no name of an object; see store/channel.py")
@@ -94,19 +109,14 @@ def add_routes(app: FastAPI, server: Server) -> None:
             return Response(found, 404 if found is None else 200, _UNKEPT, "application/octet-stream")
         if request.method == "DELETE":
             channel.remove(key)
-        elif request.headers.get("if-none-match") != "*":
+            return Response(status_code=204)
+        if not self._grants.count(secret, max(len(body), LEAST_COUNTED), MOST_PUT):
+            return Response(status_code=TOO_MUCH)
+        if request.headers.get("if-none-match") != "*":
             channel.overwrite(key, body)
         elif not channel.create(key, body):
             return Response(status_code=_THERE)
         return Response(status_code=204)
-
-    async def talk(request: Request) -> Response:
-        who = await in_thread(READ, granted, request)
-        body = await whole(request, _MOST_BYTES, "attempt channel: an object")
-        return await in_thread(UPLOAD, talked, request, who, body)
-
-    app.add_api_route(CHANNEL, talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
-    app.add_api_route(BLOB, fetch, methods=["GET", "HEAD"], name="attempt_blob")
 
 
 class _Inputs:

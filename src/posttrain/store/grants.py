@@ -45,7 +45,7 @@ class Grants:
         with self._database.write() as connection:
             until = now_in(connection, self._clock) + SECONDS
             key = {"run_id": attempt.run_id, "stage": attempt.stage, "number": attempt.number}
-            connection.execute(insert(grants).values(digest=digest, expires_at=until, **key))
+            connection.execute(insert(grants).values(digest=digest, expires_at=until, put_bytes=0, **key))
 
     def known(self, digest: str) -> Granted | None:
         """Whose secret it is; None: nobody's any more."""
@@ -61,6 +61,18 @@ class Grants:
                 query.where(grants.c.digest == digest, good, attempts.c.state.in_(_LIVE), not_(newer))
             ).one_or_none()
         return Granted(*row) if row else None
+
+    def count(self, digest: str, size: int, most: int) -> bool:
+        """Count what an attempt puts somewhere; False: it has put as much as it may, and this is too much.
+
+        Args:
+            digest: of its secret.
+            most: bytes, over the whole attempt.
+        """
+        with self._database.write() as connection:
+            mine = (grants.c.digest == digest) & (grants.c.put_bytes <= most - size)
+            done = connection.execute(update(grants).where(mine).values(put_bytes=grants.c.put_bytes + size))
+            return done.rowcount == 1
 
     def renew(self, host: str | None) -> Sequence[str]:
         """Renew those of the living attempts of a host, and forget those of the dead; the folders of the living."""

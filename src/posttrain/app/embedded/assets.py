@@ -22,9 +22,11 @@ class Assets:
 
     workspace: Workspace
 
-    def add_dataset(self, path: Path, name: str, *more: Path) -> Asset:
+    def add_dataset(
+        self, path: Path, name: str, *more: Path, progress: Callable[[str], None] = lambda _: None
+    ) -> Asset:
         """See `Assets.add_dataset`."""
-        return self._sealed(self.workspace.catalog.add_dataset(path, name, *more))
+        return self._sealed(self.workspace.catalog.add_dataset(path, name, *more, progress=progress))
 
     def add_external(self, uri: str, name: str, *, checksum: str, version: str) -> Asset:
         """See `Assets.add_external`."""

@@ -11,12 +11,13 @@ import threading
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from posttrain.domain.errors import InfrastructureError, UnavailableError
+from posttrain.domain.errors import InfrastructureError, InputError, UnavailableError
 from posttrain.store.access import JobAccess
 from posttrain.store.reaching import PATIENCE, REFUSED, Reach, reached, refusal
 
 _PATH = "/v1/attempt/channel"
 _OK, _MISSING, _THERE = (200, 201, 204), 404, 409
+TOO_MUCH = 413  # the attempt has put as much as one may
 
 
 class ServedObjects:
@@ -86,6 +87,8 @@ class ServedObjects:
                 status, body = exchanged(access)  # a server ends connections over which nothing was said for long
             if status in REFUSED:
                 raise refusal()
+            if status == TOO_MUCH:
+                raise InputError(f"{key}: the attempt has put more into its channel than one may; let it write less")
             if status not in (*_OK, _MISSING, _THERE):
                 raise UnavailableError(f"status {status}")
             return status, body

@@ -114,6 +114,7 @@ grants = Table(  # of running jobs: which attempt stands behind the secret that 
     Column("stage", String(128), nullable=False),
     Column("number", Integer, nullable=False),
     Column("expires_at", Float(53), nullable=False),
+    Column("put_bytes", BigInteger, nullable=False),  # into its channel
     Index("grants_by_attempt", "run_id", "stage", "number"),
 )
 

@@ -36,6 +36,7 @@ def upgrade() -> None:
         sa.Column("stage", sa.String(128), nullable=False),
         sa.Column("number", sa.Integer(), nullable=False),
         sa.Column("expires_at", _TIME, nullable=False),
+        sa.Column("put_bytes", sa.BigInteger(), nullable=False),
     )
     op.create_index("grants_by_attempt", "grants", ["run_id", "stage", "number"])
     op.create_table(
