@@ -31,6 +31,7 @@ from posttrain.server.connections import Door, Room
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.granting import Granting
+from posttrain.server.limits import Limits
 from posttrain.server.metering import Meters
 from posttrain.server.serving import Bind, configured
 from posttrain.server.worker import Worker
@@ -105,6 +106,12 @@ class ServerBench:
         secret, _ = issue(seen.ledger, seen.actor, f"user:{name}", {project: most}, DAY)
         self.tokens[name] = secret
         return secret
+
+    @property
+    def limits(self) -> Limits:
+        """What bounds each principal."""
+        found: Limits = self.app.state.server.limits
+        return found
 
     def control(self, token: str, project: str = "default") -> Control:
         return remote_control(self.url, token, project)

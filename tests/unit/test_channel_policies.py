@@ -589,7 +589,7 @@ def test_a_policy_that_cannot_be_read_ships_nothing(world: World) -> None:
 
 def test_whoever_may_only_read_sees_the_policy_and_sets_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world))
-    monkeypatch.setattr("posttrain.store.database._writable", lambda file: False)
+    monkeypatch.setattr("posttrain.store.database.writable", lambda file: False)
     assert world.json("channel", "policy", "prod")["policy"]["gates"][0]["name"] == "accuracy"
     for words in (("remove-policy", "prod"), ("freeze", "prod"), ("protect", "prod")):
         assert "it is read-only" in refused(world, "channel", *words, code=10)

@@ -24,7 +24,8 @@ from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import Budget
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
+from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.spending import SpendingMeter
 
 
 def ticks(bench: Bench, run_id: str, count: int = 3) -> None:

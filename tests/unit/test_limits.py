@@ -17,7 +17,7 @@ from posttrain.domain.errors import LimitError
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.roles import Role
 from posttrain.server.lanes import FOLLOW, HEAVY, UPLOAD
-from posttrain.server.limits import MOST, Limits, Most
+from posttrain.server.limits import MOST, Most
 
 P = "/v1/projects/default"
 
@@ -28,11 +28,6 @@ def bench(tmp_path: Path) -> Iterator[ServerBench]:
         made.person("ann", Role.ADMIN)
         made.person("ben", Role.ADMIN)
         yield made
-
-
-def limits(bench: ServerBench) -> Limits:
-    found: Limits = bench.app.state.server.limits
-    return found
 
 
 def refused(answer: Answer) -> bool:
@@ -84,11 +79,11 @@ def test_one_who_asks_for_much_takes_no_worker_from_others(bench: ServerBench) -
         for thread in threads:
             thread.join()
     assert sorted(one.status for one in found) == [404] * MOST[HEAVY].known + [429] * 8
-    assert not limits(bench)._held
+    assert not bench.limits._held
 
 
 def test_a_client_waits_as_it_is_told(bench: ServerBench) -> None:
-    limits(bench).most[HEAVY] = Most(1, 1)
+    bench.limits.most[HEAVY] = Most(1, 1)
     slow = Slow(bench, "user:ann")
     ann, done = bench.tokens["ann"], list[Any]()
     first = threading.Thread(target=bench.ask, args=("GET", f"{P}/lineage?target=x", ann))
@@ -105,7 +100,7 @@ def test_a_client_waits_as_it_is_told(bench: ServerBench) -> None:
 
 
 def test_followers_of_one_are_counted_until_they_leave(bench: ServerBench) -> None:
-    limits(bench).most[FOLLOW] = Most(2, 2)
+    bench.limits.most[FOLLOW] = Most(2, 2)
     run = RunRecord("r-00000001", "r", digest_json(1), "pending", "ann", 1.0)
     with bench.workspace.ledger.transaction("user:ann") as transaction:
         transaction.insert_run(run, [StageRecord(run.id, "hold", 0, "wait", "pending")])
@@ -130,19 +125,19 @@ def test_followers_of_one_are_counted_until_they_leave(bench: ServerBench) -> No
 
 
 def test_bytes_of_uploads_of_one_are_counted(bench: ServerBench) -> None:
-    limits(bench).most_bytes = 1000
+    bench.limits.most_bytes = 1000
     digest = "sha256:" + "ab" * 32
     head = f"PATCH {P}/blobs/{digest} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {bench.tokens['ann']}\r\n"
     sizes = {"upload-offset": "0", "upload-length": "900"}
     with socket.create_connection(("127.0.0.1", bench.port)) as one:
         one.sendall(f"{head}upload-offset: 0\r\nupload-length: 900\r\ncontent-length: 900\r\n\r\n1".encode())
-        while ("user:ann", UPLOAD) not in limits(bench)._held:
+        while ("user:ann", UPLOAD) not in bench.limits._held:
             pass
         other = "sha256:" + "cd" * 32
         assert refused(bench.ask("PATCH", f"{P}/blobs/{other}", bench.tokens["ann"], b"x" * 200, sizes))
         sent = bench.ask("PATCH", f"{P}/blobs/{other}", bench.tokens["ben"], b"x" * 200, sizes)
         assert sent.json == {"held": False, "offset": 200}
-    while limits(bench)._held:
+    while bench.limits._held:
         pass
     large = {"upload-offset": "0", "upload-length": "5000"}
     sent = bench.ask("PATCH", f"{P}/blobs/{'sha256:' + 'ef' * 32}", bench.tokens["ann"], b"x" * 4000, large)

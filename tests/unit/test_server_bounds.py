@@ -28,7 +28,7 @@ from posttrain.server import lanes
 from posttrain.server.connections import MOST, most_of, quiet
 from posttrain.server.console import sessions
 from posttrain.server.lanes import ADOPT, UPLOAD
-from posttrain.server.limits import BODY, LOGIN, Limits, Most
+from posttrain.server.limits import BODY, LOGIN, Most
 from posttrain.store.sessions import MOST as MOST_SESSIONS
 
 P = "/v1/projects/default"
@@ -42,11 +42,6 @@ def bench(tmp_path: Path) -> Iterator[ServerBench]:
         made.person("ann", Role.ADMIN)
         made.person("ben", Role.ADMIN)
         yield made
-
-
-def limits(bench: ServerBench) -> Limits:
-    found: Limits = bench.app.state.server.limits
-    return found
 
 
 def connect(bench: ServerBench) -> socket.socket:
@@ -185,7 +180,7 @@ def test_a_body_that_stops_ends_its_request(bench: ServerBench, monkeypatch: pyt
         late(rest_of(one))
     kept = bench.ask("GET", f"{P}/blobs/{DIGEST}/state", bench.tokens["ann"]).json
     assert kept == {"held": False, "offset": 5}, "what had come is kept"
-    assert not limits(bench)._held
+    assert not bench.limits._held
 
 
 def test_a_body_that_never_ends_ends_its_request(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,18 +192,18 @@ def test_a_body_that_never_ends_ends_its_request(bench: ServerBench, monkeypatch
 
 @pytest.mark.parametrize("size", ["content-length: 1000000", "transfer-encoding: chunked"])
 def test_bodies_of_one_are_counted_before_they_are_read(bench: ServerBench, size: str) -> None:
-    limits(bench).most_bodies = 1_500_000
+    bench.limits.most_bodies = 1_500_000
     small, large = b'{"role": "viewer"}', b'{"role": "viewer"}' + b" " * 1_000_000
     with connect(bench) as one:
         one.sendall(head(bench, "PUT", f"{P}/members/user:x", "ann", size))
-        while ("user:ann", BODY) not in limits(bench)._held:
+        while ("user:ann", BODY) not in bench.limits._held:
             pass
         with connect(bench) as other:  # refused though nothing of it has come
             other.sendall(head(bench, "PUT", f"{P}/members/user:x", "ann", "content-length: 1000000"))
             assert other.recv(4096).startswith(b"HTTP/1.1 429")
         assert bench.ask("PUT", f"{P}/members/user:y", bench.tokens["ben"], large).status == 200
         assert (bench.ask("PUT", f"{P}/members/user:z", bench.tokens["ann"], small).status == 200) is ("length" in size)
-    while limits(bench)._held:
+    while bench.limits._held:
         pass
     assert bench.ask("PUT", f"{P}/members/user:x", bench.tokens["ann"], large).status == 200
 
@@ -237,7 +232,7 @@ def test_looking_at_direct_uploads_is_limited_and_done_once(tmp_path: Path, monk
     with served(tmp_path) as bench:
         bench.person("ann", Role.ADMIN)
         monkeypatch.setattr(bench.workspace.blobs, "has", lambda digest: digest in store.adopted)
-        limits(bench).most[ADOPT] = Most(2, 3)
+        bench.limits.most[ADOPT] = Most(2, 3)
         found: list[Answer] = []
         ann = bench.tokens["ann"]
 
@@ -260,7 +255,7 @@ def test_looking_at_direct_uploads_is_limited_and_done_once(tmp_path: Path, monk
                 thread.join()
         assert sorted(one.status for one in found) == [200, 200, 200, 429, 429]
         assert store.adopted == [DIGEST]
-        limits(bench).most[UPLOAD] = Most(1, 0)
+        bench.limits.most[UPLOAD] = Most(1, 0)
         refused = bench.ask("POST", f"{P}/blobs/{DIGEST}/direct", ann, {"size": 10})
         assert refused.status == 429
 
@@ -283,7 +278,7 @@ def test_sessions_of_one_token_are_few(bench: ServerBench) -> None:
 
 
 def test_who_guesses_tokens_has_few_threads(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits(bench).most[LOGIN] = Most(1, 1)
+    bench.limits.most[LOGIN] = Most(1, 1)
     begun, go, real = threading.Semaphore(0), threading.Event(), sessions.log_in
 
     def slow(*words: Any) -> dict[str, str]:

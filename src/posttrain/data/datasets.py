@@ -35,7 +35,7 @@ def inspect_dataset(
     files = data if isinstance(data, Mapping) else data_files(data)
     rows = answers = characters = longest = 0
     shortest, columns, prompts = sys.maxsize, set[str](), set[str]()
-    for row in each_row(files, name=name):
+    for _, row in each_row(files, name=name):
         text = prompt_text(row)
         rows, answers, characters = rows + 1, answers + has_answer(row), characters + len(text)
         shortest, longest = min(shortest, len(text)), max(longest, len(text))

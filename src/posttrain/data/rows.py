@@ -64,25 +64,22 @@ def read_rows(data: Path | Mapping[str, Path], *, name: str = "") -> Rows:
         InputError: no rows, a malformed line, or a row of no known convention; names file and line or row.
     """
     files = data if isinstance(data, Mapping) else stored_files(data)
-    rows, counts = Rows(), {}
-    for file, path in files.items():
-        place, before = named(file, name, len(files)), len(rows)
-        rows += [canonical_row(row, place, number) for number, row in enumerate(read_file(path, place), start=1)]
-        counts[file] = len(rows) - before
+    rows, counts = Rows(), dict.fromkeys(files, 0)
+    for file, row in each_row(files, name=name):
+        rows.append(row)
+        counts[file] += 1
     rows.files = counts
-    if not rows:
-        raise InputError(f"{name or ' '.join(files)} must hold at least one row, got 0; write the data set again")
     return rows
 
 
-def each_row(files: Mapping[str, Path], *, name: str = "") -> Iterator[Row]:
-    """The rows of files by name in canonical form, of which one is in memory at a time. Raises as `read_rows`."""
+def each_row(files: Mapping[str, Path], *, name: str = "") -> Iterator[tuple[str, Row]]:
+    """File and canonical row, one after the other: no more than one is in memory. Raises as `read_rows`."""
     some = False
     for file, path in files.items():
         place = named(file, name, len(files))
         for number, row in enumerate(read_file(path, place), start=1):
             some = True
-            yield canonical_row(row, place, number)
+            yield file, canonical_row(row, place, number)
     if not some:
         raise InputError(f"{name or ' '.join(files)} must hold at least one row, got 0; write the data set again")
 

@@ -13,9 +13,9 @@ from typing import Any
 from posttrain.domain.errors import ChannelClosedError, ConflictError, PolicyError, QuarantinedError
 from posttrain.domain.records import Artifact, ChannelRecord, Look, Quarantine, ReleaseEntry
 from posttrain.store.audited import Change
+from posttrain.store.channel_rows import LIVE
 from posttrain.store.rows import plain, to_columns
 from posttrain.store.schema import channels, deployments, looks, quarantine, releases
-from posttrain.store.snapshot import LIVE
 from posttrain.store.writing import Writing
 
 POLICY_SET = "channel.policy_set"  # the event of a policy that is set or removed
@@ -58,22 +58,8 @@ class ReleaseWriting(Writing):
             PolicyError: the channel has another policy now.
             ConflictError: something else is live.
         """
-        record, live = self.snapshot.channel_record(channel), self.snapshot.channel(channel)
-        found = live.sequence if live else 0
-        if found != expected:
-            raise ConflictError(
-                f"channel {channel} moved: expected {_release(expected)} live, found {_release(found)}; "
-                "look at it and decide again"
-            )
-        if generation is not None and record.generation != generation:
-            raise ConflictError(f"channel {channel} was changed meanwhile; look at it and decide again")
-        pass_freeze(record, action)
-        if action == "promote" and record.policy not in (None, policy):
-            raise PolicyError(
-                f"channel {channel}: its policy is {str(record.policy)[:_SHOWN]}…, and this was judged under "
-                f"{f'{policy[:_SHOWN]}…' if policy else 'none'}; run its file again: posttrain run RUN.yaml"
-            )
-        sequence = found + 1
+        record, live = self._as_it_was_seen(channel, action, expected, policy, generation)
+        sequence = expected + 1
         self._pass_quarantine(record, model_digest, action, lift, sequence, approved)
         if action == "rollback" and live is not None:
             self._quarantine(channel, live.model_digest, sequence)
@@ -89,6 +75,27 @@ class ReleaseWriting(Writing):
         said = {"why": plain(why)} if why else None
         self._journal.tell(f"channel.{action}", channel, *changes, *noted, facts=facts, said=said)
         return entry
+
+    def _as_it_was_seen(
+        self, channel: str, action: str, expected: int, policy: str | None, generation: int | None
+    ) -> tuple[ChannelRecord, ReleaseEntry | None]:
+        """A channel and what is live on it, which are what the caller saw. Raises as `append_release`."""
+        record, live = self.snapshot.channel_record(channel), self.snapshot.channel(channel)
+        found = live.sequence if live else 0
+        if found != expected:
+            raise ConflictError(
+                f"channel {channel} moved: expected {_release(expected)} live, found {_release(found)}; "
+                "look at it and decide again"
+            )
+        if generation is not None and record.generation != generation:
+            raise ConflictError(f"channel {channel} was changed meanwhile; look at it and decide again")
+        pass_freeze(record, action)
+        if action == "promote" and record.policy not in (None, policy):
+            raise PolicyError(
+                f"channel {channel}: its policy is {str(record.policy)[:_SHOWN]}…, and this was judged under "
+                f"{f'{policy[:_SHOWN]}…' if policy else 'none'}; run its file again: posttrain run RUN.yaml"
+            )
+        return record, live
 
     def set_channel(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Float, Select, and_, bindparam, cast, func, or_, select, tuple_
@@ -19,14 +19,9 @@ from posttrain.domain.records import (
     Asset,
     AssetStatus,
     AttemptRecord,
-    ChannelRecord,
-    Deployment,
     Edge,
     Event,
     Hold,
-    Look,
-    Quarantine,
-    ReleaseEntry,
     RunRecord,
     Signal,
     StageRecord,
@@ -34,6 +29,7 @@ from posttrain.domain.records import (
 )
 from posttrain.domain.spelling import meant
 from posttrain.store.approvals import ApprovalReading
+from posttrain.store.channel_rows import ChannelReading
 from posttrain.store.principals import PrincipalReading
 from posttrain.store.rows import Record, to_event, to_record
 from posttrain.store.schema import (
@@ -41,18 +37,13 @@ from posttrain.store.schema import (
     asset_status,
     assets,
     attempts,
-    channels,
-    deployments,
     edges,
     events,
     events_before,
     holds,
     leaves,
-    looks,
     payloads,
     principals,
-    quarantine,
-    releases,
     runs,
     signals,
     stage_cache,
@@ -65,7 +56,6 @@ from posttrain.store.sinks import SinkReading
 from posttrain.store.waking import RUN
 
 _NAMES = 500  # of one statement
-LIVE = "live"  # the role of what a channel points at
 _SHOWN = 5  # candidates named in an error
 _SEARCHED = 1000  # of the newest runs, for one that a person may have meant
 _ENDED = [state for state in RunState if is_final("run", state)]
@@ -82,10 +72,9 @@ _CACHED = select(stages).join(
 _CACHED = _CACHED.where(stage_cache.c.cache_key == bindparam("of_key"), stage_cache.c.project == _PROJECT)
 _WATCHES = select(watches).where(watches.c.run_id == _RUN_ID).order_by(watches.c.attempt)
 _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
-_RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
 
 
-class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
+class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
     """Reads of one project over one connection.
 
     Inside a `Transaction` it sees the rows which that transaction has written so far. What belongs to another project
@@ -281,37 +270,10 @@ class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
         found = self._each(Edge, select(edges).where(edges.c.project == self._project, *where), column, names)
         return sorted(found, key=lambda edge: (edge.consumer, edge.slot, edge.producer, edge.output, edge.digest))
 
-    def channel(self, name: str) -> ReleaseEntry | None:
-        """What is live on a channel; None for a channel that nothing was ever released to."""
-        here = (deployments.c.project == releases.c.project) & (deployments.c.channel == releases.c.channel)
-        here &= (deployments.c.release_sequence == releases.c.sequence) & (deployments.c.role == LIVE)
-        query = self._releases().join(deployments, here).where(releases.c.channel == name)
-        return next(iter(self._all(ReleaseEntry, query)), None)
-
-    def channel_record(self, name: str) -> ChannelRecord:
-        """What holds for a channel; one that nobody has used yet has generation 0."""
-        query = select(channels).where(channels.c.project == self._project, channels.c.name == name)
-        return next(iter(self._all(ChannelRecord, query)), ChannelRecord(name))
-
-    def channel_records(self) -> list[ChannelRecord]:
-        """Every channel that has a release, a policy or a lock, by name."""
-        mine = channels.c.project == self._project
-        return self._all(ChannelRecord, select(channels).where(mine).order_by(channels.c.name))
-
-    def deployments(self, name: str) -> list[Deployment]:
-        """What a channel serves, by role."""
-        query = select(deployments).where(deployments.c.project == self._project, deployments.c.channel == name)
-        return self._all(Deployment, query.order_by(deployments.c.role))
-
     def channel_events(self, name: str, kind: str) -> list[Event]:
         """What was told of a channel under one kind, oldest first; unsealed events too."""
         query = self._events().where(events.c.subject == name, events.c.kind == kind)
         return self._told(query.order_by(events.c.id))
-
-    def history(self, name: str) -> list[ReleaseEntry]:
-        """Everything that was ever live on a channel, oldest first."""
-        query = self._releases().where(releases.c.channel == name).order_by(releases.c.sequence)
-        return self._all(ReleaseEntry, query)
 
     def signals(self, *run_ids: str) -> list[Signal]:
         """What was sent to runs, oldest first."""
@@ -322,27 +284,6 @@ class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
     def watches(self, run_id: str) -> list[Watch]:
         """How long its jobs have been silent."""
         return [to_record(Watch, row) for row in self._connection.execute(_WATCHES, {"run_id": run_id})]
-
-    def quarantine(self, name: str) -> list[Quarantine]:
-        """Models that may not be promoted to a channel again, the newest first."""
-        query = select(quarantine, principals.c.name.label("actor"))
-        query = query.join(principals, principals.c.id == quarantine.c.principal)
-        mine = (quarantine.c.project == self._project) & (quarantine.c.channel == name)
-        query = query.where(mine, quarantine.c.lifted_at.is_(None))
-        return self._all(Quarantine, query.order_by(quarantine.c.release.desc(), quarantine.c.model_digest))
-
-    def looks(self, name: str, items: str | None = None) -> list[Look]:
-        """Every judgement of a channel's gates, or those on the same items, oldest first."""
-        query = select(looks).where(looks.c.project == self._project, looks.c.channel == name)
-        if items is not None:
-            query = query.where(looks.c["items"] == items)
-        return self._all(Look, query.order_by(looks.c.number))
-
-    def channels(self) -> list[str]:
-        """The names of channels with a history."""
-        query = select(releases.c.channel).where(releases.c.project == self._project).distinct()
-        query = query.order_by(releases.c.channel)
-        return list(self._connection.execute(query).scalars())
 
     def stages_by_key(self, cache_key: str) -> list[StageRecord]:
         """Every stage that computes, or computed, what this key names; newest run first."""
@@ -399,9 +340,6 @@ class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
     def _assets(self) -> Select[Any]:
         return _ASSETS.where(assets.c.project == self._project)
 
-    def _releases(self) -> Select[Any]:
-        return _RELEASES.where(releases.c.project == self._project)
-
     def _events(self) -> Select[Any]:
         query = select(events, leaves.c.sequence, payloads.c.body, principals.c.name.label("actor"))
         query = query.join(principals, principals.c.id == events.c.principal)
@@ -419,9 +357,6 @@ class Snapshot(ApprovalReading, PrincipalReading, SinkReading):
         whole = list(dict.fromkeys(names))
         parts = (whole[start : start + _NAMES] for start in range(0, len(whole), _NAMES))
         return [one for part in parts for one in self._all(kind, query.where(column.in_(part)))]
-
-    def _all(self, kind: type[Record], query: Select[Any], values: Mapping[str, Any] | None = None) -> list[Record]:
-        return [to_record(kind, row) for row in self._connection.execute(query, values)]
 
 
 @functools.cache

@@ -1,0 +1,76 @@
+"""Reading channels: what is live, what was, what may not come back, how often their gates judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Connection, Select, select
+
+from posttrain.domain.records import ChannelRecord, Deployment, Look, Quarantine, ReleaseEntry
+from posttrain.store.rows import Record, to_record
+from posttrain.store.schema import channels, deployments, looks, principals, quarantine, releases
+
+LIVE = "live"  # the role of what a channel points at
+_RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
+
+
+class ChannelReading:
+    """The part of a snapshot that is about channels."""
+
+    _connection: Connection
+    _project: str
+
+    def channel(self, name: str) -> ReleaseEntry | None:
+        """What is live on a channel; None for a channel that nothing was ever released to."""
+        here = (deployments.c.project == releases.c.project) & (deployments.c.channel == releases.c.channel)
+        here &= (deployments.c.release_sequence == releases.c.sequence) & (deployments.c.role == LIVE)
+        query = self._releases().join(deployments, here).where(releases.c.channel == name)
+        return next(iter(self._all(ReleaseEntry, query)), None)
+
+    def channel_record(self, name: str) -> ChannelRecord:
+        """What holds for a channel; one that nobody has used yet has generation 0."""
+        query = select(channels).where(channels.c.project == self._project, channels.c.name == name)
+        return next(iter(self._all(ChannelRecord, query)), ChannelRecord(name))
+
+    def channel_records(self) -> list[ChannelRecord]:
+        """Every channel that has a release, a policy or a lock, by name."""
+        mine = channels.c.project == self._project
+        return self._all(ChannelRecord, select(channels).where(mine).order_by(channels.c.name))
+
+    def deployments(self, name: str) -> list[Deployment]:
+        """What a channel serves, by role."""
+        query = select(deployments).where(deployments.c.project == self._project, deployments.c.channel == name)
+        return self._all(Deployment, query.order_by(deployments.c.role))
+
+    def history(self, name: str) -> list[ReleaseEntry]:
+        """Everything that was ever live on a channel, oldest first."""
+        query = self._releases().where(releases.c.channel == name).order_by(releases.c.sequence)
+        return self._all(ReleaseEntry, query)
+
+    def quarantine(self, name: str) -> list[Quarantine]:
+        """Models that may not be promoted to a channel again, the newest first."""
+        query = select(quarantine, principals.c.name.label("actor"))
+        query = query.join(principals, principals.c.id == quarantine.c.principal)
+        mine = (quarantine.c.project == self._project) & (quarantine.c.channel == name)
+        query = query.where(mine, quarantine.c.lifted_at.is_(None))
+        return self._all(Quarantine, query.order_by(quarantine.c.release.desc(), quarantine.c.model_digest))
+
+    def looks(self, name: str, items: str | None = None) -> list[Look]:
+        """Every judgement of a channel's gates, or those on the same items, oldest first."""
+        query = select(looks).where(looks.c.project == self._project, looks.c.channel == name)
+        if items is not None:
+            query = query.where(looks.c["items"] == items)
+        return self._all(Look, query.order_by(looks.c.number))
+
+    def channels(self) -> list[str]:
+        """The names of channels with a history."""
+        query = select(releases.c.channel).where(releases.c.project == self._project).distinct()
+        query = query.order_by(releases.c.channel)
+        return list(self._connection.execute(query).scalars())
+
+    def _releases(self) -> Select[Any]:
+        return _RELEASES.where(releases.c.project == self._project)
+
+    def _all(self, kind: type[Record], query: Select[Any], values: Mapping[str, Any] | None = None) -> list[Record]:
+        return [to_record(kind, row) for row in self._connection.execute(query, values)]
