@@ -114,6 +114,7 @@ ALLOWED = {
         'evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=Meter(deadline=1.0))',
     ): PAST,
     ("unit/test_cli_erase.py", "ledger = Ledger(Database(file, busy_seconds=0.2))"): NEVER,
+    ("unit/test_server_forwarding.py", 'monkeypatch.setattr("posttrain.server.forwarding._FIRST_SECONDS", 0.5)'): NEVER,
     ("unit/test_store_database.py", 'second = Database(tmp_path / "l.db", busy_seconds=0.05)'): NEVER,
     (
         "unit/test_web_trace.py",
