@@ -41,6 +41,7 @@ KEPT_SECONDS = 600.0  # that what came of one is kept
 MOST = 256  # that are kept in all
 _WAIT, _MOST_WAIT = 10.0, 30.0  # seconds that a request is waited for before it is an operation
 _LOOK = 1.0  # seconds between two looks whether anybody is there
+_ID = re.compile("[0-9a-f]{26}")
 _PREFERS = re.compile(r"(?:^|[,;\s])respond-async(?:$|[,;\s])")
 _WAITS = re.compile(r"(?:^|[,;\s])wait=([0-9]{1,4})(?:$|[,;\s])")
 
@@ -250,7 +251,8 @@ class _Looking:
             NotFoundError: they have none of this id. LostOperationError: that server is gone.
         """
         number = request.path_params["operation_id"]
-        found = self._server.operations.find(number, who.project, self._server.entrance.principal(who))
+        mine = number, who.project, self._server.entrance.principal(who)
+        found = self._server.operations.find(*mine) if _ID.fullmatch(number) else None  # a database takes no other
         if found is None:
             raise NotFoundError(
                 f"there is no operation {number[:80]!r} of yours; ask again with the same Idempotency-Key, which "
