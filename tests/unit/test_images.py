@@ -202,6 +202,25 @@ def test_a_lock_is_held_against_the_project_and_the_executor_too(world: World) -
     assert "needs an executor that runs jobs in images" in world("run", "x.lock.json").stderr
 
 
+def test_another_run_of_a_lock_is_held_against_the_project_too(world: World) -> None:
+    world.ok("lock", naming(world, IMAGE), "--out", "x.lock.json")
+    world.ok("run", "x.lock.json")
+    world.ok("project", "allow-image", "localhost/other@*")
+    assert world("run", "x.lock.json").exit_code == 0, "it is gone on with"
+    assert "must be one that project default allows" in world("run", "x.lock.json", "--again").stderr
+
+
+def test_an_edited_lock_measures_nothing_that_its_stages_do_not(world: World) -> None:
+    """A stage that says to leave measurements would run in no image, and write what gates read."""
+    world.ok("lock", naming(world, IMAGE), "--out", "x.lock.json")
+    lock = json.loads((world.root / "x.lock.json").read_text())
+    [sft] = [stage for stage in lock["stages"] if stage["kind"] == "sft"]
+    sft["outputs"] |= {"metrics": "file", "items": "file"}
+    world.write("y.lock.json", json.dumps(lock))
+    assert "stages.sft: outputs: of kind sft must be model, got" in world("run", "y.lock.json").stderr
+    assert not world.executor.launched
+
+
 def test_rewards_that_nothing_confines_in_an_image_need_a_workspace_that_trusts_them(world: World) -> None:
     assert "rewards run as the workspace trusts them, not confined: in an image" in world.ok(
         "plan", naming(world, IMAGE)

@@ -18,7 +18,7 @@ from posttrain.domain.canonical import canonical_json
 from posttrain.domain.contracts import StageContract
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
 from posttrain.domain.kinds import Driver, kind_of
-from posttrain.domain.manifest import Manifest, manifest_from_json
+from posttrain.domain.manifest import Manifest, StageManifest, manifest_from_json
 from posttrain.domain.places import LOCK_SUFFIX
 from posttrain.domain.places import is_lock as is_lock
 from posttrain.domain.places import lock_path as lock_path
@@ -81,7 +81,7 @@ def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> P
     there = bool(workspace.ledger.runs(manifest_digest=manifest.digest))
     if again or not there:
         _refuse_unmet(manifest, path, workspace)
-    if there:
+    if there and not again:  # it is gone on with, as it was admitted
         return Planned(manifest, {})
     workspace.refuse_missing_executor()
     refuse_image(manifest.image, workspace, path)
@@ -92,6 +92,16 @@ def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> P
     except InputError as error:
         raise InputError(f"{error} in the run file, and lock it again") from error
     return replace(planned, warnings=ahead.warnings)
+
+
+def _refuse_other_outputs(stage: StageManifest, contract: StageContract) -> None:
+    """Refuse a stage that says to leave what its kind does not: what it measured, say, which gates would read."""
+    wanted = dict(contract.outputs)
+    if stage.outputs != wanted:
+        raise InputError(
+            f"outputs: of kind {stage.kind} must be {', '.join(wanted) or 'none'}, got "
+            f"{', '.join(stage.outputs) or 'none'}; lock the run file again"
+        )
 
 
 def _refuse_unmet(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> None:
@@ -125,6 +135,7 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
         if each.trainer in manifest.code:
             with located(f"{path}: stages.{each.name}"):
                 contracts[each.name] = workspace.jobs.trainers[each.trainer].check(each.kind, each.params)
+                _refuse_other_outputs(each, contracts[each.name])
         elif kind_of(each.kind).driver is Driver.WAIT:
             contracts[each.name] = wait_contract(each.params, f"{path}: stages.{each.name}")
     foreign = _foreign(manifest, workspace) if is_confined() else set()

@@ -40,7 +40,7 @@ def moves(ledger: Ledger, channel: str, limit: int | None = None, before: str | 
         InputError: `before` is no number.
     """
     if before is not None and not (before.isdecimal() and len(before) <= _DIGITS):
-        raise InputError(f"channel {channel}: before must be the number of a release, got {before[:40]!r}")
+        raise InputError(f"channel {channel}: before must be the number of a release, got {before[:80]!r}")
     with ledger.snapshot() as now:
         history = now.history(channel)
         events = [event for kind in _KINDS for event in now.channel_events(channel, kind)]
