@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.execution.executors.local import containers, devices
+from posttrain.execution.executors.local import devices
 from posttrain.execution.processes import HEARTBEAT_SECONDS, LEAVING_SECONDS, identity, without_trackers
 from posttrain.store.atomic import create_json, write_json
 
@@ -47,6 +47,7 @@ NO_DEVICE = 76
 _FAILED = 70
 _CANNOT_EXECUTE = 127
 _PR_SET_PDEATHSIG = 1
+_BOX = "container"  # the key of spec.json, as `containers` has it
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 Start = Callable[[Path, dict[str, Any]], NoReturn]
 
@@ -77,7 +78,7 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
     os.close(writing)
     if claimed is not None:
         lock, taken = claimed
-        _supervise(folder, spec, contain if containers.SPEC in spec else start or execute, taken)
+        _supervise(folder, spec, contain if _BOX in spec else start or execute, taken)
         taken.close()
         os.close(lock)  # after exit.json: whoever sees the lock free finds the record
     os._exit(0)
@@ -133,8 +134,10 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
     most = spec.get("max_seconds")
     limit = _Limit(math.inf if most is None else most, spec.get("grace_seconds", 0.0), begun, folder / "log.txt")
     code = _wait(job, folder / "result.json", lambda: _beat(folder, started, begun, taken), limit)
-    box = spec.get(containers.SPEC)
+    box = spec.get(_BOX)
     if box:
+        from posttrain.execution.executors.local import containers  # here: other jobs need none of it
+
         code = containers.code_of(box, code)
         containers.clear(folder, box, lambda: _beat(folder, started, begun, taken))
     ended = {"exit_code": code, "at": time.time(), "seconds": time.monotonic() - begun, "overtime": limit.over}
@@ -185,6 +188,8 @@ def execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
 
 def contain(folder: Path, spec: dict[str, Any]) -> NoReturn:
     """Become what runs the job in its container."""
+    from posttrain.execution.executors.local import containers
+
     settle(folder)
     containers.become(folder, spec)
 
