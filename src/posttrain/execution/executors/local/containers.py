@@ -23,6 +23,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -55,7 +56,12 @@ _PROFILES = (Path("/etc/containers/seccomp.json"), Path("/usr/share/containers/s
 _PROFILE = "seccomp.json"  # in the attempt's folder
 _NEVER = frozenset(
     {"symlink", "symlinkat", "mknod", "mknodat", "io_uring_setup", "io_uring_enter", "io_uring_register"}
+    | {"unshare", "setns", "mount", "mount_setattr", "umount", "umount2", "fsopen", "fsconfig", "fsmount", "fspick"}
+    | {"move_mount", "open_tree", "pivot_root", "keyctl", "add_key", "request_key", "ptrace", "bpf", "userfaultfd"}
 )
+_CLONES = frozenset({"clone", "clone3"})
+_NAMESPACES = 0x7E020000  # of clone: every CLONE_NEW… flag
+_RUNTIME = "runc"  # crun obeys annotations, which an image brings: they would replace the profile
 _NO_SUCH = 1  # exit code of `podman container exists`
 _SIGNALLED = 128  # beyond it podman says which signal ended the job
 _RAN = ("exited", "stopped")
@@ -79,6 +85,8 @@ def _trouble(*_: str) -> str:
         return f"podman gives no answer ({' '.join(said.stderr.split())[:200]}); run podman info"
     if int(found[0]) < _OLDEST:
         return f"podman must be {_OLDEST} or newer, got {said.stdout.strip()}; upgrade it"
+    if shutil.which(_RUNTIME) is None:
+        return f"podman needs the OCI runtime {_RUNTIME}, which is not installed; install it"
     if _profile() is None:
         return f"podman's seccomp profile must lie in {_PROFILES[1]}, and does not; install containers-common"
     return ""
@@ -131,7 +139,15 @@ def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
 def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
     """`podman run …` for a job whose supervisor has its devices."""
     box, variables = spec[SPEC], {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", **spec["environment"]}
-    words = ["podman", "run", f"--name={box['name']}", "--pull=missing", "--log-driver=none", "--user=0:0"]
+    words = [
+        "podman",
+        f"--runtime={_RUNTIME}",
+        "run",
+        f"--name={box['name']}",
+        "--pull=missing",
+        "--log-driver=none",
+        "--user=0:0",
+    ]
     words.append("--umask=0077")  # what a job leaves is its owner's alone
     words += ["--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--network=none"]
     words += [f"--security-opt=seccomp={folder / _PROFILE}", f"--shm-size={_SHARED_MEMORY}", "--http-proxy=false"]
@@ -185,8 +201,6 @@ def clear(folder: Path, box: Mapping[str, Any], beat: Callable[[], None]) -> Non
     Args:
         beat: called meanwhile.
     """
-    import shutil
-
     while not gone(box):
         beat()
         time.sleep(_AGAIN_SECONDS)
@@ -216,8 +230,14 @@ def _profile() -> dict[str, Any] | None:
         with suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads(path.read_bytes())
             for rule in found["syscalls"]:
-                rule["names"] = [name for name in rule["names"] if name not in _NEVER]
+                rule["names"] = [name for name in rule["names"] if name not in _NEVER | _CLONES]
             denied = {"names": sorted(_NEVER), "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM, "errno": "EPERM"}
-            found["syscalls"] = [rule for rule in found["syscalls"] if rule["names"]] + [{**denied, "args": []}]
+            found["syscalls"] = [rule for rule in found["syscalls"] if rule["names"]]
+            plain = {"index": 0, "value": _NAMESPACES, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+            found["syscalls"] += [
+                {**denied, "args": []},
+                {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [plain]},  # no namespace of its own
+                {**denied, "names": ["clone3"], "errnoRet": errno.ENOSYS, "errno": "ENOSYS", "args": []},
+            ]
             return found
     return None
