@@ -13,7 +13,7 @@ from posttrain.client.transport import Transport
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError
 from posttrain.domain.roles import Role
-from posttrain.server.uploads import _blocks
+from posttrain.server.uploads import Arriving, _blocks
 from posttrain.store.parts import PART, Parts, PartStore
 
 DATA = b"0123456789" * 1000
@@ -54,6 +54,17 @@ def test_a_server_that_was_killed_after_the_last_byte_is_gone_on_from(bench: Ser
     parts.add(DIGEST, 0, DATA)
     assert bench.ask("GET", PATH + "/state").json == {"held": False, "offset": len(DATA)}
     assert Sender(Transport(bench.url, KEY), "default").put(DATA) == DIGEST
+    assert bench.ask("GET", PATH).body == DATA
+
+
+def test_of_two_servers_that_had_all_of_it_the_slower_one_finds_it_done(bench: ServerBench, parts: Parts) -> None:
+    """It saw all bytes come, and reads the parts when the quicker one has forgotten them."""
+    place = PartStore(bench.workspace.blobs.url)
+    slower = Arriving(bench.workspace, place)
+    with pytest.raises(ConflictError, match="began it again"):
+        slower._store(DIGEST, len(DATA))
+    assert put(bench, DATA, 0).json == {"held": True, "offset": len(DATA)}
+    slower._store(DIGEST, len(DATA))
     assert bench.ask("GET", PATH).body == DATA
 
 

@@ -95,7 +95,7 @@ class Arriving:
             self._parts.add(digest, have, block)
             have += len(block)
         if have == total:
-            self._store(digest)
+            self._store(digest, total)
         return have
 
     def forget(self, digest: str) -> None:
@@ -110,10 +110,14 @@ class Arriving:
             self._workspace.blobs.put(data)
             self._uploads.note(digest)
 
-    def _store(self, digest: str) -> None:
+    def _store(self, digest: str, total: int) -> None:
         """Where the store is away, what came waits for the next request."""
         with scratch(self._workspace.root / "cache" / "scratch", "upload-") as folder:
-            found = self._parts.whole(digest, folder / "whole")
+            found = self._parts.whole(digest, total, folder / "whole")
+            if not found and self._uploads.held(digest):
+                return
+            if not found:
+                raise ConflictError(f"upload {digest}: another request began it again; ask where it is, and go on")
             if found == digest:
                 with self._workspace.blobs.holding():
                     self._workspace.blobs.put_file(folder / "whole")

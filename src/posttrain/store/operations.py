@@ -18,6 +18,7 @@ from posttrain.store.schema import hosts, operations
 
 SILENT_SECONDS = 60.0  # after which nobody is taken to carry it out
 FORGOTTEN_SECONDS = 3600.0  # without a look
+_LOOKED_SECONDS = 2.0  # a look is written down once in so many: whoever carries it out hears soon enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,18 @@ class Operations:
 
     def find(self, number: str, project: str, principal: str) -> Begun | None:
         """Somebody's operation that this server does not carry out, at which they look now; None: they have none."""
-        with self._database.write() as connection:
+        mine = _of(number, project, principal)
+        with self._database.read() as connection:
             now = now_in(connection, self._clock)
-            mine = _of(number, project, principal)
-            connection.execute(update(operations).where(mine).values(looked_at=now))
             silent = case((operations.c.told_at < now - SILENT_SECONDS, 1), else_=0).label("silent")
             elsewhere = select(hosts.c.id).where(hosts.c.server == operations.c.server).exists().label("known")
-            row = connection.execute(select(operations, silent, elsewhere).where(mine)).one_or_none()
+            unseen = (now - operations.c.looked_at).label("unseen")
+            row = connection.execute(select(operations, silent, elsewhere, unseen).where(mine)).one_or_none()
         if row is None:
             return None
+        if row.unseen >= _LOOKED_SECONDS:
+            with self._database.write() as connection:
+                connection.execute(update(operations).where(mine).values(looked_at=now_in(connection, self._clock)))
         lost = not row.over and (bool(row.silent) or self._is_dead(row.server, bool(row.known)))
         return Begun(
             row.id, row.project, row.principal, row.verb, row.body, row.server, row.document, bool(row.over), lost

@@ -109,15 +109,19 @@ class Parts:
             self._store.drop(name)
             raise
 
-    def whole(self, digest: str, path: Path) -> str:
-        """Write all that came to a file; its digest.
+    def whole(self, digest: str, total: int, path: Path) -> str:
+        """Write all `total` bytes that came to a file; its digest. Empty: other bytes came, or another server, which
+        had all of them as well, has made an end of it.
 
         Raises:
             ConflictError: something of it is gone, so all of it is; it is sent again.
         """
         with self._ledger.database.read() as connection:
-            query = select(parts.c.object).where(*self._of(digest)).order_by(parts.c.start)
-            names = list(connection.execute(query).scalars())
+            query = select(parts.c.object, parts.c.size).where(*self._of(digest)).order_by(parts.c.start)
+            found = list(connection.execute(query))
+        names = [str(one.object) for one in found]
+        if sum(one.size for one in found) != total:
+            return ""
 
         def fill(file: BinaryIO) -> None:
             for name in names:
