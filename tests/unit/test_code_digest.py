@@ -17,6 +17,7 @@ DECIDES_NOTHING = {
     "domain/facts.py": "the form of what is reported",
     "domain/gates.py": "judged on the control side, from what jobs measured",
     "domain/identity.py": "whose process it is",
+    "domain/images.py": "which image a job runs in, whose digest is part of a stage's identity",
     "domain/jobs.py": "the form of orders and results; what an order holds is in the cache key",
     "domain/manifest.py": "what it holds is in the cache key",
     "domain/overrides.py": "applied before the manifest is made",
@@ -45,9 +46,11 @@ DECIDES_NOTHING = {
     "store/channels/objects.py": "keeps bytes",
     "store/channels/served.py": "keeps what is said",
     "store/blobs.py": "keeps bytes, known by their digest",
+    "store/endpoints.py": "whether a store's address is one",
     "store/holding.py": "who may delete what is kept",
     "store/reaching.py": "how a server is reached",
     "store/scratch.py": "where temporary files lie",
+    "store/spending.py": "says what was spent",
     "store/trees.py": "keeps bytes, known by their digest",
 }
 

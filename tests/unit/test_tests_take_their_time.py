@@ -74,6 +74,10 @@ ALLOWED = {
         "contract/test_reward_contract.py",
         'reward = opened(textwrap.dedent(self.FORGES).replace("{attack}", attack), timeout=1.0)',
     ): NEVER,
+    (
+        "contract/test_foreground.py",
+        "name = program(\"while os.getppid() == asked['asked_by']: time.sleep(0.1)\")",
+    ): POLL,
     ("e2e/fuzzing.py", "time.sleep(0.02)"): POLL,
     ("e2e/held.py", "time.sleep(0.01)"): "the job's own work until it is told to leave",
     (
@@ -86,7 +90,7 @@ ALLOWED = {
         'return f"import time\\n\\n{SHORT}".replace("    return", f"    time.sleep({seconds} / 16)\\n    return")',
     ): "a reward that takes its time, so that the steps before a death have been told of; slower is as good",
     ("e2e/test_recovery.py", "time.sleep(0.02)"): POLL,
-    ("e2e/test_images.py", "time.sleep(0.05)"): "the job's own work until it is told to go on",
+    ("e2e/test_jobs_in_images.py", "time.sleep(0.05)"): "the job's own work until it is told to go on",
     ("e2e/test_postgres_ordeal.py", "time.sleep(0.02)"): POLL,
     ("e2e/workbench.py", "time.sleep(0.03)"): POLL,
     ("unit/test_server_bounds.py", 'monkeypatch.setattr("posttrain.server.connections.HEADER_SECONDS", 0.2)'): NEVER,
@@ -177,6 +181,7 @@ SHORT_WAITS = {
     "execution/executors/local/executor.py:_POLL_SECONDS": "between two looks",
     "execution/executors/local/forkserver.py:_END_SECONDS": "then an idle process is killed",
     "execution/processes.py:HEARTBEAT_SECONDS": "between two signs of life",
+    "store/operations.py:_LOOKED_SECONDS": "between two notes that somebody looked",
 }
 
 
