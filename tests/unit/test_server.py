@@ -25,6 +25,7 @@ from posttrain.api.operations import OPERATIONS, PREFIX, Operation
 from posttrain.api.pages import cursor
 from posttrain.api.problems import MEDIA_TYPE, TYPE
 from posttrain.client.blobs import Sender
+from posttrain.client.remote import remote_control
 from posttrain.client.transport import Transport, in_path
 from posttrain.control.owners import process_name
 from posttrain.domain.canonical import canonical_json, digest_bytes, digest_json
@@ -880,6 +881,36 @@ def test_following_ends_with_the_run(bench: ServerBench) -> None:
     transport = Transport(bench.url, KEY)
     assert list(transport.stream(f"{PROJECT}/runs/{run_id}/logs", {"follow": True})) == [("end", b"{}")]
     assert [kind for kind, _ in transport.stream(f"{PROJECT}/runs/{run_id}/watch")] == ["status", "end"]
+
+
+@pytest.mark.parametrize("of", ["logs?follow=true", "watch"])
+def test_who_follows_a_silent_run_hears_that_somebody_is_there(
+    bench: ServerBench, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """Whoever hears nothing for a minute takes the server for gone, and a job may print nothing for hours."""
+    monkeypatch.setattr("posttrain.server.streams._SILENT", 0.0)
+    run_id = waiting(bench, f"silent-{of[0] * 8}")
+    head = f"GET {PROJECT}/runs/{run_id}/{of} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", bench.port)) as follower:
+        follower.sendall(head.encode())
+        heard = b""
+        while b": still here" not in heard:
+            heard += (piece := follower.recv(4096))
+            assert piece, heard
+
+
+def test_a_run_with_its_stage_in_one_word_is_nothing_that_there_is(bench: ServerBench) -> None:
+    with pytest.raises(NotFoundError, match="nothing called 'tiny/sft'; a run and its stage are two words"):
+        remote_control(bench.url, KEY, "default").run("tiny/sft")
+
+
+def test_a_stream_that_breaks_off_is_one_line(bench: ServerBench) -> None:
+    run_id = waiting(bench, "broken-22222222")
+    stream = Transport(bench.url, KEY).stream(f"{PROJECT}/runs/{run_id}/watch")
+    next(stream)
+    bench.app.state.ending = True
+    with pytest.raises(InfrastructureError, match="broke off"):
+        list(stream)
 
 
 def test_more_followers_than_threads_are_refused_and_those_who_leave_make_room(

@@ -67,7 +67,9 @@ def login(
     """Keep a token for a server, which is asked for, or read from stdin where that is no terminal."""
     from posttrain.client.logins import log_in
     from posttrain.client.remote import remote_control
+    from posttrain.client.transport import Transport
 
+    Transport(url, "").look("/v1/version")  # where nobody answers there is nothing to wait for
     given = typer.prompt("token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
     token = str(given).strip()
     found = remote_control(url, token, project).whoami()
@@ -194,7 +196,7 @@ def member_set(
     control = open_control()
     control.set_member(principal, role)
     control.close()
-    say(f"{principal} is {role}")
+    say(f"{principal} is {role}; a token goes no further than it was issued for: posttrain token issue {principal}")
 
 
 @member_app.command("remove")

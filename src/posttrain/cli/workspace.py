@@ -115,6 +115,8 @@ def init(
     say(f"workspace {workspace.root}")
     if executor is not None:
         say(f"executor {workspace.jobs.executor.name}")
+    if workspace.served and (rewards or executor or job_variable or chosen):
+        say("its server goes on by what it read when it began: restart posttrain serve")
     if attempt_channels is not None:
         say(f"attempt channels {workspace.channel_address}")
     if workspace.ledger_address:

@@ -22,7 +22,7 @@ from posttrain.client.bundling import Bundle
 from posttrain.client.operations import carried_out
 from posttrain.client.transport import Transport, in_path
 from posttrain.client.waiting import RemoteLog, RemoteVigil, RemoteWatcher
-from posttrain.domain.errors import ApiVersionError, DeadlineError, PosttrainError
+from posttrain.domain.errors import ApiVersionError, DeadlineError, NotFoundError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.overrides import Override
 from posttrain.domain.places import lock_path
@@ -132,6 +132,17 @@ class RemoteControl:
             ) from error
 
     def _body(self, operation: Operation, named: Mapping[str, Any]) -> bytes:
+        """What a verb is answered with.
+
+        Raises:
+            NotFoundError: a name that no path can have.
+        """
+        for name in operation.in_path:
+            if "/" in str(named[name]):
+                raise NotFoundError(
+                    f"{operation.verb.replace('_', ' ')}: there is nothing called {str(named[name])[:120]!r}; "
+                    "a run and its stage are two words"
+                )
         path = in_path(operation.whole_path, {"project": self._project, **{n: named[n] for n in operation.in_path}})
         rest = {name: value for name, value in named.items() if name not in operation.in_path}
         if operation.method in ("GET", "DELETE"):

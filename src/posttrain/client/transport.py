@@ -32,6 +32,7 @@ from posttrain.domain.errors import (
 
 ANSWER_SECONDS = 960.0  # longer than a server lets a request take
 _CONNECT_SECONDS = 30.0
+_HEARD_SECONDS = 60.0  # a server that tells nothing says four times a minute that it is there
 PATIENCE = 120.0  # seconds that a server may be away: it is restarted, or its database
 _TOLD = 3  # tries after which a person is told
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one again and again
@@ -146,9 +147,18 @@ class Transport:
         """Server-sent events: kind and data of each, until the server ends or the connection does.
 
         Raises:
-            PosttrainError: the problem that the server answered with. ConnectionError: the connection ended too early.
+            PosttrainError: the problem that the server answered with. InfrastructureError: the connection ended too
+                early, or nothing comes any more.
         """
-        connection = self._connect(60.0 if body is None else ANSWER_SECONDS)
+        try:
+            yield from self._events(path, query, body)
+        except _GONE as error:
+            raise InfrastructureError(
+                f"server {self.url}: what it tells broke off ({_words(error)}); ask again"
+            ) from error
+
+    def _events(self, path: str, query: Mapping[str, Any] | None, body: Any) -> Iterator[tuple[str, bytes]]:
+        connection = self._connect(_HEARD_SECONDS if body is None else ANSWER_SECONDS)
         try:
             sent = None if body is None else json.dumps(body).encode()
             headers = {"accept": "text/event-stream"} | ({"content-type": "application/json"} if sent else {})

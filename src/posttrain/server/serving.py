@@ -219,7 +219,9 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server.startup`."""
-        asyncio.get_running_loop().set_exception_handler(quiet(asyncio.AbstractEventLoop.default_exception_handler))
+        asyncio.get_running_loop().set_exception_handler(
+            quiet(lambda loop, context: loop.default_exception_handler(context))
+        )
         await super().startup(sockets)
         gc.freeze()  # a full collection of 100,000 objects that stay would hold every request up for 0.1 s
         self._systemd.ready()

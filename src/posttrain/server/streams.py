@@ -166,9 +166,13 @@ async def _printed(
     lane = FOLLOW if vigil else READ
     try:
         while True:
-            waiting = asyncio.ensure_future(in_thread(lane, next, pieces, None))
+            waiting, quiet = asyncio.ensure_future(in_thread(lane, next, pieces, None)), 0.0
             while not (await asyncio.wait({waiting}, timeout=_EVERY))[0]:
                 await leave.check()
+                quiet += _EVERY
+                if quiet >= _SILENT:  # a job may print nothing for hours, and whoever follows waits a minute at most
+                    quiet = 0.0
+                    yield b": still here\n\n"
                 if vigil is not None and (await request.is_disconnected() or is_ending(request)):
                     vigil.over.set()
             piece = await waiting

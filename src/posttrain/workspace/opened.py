@@ -28,6 +28,7 @@ from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal
 from posttrain.workspace.ledgers import recorded
+from posttrain.workspace.served import is_served
 from posttrain.workspace.settings import CHANNEL, SETTINGS, TRUSTED, fresh_record, settings_lock
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ class OpenWorkspace:
     jobs: Jobs
     catalog: Catalog
     hosts: Hosts | None = None  # of its ledger; None where it is this folder's alone
+
+    @property
+    def served(self) -> bool:
+        """Whether a server has it, which goes by the settings that it read when it began."""
+        return is_served(self.root)
 
     @property
     def trusts_rewards(self) -> bool:
