@@ -24,7 +24,8 @@ from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import Budget
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.event_writer import EventWriter
 from posttrain.store.spending import SpendingMeter
 
 
@@ -46,10 +47,11 @@ def test_a_lost_attempt_is_billed_the_time_it_ran_though_it_said_nothing(bench: 
     assert bench.jobs.folders.of(second).read_order().seconds_allowance == 560.0
 
 
-def test_a_failed_and_retried_attempt_is_billed_what_its_result_says(bench: Bench) -> None:
+def test_a_failed_and_retried_attempt_is_billed_its_tokens_and_the_seconds_that_were_measured(bench: Bench) -> None:
     def broken(folder: AttemptFolder) -> int:
+        bench.clock.sleep(12.0)
         failure = Failure(FailureClass.INFRASTRUCTURE, "disk full", "disk")
-        folder.write_result(JobResult("failed", tokens=70, seconds=12.0, failure=failure))
+        folder.write_result(JobResult("failed", tokens=70, seconds=1e300, failure=failure))
         return 0
 
     bench.scripts["sft"] = [broken, train(tokens=100)]

@@ -63,6 +63,7 @@ def test_time_in_which_nobody_looked_is_not_billed(bench: Bench) -> None:
         bench.reconciler.tick(run_id)
     attempt = bench.ledger.attempts(run_id)[0]
     job(bench.jobs.folders.of(attempt))
+    bench.clock.sleep(20)
     bench.executor.finish(attempt.name)
     bench.clock.sleep(3600)  # detached over lunch
     run = bench.drive(run_id)

@@ -19,9 +19,10 @@ from posttrain.domain.jobs import JobResult
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.store import attempts as attempts_module
-from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store import event_writer as attempts_module
+from posttrain.store.attempts import AttemptFolder
 from posttrain.store.channel import ControlKind
+from posttrain.store.event_writer import EventWriter
 
 HOUR, LOOK = 3600.0, 900.0
 

@@ -17,9 +17,10 @@ from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import JobOrder
-from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.attempts import AttemptFolder
 from posttrain.store.channels import objects
 from posttrain.store.channels.objects import ObjectStoreObjects
+from posttrain.store.event_writer import EventWriter
 from posttrain.workspace.settings import SETTINGS
 from s3_server import s3_server
 

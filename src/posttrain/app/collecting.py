@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import ConflictError
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.direct import open_direct
+from posttrain.store.left import files_below
 from posttrain.store.marking import Marker, ended_runs
 from posttrain.store.noted import forget_noted
 from posttrain.store.parts import PartStore, forget_parts, named_parts
@@ -109,4 +111,11 @@ def _leftovers(workspace: Workspace, needed: Container[str], older_than: float) 
 def _size(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
-    return sum(one.stat().st_size for one in path.rglob("*") if one.is_file() and not one.is_symlink())
+    return sum(_bytes(one) for one in files_below(path, sys.maxsize))
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:  # a path that is too long, or gone
+        return 0

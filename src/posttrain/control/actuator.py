@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from posttrain.control import attempts
@@ -103,7 +104,8 @@ def _launch(stores: Stores, jobs: Jobs, view: View, order: Launch) -> None:
 
 
 def _ask_to_stop(stores: Stores, jobs: Jobs, order: AskToStop) -> None:
-    jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.STOP)
+    with suppress(IntegrityError):  # its folder is not what it was: it hears nothing, and is ended after the grace
+        jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.STOP)
     reason = order.attempt.reason if order.attempt.reason == Reason.ASSUMED_DEAD else Reason.STOP_REQUESTED
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.update_attempt(order.attempt, reason=reason, stop_requested_at=stores.clock.now())
@@ -122,7 +124,8 @@ def _keep_watch(stores: Stores, order: KeepWatch) -> None:
 
 def _ask_to_checkpoint(stores: Stores, jobs: Jobs, order: AskToCheckpoint) -> None:
     """A driver that dies between the two leaves a job that is asked twice: it writes the checkpoint of a step once."""
-    jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.CHECKPOINT)
+    with suppress(IntegrityError):  # its folder is not what it was: it hears nothing
+        jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.CHECKPOINT)
     crashpoint("stall.after_signal")
     action = f"posttrain logs {order.stage.run_id} {order.stage.name}"
     with stores.ledger.transaction(stores.actor) as transaction:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from posttrain.control import budgets
@@ -24,7 +26,9 @@ from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.domain.shapes import MOST_NUMBER
 from posttrain.domain.sinks import BUDGET_WARNED
+from posttrain.store.left import its_doing, look_over
 from posttrain.store.trees import put_tree, stored_sizes
 
 
@@ -48,7 +52,7 @@ def end(stores: Stores, jobs: Jobs, manifest: Manifest, order: End) -> None:
     if order.unless_begun:
         if not give_up(jobs.folders, order.attempt, order.why):
             return
-        if jobs.folders.of(order.attempt).channel.answered() is not None:
+        if _answered(jobs.folders, order.attempt):
             return  # it began, left its result and ended since it was looked for: that is read first
     _end(stores, jobs, manifest, order.stage, order.attempt, order.result, {})
 
@@ -73,7 +77,7 @@ def try_again(stores: Stores, jobs: Jobs, manifest: Manifest, order: TryAgain) -
     stage, attempt, failure, said = order.stage, order.attempt, order.failure, order.said
     give_up(jobs.folders, attempt, f"it ended: {failure.message}")
     now = stores.clock.now()
-    tokens, seconds = _billed(jobs.folders, attempt, said.tokens), _seconds(jobs, attempt, said.seconds)
+    tokens, seconds = _billed(jobs.folders, attempt, said.tokens), _seconds(jobs, attempt, said.seconds, now)
     if order.over:
         state, reason, message = StageState.FAILED, order.over[0], f"{failure.message}; {order.over[1]}"
         action = f"posttrain logs {stage.run_id} {stage.name}; then posttrain retry {stage.run_id}"
@@ -123,11 +127,21 @@ def _publish(
     allowed = folder.outputs.resolve()
     for name, output in result.outputs.items():
         path = folder.path / output.path
-        if allowed not in path.resolve().parents or not path.exists():
+        if not _is_below(path, allowed):
             raise IntegrityError(f"output {name} must be a file or folder below outputs/, got {output.path!r}")
+        look_over(path)
         digest = put_tree(blobs, path) if output.form == "tree" else blobs.put_file(path)
         outputs[name] = {"digest": digest, "form": output.form}
     return outputs
+
+
+def _is_below(path: Path, allowed: Path) -> bool:
+    try:
+        return allowed in path.resolve().parents and path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a link to itself
+        if isinstance(error, OSError) and not its_doing(error):
+            raise
+        return False
 
 
 def _refuse_lacking(plan: StageManifest, result: JobResult, outputs: Mapping[str, Mapping[str, str]]) -> None:
@@ -149,7 +163,7 @@ def _end(
 ) -> None:
     give_up(jobs.folders, attempt, f"it ended: {result.status}")
     now, failure = stores.clock.now(), result.failure
-    seconds = _seconds(jobs, attempt, result.seconds)
+    seconds = _seconds(jobs, attempt, result.seconds, now)
     attempt_state = AttemptState(result.status)
     stage_state = StageState(result.status)
     reason = {"succeeded": Reason.SUCCEEDED, "stopped": Reason.STOPPED}.get(result.status) or _reason(failure)
@@ -238,13 +252,29 @@ def _billed(folders: AttemptFolders, attempt: AttemptRecord, said: int) -> int:
     cut short may have cost. So retries never spend more than was declared.
     """
     progress = _last_progress(folders, attempt)
-    words = (said, progress.tokens if progress else 0, folders.of(attempt).metered() or 0)
-    return max(0, max(words) - _inherited(folders, attempt))
+    metered = None
+    with suppress(IntegrityError):  # no plain file: it says nothing
+        metered = folders.of(attempt).metered()
+    words = (said, progress.tokens if progress else 0, metered or 0)
+    return max(0, min(MOST_NUMBER, max(words)) - _inherited(folders, attempt))
 
 
-def _seconds(jobs: Jobs, attempt: AttemptRecord, said: float) -> float:
-    """How long the job ran: by the executor's record, which knows of lost ones too; at least what the job says."""
-    return max(said, look(jobs, attempt).seconds or 0.0)
+def _seconds(jobs: Jobs, attempt: AttemptRecord, said: float, now: float) -> float:
+    """How long the job ran: by the executor's record, which knows of lost ones too.
+
+    What the job says counts where there is no such record, as far as there was time for it.
+    """
+    measured = look(jobs, attempt).seconds
+    if measured is not None:
+        return measured
+    return min(said, max(0.0, now - (attempt.launched_at or attempt.created_at)))
+
+
+def _answered(folders: AttemptFolders, attempt: AttemptRecord) -> bool:
+    try:
+        return folders.of(attempt).channel.answered() is not None
+    except IntegrityError:  # something is there
+        return True
 
 
 def _last_progress(folders: AttemptFolders, attempt: AttemptRecord) -> Progress | None:

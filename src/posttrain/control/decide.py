@@ -197,7 +197,8 @@ def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sig
     if sight.word is None:
         return _without_word(view, stage, attempt, sight, now)
     if not sight.job.gone:  # on its way out it still holds memory, which whatever is next would need
-        since = now - (attempt.launched_at or now) - sight.word.seconds
+        since = now - (attempt.launched_at or now)
+        since -= sight.word.seconds if sight.word.seconds <= since else 0.0  # a job may say anything
         return None if since < LEAVING_SECONDS else Kill(stage, attempt)
     result = _why_stopped(view, stage, attempt, sight.word)
     if result.status == "failed" and result.failure and result.failure.kind.retried:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.stores import Stores
@@ -75,7 +76,9 @@ def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptR
             f"{run_id}/{stage}: --assume-dead needs a job of which nothing can be seen, the stage is {row.state} "
             f"({row.reason}); posttrain why {run_id}"
         )
-    held = jobs.folders.of(attempt).channel.started()
+    held = None
+    with suppress(IntegrityError):  # what its job left says nothing
+        held = jobs.folders.of(attempt).channel.started()
     if held is not None and held.host == socket.gethostname() and _may_live(held):
         raise InputError(f"{run_id}/{stage}: process {held.pid} of this host lives; posttrain stop {run_id} ends it")
     with stores.ledger.transaction(stores.actor) as transaction:

@@ -16,8 +16,10 @@ from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import CheckpointCommit
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.domain.shapes import count
 from posttrain.store.ledger import Ledger
-from posttrain.store.trees import put_tree, read_json, tree_listing
+from posttrain.store.left import ANSWER
+from posttrain.store.trees import TreeFile, put_tree, read_json, tree_listing
 
 _COMMIT, _STATE = "COMMIT", "state.json"
 
@@ -44,7 +46,7 @@ def find_checkpoint(
             if checkpoint is None:
                 continue
             digest = put_tree(stores.blobs, checkpoint.path)
-            if _whole(stores.blobs, digest):
+            if _whole(stores.blobs, digest) and tokens_in(stores.blobs, digest) == checkpoint.tokens:
                 return Found(digest, step, f"{attempt.run_id}/{attempt.stage}")
         except (InputError, IntegrityError):  # dropped or replaced while it was read
             continue
@@ -53,14 +55,14 @@ def find_checkpoint(
 
 def tokens_in(blobs: BlobStore, checkpoint: str | None) -> int:
     """Tokens that the lineage of a checkpoint had spent when it was written; 0 for none."""
-    return int(_state(blobs, checkpoint).get("tokens", 0)) if checkpoint is not None else 0
+    return _number(_state(blobs, checkpoint), "tokens") if checkpoint is not None else 0
 
 
 def origin_of(stores: Stores, folders: AttemptFolders, stage: StageRecord, attempt: AttemptRecord) -> tuple[str, int]:
     """(run/stage, step) of the checkpoint that an attempt resumes from; ("", 0) for none."""
     if attempt.resume is None:
         return "", 0
-    step = int(_state(stores.blobs, attempt.resume).get("step", 0))
+    step = _number(_state(stores.blobs, attempt.resume), "step")
     own = [a for a in stores.ledger.attempts(stage.run_id, stage.name) if a.number < attempt.number]
     found = (a for s, a in _candidates(stores.ledger, folders, stage, stage.cache_key or "", own) if s == step)
     return next((f"{a.run_id}/{a.stage}" for a in found), "an earlier run"), step
@@ -77,9 +79,25 @@ def trained_elsewhere(stores: Stores, folders: AttemptFolders, attempts: Sequenc
 
 
 def _state(blobs: BlobStore, checkpoint: str) -> Mapping[str, Any]:
-    state = tree_listing(blobs, checkpoint).get(_STATE)
-    value: Mapping[str, Any] = read_json(blobs, state.digest) if state else {}
+    listing = tree_listing(blobs, checkpoint)
+    value = _small(blobs, listing[_STATE]) if _STATE in listing else {}
+    if not isinstance(value, Mapping):
+        raise IntegrityError(f"{_STATE} of checkpoint {checkpoint} must be an object; remove the checkpoint")
     return value
+
+
+def _number(state: Mapping[str, Any], name: str) -> int:
+    try:
+        return count(state.get(name, 0))
+    except TypeError as error:
+        raise IntegrityError(f"{_STATE} of a checkpoint: {name} {error}; remove the checkpoint") from error
+
+
+def _small(blobs: BlobStore, file: TreeFile) -> Any:
+    """The JSON of a file of a checkpoint. A job wrote it, and no job fills the memory of who reads."""
+    if file.size > ANSWER:
+        raise IntegrityError(f"a checkpoint's {_STATE} and {_COMMIT} must have at most {ANSWER} bytes, got {file.size}")
+    return read_json(blobs, file.digest)
 
 
 def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequence[AttemptRecord]) -> int:
@@ -125,7 +143,7 @@ def _whole(blobs: BlobStore, digest: str) -> bool:
     listing = tree_listing(blobs, digest)
     if _COMMIT not in listing:
         return False
-    commit = CheckpointCommit.from_json(read_json(blobs, listing[_COMMIT].digest))
+    commit = CheckpointCommit.from_json(_small(blobs, listing[_COMMIT]))
     unlisted = {name for name in listing if name.endswith(".safetensors")} - commit.shards.keys()
     return not unlisted and all(
         name in listing and listing[name].digest == shard for name, shard in commit.shards.items()

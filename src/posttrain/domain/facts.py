@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from posttrain.domain.errors import IntegrityError
+from posttrain.domain.shapes import shaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,8 @@ def fact_from_json(value: Mapping[str, Any]) -> Fact:
     """
     try:
         given = {key: item for key, item in value.items() if key != "type"}
-        fact: Fact = _KINDS[value["type"]](**given)
-    except (KeyError, TypeError) as error:
+        fact: Fact = shaped(_KINDS[value["type"]], given)
+    except (KeyError, TypeError, ValueError) as error:
         raise IntegrityError(
             f"event segment holds a fact that cannot be read: {error}; the job's version differs"
         ) from error

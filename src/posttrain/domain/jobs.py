@@ -8,10 +8,13 @@ from enum import StrEnum
 from typing import Any
 
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError
+from posttrain.domain.shapes import count, duration, real, text
 
 ORDER_SCHEMA = 1
 CHECKPOINT_FORMAT = "posttrain.checkpoint/1"
 PHASE_SECONDS = 30.0  # after which a job tells the end of a phase by itself: a step of a large model takes hours
+_STATUSES = ("succeeded", "failed", "stopped")
+_PATH = 1024  # characters
 ANOTHER_RUNS = 73  # exit code of a job whose attempt another process began, or nobody may (EX_CANTCREAT)
 
 
@@ -309,9 +312,11 @@ class CheckpointCommit:
         try:
             if value["format"] != CHECKPOINT_FORMAT:
                 raise IntegrityError(f"a COMMIT must be of format {CHECKPOINT_FORMAT}, got {value['format']!r}")
-            commit = cls(int(value["step"]), {str(name): str(digest) for name, digest in value["shards"].items()})
+            commit = cls(count(value["step"]), {text(name): text(digest) for name, digest in value["shards"].items()})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise IntegrityError(f"a COMMIT must have format, step and shards: {error!r}; it is damaged") from error
+        if any(part in ("", ".", "..") for name in commit.shards for part in name.split("/")):
+            raise IntegrityError("a COMMIT must name files below its folder, got others; it is damaged")
         if not commit.shards:
             raise IntegrityError(f"a COMMIT must name at least one shard, got none at step {commit.step}")
         return commit
@@ -334,7 +339,29 @@ class JobResult:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> JobResult:
+        """The inverse of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it is something else; a job wrote it.
+        """
+        if value["status"] not in _STATUSES:
+            raise ValueError(f"status must be one of {', '.join(_STATUSES)}, got {repr(value['status'])[:60]}")
         raw = value.get("failure")
-        failure = Failure(FailureClass(raw["kind"]), raw["message"], raw["signature"]) if raw else None
-        outputs = {name: Output(**output) for name, output in value["outputs"].items()}
-        return cls(**{**value, "outputs": outputs, "failure": failure})
+        why = Failure(FailureClass(raw["kind"]), text(raw["message"]), text(raw["signature"])) if raw else None
+        known = {
+            "outputs": {text(name): _output(**output) for name, output in value["outputs"].items()},
+            "metrics": {text(name): real(one) for name, one in value.get("metrics", {}).items()},
+            "tokens": count(value.get("tokens", 0)),
+            "seconds": duration(value.get("seconds", 0.0)),
+            "failure": why,
+            "message": text(value.get("message", "")),
+        }
+        return cls(**{**value, **known})
+
+
+def _output(path: str, form: str) -> Output:
+    if form not in ("file", "tree"):
+        raise ValueError(f"an output must be a file or a tree, got {repr(form)[:60]}")
+    if not path or path != text(path, _PATH):
+        raise ValueError(f"an output's path must be text of at most {_PATH} characters, got {repr(path)[:60]}")
+    return Output(path, form)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.domain.jobs import LogPage
+from posttrain.store.left import open_plain
 
 _CHUNK = 1 << 20
 
 
 def read_log(path: Path, cursor: int = 0) -> LogPage:
-    """Text from byte `cursor`, and where the next page begins. A log that is not there yet is empty."""
+    """Text from byte `cursor`, and where the next page begins. A log that is not there yet is empty.
+
+    Raises:
+        IntegrityError: it is no plain file.
+    """
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             file.seek(cursor)
             data = file.read(_CHUNK)
     except FileNotFoundError:

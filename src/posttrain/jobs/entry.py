@@ -43,10 +43,11 @@ from posttrain.engine.rewards.port import RewardError
 from posttrain.execution.environment import PACKAGES, pinned
 from posttrain.execution.processes import identity
 from posttrain.store.atomic import sync_folder, sync_tree
-from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.attempts import AttemptFolder
 from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.blobs import open_blobs
 from posttrain.store.channel import ControlKind
+from posttrain.store.event_writer import EventWriter
 from posttrain.store.spending import SpendingMeter
 from posttrain.store.trees import materialise
 

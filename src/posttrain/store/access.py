@@ -6,13 +6,12 @@ Standard library only, and what the folder needs: jobs import it.
 from __future__ import annotations
 
 import json
-import os
-import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from posttrain.domain.errors import IntegrityError
 from posttrain.store.atomic import write_json
+from posttrain.store.left import read_left
 
 FILE = "access.json"
 PRIVATE_CACHE = "cache"  # in an attempt's folder: what a job in an image fetches and verifies, nobody else reads
@@ -48,7 +47,7 @@ def read_access(folder: Path) -> JobAccess | None:
     """
     path = folder / FILE
     try:
-        said = JobAccess(**json.loads(_read(path)))
+        said = JobAccess(**json.loads(read_left(path, _MOST)))
         if not all(isinstance(one, str) for one in asdict(said).values()):
             raise TypeError("its values must be texts")
         return said
@@ -56,16 +55,3 @@ def read_access(folder: Path) -> JobAccess | None:
         return None
     except (OSError, TypeError, ValueError, RecursionError) as error:
         raise IntegrityError(f"{path} cannot be read: {error}; it is damaged") from error
-
-
-def _read(path: Path) -> bytes:
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)  # a FIFO would be waited for
-    try:
-        found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is no file")
-        if found.st_size > _MOST:
-            raise ValueError(f"must have at most {_MOST} bytes, got {found.st_size}")
-        return os.read(opened, _MOST)
-    finally:
-        os.close(opened)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.errors import unwritable as unwritable
+from posttrain.store.left import open_plain
 
 MOST_AT_ONCE = 256 << 20  # bytes
 
@@ -153,9 +154,9 @@ def read_whole(path: Path) -> bytes:
     """The bytes of a file that is read at once. A job may have written it, and no job fills the memory of who reads.
 
     Raises:
-        IntegrityError: it is larger than anything that is read so.
+        IntegrityError: it is larger than anything that is read so, or no plain file.
     """
-    with path.open("rb") as file:
+    with open_plain(path, follow=True) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MOST_AT_ONCE:
             raise IntegrityError(f"{path} must have at most {MOST_AT_ONCE} bytes, got {size}; it is damaged")

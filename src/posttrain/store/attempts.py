@@ -19,24 +19,28 @@ Imports no database; an object store only where the workspace keeps its channels
 from __future__ import annotations
 
 import functools
+import io
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
-from posttrain.domain.facts import Fact, Note, Progress, Sample, Span, fact_from_json, fact_to_json
-from posttrain.domain.jobs import PHASE_SECONDS, CheckpointCommit, JobOrder, JobResult
-from posttrain.store.atomic import make_folder, read_json, read_whole, write_json
-from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
+from posttrain.domain.facts import Fact, Progress, Sample, fact_from_json
+from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
+from posttrain.domain.shapes import count
+from posttrain.store.atomic import make_folder, read_json, write_json
+from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind
 from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.channels.objects import object_store
+from posttrain.store.left import ANSWER, LINE, SMALL, look_over, read_left
 from posttrain.store.trees import file_digest
 
 METER = "meter"
 _METER_BYTES = 64  # two numbers
+_DIGITS = 16  # of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,10 @@ class AttemptFolder:
             return
         self.channel.order(ControlKind.STOP)
         if self.channel.started() is None:  # it may be a job of before, which hears nothing else
-            path = self.path / "control.json"
-            write_json(path, {"checkpoint": 0, **(read_json(path) or {}), "stop": True})
+            path, said = self.path / "control.json", None
+            with suppress(FileNotFoundError):
+                said = _json_of(path, SMALL)
+            write_json(path, {"checkpoint": 0, **(said if isinstance(said, dict) else {}), "stop": True})
 
     def stop_requested(self) -> bool:
         """Whether somebody asked the job to stop."""
@@ -153,7 +159,8 @@ class AttemptFolder:
         """
         raw = self.channel.answered()
         if raw is None:  # who refuses an environment leaves this file, for it imports nothing that knows channels
-            raw = read_json(self.path / "result.json")
+            with suppress(FileNotFoundError):
+                raw = _json_of(self.path / "result.json", ANSWER)
         if raw is None:
             return None
         try:
@@ -223,18 +230,21 @@ class AttemptFolder:
         return None
 
     def metered(self) -> int | None:
-        """The most tokens that the lineage can have spent by what the job said last; None: it said nothing."""
+        """The most tokens that the lineage can have spent by what the job said last; None: it said nothing.
+
+        Raises:
+            IntegrityError: what lies there is no plain file.
+        """
         try:
-            with (self.path / METER).open("rb") as file:
-                spent, reserved = map(int, file.read(_METER_BYTES).split())
-        except (FileNotFoundError, ValueError):  # not yet written, or cut short by a power cut
+            spent, reserved = (count(int(one)) for one in read_left(self.path / METER, _METER_BYTES).split())
+        except (FileNotFoundError, ValueError, TypeError):  # not yet written, or cut short by a power cut
             return None
         return spent + reserved
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of what may be a committed checkpoint, oldest first; its shards were not looked at."""
         names = sorted(path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/COMMIT"))
-        return [int(name) for name in names if name.isdecimal()]
+        return [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < _DIGITS]
 
     def checkpoint(self, step: int) -> CommittedCheckpoint | None:
         """The checkpoint of a step, if it verifies."""
@@ -242,8 +252,11 @@ class AttemptFolder:
         commit = _verified_commit(folder)
         if commit is None:
             return None
-        state = read_json(folder / "state.json") if "state.json" in commit.shards else None
-        return CommittedCheckpoint(folder, commit.step, int((state or {}).get("tokens", 0)))
+        try:
+            state = _json_of(folder / "state.json", ANSWER) if "state.json" in commit.shards else {}
+            return CommittedCheckpoint(folder, commit.step, count(state.get("tokens", 0)))
+        except (FileNotFoundError, IntegrityError, TypeError, AttributeError):  # damaged: it does not count
+            return None
 
     def _said(
         self, stream: str, after: int, unreadable: Callable[[IntegrityError], None] | None
@@ -271,99 +284,32 @@ class AttemptFolder:
             yield facts, number
 
 
-class EventWriter:
-    """The job's fact sink: buffers facts and writes them as segments, samples into a folder of their own.
-
-    A segment is due after `most` facts, or when a `Progress` or `Note` comes `seconds` after the last one that was
-    told; what is left is written by `close`. Metrics and samples do not make one due: they come just before the
-    progress of their step. A span does `phases` seconds after the last segment, whatever is told of progress then. Use
-    it as a context manager. Numbering goes on from the segments that are there.
-
-    Raises:
-        WorkspaceError: the disk is full or read-only; the facts stay buffered, so a later call tries again.
-    """
-
-    def __init__(
-        self, attempt: AttemptFolder, most: int = 256, seconds: float = 0.5, phases: float = PHASE_SECONDS
-    ) -> None:
-        self._most, self._seconds, self._phase_seconds = most, seconds, phases
-        make_folder(attempt.events)
-        self._channel = attempt.channel
-        self._facts, self._samples = _Segments(self._channel, EVENTS, packed=True), _Segments(self._channel, SAMPLES)
-        self._told, self._flushed = float("-inf"), time.monotonic()  # of progress or a note; of anything
-        self._progress: Progress | None = None
-        self._phases = 0
-
-    def __call__(self, fact: Fact) -> None:
-        """Say a fact."""
-        (self._samples if isinstance(fact, Sample) else self._facts).waiting.append(fact)
-        now = time.monotonic()
-        late = isinstance(fact, Progress | Note) and now - self._told >= self._seconds
-        if isinstance(fact, Progress):
-            self._progress = fact
-        elif isinstance(fact, Span):
-            self._phases += 1
-            late = now - self._flushed >= self._phase_seconds
-        if late or len(self._facts.waiting) + len(self._samples.waiting) >= self._most:
-            self.flush()
-        if late and not isinstance(fact, Span):
-            self._told = now
-
-    def flush(self) -> None:
-        """Write what is buffered. Samples come first: whoever sees a step's progress finds its samples."""
-        self._samples.write()
-        something, number = bool(self._facts.waiting), self._facts.write()
-        said = self._progress
-        if said is not None and something:
-            self._channel.summarise(
-                Summary(said.step, said.total, said.phase, said.tokens, number, said.at, self._phases)
-            )
-        self._flushed = time.monotonic()
-
-    def close(self) -> None:
-        """Write what is left."""
-        self.flush()
-
-    def __enter__(self) -> EventWriter:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
-
-
-class _Segments:
-    """The write-once segments of one stream, and what waits to be written.
-
-    Args:
-        packed: many small ones become few; samples are large, and some of them are read by number.
-    """
-
-    def __init__(self, channel: AttemptChannel, stream: str, packed: bool = False) -> None:
-        self._channel, self._stream, self._packed = channel, stream, packed
-        self.waiting: list[Fact] = []
-        self._next = 1 + channel.last(stream)
-
-    def write(self) -> int:
-        """Write what waits as one segment; the number of the newest."""
-        if self.waiting:
-            lines = [json.dumps(fact_to_json(fact), sort_keys=True, ensure_ascii=False) for fact in self.waiting]
-            self._channel.append(self._stream, self._next, "".join(line + "\n" for line in lines).encode())
-            self._next += 1
-            self.waiting.clear()
-            if self._packed:
-                self._channel.pack(self._stream, self._next - 1)
-        return self._next - 1
-
-
 def _unreadable(path: Path, error: Exception) -> IntegrityError:
     return IntegrityError(f"{path} does not have the fields it should: {error}; it is damaged or of another version")
 
 
+def _json_of(path: Path, most: int) -> Any:
+    """The JSON that a job wrote.
+
+    Raises:
+        FileNotFoundError: there is none.
+        IntegrityError: it cannot be read.
+    """
+    try:
+        return json.loads(read_left(path, most))
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path} is not JSON: {error}; it is damaged") from error
+
+
 def _facts(data: bytes, name: str) -> list[Fact]:
     try:
-        # split at "\n" only: JSON leaves other line separators inside strings
-        lines = data.decode().split("\n")
-        return [fact_from_json(json.loads(line)) for line in lines if line]
+        found = []
+        for line in io.BytesIO(data):  # at b"\n" only: JSON leaves other line separators inside strings
+            if len(line) > LINE:
+                raise ValueError(f"a fact must have at most {LINE} bytes, got {len(line)}")
+            if line != b"\n":
+                found.append(fact_from_json(json.loads(line.decode())))
+        return found
     except (ValueError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"event segment {name} cannot be read: {error}; remove it to go on without") from error
 
@@ -371,7 +317,8 @@ def _facts(data: bytes, name: str) -> list[Fact]:
 def _verified_commit(folder: Path) -> CheckpointCommit | None:
     """The COMMIT of a checkpoint folder, if every shard it lists is there with its digest."""
     try:
-        commit = CheckpointCommit.from_json(json.loads(read_whole(folder / "COMMIT")))
+        commit = CheckpointCommit.from_json(_json_of(folder / "COMMIT", ANSWER))
+        look_over(folder)
         matches = all(file_digest(folder / name) == digest for name, digest in commit.shards.items())
     except (OSError, ValueError, RecursionError, InputError, IntegrityError):
         return None  # half-written, pruned while we looked, or damaged: it does not count

@@ -22,6 +22,7 @@ from posttrain.store.backends.memory import SCHEME as MEMORY
 from posttrain.store.backends.memory import Memory
 from posttrain.store.backends.remote import Remote
 from posttrain.store.holding import StoreLock
+from posttrain.store.left import open_plain
 
 _CHUNK = 4 << 20
 _USERS = "workspaces"
@@ -156,7 +157,7 @@ class ObjectBlobs:
             WorkspaceError: the disk is full or read-only.
         """
         try:
-            with path.open("rb") as file, self.holding():
+            with open_plain(path, follow=True) as file, self.holding():
                 digest = digest_chunks(_chunks(file))
                 if not self._intact(digest):
                     file.seek(0)

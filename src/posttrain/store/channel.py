@@ -31,6 +31,8 @@ from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError
+from posttrain.domain.shapes import count, real, shaped
+from posttrain.store.left import SEGMENT, SMALL
 
 PACK = 64  # segments
 EVENTS, SAMPLES = "events", "samples"
@@ -175,7 +177,7 @@ class AttemptChannel:
         while (data := self._objects.get(_control(after := after + 1))) is not None:
             raw = self._table(_control(after), data)
             try:
-                found.append(Control(after, ControlKind(raw["kind"]), float(raw["at"])))
+                found.append(Control(after, ControlKind(raw["kind"]), real(raw["at"])))
             except (KeyError, TypeError, ValueError) as error:
                 raise self._unreadable(_control(after), error) from error
         return found
@@ -266,7 +268,7 @@ class AttemptChannel:
         if self._objects.get(_pack(stream, group)) is None:
             found = [self._objects.get(_segment(stream, member)) for member in members]
             pieces = [piece for piece in found if piece is not None]
-            if len(pieces) < PACK:
+            if len(pieces) < PACK or sum(map(len, pieces)) > SEGMENT - SMALL:
                 return
             self._create(_pack(stream, group), _json({"lengths": [len(piece) for piece in pieces]}) + b"".join(pieces))
         for member in members:
@@ -335,21 +337,27 @@ class AttemptChannel:
         head, _, body = whole.partition(b"\n")
         key = _pack(stream, group)
         lengths = self._table(key, head).get("lengths")
-        if not isinstance(lengths, list) or len(lengths) != PACK or sum(lengths) != len(body):
+        try:
+            ends = [0, *itertools.accumulate(map(count, lengths if isinstance(lengths, list) else ()))]
+        except TypeError as error:
+            raise self._unreadable(key, error) from error
+        if len(ends) != PACK + 1 or ends[-1] != len(body):
             raise self._unreadable(key, ValueError(f"its {PACK} lengths must add up to {len(body)} bytes"))
-        ends = [0]
-        for length in lengths:
-            ends.append(ends[-1] + length)
         return [body[begin:end] for begin, end in itertools.pairwise(ends)]
 
     def _table(self, key: str, data: bytes) -> dict[str, Any]:
-        read: Callable[..., dict[str, Any]] = dict
-        return self._read(key, data, read)
+        try:
+            raw = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise self._unreadable(key, error) from error
+        if not isinstance(raw, dict):
+            raise self._unreadable(key, TypeError("it must be an object"))
+        return raw
 
     def _read(self, key: str, data: bytes, form: Callable[..., T]) -> T:
         try:
-            return form(**json.loads(data))
-        except (ValueError, RecursionError, TypeError) as error:
+            return shaped(form, self._table(key, data))
+        except (ValueError, TypeError) as error:
             raise self._unreadable(key, error) from error
 
     def _unreadable(self, key: str, error: Exception) -> IntegrityError:

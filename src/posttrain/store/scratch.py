@@ -8,11 +8,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from posttrain.store.atomic import make_folder, unwritable
 
+_MOVED = ".moved-"
 _FRESH_SECONDS = 60.0  # a folder younger than this may be made and not held yet
 
 
@@ -34,8 +35,34 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
         fcntl.flock(held, fcntl.LOCK_SH)  # the kernel lets go of it when this process dies, however it dies
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
         os.close(held)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with everything in it, as far as that goes, however deep folders lie in each other.
+
+    A job may have made them: a walk that calls itself ends at a thousand of them, and a path has at most 4096
+    characters. So folders that lie in others are moved up first, until none does.
+    """
+    with suppress(OSError):
+        folder.chmod(0o700)
+        waiting = _folders(folder)
+        while waiting:
+            here = waiting.pop()
+            here.chmod(0o700)
+            for inner in _folders(here):
+                inner.chmod(0o700)  # whoever moves a folder writes into it
+                moved = folder / f"{_MOVED}{os.urandom(12).hex()}"
+                inner.rename(moved)
+                waiting.append(moved)
+    with suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(folder: Path) -> list[Path]:
+    with os.scandir(folder) as entries:
+        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def _sweep(parent: Path, prefix: str) -> None:
@@ -48,7 +75,7 @@ def _sweep(parent: Path, prefix: str) -> None:
             continue  # gone, or somebody else's
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
         except BlockingIOError:
             continue
         finally:

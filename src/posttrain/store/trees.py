@@ -21,6 +21,7 @@ from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, digest_byt
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.ports import BlobStore
 from posttrain.store.atomic import make_folder, sync_folder, unwritable
+from posttrain.store.left import files_below, open_plain
 from posttrain.store.scratch import scratch
 
 FORMAT = "posttrain.tree/1"
@@ -78,8 +79,10 @@ def file_digest(path: Path) -> str:
         InputError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path, follow=True) as file:
             return digest_chunks(iter(lambda: file.read(_CHUNK), b""))
+    except IntegrityError as error:
+        raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
 
@@ -88,9 +91,11 @@ def _listing(folder: Path, store: Callable[[Path], str], follow_links: bool, ski
     if not folder.is_dir():
         raise InputError(f"a tree must be a folder, got {folder}; check the path")
     files: dict[str, Path] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir() and not path.is_symlink():
-            continue
+    try:
+        found = sorted(files_below(folder))
+    except IntegrityError as error:
+        raise InputError(str(error)) from error
+    for path in found:
         name = path.relative_to(folder).as_posix()
         if skip(name):
             continue
@@ -194,7 +199,7 @@ def read_json(blobs: BlobStore, digest: str) -> Any:
     """
     try:
         return json.loads(blobs.get(digest))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IntegrityError(f"blob {digest} is not JSON: {error}; name the digest of a document") from error
 
 
@@ -210,7 +215,7 @@ def _fill(blobs: BlobStore, listing: Mapping[str, TreeFile], folder: Path) -> No
 def _matches(folder: Path, listing: Mapping[str, TreeFile]) -> bool:
     """Whether the folder holds the listed files and nothing else. Sizes first: they cost nothing."""
     try:
-        paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+        paths = list(files_below(folder))
         found = {path.relative_to(folder).as_posix(): path for path in paths}
         return (
             folder.is_dir()
@@ -219,7 +224,7 @@ def _matches(folder: Path, listing: Mapping[str, TreeFile]) -> bool:
             and all(path.stat().st_size == listing[name].size for name, path in found.items())
             and all(file_digest(path) == listing[name].digest for name, path in found.items())
         )
-    except (OSError, InputError):  # unreadable, or taken away while we looked
+    except (OSError, InputError, IntegrityError):  # unreadable, or taken away while we looked
         return False
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from pathlib import Path
 
-from posttrain.store.atomic import create_file, make_folder, read_whole, unwritable
+from posttrain.domain.errors import IntegrityError, WorkspaceError
+from posttrain.store.atomic import create_file, make_folder, unwritable
+from posttrain.store.left import its_doing, most_of, read_left
+
+_NUMBERED = re.compile(r"([0-9]{1,15})(\.[a-z]+)?")
 
 
 class FolderObjects:
@@ -22,8 +28,11 @@ class FolderObjects:
     def create(self, key: str, data: bytes) -> bool:
         """See `ChannelObjects.create`."""
         path = self._folder / key
-        make_folder(path.parent)
-        return create_file(path, data)
+        try:
+            make_folder(path.parent)
+            return create_file(path, data)
+        except WorkspaceError as error:
+            raise _refused(path, error.__cause__) or error from error.__cause__
 
     def overwrite(self, key: str, data: bytes) -> None:
         """See `ChannelObjects.overwrite`: not synced, for it is written with every segment."""
@@ -34,13 +43,13 @@ class FolderObjects:
                 file.write(data)
             fresh.replace(path)
         except OSError as error:
-            raise unwritable(path, error) from error
+            raise _refused(path, error) or unwritable(path, error) from error
 
     def get(self, key: str) -> bytes | None:
         """See `ChannelObjects.get`."""
         try:
-            return read_whole(self._folder / key)
-        except (FileNotFoundError, NotADirectoryError):
+            return read_left(self._folder / key, most_of(key))
+        except FileNotFoundError:
             return None
 
     def remove(self, key: str) -> None:
@@ -49,7 +58,20 @@ class FolderObjects:
 
     def numbers(self, folder: str) -> list[int]:
         """See `ChannelObjects.numbers`."""
-        return sorted(int(path.stem) for path in (self._folder / folder).glob("[0-9]*") if path.stem.isdigit())
+        try:
+            names = os.listdir(self._folder / folder)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return []
+            raise _refused(self._folder / folder, error) or error from error
+        return sorted(int(found[1]) for name in names if (found := _NUMBERED.fullmatch(name)))
+
+
+def _refused(path: Path, error: BaseException | None) -> IntegrityError | None:
+    """What is said where the job itself put something into the way."""
+    if not its_doing(error):
+        return None
+    return IntegrityError(f"{path} cannot be used: {getattr(error, 'strerror', error)}; its job put something there")
 
 
 def _private(path: str, flags: int) -> int:

@@ -14,12 +14,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from posttrain.domain.errors import InputError, UnavailableError
+from posttrain.domain.errors import InputError, IntegrityError, UnavailableError
 from posttrain.store.endpoints import refuse_no_endpoint
+from posttrain.store.left import most_of
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig
 
+_DIGITS = 16  # of a number
 _SECONDS = timedelta(seconds=30)  # that a request may take, with what obstore itself tries again
 _RETRIES: RetryConfig = {"max_retries": 3, "retry_timeout": _SECONDS}
 
@@ -103,9 +105,13 @@ class ObjectStoreObjects:
 
         with self._translated():
             try:
-                return bytes(obstore.get(self._store, key).bytes())
+                found = obstore.get(self._store, key)
+                size, most = found.meta["size"], most_of(key)
+                if size <= most:
+                    return bytes(found.bytes())
             except FileNotFoundError:  # obstore's NotFoundError is one
                 return None
+        raise IntegrityError(f"{self._url}/{key} must have at most {most} bytes, got {size}; it is damaged")
 
     def remove(self, key: str) -> None:
         """See `ChannelObjects.remove`."""
@@ -121,7 +127,7 @@ class ObjectStoreObjects:
         with self._translated():
             found = obstore.list_with_delimiter(self._store, folder)["objects"]
         stems = (item["path"].rpartition("/")[2].partition(".")[0] for item in found)
-        return sorted(int(stem) for stem in stems if stem.isdigit())
+        return sorted(int(stem) for stem in stems if stem.isascii() and stem.isdecimal() and len(stem) < _DIGITS)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
