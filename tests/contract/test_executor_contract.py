@@ -99,7 +99,8 @@ class BoxedHarness(LocalHarness):
 
     def lose(self, spec: JobRequest) -> None:
         super().lose(spec)
-        assert f"{spec.name}-w1" not in self._podman.containers(), "lost is said of what is gone"
+        mine = [name for name in self._podman.containers() if name.startswith(f"{spec.name}-w1-")]
+        assert mine == [], "lost is said of what is gone"
 
 
 class FakeHarness:

@@ -7,7 +7,8 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ import uvicorn
 from server_bench import KEY, ServerBench, attempt_with_access, granting, served
 
 from posttrain.app.workspace import init_workspace
+from posttrain.control import launching
 from posttrain.domain.errors import InputError, NotFoundError
-from posttrain.domain.jobs import JobState
-from posttrain.domain.requests import Job, JobRequest
+from posttrain.domain.jobs import Accepted, Exists, JobOrder, JobState
+from posttrain.domain.requests import Job, JobRequest, PodGroup
 from posttrain.execution.executors.local import containers
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.server.connections import Door
 from posttrain.server.serving import Bind, configured
 from posttrain.store.access import JobAccess, read_access
+from posttrain.store.attempts import AttemptFolder
 from posttrain.store.backends.served import ServedBlobs
 
 IMAGE = f"localhost/train@sha256:{'a1' * 32}"
@@ -63,7 +66,9 @@ def test_a_container_has_what_its_job_needs_and_nothing_else(folder: Path, monke
     monkeypatch.setenv("HF_TOKEN", SECRET)
     words = command(folder, environment={"A": "b"}, secrets=("HF_TOKEN",))
     for wanted in (
-        *("--name=r-s-1-alone", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges"),
+        *("--read-only", "--pull=never", "--image-volume=ignore", "--no-healthcheck", "--read-only-tmpfs=false"),
+        *("--oom-score-adj=1000", "--env=NVIDIA_VISIBLE_DEVICES=void", "--runtime=runc"),
+        *("--cap-drop=all", "--security-opt=no-new-privileges"),
         *("--network=none", "--http-proxy=false", "--env=A=b", "--env=HF_TOKEN", "--umask=0077"),
         f"--security-opt=seccomp={folder}/seccomp.json",
     ):
@@ -88,10 +93,29 @@ def test_a_container_of_a_server_sees_a_socket_and_no_store(folder: Path) -> Non
     assert not [mount for mount in mounts if "blobs" in mount or f"source={root}," in mount]
 
 
-def test_containers_of_two_workspaces_never_have_one_name(folder: Path) -> None:
-    """A run of one file has the same id in both."""
-    names = {containers.contained(asked(folder, labels={"workspace": word}), folder)["name"] for word in ("a1", "b2")}
-    assert names == {"r-s-1-a1", "r-s-1-b2"}
+def test_containers_of_two_workspaces_and_of_a_copy_never_have_one_name(folder: Path) -> None:
+    """A run of one file has the same id in both, and a copy the same digits."""
+    made = [containers.contained(asked(folder, labels={"workspace": word}), folder) for word in ("a1", "b2", "a1")]
+    names = [box["name"] for box in made]
+    assert [name.rsplit("-", 1)[0] for name in names] == ["r-s-1-a1", "r-s-1-b2", "r-s-1-a1"]
+    assert len(set(names)) == 3
+
+
+def limited(folder: Path, found: list[str], **words: Any) -> set[str]:
+    spec = spec_of(folder, asked(folder, **words))
+    spec[containers.SPEC]["limits"] = found
+    starts = ("--memory", "--pids-limit")
+    return {word for word in containers.command(folder, spec) if word.startswith(starts)}
+
+
+def test_a_job_has_the_memory_that_it_asks_for_and_no_swap(folder: Path) -> None:
+    """One that says nothing, nine tenths of the machine's."""
+    gang = (PodGroup(memory=5 << 30),)
+    wanted = {f"--memory={5 << 30}", f"--memory-swap={5 << 30}", "--pids-limit=16384"}
+    assert limited(folder, ["memory", "pids"], gang=gang) == wanted
+    share = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 0.9)
+    assert limited(folder, ["memory"]) == {f"--memory={share}", f"--memory-swap={share}"}
+    assert limited(folder, []) == set(), "and its log says so"
 
 
 def test_podman_ends_a_job_whose_time_is_over_though_nobody_is_left(folder: Path) -> None:
@@ -126,7 +150,12 @@ def test_podmans_profile_is_taken_without_links_devices_and_pipes(
     found = containers._profile()
     assert found is not None
     allowed = [name for rule in found["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" for name in rule["names"]]
-    assert allowed == ["read", "clone"]
+    assert allowed == ["read", "clone", "renameat2"]
+    flagged = {rule["names"][0]: rule["args"] for rule in found["syscalls"] if rule["args"]}
+    namespaces, leaves_a_device = flagged["clone"], flagged["renameat2"]
+    masked = {"op": "SCMP_CMP_MASKED_EQ", "valueTwo": 0}
+    assert namespaces == [{"index": 0, "value": 0x7E020000, **masked}]
+    assert leaves_a_device == [{"index": 4, "value": 4, **masked}]
     denied = [name for rule in found["syscalls"] if rule["action"] == "SCMP_ACT_ERRNO" for name in rule["names"]]
     assert {"symlink", "symlinkat", "mknod", "mknodat", "io_uring_setup"} <= set(denied)
 
@@ -148,9 +177,11 @@ def test_what_a_job_says_of_its_end_is_believed_of_its_supervisor_alone(
         (folder / "exit.json").write_text(forged)
         [seen] = executor.observe([job])
         assert seen.state is JobState.RUNNING
-        assert "podman does not say that container r-s-1-alone is" in seen.detail
+        assert f"podman does not say that container {box['name']} is" in seen.detail
     gone = True
+    (folder / "cache" / "deep").mkdir(parents=True)
     assert executor.observe([job])[0].state is JobState.LOST
+    assert not (folder / "cache").exists(), "nobody else removes it"
     (folder / "exit.json").write_text(json.dumps({"exit_code": 3, "seconds": 99.0, "word": box["word"]}))
     assert executor.observe([job])[0].exit_code == 3
 
@@ -163,6 +194,91 @@ def test_a_copy_of_a_folder_ends_no_container(folder: Path, tmp_path: Path, monk
     (copy / "supervisor.json").write_text(json.dumps({"pid": os.getpid(), "identity": ""}))
     (copy / "supervisor.lock").touch()
     assert LocalExecutor(images=True).observe([Job("r-s-1", str(copy))])[0].state is JobState.LOST
+
+
+def test_a_file_system_with_another_number_is_no_copy(folder: Path, tmp_path: Path) -> None:
+    """After a start of the machine, say. A snapshot of it has the numbers of its files, too."""
+    box = containers.contained(asked(folder), folder)
+    device, number = box["place"]
+    again = {**box, "place": [device + 1, number]}
+    assert not containers.is_copy(folder, box)
+    assert not containers.is_copy(folder, again)
+    assert containers.is_copy(folder, {**again, "folder": str(tmp_path)})
+    assert not containers.is_copy(folder, {**again, "folder": str(tmp_path / "gone")}), "it was moved"
+
+
+# --- what a running container must not see ----------------------------------------------------------------------------
+
+PODMAN = """#!/bin/sh
+case "$1 $2 $3" in
+*"image exists"*) exit 0;;
+*"image inspect"*) cat "${0%/*}/annotations.json" 2>/dev/null || echo null;;
+*" run "*) echo ran >> ran; while [ ! -e go ]; do :; done;;
+*"inspect"*) echo exited;;
+*"container exists"*) exit 1;;
+esac
+"""
+
+
+@pytest.fixture
+def machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One whose podman runs a job until `go` lies in its folder; the folder of an attempt that nobody has claimed."""
+    (folder / "supervisor.json").unlink()
+    programs = folder.parents[3] / "programs"
+    programs.mkdir()
+    (programs / "podman").write_text(PODMAN)
+    (programs / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    return folder
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not done():
+        assert time.monotonic() < deadline, "waited too long"
+        os.sched_yield()
+
+
+def test_who_submits_beside_another_replaces_nothing_that_is_covered(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked before the other claimed the attempt, and is as far as writing spec.json only now."""
+    request, first, real = asked(machine), LocalExecutor(images=True), containers.contained
+    covered = ("spec.json", "supervisor.json", "supervisor.lock", "job.json")
+    before: list[dict[str, int]] = []
+
+    def places() -> dict[str, int]:
+        return {name: (machine / name).stat().st_ino for name in covered}
+
+    def meanwhile(asking: JobRequest, folder: Path) -> dict[str, Any]:
+        monkeypatch.setattr(containers, "contained", real)
+        assert isinstance(first.submit(request), Accepted)
+        until((machine / "ran").exists)
+        before.append(places())
+        return real(asking, folder)
+
+    monkeypatch.setattr(containers, "contained", meanwhile)
+    assert isinstance(LocalExecutor(images=True).submit(request), Exists)
+    launching._lay_down(AttemptFolder(machine), JobOrder("r-s-1", "sft", 1, {}, {}, "", "", image=IMAGE))
+    assert places() == before[0]
+    (machine / "go").touch()
+    until(lambda: first.observe([request])[0].gone)
+    assert first.observe([request])[0].exit_code == 0, "the word is the one that its supervisor had"
+    assert (machine / "ran").read_text() == "ran\n"
+
+
+def test_an_image_that_tells_a_runtime_what_to_do_is_refused(machine: Path) -> None:
+    said = {"org.opencontainers.image.base.name": "x", "run.oci.seccomp_bpf_data": "AA=="}
+    (machine.parents[3] / "programs" / "annotations.json").write_text(json.dumps(said))
+    request, executor = asked(machine), LocalExecutor(images=True)
+    executor.submit(request)
+    until(lambda: executor.observe([request])[0].gone)
+    assert executor.observe([request])[0].exit_code == 125
+    assert not (machine / "ran").exists()
+    assert (
+        "annotation that begins with run.oci., which an OCI runtime may obey, got run.oci.seccomp_bpf_data; build"
+        in (machine / "log.txt").read_text()
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.execution.ports import Trainer
 from posttrain.store.access import PRIVATE_CACHE
+from posttrain.store.atomic import make_folder
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.claims import unclaimed
 
 
 def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, key: str) -> None:
@@ -87,14 +90,14 @@ def launch_attempt(
     folder = jobs.folders.of(attempt)
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
         return None
-    refused = _fetch_elsewhere(stores, stage, _cache(jobs, manifest, attempt))
+    refused = _fetch_elsewhere(stores, stage, _cache(jobs, manifest, stage, attempt))
     if refused:
         return refused
     # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
     order = _order(stores, jobs, manifest, stage, attempt)
     if not jobs.folders.root.is_dir():  # nothing is made where a workspace was
         raise WorkspaceError(f"{jobs.folders.root}: is gone; a workspace that was moved is driven where it is now")
-    folder.write_order(order)
+    _lay_down(folder, order)
     if jobs.access is not None:
         jobs.access.give(attempt, folder.path, boxed=bool(order.image))
     request = request_of(jobs, attempt, order, trainer)
@@ -180,7 +183,7 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
         params=plan.params,
         inputs={slot: InputBlob(**blob) for slot, blob in stage.inputs.items()},
         store_url="" if jobs.access else stores.blobs.url,
-        cache_dir=str(_cache(jobs, manifest, attempt)),
+        cache_dir=str(_cache(jobs, manifest, stage, attempt)),
         resume=attempt.resume,
         resumed_from=origin,
         resumed_step=step,
@@ -199,9 +202,20 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
     )
 
 
-def _cache(jobs: Jobs, manifest: Manifest, attempt: AttemptRecord) -> Path:
+def _lay_down(folder: AttemptFolder, order: JobOrder) -> None:
+    if not order.image:
+        folder.write_order(order)
+        return
+    make_folder(folder.path)
+    with unclaimed(folder.path) as free:  # a container writes into a job.json that replaced the one it was shown
+        if free:
+            folder.write_order(order)
+
+
+def _cache(jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> Path:
     """Where a job keeps what it fetched: what an image's programs write there, no other job reads."""
-    return jobs.folders.of(attempt).path / PRIVATE_CACHE if manifest.image else jobs.folders.root / "cache"
+    boxed = manifest.image_of(manifest.stage(stage.name))
+    return jobs.folders.of(attempt).path / PRIVATE_CACHE if boxed else jobs.folders.root / "cache"
 
 
 def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure | None:

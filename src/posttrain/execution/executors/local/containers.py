@@ -26,6 +26,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -59,12 +60,18 @@ _NEVER = frozenset(
     | {"unshare", "setns", "mount", "mount_setattr", "umount", "umount2", "fsopen", "fsconfig", "fsmount", "fspick"}
     | {"move_mount", "open_tree", "pivot_root", "keyctl", "add_key", "request_key", "ptrace", "bpf", "userfaultfd"}
 )
-_CLONES = frozenset({"clone", "clone3"})
+_FLAGGED = frozenset({"clone", "clone3", "renameat2"})
+_WHITEOUT = 4  # of renameat2: leaves a device
 _NAMESPACES = 0x7E020000  # of clone: every CLONE_NEW… flag
 _RUNTIME = "runc"  # crun obeys annotations, which an image brings: they would replace the profile
-_NO_SUCH = 1  # exit code of `podman container exists`
+_NO_SUCH = 1  # exit code of `podman container exists`, and of `podman image exists`
 _SIGNALLED = 128  # beyond it podman says which signal ended the job
 _RAN = ("exited", "stopped")
+_REFUSED = 125  # as podman ends where it starts nothing
+_ORDERS = "run.oci."  # annotations that tell an OCI runtime what to do
+_SHARE = 0.9  # of the machine's memory, for a job that names none
+_PROCESSES = 16384  # with threads
+_TEMPORARY = "4g"  # of memory
 
 
 def trouble() -> str:
@@ -93,7 +100,7 @@ def _trouble(*_: str) -> str:
 
 
 def contained(request: JobRequest, folder: Path) -> dict[str, Any]:
-    """What stands in spec.json of a job that names an image; the profile of its system calls is laid down beside.
+    """What stands in spec.json of a job that names an image.
 
     Raises:
         InputError: podman is missing or too old, or the folder or the store cannot be shown to a container.
@@ -106,10 +113,14 @@ def contained(request: JobRequest, folder: Path) -> dict[str, Any]:
     for source, _, _ in mounts:
         if "," in source:
             raise InputError(f"job {request.name}: podman mounts no folder with a comma in its name, got {source}")
-    write_json(folder / _PROFILE, _profile() or {})
+    place = str(request.labels.get(WORKSPACE) or "alone")[:_PLACE_DIGITS]
     return {
-        "name": f"{request.name}-{str(request.labels.get(WORKSPACE) or 'alone')[:_PLACE_DIGITS]}",
+        "name": f"{request.name}-{place}-{secrets.token_hex(4)}",  # a copy of the workspace has the same digits
+        "folder": str(folder),
         "place": [here.st_dev, here.st_ino],  # a copy of the folder has another
+        "profile": _profile() or {},
+        "memory": request.gang[0].memory or int(_machine_memory() * _SHARE),
+        "limits": _controllers(os.environ.get("PATH", ""), os.environ.get("CONTAINERS_CONF", "")),
         "word": secrets.token_hex(16),  # in exit.json: the job cannot see it, so it cannot say how it ended
         "mounts": mounts,
     }
@@ -132,24 +143,56 @@ def _mounts(folder: Path) -> Iterator[list[str]]:
 
 def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
     """Execute podman in the place of this process."""
+    box = spec[SPEC]
     (folder / PRIVATE_CACHE).mkdir(mode=0o700, exist_ok=True)
+    write_json(folder / _PROFILE, box["profile"])
+    for what in ("memory", "pids"):
+        if what not in box["limits"]:
+            print(f"podman limits no {what} of this job: its cgroups have no controller of that name", file=sys.stderr)
+    why = _refused(str(spec["image"]))
+    if why:
+        print(why, file=sys.stderr)
+    sys.stderr.flush()
+    if why:
+        os._exit(_REFUSED)
     os.execvpe("podman", command(folder, spec), _environment(spec["secrets"]))
+
+
+def _refused(image: str) -> str:
+    """Why no job runs in an image, which is fetched where it is not here; empty: jobs may."""
+    missing = _podman("image", "exists", image).returncode == _NO_SUCH
+    words, environment = ["podman", "pull", "--quiet", image], variables(os.environ)
+    if missing and subprocess.run(words, stdin=subprocess.DEVNULL, check=False, env=environment).returncode:
+        return f"image {image} cannot be fetched; look at what podman says, then posttrain retry"
+    said = _podman("image", "inspect", "--format={{json .Annotations}}", image)
+    if said.returncode:
+        return f"image {image}: podman does not say its annotations ({' '.join(said.stderr.split())[:200]})"
+    found = sorted(name for name in json.loads(said.stdout) or {} if name.startswith(_ORDERS))
+    if found:
+        return (
+            f"image {image} must have no annotation that begins with {_ORDERS}, which an OCI runtime may obey, got "
+            f"{', '.join(found)[:200]}; build it without"
+        )
+    return ""
 
 
 def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
     """`podman run …` for a job whose supervisor has its devices."""
     box, variables = spec[SPEC], {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", **spec["environment"]}
+    if not spec.get("taken"):  # where a hook for devices is installed, it would show all of them
+        variables["NVIDIA_VISIBLE_DEVICES"] = "void"
     words = [
         "podman",
         f"--runtime={_RUNTIME}",
         "run",
         f"--name={box['name']}",
-        "--pull=missing",
+        "--pull=never",
         "--log-driver=none",
         "--user=0:0",
     ]
     words.append("--umask=0077")  # what a job leaves is its owner's alone
     words += ["--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--network=none"]
+    words += ["--image-volume=ignore", "--no-healthcheck", *_limits(box)]
     words += [f"--security-opt=seccomp={folder / _PROFILE}", f"--shm-size={_SHARED_MEMORY}", "--http-proxy=false"]
     words += [f"--hostname={os.uname().nodename}", f"--workdir={folder}", f"--label=posttrain.job={spec['name']}"]
     for source, target, mode in box["mounts"]:
@@ -165,6 +208,28 @@ def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
     words += [f"--env={name}" for name in spec["secrets"]]  # their values podman finds in its own environment
     words += [f"--device=nvidia.com/gpu={device}" for device in spec.get("taken", ())]
     return [*words, "--entrypoint=python", spec["image"], "-s", "-P", "-m", spec["module"], str(folder)]
+
+
+def _limits(box: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("--read-only-tmpfs=false", f"--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777,size={_TEMPORARY}")
+    yield "--oom-score-adj=1000"  # before anything of the machine
+    if "memory" in box["limits"]:
+        yield from (f"--memory={box['memory']}", f"--memory-swap={box['memory']}")
+    if "pids" in box["limits"]:
+        yield f"--pids-limit={_PROCESSES}"
+
+
+@functools.cache
+def _controllers(*_: str) -> list[str]:
+    """Which limits podman can set here: `memory`, `pids`; without root and with cgroups of version 1, none."""
+    wanted = "{{json .Host.CgroupControllers}}"
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        return [str(name) for name in json.loads(_podman("info", f"--format={wanted}").stdout) or ()]
+    return []
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -204,13 +269,28 @@ def clear(folder: Path, box: Mapping[str, Any], beat: Callable[[], None]) -> Non
     while not gone(box):
         beat()
         time.sleep(_AGAIN_SECONDS)
-    shutil.rmtree(folder / PRIVATE_CACHE, ignore_errors=True)
+    forget(folder)
+
+
+def forget(folder: Path) -> None:
+    """Remove a job's private cache, however deep its folders are."""
+    subprocess.run(
+        ["rm", "-rf", "--", str(folder / PRIVATE_CACHE)],
+        stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
 
 
 def is_copy(folder: Path, box: Mapping[str, Any]) -> bool:
     """Whether a folder is a copy of the one whose container has that name."""
-    here = os.stat(folder)
-    return [here.st_dev, here.st_ino] != box.get("place")
+    here, (device, number) = os.stat(folder), box["place"]
+    if here.st_ino != number:
+        return True
+    if here.st_dev == device:
+        return False
+    try:  # a file system that was mounted again may have another number
+        return not os.path.samestat(os.stat(box["folder"]), here)
+    except OSError:
+        return False
 
 
 def _environment(named: Any) -> dict[str, str]:
@@ -230,13 +310,15 @@ def _profile() -> dict[str, Any] | None:
         with suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads(path.read_bytes())
             for rule in found["syscalls"]:
-                rule["names"] = [name for name in rule["names"] if name not in _NEVER | _CLONES]
+                rule["names"] = [name for name in rule["names"] if name not in _NEVER | _FLAGGED]
             denied = {"names": sorted(_NEVER), "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM, "errno": "EPERM"}
             found["syscalls"] = [rule for rule in found["syscalls"] if rule["names"]]
             plain = {"index": 0, "value": _NAMESPACES, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+            moved = {"index": 4, "value": _WHITEOUT, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
             found["syscalls"] += [
                 {**denied, "args": []},
                 {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [plain]},  # no namespace of its own
+                {"names": ["renameat2"], "action": "SCMP_ACT_ALLOW", "args": [moved]},
                 {**denied, "names": ["clone3"], "errnoRet": errno.ENOSYS, "errno": "ENOSYS", "args": []},
             ]
             return found

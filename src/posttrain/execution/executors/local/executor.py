@@ -43,6 +43,7 @@ from posttrain.execution.logs import read_log
 from posttrain.execution.processes import HEARTBEAT_SECONDS
 from posttrain.store.atomic import create_json, make_folder, read_json, unwritable, write_json
 from posttrain.store.attempts import AttemptFolder
+from posttrain.store.claims import unclaimed
 
 _SUPERVISOR = "posttrain.execution.executors.local.supervisor"
 _LAUNCH_SECONDS = 60.0  # a cold start of Python on a busy machine
@@ -175,7 +176,10 @@ class LocalExecutor:
         machine = self._machine() if request.devices else Devices()
         reserved = {"machine": asdict(machine), "devices": request.devices if machine.names else 0}
         boxed = {containers.SPEC: containers.contained(request, folder)} if request.image else {}
-        write_json(folder / "spec.json", {**asdict(request), **reserved, **boxed})
+        with unclaimed(folder) as free:
+            if not free:  # what a running container must not see is covered as long as nobody replaces it
+                return ALREADY_CLAIMED
+            write_json(folder / "spec.json", {**asdict(request), **reserved, **boxed})
         code, own = None, self._keep(os.environ)
         if boxed:
             own = containers.variables(os.environ) | own
@@ -237,9 +241,12 @@ def _observe(folder: Path) -> Observation:
     if job is not None and not _poll(lambda: processes.kill_group(*job), _KILL_SECONDS):
         resists = f"its supervisor is gone and process {job[0]} resists being killed"
         return Observation(JobState.RUNNING, detail=resists, handle=handle, node=_NODE, seconds=seconds)
-    if box and not containers.is_copy(folder, box) and not containers.gone(box):
-        resists = f"its supervisor is gone and podman does not say that container {box['name']} is; podman rm -f it"
+    own = box if box and not containers.is_copy(folder, box) else None
+    if own and not containers.gone(own):
+        resists = f"its supervisor is gone and podman does not say that container {own['name']} is; podman rm -f it"
         return Observation(JobState.RUNNING, detail=resists, handle=handle, node=_NODE, seconds=seconds)
+    if own:
+        containers.forget(folder)
     return Observation(JobState.LOST, detail="its supervisor is gone", handle=handle, node=_NODE, seconds=seconds)
 
 

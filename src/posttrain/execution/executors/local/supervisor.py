@@ -58,8 +58,7 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
     Args:
         start: how the forked process becomes the job; by default `execute`.
     """
-    folder = Path(attempt_dir)
-    spec = json.loads(Path(spec_file).read_bytes())
+    folder, asked = Path(attempt_dir), Path(spec_file).absolute()
     reading, writing = os.pipe()
     if os.fork():
         os.close(writing)
@@ -69,7 +68,7 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
     os.setsid()
     os.chdir(folder)
     try:
-        claimed = _claim(folder, spec)
+        claimed = _claim(folder, asked)
         word = b"0" if claimed is None else b"1"
     except _NoDeviceError:
         claimed, word = None, b"2"
@@ -77,7 +76,7 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
         os.write(writing, word)
     os.close(writing)
     if claimed is not None:
-        lock, taken = claimed
+        lock, spec, taken = claimed
         _supervise(folder, spec, contain if _BOX in spec else start or execute, taken)
         taken.close()
         os.close(lock)  # after exit.json: whoever sees the lock free finds the record
@@ -88,9 +87,9 @@ class _NoDeviceError(Exception):
     """Fewer devices are free than the job needs."""
 
 
-def _claim(folder: Path, spec: dict[str, Any]) -> tuple[int, devices.Taken] | None:
-    """The lock's descriptor and the job's devices, with the claim written; None when this attempt has or had a
-    supervisor.
+def _claim(folder: Path, asked: Path) -> tuple[int, dict[str, Any], devices.Taken] | None:
+    """The lock's descriptor, what is asked for and the job's devices, with the claim written; None when this attempt
+    has or had a supervisor. What is asked for is read under the lock: nobody replaces it any more.
 
     Raises:
         _NoDeviceError: nothing is claimed.
@@ -102,10 +101,11 @@ def _claim(folder: Path, spec: dict[str, Any]) -> tuple[int, devices.Taken] | No
         return None
     if (folder / "exit.json").exists() or (folder / "supervisor.json").exists():
         return None
+    spec = json.loads(asked.read_bytes())
     taken = devices.take(devices.Devices(**spec["machine"]), spec["devices"])
     if taken is None:
         raise _NoDeviceError
-    return (lock, taken) if create_json(folder / "supervisor.json", _self()) else None
+    return (lock, spec, taken) if create_json(folder / "supervisor.json", _self()) else None
 
 
 def _self() -> dict[str, Any]:
