@@ -32,11 +32,13 @@ from posttrain.execution.executors.local.executor import refuse_elsewhere
 from posttrain.execution.processes import of_a_server
 from posttrain.server.attempts import LEAST_COUNTED
 from posttrain.server.granting import PREFIX, RENEW_SECONDS
+from posttrain.server.limits import CHANNEL
 from posttrain.store.access import JobAccess, read_access
 from posttrain.store.atomic import write_json
 from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.channels.served import ServedObjects
 from posttrain.store.grants import SECONDS, Grants
+from posttrain.store.left import SMALL
 from posttrain.store.trees import materialise, put_tree
 from s3_server import s3_server, use_s3
 
@@ -366,6 +368,39 @@ def test_what_an_attempt_puts_into_its_channel_is_counted(tmp_path: Path, monkey
             with pytest.raises(InputError):
                 mine.create("events/2", b"")
             assert other.create("events/1", b"another attempt's")
+
+
+def begun(bench: ServerBench, job: Job, key: str, size: int) -> socket.socket:
+    """A PUT of which no byte of the body has come."""
+    one = socket.create_connection(("127.0.0.1", bench.port), timeout=300)
+    lines = [f"PUT /v1/attempt/channel/{key} HTTP/1.1", "host: x", f"authorization: Bearer {job.token}"]
+    one.sendall("\r\n".join([*lines, f"content-length: {size}", "", ""]).encode())
+    return one
+
+
+def test_what_comes_of_a_channel_is_bounded_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server("artifacts") as address:
+        use_s3(monkeypatch, address)
+        with served(tmp_path / "served", channel="s3://artifacts/talk") as bench:
+            made = [attempt_with_access(bench, name) for name in ("mine", "other")]
+            mine, other = (Job(bench, one.attempt, one.inputs) for one in made)
+            assert bench.ask("PUT", "/v1/attempt/channel/start.json", mine.token, b"x" * (SMALL + 1)).status == 422
+            bench.limits.most_bodies = 1 << 20
+            with begun(bench, mine, "events/000001.jsonl", 1 << 20):
+                while not any(lane == CHANNEL for _, lane in bench.limits._held):
+                    pass
+                with begun(bench, mine, "events/000002.jsonl", 1 << 20) as second:
+                    assert second.recv(4096).startswith(b"HTTP/1.1 429")
+                assert bench.ask("PUT", "/v1/attempt/channel/start.json", other.token, b"x").status == 204
+            while bench.limits._held:
+                pass
+            assert bench.ask("PUT", "/v1/attempt/channel/start.json", mine.token, b"x").status == 204
+
+
+def test_nothing_is_read_for_a_channel_that_is_a_folder(bench: ServerBench) -> None:
+    made = attempt_with_access(bench, "mine")
+    with begun(bench, Job(bench, made.attempt, made.inputs), "result.json", 200 << 20) as one:
+        assert one.recv(4096).startswith(b"HTTP/1.1 404")
 
 
 # --- the environment --------------------------------------------------------------------------------------------------

@@ -19,11 +19,13 @@ from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError
 from posttrain.server.granting import PREFIX
 from posttrain.server.lanes import READ, UPLOAD, in_thread
+from posttrain.server.limits import CHANNEL, Limits
 from posttrain.server.requests import whole
 from posttrain.store.channels.objects import object_store
 from posttrain.store.channels.served import TOO_MUCH
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.grants import Granted, Grants
+from posttrain.store.left import most_of
 from posttrain.store.trees import tree_listing
 
 if TYPE_CHECKING:
@@ -32,30 +34,30 @@ if TYPE_CHECKING:
     from posttrain.workspace.opened import OpenWorkspace
 
 BLOB = "/v1/attempt/blobs/{digest}"
-CHANNEL = "/v1/attempt/channel/{key:path}"
+_CHANNEL = "/v1/attempt/channel/{key:path}"
 _NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,80}"
 _KEY = re.compile(f"{_NAME}(/{_NAME}){{0,3}}")  # no part begins with a dot
-_MOST_BYTES = 256 << 20  # of an object
 MOST_PUT = 64 << 30  # bytes of all that an attempt puts into its channel, also what it puts again or deletes
 LEAST_COUNTED = 4 << 10  # bytes that an object counts as at least
 _THERE = 409
 _SCHEME = "bearer "
+_DIGITS = 16  # of a size
 _MOST = 256  # attempts whose inputs are kept in memory
 _UNKEPT = {"cache-control": "no-store"}
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
     """GET and HEAD of an input's bytes; GET, PUT and DELETE of the channel's objects, and GET of their numbers."""
-    all_of = _Jobs(server.workspace)
-    app.add_api_route(CHANNEL, all_of.talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
+    all_of = _Jobs(server.workspace, server.limits)
+    app.add_api_route(_CHANNEL, all_of.talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
     app.add_api_route(BLOB, all_of.fetch, methods=["GET", "HEAD"], name="attempt_blob")
 
 
 class _Jobs:
     """What is answered to running jobs."""
 
-    def __init__(self, workspace: OpenWorkspace) -> None:
-        self._workspace, self._inputs = workspace, _Inputs(workspace)
+    def __init__(self, workspace: OpenWorkspace, limits: Limits) -> None:
+        self._workspace, self._inputs, self._limits = workspace, _Inputs(workspace), limits
         self._grants = Grants(workspace.ledger.database, workspace.ledger.clock)
         self._direct = open_direct(workspace.blobs.url)
 
@@ -71,9 +73,16 @@ class _Jobs:
         return StreamingResponse(blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
     async def talk(self, request: Request) -> Response:
+        """Whether there is such a channel, and room for a body, is asked before any of it is read."""
         who, secret = await in_thread(READ, self._granted, request)
-        body = await whole(request, _MOST_BYTES, "attempt channel: an object")
-        return await in_thread(UPLOAD, self._talked, request, who, secret, body)
+        await in_thread(UPLOAD, self._objects, who)
+        key = request.path_params["key"]
+        if not _KEY.fullmatch(key.removesuffix("/")) or (key.endswith("/") and request.method != "GET"):
+            raise InputError(f"attempt channel: {key[:80]!a} is no name of an object; see store/channel.py")
+        most = most_of(key) if request.method == "PUT" else 0
+        async with self._limits.taken(f"attempt {who.run_id}/{who.stage}/{who.number}", CHANNEL, _size(request, most)):
+            body = await whole(request, most, f"attempt channel: {key}")
+            return await in_thread(UPLOAD, self._talked, request, who, secret, body)
 
     def _granted(self, request: Request) -> tuple[Granted, str]:
         """Whose token is shown, and its digest."""
@@ -99,10 +108,7 @@ class _Jobs:
 
     def _talked(self, request: Request, who: Granted, secret: str, body: bytes) -> Response:
         key, channel = request.path_params["key"], self._objects(who)
-        folder = key.endswith("/")
-        if not _KEY.fullmatch(key.removesuffix("/")) or (folder and request.method != "GET"):
-            raise InputError(f"attempt channel: {key[:80]!a} is no name of an object; see store/channel.py")
-        if folder:
+        if key.endswith("/"):
             return JSONResponse(channel.numbers(key.removesuffix("/")), headers=_UNKEPT)
         if request.method == "GET":
             found = channel.get(key)
@@ -117,6 +123,12 @@ class _Jobs:
         elif not channel.create(key, body):
             return Response(status_code=_THERE)
         return Response(status_code=204)
+
+
+def _size(request: Request, most: int) -> int:
+    """Bytes that a body will take here, as its sender says; as many as it may have where that is not said."""
+    said = request.headers.get("content-length", "0" if "transfer-encoding" not in request.headers else "")
+    return min(int(said), most) if said.isascii() and said.isdecimal() and len(said) < _DIGITS else most
 
 
 class _Inputs:

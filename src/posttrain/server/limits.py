@@ -17,6 +17,7 @@ from posttrain.server.lanes import ADOPT, FOLLOW, HEAVY, READ, UPLOAD
 
 RETRY_SECONDS = 1  # that whoever was refused is told to wait
 BODY, LOGIN = "body", "login"  # what takes no thread of its own: bodies from their first byte on, forms that log in
+CHANNEL = "channel"  # what one attempt's job puts into its channel, and reads there
 MOST_BYTES = 256 << 20  # of uploads by one principal that are under way
 MOST_BODIES = 32 << 20  # bytes of other bodies, which are held as a whole
 
@@ -31,11 +32,12 @@ class Most:
 
 MOST = {
     **{READ: Most(24, 500), HEAVY: Most(2, 16), UPLOAD: Most(12, 12), FOLLOW: Most(32, 32)},
-    **{ADOPT: Most(4, 12), BODY: Most(600, 600), LOGIN: Most(4, 32)},
+    **{ADOPT: Most(4, 12), BODY: Most(600, 600), LOGIN: Most(4, 32), CHANNEL: Most(4, 16)},
 }
 _WORDS = {
     **{READ: "requests", HEAVY: "requests that compute", UPLOAD: "uploads", FOLLOW: "followers"},
     **{ADOPT: "direct uploads that are looked at", BODY: "requests with bodies", LOGIN: "log-ins"},
+    CHANNEL: "requests about a channel",
 }
 
 
