@@ -221,7 +221,8 @@ class AttemptChannel:
         """(number, bytes) of the segments behind `after`, in order, each once, whoever packs them meanwhile.
 
         Args:
-            unreadable: told of a pack that cannot be read, which is then left out; without it that raises.
+            unreadable: told of a pack that cannot be read, which is then left out, or of a segment that is no file,
+                where reading ends; without it that raises.
 
         Raises:
             IntegrityError: a pack cannot be read.
@@ -229,8 +230,14 @@ class AttemptChannel:
         number = after + 1
         while True:
             group = _group(number)
-            whole = self._objects.get(_pack(stream, group)) if number % PACK == 1 else None
-            data = None if whole is not None else self._objects.get(_segment(stream, number))
+            try:
+                whole = self._objects.get(_pack(stream, group)) if number % PACK == 1 else None
+                data = None if whole is not None else self._objects.get(_segment(stream, number))
+            except IntegrityError as error:
+                if unreadable is None:
+                    raise
+                unreadable(error)
+                return
             if data is not None:
                 yield number, data
                 number += 1
@@ -281,8 +288,8 @@ class AttemptChannel:
 
     def summary(self) -> Summary | None:
         """How far the job is; None while it said nothing, or what it said was lost in a power cut."""
-        data = self._objects.get(_SUMMARY)
         with suppress(IntegrityError):
+            data = self._objects.get(_SUMMARY)
             return None if data is None else self._read(_SUMMARY, data, Summary)
         return None
 
