@@ -512,6 +512,15 @@ def test_the_supervisor_forwards_sigterm(running: Make) -> None:
     assert look(LocalExecutor(), job).exit_code == -signal.SIGTERM
 
 
+def test_a_folder_in_place_of_its_record_loses_no_job(running: Make) -> None:
+    job = running()
+    (Path(job.attempt_dir) / "exit.json" / "x").mkdir(parents=True)
+    (Path(job.attempt_dir) / "go.new").write_text("3")
+    (Path(job.attempt_dir) / "go.new").rename(Path(job.attempt_dir) / "go")
+    wait_until(lambda: look(LocalExecutor(), job).state != JobState.RUNNING)
+    assert look(LocalExecutor(), job) == Observation(JobState.EXITED, exit_code=3)
+
+
 def test_killing_terminates_then_kills(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     busy = running("busy", "run1-a-1", asking={"grace_seconds": PATIENCE})
     deaf = running("deaf", "run1-b-1", asking={"grace_seconds": NEVER_SECONDS})

@@ -157,7 +157,7 @@ class LocalExecutor:
         found = []
         for claim in self._runs.glob("*/*/*/supervisor.json") if self._runs else ():
             folder = claim.parent
-            if (folder / "exit.json").exists():  # one look is enough for the many that ended
+            if (folder / "exit.json").is_file():  # one look is enough for the many that ended
                 continue
             try:
                 asked = read_json(folder / "spec.json") or {}

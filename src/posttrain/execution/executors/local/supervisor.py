@@ -143,6 +143,8 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
     ended = {"exit_code": code, "at": time.time(), "seconds": time.monotonic() - begun, "overtime": limit.over}
     ended |= {"word": box["word"]} if box else {}
     crashpoint("supervisor.before_exit_record")
+    if (folder / "exit.json").is_dir():  # a job may put anything there
+        (folder / "exit.json").rename(folder / f".exit.json.{time.monotonic_ns()}")
     write_json(folder / "exit.json", ended)
 
 
