@@ -1,12 +1,13 @@
 """An image of the environment that runs the tests, without copying it: empty, and this machine's folders are mounted
 into every container of it, read-only, by a containers.conf of the tests' own. Images lie in a folder of the tests.
 
-    python tests/podman_image.py      ends with 0 where this machine can run a container, else says why it cannot
+    python tests/podman_image.py      ends with 0 where this machine can run a container, with 69 where it refuses
 """
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -20,6 +21,10 @@ import pytest
 import posttrain
 
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
+UNABLE = 69  # exit code where the machine, not this file, is why no container runs
+_REFUSALS = re.compile(
+    r"operation not permitted|permission denied|cgroup|user namespace|newuidmap|subuid", re.IGNORECASE
+)
 LACKING = "" if shutil.which("podman") else "podman is not installed; apt-get install podman runc"
 
 
@@ -95,9 +100,16 @@ def podman_of(factory: pytest.TempPathFactory, *shown: Path) -> Podman:
 
 
 def main() -> None:
-    """Run one container."""
+    """Run one container; a machine that refuses it is told from whatever else is wrong."""
     with tempfile.TemporaryDirectory() as folder:
-        made = Podman(Path(folder))
+        try:
+            made = Podman(Path(folder))
+            made("run", "--rm", "--network=none", made.image, "python", "-c", "")
+        except AssertionError as error:
+            if not _REFUSALS.search(str(error)):
+                raise
+            print(f"podman runs no container on this machine: {error}", file=sys.stderr)
+            sys.exit(UNABLE)
         try:
             made("run", "--rm", "--network=none", "--read-only", "--cap-drop=all", made.image, "python", "-c", "")
         finally:

@@ -35,7 +35,7 @@ def flow(flow, step, trace):
     return StepReport(sampled.tokens + sum(batch.lengths), update.metrics)
 """
 HOSTILE = '''
-import http.client, json, os, socket
+import ctypes, http.client, json, os, socket
 from pathlib import Path
 
 FOUND = {}
@@ -89,6 +89,26 @@ def attack(settings):
         tried(f"replace {name}", lambda: wrote(here / "new") and (here / "new").rename(here / name) and "replaced")
     tried("link", lambda: (here / "link").symlink_to(root / "server.json") or "linked")
     tried("link elsewhere", lambda: Path("/tmp/link").symlink_to(root / "server.json") or "linked")
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name, *words):
+        if getattr(libc, name)(*words) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return "done"
+
+    (here / "plain").touch()
+    tried("namespace of users", lambda: call("unshare", 0x10000000))
+    tried("namespace of mounts", lambda: call("unshare", 0x20000))
+    tried("namespace of users by clone", lambda: call("syscall", 56, 0x10000000 | 17, 0, 0, 0, 0) and "cloned")
+    tried("mount", lambda: call("mount", b"none", b"/tmp", b"tmpfs", 0, None))
+    tried("trace", lambda: call("ptrace", 0, 0, 0, 0))
+    tried("whiteout", lambda: call("renameat2", -100, bytes(here / "plain"), -100, bytes(here / "other"), 4))
+    limits = {"memory": ("memory/memory.limit_in_bytes", "memory.max"), "pids": ("pids/pids.max", "pids.max")}
+    for what, files in limits.items():
+        FOUND[what] = [(Path("/sys/fs/cgroup") / file).read_text().strip() for file in files
+                       if (Path("/sys/fs/cgroup") / file).exists()]
+    FOUND["temporary"] = os.statvfs("/tmp").f_blocks * os.statvfs("/tmp").f_frsize
+    FOUND["preferred by the OOM killer"] = Path("/proc/self/oom_score_adj").read_text().strip()
     tried("pipe", lambda: os.mkfifo(here / "pipe") or "made")
     for path in ("/", "/healthz", "/readyz", "/metrics", "/v1/projects/default/whoami", "/v1/projects/default/runs",
                  "/v1/attempt/../projects/default/whoami", "/openapi.json"):
@@ -222,6 +242,22 @@ def test_what_a_hostile_recipe_reaches(served: Served, podman: Podman, tmp_path:
         else:
             assert str(found[what]).startswith(("FileNotFound", "ConnectionRefused")), what
     assert SECRET not in json.dumps(found)
+    refused = ("PermissionError", "OSError: [Errno 38]", "OSError: [Errno 22]")  # the last by glibc, of ENOSYS
+    for what in (
+        "namespace of users",
+        "namespace of mounts",
+        "namespace of users by clone",
+        "mount",
+        "trace",
+        "whiteout",
+    ):
+        assert str(found[what]).startswith(refused), (what, found[what])
+    box = json.loads((folder / "spec.json").read_text())["container"]
+    assert {"memory", "pids"} <= set(box["limits"]), "this machine's podman sets both"
+    [memory], [pids] = found["memory"], found["pids"]
+    assert 0 <= box["memory"] - int(memory) < 1 << 16, "in whole pages"
+    assert (pids, found["temporary"], found["preferred by the OOM killer"]) == ("16384", 4 << 30, "1000")
+    assert found["environment"]["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert {"PATH", "HOME", "PYTHONDONTWRITEBYTECODE"} < found["environment"].keys()
     assert not [name for name in found["environment"] if name.startswith(("POSTTRAIN_", "CONTAINERS_", "AWS_"))]
     assert all(str(folder) in one for one in found["processes"]), "it sees itself alone"
@@ -243,6 +279,7 @@ def test_what_a_hostile_recipe_reaches(served: Served, podman: Podman, tmp_path:
     assert not [one for one in (host.root, folder.parent) if (one / "mine").exists()], "it wrote into its own memory"
     assert all(json.loads((folder / name).read_text()) for name in covered - {"supervisor.lock"}), "or into nothing"
     assert not [one for one in folder.rglob("*") if one.is_symlink() or one.stat().st_mode & 0o077]
+    assert not [one for one in folder.rglob("*") if not one.is_file() and not one.is_dir()], "no device, no pipe"
     for name in ("spec.json", "request.json", "supervisor.json", "supervisor.lock"):
         assert found[f"read {name}"] == "", "what supervisors go by it does not see"
     assert json.loads(found["read job.json"])["store_url"] == ""

@@ -6,6 +6,8 @@ import http.client
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ import pytest
 import uvicorn
 from server_bench import KEY, ServerBench, attempt_with_access, granting, served
 
+import podman_image
 from posttrain.app.workspace import init_workspace
 from posttrain.control import launching
 from posttrain.domain.errors import InputError, NotFoundError
@@ -316,6 +319,21 @@ def test_a_machine_without_a_podman_is_told_at_init(
     assert why in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "w").exists(), "nothing is left"
+
+
+@pytest.mark.parametrize(
+    ("why", "code"),
+    [("crun: mount proc: Operation not permitted", podman_image.UNABLE), ("Error: unknown flag: --tagg", 1)],
+)
+def test_ci_leaves_containers_out_for_a_named_cause_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, code: int
+) -> None:
+    (tmp_path / "podman").write_text(f"#!/bin/sh\necho '{why}' >&2\nexit 125\n")
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = subprocess.run([sys.executable, podman_image.__file__], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert why in done.stderr
 
 
 # --- the socket of jobs without a network -----------------------------------------------------------------------------

@@ -172,6 +172,11 @@ def test_a_stage_is_not_taken_from_another_image(world: World) -> None:
     assert "evaluate" not in imaged, "whoever made the image would write what gates judge by"
     orders = [json.loads((Path(one.attempt_dir) / "job.json").read_text()) for one in world.executor.launched]
     assert [order["image"] for order in orders] == [request.image for request in world.executor.launched]
+    own = [
+        Path(order["cache_dir"]).parent == Path(one.attempt_dir)
+        for order, one in zip(orders, world.executor.launched, strict=True)
+    ]
+    assert own == [bool(order["image"]) for order in orders], "whoever runs in none shares the workspace's cache"
 
 
 def test_whoever_has_the_workspace_names_any_image_until_somebody_says_which(world: World) -> None:
