@@ -237,7 +237,7 @@ def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight:
         return _waits(stage, attempt, seen) or quiet
     if sight.another_runs:
         return _given_way(stage, attempt)
-    if not ending:
+    if not ending and view.run.state != RunState.STOPPING:  # a stage that a person stopped is not tried again
         return _lost(view, stage, attempt, seen)
     if over:
         return End(stage, attempt, JobResult("failed", failure=Failure(FailureClass.BUDGET, over, "budget")))
