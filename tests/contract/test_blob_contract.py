@@ -113,7 +113,7 @@ def test_what_is_not_there_is_not_found(place: Place, tmp_path: Path) -> None:
         place.blobs.fetch(ABSENT, tmp_path / "fetched")
     with pytest.raises(NotFoundError, match="no file"):
         place.blobs.put_file(tmp_path / "nothing")
-    with pytest.raises(NotFoundError, match="no file"):
+    with pytest.raises(IntegrityError, match="must be a plain file"):
         place.blobs.put_file(tmp_path)
     assert not (tmp_path / "fetched").exists()
 

@@ -54,7 +54,7 @@ def is_make(words: list[str]) -> bool:
     """A target there is, that CI runs: by its name, or as a part of `make test`."""
     part_of_test = re.search(r"^test: (.*?)(?: ##|$)", MAKEFILE, re.MULTILINE)
     assert part_of_test
-    lanes = re.findall(r"&& (\w+)=\(\1\)", CI) if 'make "$lane"' in CI else []  # where what they need is there
+    lanes = re.findall(r"\b(\w+)=\(\1\)", CI) if 'make "$lane"' in CI else []  # where what they need is there
     run = {*re.findall(r"^ *make (\w+)", CI, re.MULTILINE), *lanes, *part_of_test.group(1).split()}
     # run small: `ruff format --check`, tiny benchmarks, a sample of mutants, two seeds of the fuzz, 20 of chaos
     by_hand = {"format", "bench", "levels", "mutants", "fuzz", "chaos"}

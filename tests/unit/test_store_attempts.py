@@ -110,7 +110,8 @@ def test_no_job_fills_the_memory_of_who_reads_what_it_left(attempt: AttemptFolde
             read()
         except IntegrityError:
             refused += 1
-    assert refused == (2 if name.startswith("events") else 1)
+    silent = name == "summary.json"  # who only looks how far a job is is told nothing
+    assert refused == (2 if name.startswith("events") else 0 if silent else 1)
 
 
 def test_json_of_any_depth_is_damage(attempt: AttemptFolder) -> None:
