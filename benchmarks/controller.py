@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.weights.view import PolicyVersion
-from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.event_writer import EventWriter
 
 SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)
 TARGET = 0.02
@@ -136,12 +138,12 @@ def growth(open_pool: Callable[[int], ResourcePool], tiny: bool = False) -> dict
         with open_pool(ranks) as pool:
             group = pool.start("empty", Empty)
             batch = _batch(1024)
-            found["each"][ranks] = _median(lambda group=group: group.each(Empty.nothing))
-            found["map"][ranks] = _median(lambda group=group, batch=batch: group.map(Empty.batch, batch))
+            found["each"][ranks] = _median(partial(group.each, Empty.nothing))
+            found["map"][ranks] = _median(partial(group.map, Empty.batch, batch))
             if ranks == several:
                 for documents in TINY_DOCUMENTS if tiny else DOCUMENTS:
                     some = _batch(documents)
-                    found["documents"][documents] = _median(lambda group=group, some=some: group.map(Empty.batch, some))
+                    found["documents"][documents] = _median(partial(group.map, Empty.batch, some))
     return found
 
 

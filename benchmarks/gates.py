@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -239,7 +239,7 @@ def difference_levels(ours: Population, theirs: Population, items: int, lower: b
 
 
 def _simulated(
-    what: str, rule: GateRule, samples: list[tuple[Array, Array | None]], possible: ItemRange, sign: int
+    what: str, rule: GateRule, samples: Sequence[tuple[Array, Array | None]], possible: ItemRange, sign: int
 ) -> Level:
     nominal, draws = 1 - rule.confidence, len(samples)
     passed = [passes(rule, ours, theirs, possible, seed) for seed, (ours, theirs) in enumerate(samples)]

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,7 +110,10 @@ def _answers(port: int) -> bool:
 async def offered(port: int, key: str, given: argparse.Namespace) -> list[Row]:
     """Offer requests at their moments, each on the next connection; its latency counts from that moment."""
     rng = random.Random(1)
-    paths = {"get": lambda: f"/runs/bench-{rng.randrange(given.runs):08d}/status", "ls": lambda: "/runs?limit=20"}
+    paths: dict[str, Callable[[], str]] = {
+        "get": lambda: f"/runs/bench-{rng.randrange(given.runs):08d}/status",
+        "ls": lambda: "/runs?limit=20",
+    }
     open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(given.connections)]
     locks = [asyncio.Lock() for _ in open_ones]
     taken: dict[str, list[float]] = {verb: [] for verb in paths}

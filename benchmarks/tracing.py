@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from posttrain.domain.facts import Fact, Sample, Span
-from posttrain.store.attempts import AttemptFolder, EventWriter
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.event_writer import EventWriter
 
 ROUNDS = 5
 TOKENS = (16, 256, 4096)  # response lengths of the samples measured
