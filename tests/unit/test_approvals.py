@@ -376,7 +376,7 @@ def test_promote_asks_for_the_same_approval(world: World, user: As) -> None:
     assert f"needs 1 approval, has none; user:ann or user:bob may approve: posttrain approve {run}" in said
     user("ann")
     pasted(world, world.ok("get", "prod"))
-    assert "no policy of it names approvers" in refused(world, "approve", run, "--channel", "beta", code=2)
+    assert "channel 'beta' is unknown (known: prod)" in refused(world, "approve", run, "--channel", "beta", code=2)
     user("eve")
     assert "release 1" in world.ok("promote", run)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from posttrain.app.workspace import Workspace
 from posttrain.control.models import MadeModel, made_model
-from posttrain.data.refs import AssetRef, local_path, parse_ref
+from posttrain.data.refs import AssetRef, Source, local_path, parse_ref
 from posttrain.domain.errors import NotFoundError
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.spelling import nearest
@@ -56,7 +56,7 @@ def named_model(workspace: Workspace, text: str) -> NamedModel:
     try:
         made = made_model(workspace.stores, ref)
     except NotFoundError as error:
-        if word == text:
+        if word == text or ref.source is Source.CHANNEL:  # there is the channel, and the error says what it has
             raise
         hint = nearest(text, workspace.ledger.channels()) or " (there are no channels yet)"
         raise NotFoundError(f"model {text!r}: no channel{hint}, and {error}") from error

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from posttrain.control import approvals, environments
-from posttrain.control.channels import policy_of, refuse_lift
+from posttrain.control.channels import policy_of, refuse_lift, unknown_channel
 from posttrain.control.jobs import AttemptFolders
 from posttrain.control.judging import check_weights, read_report, refuse_unmet
 from posttrain.control.recalls import refuse_recalled, refuse_release
@@ -134,9 +134,7 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
         [record.name for record in stores.ledger.channel_records()],
     )
     if channel not in known and (manifest.release is None or manifest.release.channel != channel):
-        raise NotFoundError(
-            f"channel {channel!r} is unknown{nearest(channel, known)}; a new one is opened by naming it in a run file"
-        )
+        raise unknown_channel(channel, known)
     live, judged = stores.ledger.channel(channel), judged_at(report, channel, stores.ledger.history(channel))
     moves, request, pinned = promotion(live, judged, report.candidate, report), None, None
     if moves:
@@ -206,8 +204,7 @@ def rollback(
     if not history:
         if stores.ledger.channel_record(channel).generation:
             raise NotFoundError(f"channel {channel}: nothing was released to it yet, so there is nothing to go back to")
-        hint = nearest(channel, stores.ledger.channels()) or " (known: none yet)"
-        raise NotFoundError(f"channel {channel!r} is unknown{hint}; a promotion creates it")
+        raise unknown_channel(channel, [record.name for record in stores.ledger.channel_records()])
     live = history[-1]
     if since is not None and live.sequence != since:
         raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; look: posttrain ls")

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.control.actions import judged_report
 from posttrain.control.approvals import outdated, owners, release_request, standing
-from posttrain.control.channels import policy_of
+from posttrain.control.channels import policy_of, unknown_channel
 from posttrain.control.judging import read_report, refuse_unmet
 from posttrain.control.stores import Stores
 from posttrain.decision.releases import judged_at, promotion
@@ -60,6 +60,7 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
 
     Raises:
         InputError: the run has no gate report, no channel, or is live; or nobody is asked on that channel.
+        NotFoundError: a channel that neither exists nor is the one the run file names.
         GateRejectedError, GateInconclusiveError: its gates do not pass.
         ConflictError: the channel moved since the gate looked, or has another policy.
     """
@@ -69,6 +70,9 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
     name = channel or (manifest.release.channel if manifest.release else "")
     if not name:
         raise InputError(f"approve {run_id}: its run file names no channel; say which with --channel")
+    known = [record.name for record in stores.ledger.channel_records()]
+    if name not in known and (manifest.release is None or manifest.release.channel != name):
+        raise unknown_channel(name, known)
     report = read_report(stores.blobs, digest)
     live, judged = stores.ledger.channel(name), judged_at(report, name, stores.ledger.history(name))
     if not promotion(live, judged, report.candidate, report):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 
 from posttrain.control import approvals
 from posttrain.control.stores import Stores
@@ -114,6 +115,15 @@ def refuse_lift(ledger: Ledger, channel: str, model: str, policy: PinnedPolicy |
     )
 
 
+def unknown_channel(channel: str, known: Iterable[str]) -> NotFoundError:
+    """The error of whoever names a channel that nobody has used yet: the same next action whatever they asked."""
+    hint = nearest(channel, known) or " (there is none yet)"
+    return NotFoundError(
+        f"channel {channel!r} is unknown{hint}; it begins with the first release of a run whose run file names it, or "
+        f"with posttrain channel set-policy"
+    )
+
+
 def _record(ledger: Ledger, channel: str) -> ChannelRecord:
     if not NAME.fullmatch(channel):
         raise InputError(
@@ -125,8 +135,7 @@ def _record(ledger: Ledger, channel: str) -> ChannelRecord:
 def _used(ledger: Ledger, channel: str) -> ChannelRecord:
     record = _record(ledger, channel)
     if not record.generation:
-        hint = nearest(channel, (other.name for other in ledger.channel_records()))
-        raise NotFoundError(f"channel {channel!r} is unknown{hint}; a release or posttrain channel set-policy makes it")
+        raise unknown_channel(channel, [other.name for other in ledger.channel_records()])
     return record
 
 

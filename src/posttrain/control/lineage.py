@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.control.approvals import owners
-from posttrain.control.channels import policy_of
+from posttrain.control.channels import policy_of, unknown_channel
 from posttrain.control.judging import read_report
 from posttrain.control.models import MadeModel
 from posttrain.control.origins import Origins
@@ -24,7 +24,6 @@ from posttrain.domain.manifest import model_output
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.principals import NOBODY, canonical
 from posttrain.domain.records import Asset, Edge, ReleaseEntry, StageRecord
-from posttrain.domain.spelling import nearest
 from posttrain.store.external import URI, VERSION
 from posttrain.store.trees import read_json
 
@@ -56,9 +55,9 @@ def release_lineage(stores: Stores, channel: str) -> Node:
     with stores.ledger.snapshot() as now:
         live = now.channel(channel)
         if live is None:
-            raise NotFoundError(
-                f"channel {channel!r} is unknown{nearest(channel, now.channels())}; a promotion creates it"
-            )
+            if now.channel_record(channel).generation:
+                raise NotFoundError(f"channel {channel}: nothing was released to it yet")
+            raise unknown_channel(channel, [record.name for record in now.channel_records()])
         return _release_node(Origins(stores, now), live)
 
 

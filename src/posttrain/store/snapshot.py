@@ -27,9 +27,9 @@ from posttrain.domain.records import (
     StageRecord,
     Watch,
 )
-from posttrain.domain.spelling import meant
 from posttrain.store.approvals import ApprovalReading
 from posttrain.store.channel_rows import ChannelReading
+from posttrain.store.misnamed import no_run
 from posttrain.store.principals import PrincipalReading
 from posttrain.store.rows import Record, to_event, to_record
 from posttrain.store.schema import (
@@ -57,7 +57,6 @@ from posttrain.store.waking import RUN
 
 _NAMES = 500  # of one statement
 _SHOWN = 5  # candidates named in an error
-_SEARCHED = 1000  # of the newest runs, for one that a person may have meant
 _ENDED = [state for state in RunState if is_final("run", state)]
 _DRIVEN = (work.c.project == runs.c.project) & (work.c.kind == RUN) & (work.c.object == runs.c.id)
 _RUN_ID: ColumnElement[str] = bindparam("run_id")
@@ -138,20 +137,12 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         starts = func.substr(runs.c.id, 1, len(prefix)) == prefix  # LIKE would fold case and read % as a wildcard
         found = self._all(RunRecord, newest.where(starts).limit(_SHOWN + 1), self._here()) if prefix else []
         if not found:
-            raise NotFoundError(f"there is no run {prefix!r}{self._meant(prefix)}; `posttrain ls` shows them")
+            raise NotFoundError(no_run(self, prefix))
         if len(found) > 1:
             listed = ", ".join(f"{run.id} ({run.name})" for run in found[:_SHOWN])
             more = ", …" if len(found) > _SHOWN else ""
             raise InputError(f"run {prefix!r} is ambiguous: {listed}{more}; write more of the id")
         return found[0]
-
-    def _meant(self, word: str) -> str:
-        """What a person who named no run may have meant: the run of a stage, a name that is written alike."""
-        known = {name for run in self.runs(limit=_SEARCHED) for name in (run.id, run.name)}
-        whole, of_a_stage, _ = word.partition("/")
-        if of_a_stage and whole in known:
-            return f" ({whole!r} is a run, and its stages are shown with it)"
-        return meant(word, known | {record.name for record in self.channel_records()})
 
     def stages(self, *run_ids: str) -> list[StageRecord]:
         """The stages of runs of this project, by run, then position."""

@@ -283,5 +283,8 @@ class Records:
         except NotFoundError as error:
             if ledger.channel_record(target).generation:
                 raise NotFoundError(f"channel {target}: nothing was released to it yet") from error
-            hint = nearest(target, [record.name for record in ledger.channel_records()])
+            known = [record.name for record in ledger.channel_records()]
+            if target.removeprefix(_CHANNEL).partition("@")[0] in known:  # a release of one
+                raise
+            hint = nearest(target, known)
             raise NotFoundError(f"there is no channel or run {target!r}{hint}; `posttrain ls` shows both") from error
