@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -67,18 +68,19 @@ def nobody() -> Iterator[None]:
 
 
 @pytest.fixture
-def shared(story: World, tmp_path: Path) -> Iterator[Path]:
-    """A copy that its owner opened to readers: nobody may write it."""
-    folder = tmp_path / "shared"
-    shutil.copytree(story.root, folder)
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    for parent in (*folder.parents,):
-        if not parent.stat().st_mode & 0o001 and str(parent).startswith("/tmp/"):
-            parent.chmod(parent.stat().st_mode | 0o055)
-    yield folder
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
+def shared(story: World) -> Iterator[Path]:
+    """A copy that its owner opened to readers: nobody may write it. Not below pytest's folder, which every session
+    that begins makes private again.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        folder = Path(made) / "shared"
+        shutil.copytree(story.root, folder)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        yield folder
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 READING = [

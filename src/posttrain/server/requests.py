@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
 from posttrain.api.operations import Operation
@@ -50,7 +50,7 @@ async def read(operation: Operation, request: Request) -> bytes:
     """The body of a request; of one whose parameters are its query, nothing.
 
     Raises:
-        InputError: it is too large. SlowError: it did not come in time.
+        InputError: it is too large, or its sender left. SlowError: it did not come in time.
     """
     if operation.method in ("GET", "DELETE"):
         return b""
@@ -75,7 +75,7 @@ async def whole(request: Request, most: int, what: str, instead: str = "") -> by
         instead: what to do then.
 
     Raises:
-        InputError: it is too large. SlowError: it did not come in time.
+        InputError: it is too large, or its sender left. SlowError: it did not come in time.
     """
     body = bytearray()
     try:
@@ -86,6 +86,8 @@ async def whole(request: Request, most: int, what: str, instead: str = "") -> by
                 body += piece
     except TimeoutError as error:
         raise SlowError(f"{what} must come within {BODY_SECONDS:g} s; ask again") from error
+    except ClientDisconnect as error:
+        raise InputError(f"{what} must come whole, got {len(body)} bytes before it broke off; send it again") from error
     return bytes(body)
 
 
