@@ -160,15 +160,15 @@ def test_uploads_that_nobody_used_go_with_the_word_that_they_are_there(world: Wo
         noted, parts = Noted(ledger), Parts(ledger, store)
         for digest in (unused, used):
             noted.add(digest)
-        parts.add(half, 0, b"the first half")
+        parts.add(half, 28, 0, b"the first half")
         store.put("default/nobodys", b"no row names it")
         world.ok("gc")
         assert [noted.has(digest) for digest in (unused, used)] == [True, True]
-        assert (parts.size(half), len(store.stored())) == (14, 2)
+        assert (parts.sizes(half), len(store.stored())) == ({28: 14}, 2)
         assert world.json(*NOW, "--dry-run")["folders"] == 2
         assert world.json(*NOW)["blobs"]["deleted"] == 1
         assert [noted.has(digest) for digest in (unused, used)] == [False, True]
-        assert (parts.size(half), store.stored()) == (0, {})
+        assert (parts.sizes(half), store.stored()) == ({}, {})
 
 
 def test_answers_that_nobody_asks_for_again_go(world: World) -> None:

@@ -125,20 +125,20 @@ def test_followers_of_one_are_counted_until_they_leave(bench: ServerBench) -> No
 
 
 def test_bytes_of_uploads_of_one_are_counted(bench: ServerBench) -> None:
-    bench.limits.most_bytes = 1000
+    bench.limits.most_bytes = 1_000_000
     digest = "sha256:" + "ab" * 32
     head = f"PATCH {P}/blobs/{digest} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {bench.tokens['ann']}\r\n"
-    sizes = {"upload-offset": "0", "upload-length": "900"}
+    sizes = {"upload-offset": "0", "upload-length": "900000"}
     with socket.create_connection(("127.0.0.1", bench.port)) as one:
-        one.sendall(f"{head}upload-offset: 0\r\nupload-length: 900\r\ncontent-length: 900\r\n\r\n1".encode())
+        one.sendall(f"{head}upload-offset: 0\r\nupload-length: 900000\r\ncontent-length: 900000\r\n\r\n1".encode())
         while ("user:ann", UPLOAD) not in bench.limits._held:
             pass
         other = "sha256:" + "cd" * 32
-        assert refused(bench.ask("PATCH", f"{P}/blobs/{other}", bench.tokens["ann"], b"x" * 200, sizes))
-        sent = bench.ask("PATCH", f"{P}/blobs/{other}", bench.tokens["ben"], b"x" * 200, sizes)
-        assert sent.json == {"held": False, "offset": 200}
+        assert refused(bench.ask("PATCH", f"{P}/blobs/{other}", bench.tokens["ann"], b"x" * 300_000, sizes))
+        sent = bench.ask("PATCH", f"{P}/blobs/{other}", bench.tokens["ben"], b"x" * 300_000, sizes)
+        assert sent.json == {"held": False, "offset": 300_000}
     while bench.limits._held:
         pass
-    large = {"upload-offset": "0", "upload-length": "5000"}
-    sent = bench.ask("PATCH", f"{P}/blobs/{'sha256:' + 'ef' * 32}", bench.tokens["ann"], b"x" * 4000, large)
-    assert sent.json == {"held": False, "offset": 4000}, "one alone may be as large as it likes"
+    large = {"upload-offset": "0", "upload-length": "5000000"}
+    sent = bench.ask("PATCH", f"{P}/blobs/{'sha256:' + 'ef' * 32}", bench.tokens["ann"], b"x" * 4_000_000, large)
+    assert sent.json == {"held": False, "offset": 4_000_000}, "one alone may be as large as it likes"

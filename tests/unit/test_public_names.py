@@ -120,6 +120,7 @@ EXIT_CODES = {
     "BusyError": 6,
     "LimitError": 6,
     "LostOperationError": 2,
+    "PartSizeError": 2,
     "SlowError": 12,
     "UploadError": 8,
     "PosttrainError": 1,

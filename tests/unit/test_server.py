@@ -355,12 +355,12 @@ def put(bench: ServerBench, path: str, piece: bytes, start: object, total: objec
 
 
 def test_an_upload_goes_on_where_it_stopped(bench: ServerBench) -> None:
-    data = b"0123456789" * 1000
-    path = blob(data)
-    assert put(bench, path, data[:4000], 0, len(data)).json == {"held": False, "offset": 4000}
-    assert bench.ask("GET", path + "/state").json == {"held": False, "offset": 4000}
-    assert problem_of(put(bench, path, data[:4000], 0, len(data))) == (409, "conflict")
-    assert put(bench, path, data[4000:], 4000, len(data)).json == {"held": True, "offset": len(data)}
+    data = b"0123456789" * 100_000
+    path, half = blob(data), 400_000
+    assert put(bench, path, data[:half], 0, len(data)).json == {"held": False, "offset": half}
+    assert bench.ask("GET", path + "/state").json == {"held": False, "offset": half}
+    assert problem_of(put(bench, path, data[:half], 0, len(data))) == (409, "conflict")
+    assert put(bench, path, data[half:], half, len(data)).json == {"held": True, "offset": len(data)}
     assert bench.ask("GET", path).body == data
 
 
@@ -439,11 +439,11 @@ def test_what_a_worker_does_the_server_does_not(bench: ServerBench, tmp_path: Pa
 
 
 def test_conflicts_of_an_upload_are_conflicts(bench: ServerBench) -> None:
-    data = b"conflict" * 10
-    put(bench, blob(data), data[:8], 0, len(data))
+    data = b"conflict" * 100_000
+    put(bench, blob(data), data[:400_000], 0, len(data))
     answer = put(bench, blob(data), data[16:], 16, len(data))
     assert problem_of(answer) == (409, "conflict")
-    assert "go on at 8" in answer.json["detail"]
+    assert "go on at 400000" in answer.json["detail"]
     assert issubclass(ConflictError, PosttrainError)
 
 

@@ -175,11 +175,11 @@ def test_a_body_that_stops_ends_its_request(bench: ServerBench, monkeypatch: pyt
         one.sendall(head(bench, "PUT", f"{P}/members/user:x", "ann", "content-length: 20") + b'{"ro')
         late(rest_of(one))
     with connect(bench) as one:
-        sizes = ("upload-offset: 0", "upload-length: 900", "content-length: 900")
-        one.sendall(head(bench, "PATCH", f"{P}/blobs/{DIGEST}", "ann", *sizes) + b"12345")
+        sizes = ("upload-offset: 0", "upload-length: 900000", "content-length: 900000")
+        one.sendall(head(bench, "PATCH", f"{P}/blobs/{DIGEST}", "ann", *sizes) + b"12345" * 60_000)
         late(rest_of(one))
     kept = bench.ask("GET", f"{P}/blobs/{DIGEST}/state", bench.tokens["ann"]).json
-    assert kept == {"held": False, "offset": 5}, "what had come is kept"
+    assert kept == {"held": False, "offset": 300_000}, "what had come is kept"
     assert not bench.limits._held
 
 

@@ -211,13 +211,13 @@ def test_urls_are_signed_as_aws_signs_them(monkeypatch: pytest.MonkeyPatch, sess
 def test_a_store_that_is_away_is_a_503_and_everything_goes_on_afterwards(
     bench: ServerBench, proxy: HostileProxy, how: str, tmp_path: Path
 ) -> None:
-    token, data = bench.tokens["ann"], os.urandom(100_000)
+    token, data, half = bench.tokens["ann"], os.urandom(1_000_000), 600_000
     digest, there = digest_bytes(data), sender(bench).put(b"there")
-    first, rest = ({"upload-offset": start, "upload-length": str(len(data))} for start in ("0", "60000"))
-    assert bench.ask("PATCH", blob_path(digest), token, data[:60_000], first).json["offset"] == 60_000
+    first, rest = ({"upload-offset": start, "upload-length": str(len(data))} for start in ("0", str(half)))
+    assert bench.ask("PATCH", blob_path(digest), token, data[:half], first).json["offset"] == half
     proxy.ill(how)
     for answer in (
-        bench.ask("PATCH", blob_path(digest), token, data[60_000:], rest),
+        bench.ask("PATCH", blob_path(digest), token, data[half:], rest),
         bench.ask("GET", blob_path(there), KEY),
     ):
         assert (answer.status, answer.headers["content-type"]) == (503, MEDIA_TYPE), answer.body
@@ -228,7 +228,7 @@ def test_a_store_that_is_away_is_a_503_and_everything_goes_on_afterwards(
     assert bench.ask("GET", "/v1/projects/default/whoami", token).status == 200
     assert bench.ask("GET", "/v1/projects/default/runs", token).status == 200
     proxy.heal()
-    assert bench.ask("GET", blob_path(digest) + "/state", token).json == {"held": False, "offset": 60_000}
+    assert bench.ask("GET", blob_path(digest) + "/state", token).json == {"held": False, "offset": half}
     assert sender(bench).put(data) == digest  # it goes on there
     assert bench.workspace.blobs.get(digest) == data
     assert bench.ask("GET", blob_path(there), KEY).body == b"there"

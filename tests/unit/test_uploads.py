@@ -14,9 +14,10 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError
 from posttrain.domain.roles import Role
 from posttrain.server.uploads import Arriving, _blocks
-from posttrain.store.parts import PART, Parts, PartStore
+from posttrain.store.parts import LEAST, PART, Parts, PartStore
 
-DATA = b"0123456789" * 1000
+DATA = b"0123456789" * 100_000
+HALF = 600_000
 DIGEST = digest_bytes(DATA)
 PATH = "/v1/projects/default/blobs/" + DIGEST
 
@@ -38,20 +39,20 @@ def parts(bench: ServerBench, store: PartStore) -> Parts:
     return Parts(bench.workspace.ledger, store)
 
 
-def put(bench: ServerBench, piece: bytes, start: int) -> Answer:
-    headers = {"upload-offset": str(start), "upload-length": str(len(DATA))}
+def put(bench: ServerBench, piece: bytes, start: int, total: int = len(DATA)) -> Answer:
+    headers = {"upload-offset": str(start), "upload-length": str(total)}
     return bench.ask("PATCH", PATH, KEY, piece, headers)
 
 
 def test_what_another_server_was_sent_is_not_sent_again(bench: ServerBench, parts: Parts) -> None:
-    parts.add(DIGEST, 0, DATA[:6000])
-    assert bench.ask("GET", PATH + "/state").json == {"held": False, "offset": 6000}
-    assert put(bench, DATA[6000:], 6000).json == {"held": True, "offset": len(DATA)}
+    parts.add(DIGEST, len(DATA), 0, DATA[:HALF])
+    assert bench.ask("GET", PATH + "/state").json == {"held": False, "offset": HALF}
+    assert put(bench, DATA[HALF:], HALF).json == {"held": True, "offset": len(DATA)}
     assert bench.ask("GET", PATH).body == DATA
 
 
 def test_a_server_that_was_killed_after_the_last_byte_is_gone_on_from(bench: ServerBench, parts: Parts) -> None:
-    parts.add(DIGEST, 0, DATA)
+    parts.add(DIGEST, len(DATA), 0, DATA)
     assert bench.ask("GET", PATH + "/state").json == {"held": False, "offset": len(DATA)}
     assert Sender(Transport(bench.url, KEY), "default").put(DATA) == DIGEST
     assert bench.ask("GET", PATH).body == DATA
@@ -69,9 +70,9 @@ def test_of_two_servers_that_had_all_of_it_the_slower_one_finds_it_done(bench: S
 
 
 def test_what_is_stored_as_a_whole_has_no_parts_any_more(bench: ServerBench, store: PartStore) -> None:
-    put(bench, DATA[:10], 0)
-    assert [size_of(store, name) for name in store.stored()] == [10]
-    put(bench, DATA[10:], 10)
+    put(bench, DATA[:HALF], 0)
+    assert [size_of(store, name) for name in store.stored()] == [HALF]
+    put(bench, DATA[HALF:], HALF)
     assert store.stored() == {}
 
 
@@ -86,11 +87,11 @@ def test_of_two_that_send_the_same_part_one_is_quicker(
 
     def other_first(self: PartStore, name: str, data: bytes) -> None:
         monkeypatch.undo()
-        parts.add(DIGEST, 0, DATA[:4000])
+        parts.add(DIGEST, len(DATA), 0, DATA[:4000])
         real(self, name, data)
 
     monkeypatch.setattr(PartStore, "put", other_first)
-    answer = put(bench, DATA[:5000], 0)
+    answer = put(bench, DATA[:HALF], 0)
     assert (answer.status, answer.json["type"]) == (409, "urn:posttrain:problem:conflict")
     assert bench.ask("GET", PATH + "/state").json["offset"] == 4000
     assert len(store.stored()) == 1
@@ -99,35 +100,104 @@ def test_of_two_that_send_the_same_part_one_is_quicker(
 
 def test_a_part_begins_where_the_one_before_ends(store: PartStore, parts: Parts) -> None:
     with pytest.raises(ConflictError):
-        parts.add(DIGEST, 5, b"from nowhere")
-    assert (parts.size(DIGEST), store.stored()) == (0, {})
+        parts.add(DIGEST, 100, 5, b"from nowhere")
+    assert (parts.sizes(DIGEST), store.stored()) == ({}, {})
 
 
 def test_parts_that_are_gone_are_sent_again(bench: ServerBench, store: PartStore) -> None:
-    put(bench, DATA[:6000], 0)
+    put(bench, DATA[:HALF], 0)
     (name,) = store.stored()
     store.drop(name)
-    answer = put(bench, DATA[6000:], 6000)
+    answer = put(bench, DATA[HALF:], HALF)
     assert (answer.status, answer.json["type"]) == (409, "urn:posttrain:problem:conflict")
     assert Sender(Transport(bench.url, KEY), "default").put(DATA) == DIGEST
     assert store.stored() == {}
 
 
 def test_wrong_parts_are_gone_and_may_be_sent_again(bench: ServerBench, store: PartStore) -> None:
-    put(bench, b"x" * 6000, 0)
-    answer = put(bench, DATA[6000:], 6000)
+    put(bench, b"x" * HALF, 0)
+    answer = put(bench, DATA[HALF:], HALF)
     assert (answer.status, answer.json["type"]) == (422, "urn:posttrain:problem:upload")
     assert store.stored() == {}
     assert bench.ask("GET", PATH + "/state").json == {"held": False, "offset": 0}
     assert Sender(Transport(bench.url, KEY), "default").put(DATA) == DIGEST
 
 
+@pytest.mark.parametrize(("start", "total"), [(HALF, HALF + 5), (HALF, 2 * HALF), (0, LEAST)])
+def test_whoever_names_another_size_throws_away_nothing_of_a_colleague(
+    bench: ServerBench, store: PartStore, start: int, total: int
+) -> None:
+    put(bench, DATA[:HALF], 0)
+    answer = put(bench, DATA[start:total][:HALF], start, total)
+    if start:
+        assert (answer.status, answer.json["type"]) == (409, "urn:posttrain:problem:conflict")
+        assert f"another upload of it names {len(DATA)} as its size" in answer.json["detail"]
+    else:  # what came is not what the digest says
+        assert (answer.status, answer.json["type"]) == (422, "urn:posttrain:problem:upload")
+    assert bench.ask("GET", PATH + f"/state?size={len(DATA)}").json == {"held": False, "offset": HALF}
+    assert len(store.stored()) == 1
+    assert put(bench, DATA[HALF:], HALF).json == {"held": True, "offset": len(DATA)}
+    assert bench.ask("GET", PATH).body == DATA
+
+
+def test_parts_of_a_wrong_size_that_are_wrong_as_a_whole_take_no_others_with_them(
+    bench: ServerBench, store: PartStore
+) -> None:
+    put(bench, DATA[:HALF], 0)
+    assert put(bench, DATA[:LEAST], 0, 2 * LEAST).json == {"held": False, "offset": LEAST}
+    assert put(bench, DATA[LEAST : 2 * LEAST], LEAST, 2 * LEAST).json["type"] == "urn:posttrain:problem:upload"
+    assert len(store.stored()) == 1
+    assert put(bench, DATA[HALF:], HALF).json == {"held": True, "offset": len(DATA)}
+
+
+def test_an_upload_of_a_wrong_size_keeps_nobody_from_the_right_one(bench: ServerBench, store: PartStore) -> None:
+    put(bench, b"x" * HALF, 0, 1 << 40)
+    assert bench.ask("GET", PATH + "/state").json == {"held": False, "offset": HALF}
+    assert put(bench, b"x" * HALF, HALF, 2 * HALF).status == 409
+    assert Sender(Transport(bench.url, KEY), "default").put(DATA) == DIGEST
+    assert store.stored() == {}, "what came under another size is not needed any more"
+
+
+@pytest.mark.parametrize("size", ["", "x", "-1", "9" * 16])
+def test_the_size_that_is_asked_for_is_a_number(bench: ServerBench, size: str) -> None:
+    assert bench.ask("GET", PATH + f"/state?size={size}").json["type"] == "urn:posttrain:problem:input"
+
+
+def test_a_request_brings_so_much_or_the_last_of_it(bench: ServerBench, store: PartStore) -> None:
+    """Each request leaves a row and an object, so a file in single bytes would fill the ledger."""
+    for few in (1, LEAST - 1):
+        answer = put(bench, DATA[:few], 0)
+        assert (answer.status, answer.json["type"]) == (422, "urn:posttrain:problem:part-size")
+        assert f"at least {LEAST} bytes" in answer.json["detail"]
+    assert store.stored() == {}
+    assert put(bench, DATA[:LEAST], 0).json == {"held": False, "offset": LEAST}
+    assert put(bench, DATA[LEAST : LEAST + 1], LEAST).json["type"] == "urn:posttrain:problem:part-size"
+    assert put(bench, DATA[LEAST:-1], LEAST).json == {"held": False, "offset": len(DATA) - 1}
+    assert put(bench, DATA[-1:], len(DATA) - 1).json == {"held": True, "offset": len(DATA)}
+    assert bench.ask("GET", PATH).body == DATA
+
+
+def test_the_command_line_sends_as_few_parts_as_it_may(
+    bench: ServerBench, store: PartStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, seen = b"0123456789" * 2_000_000, list[int]()
+    real = PartStore.put
+
+    def counted(self: PartStore, name: str, piece: bytes) -> None:
+        seen.append(len(piece))
+        real(self, name, piece)
+
+    monkeypatch.setattr(PartStore, "put", counted)
+    assert Sender(Transport(bench.url, KEY), "default").put(data) == digest_bytes(data)
+    assert seen == [PART, PART, len(data) - 2 * PART]
+
+
 def test_parts_are_of_one_project(bench: ServerBench, parts: Parts) -> None:
     secret = bench.person("eve", Role.ADMIN, "other")
-    parts.add(DIGEST, 0, DATA[:6000])
+    parts.add(DIGEST, len(DATA), 0, DATA[:HALF])
     other = PATH.replace("/default/", "/other/")
     assert bench.ask("GET", other + "/state", secret).json == {"held": False, "offset": 0}
-    put(bench, DATA[6000:], 6000)
+    put(bench, DATA[HALF:], HALF)
     assert bench.ask("GET", other + "/state", secret).json == {"held": False, "offset": 0}
     assert bench.ask("GET", other, secret).status == 404
 

@@ -72,7 +72,7 @@ class Sender:
         if not self._direct or size < _LARGE:
             return False
         place = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
-        state = self._state(place)
+        state = self._state(place, size)
         if state["held"] or state["offset"]:
             return bool(state["held"])
         ticket = json.loads(self._transport.ask("POST", place + "/direct", body={"size": size}).body)
@@ -90,7 +90,7 @@ class Sender:
 
     def _send(self, digest: str, size: int, piece: Callable[[int, int], bytes]) -> None:
         path = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
-        state, tries = self._state(path), 0
+        state, tries = self._state(path, size), 0
         while not state["held"]:
             start = int(state["offset"])
             data = piece(start, min(_CHUNK, size - start))
@@ -104,13 +104,13 @@ class Sender:
             try:
                 state = json.loads(self._transport.ask("PATCH", path, raw=data, headers=headers).body)
             except ConflictError:  # somebody else sends it, or an answer was lost: ask where it is
-                state = self._state(path)
+                state = self._state(path, size)
                 tries = tries + 1 if int(state["offset"]) == start else 0
                 if tries > _TRIES:
                     raise
 
-    def _state(self, path: str) -> dict[str, int]:
-        found: dict[str, int] = json.loads(self._transport.ask("GET", path + "/state").body)
+    def _state(self, path: str, size: int) -> dict[str, int]:
+        found: dict[str, int] = json.loads(self._transport.ask("GET", path + "/state", {"size": size}).body)
         return found
 
 

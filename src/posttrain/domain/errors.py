@@ -7,7 +7,8 @@
     │   ├── NotFoundError               2   a ref, run, channel or asset nobody knows
     │   │   └── LostOperationError      2   the server that carried an operation out is gone
     │   ├── ApiVersionError             2   a server and its client speak no version of the API in common
-    │   └── CursorError                 2   a cursor that is no place in this list
+    │   ├── CursorError                 2   a cursor that is no place in this list
+    │   └── PartSizeError               2   a request brought too little of an upload
     ├── GateRejectedError               3   a gate said FAIL or ERROR; nothing shipped
     ├── GateInconclusiveError           4   the evidence is too thin; nothing shipped
     ├── JobFailedError                  5   a job ended in a way that a retry would repeat
@@ -60,6 +61,10 @@ class InputError(PosttrainError):
 
 class NotFoundError(InputError):
     """A name nobody knows."""
+
+
+class PartSizeError(InputError):
+    """A request brought too little of an upload; nothing of it is kept."""
 
 
 class LostOperationError(NotFoundError):

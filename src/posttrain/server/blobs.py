@@ -11,6 +11,7 @@ import json
 import queue
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -19,7 +20,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 
 from posttrain.api.guarding import refuse
 from posttrain.api.operations import PREFIX
-from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, SlowError
+from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, PartSizeError, SlowError
 from posttrain.server.lanes import ADOPT, READ, UPLOAD, in_thread
 from posttrain.server.requests import whole
 from posttrain.server.uploads import MOST_BYTES, Arriving, Uploads, checked
@@ -61,8 +62,9 @@ class _Blobs:
     async def state(self, request: Request) -> Response:
         def ask() -> dict[str, Any]:
             _, mine = self._seen(request, "add_dataset")
-            digest = request.path_params["digest"]
-            return {"held": Uploads(mine).held(digest), "offset": Arriving(mine, self._parts).offset(digest)}
+            digest, size = request.path_params["digest"], request.query_params.get("size")
+            total = None if size is None else _digits(size, "parameter size")
+            return {"held": Uploads(mine).held(digest), "offset": Arriving(mine, self._parts).offset(digest, total)}
 
         return JSONResponse(await in_thread(UPLOAD, ask))
 
@@ -148,7 +150,8 @@ async def _added(request: Request, mine: Arriving, start: int, total: int) -> Re
         pass
     except SlowError:  # and here, before that is told
         await pieces.put(None)
-        await writer
+        with suppress(PartSizeError):
+            await writer
         raise
     finally:
         await pieces.put(None)
@@ -190,7 +193,7 @@ class _Pieces:
             except queue.Empty as error:
                 self._ended = True
                 raise DeadlineError(
-                    f"upload: nothing has come for {_STALLED:g} s; what had come is kept, go on from there"
+                    f"upload: nothing has come for {_STALLED:g} s; ask how much is kept, and go on from there"
                 ) from error
             if piece is None:
                 self._ended = True
@@ -216,9 +219,12 @@ async def _size(request: Request) -> int:
 
 
 def _number(request: Request, name: str) -> int:
-    value = request.headers.get(name, "")
+    return _digits(request.headers.get(name, ""), f"header {name}")
+
+
+def _digits(value: str, what: str) -> int:
     if not value.isascii() or not value.isdigit() or len(value) > 15:
-        raise InputError(f"upload: header {name} must be a whole number of bytes, got {value[:40]!r}")
+        raise InputError(f"upload: {what} must be a whole number of bytes, got {value[:40]!r}")
     return int(value)
 
 

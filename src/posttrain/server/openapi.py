@@ -231,6 +231,7 @@ def _bytes() -> dict[str, Any]:
         {"name": name, "in": "header", "required": True, "schema": {"type": "integer"}}
         for name in ("upload-offset", "upload-length")
     ]
+    size = {"name": "size", "in": "query", "required": False, "schema": {"type": "integer"}}
     octets: dict[str, Any] = {"application/octet-stream": {}}
     return {
         path: {
@@ -252,7 +253,7 @@ def _bytes() -> dict[str, Any]:
             "get": {
                 "operationId": "blob_state",
                 "summary": "Whether the project holds the bytes, and how many of an upload have come.",
-                "parameters": [_project(), digest],
+                "parameters": [_project(), digest, size],
                 "responses": stands,
             }
         },

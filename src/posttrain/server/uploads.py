@@ -6,14 +6,14 @@ What came so far lies in the store, in parts (`store.parts`); what came as a who
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.domain.canonical import digest_bytes, is_digest
-from posttrain.domain.errors import ConflictError, DeadlineError, InputError, UploadError
+from posttrain.domain.errors import ConflictError, DeadlineError, InputError, PartSizeError, UploadError
 from posttrain.store.noted import Noted
-from posttrain.store.parts import PART, Parts, PartStore
+from posttrain.store.parts import LEAST, PART, Parts, PartStore
 from posttrain.store.scratch import scratch
 
 if TYPE_CHECKING:
@@ -68,9 +68,10 @@ class Arriving:
         self._workspace, self._parts = workspace, Parts(workspace.ledger, store)
         self._uploads = Uploads(workspace)
 
-    def offset(self, digest: str) -> int:
-        """How many bytes of an upload have come."""
-        return self._parts.size(checked(digest))
+    def offset(self, digest: str, total: int | None = None) -> int:
+        """How many bytes of an upload of a size have come; of one whose size nobody names, the most that have."""
+        found = self._parts.sizes(checked(digest))
+        return max(found.values(), default=0) if total is None else found.get(total, 0)
 
     def add(self, digest: str, start: int, total: int, pieces: Iterable[bytes]) -> int:
         """Add bytes to an upload; how many have come. With the last of them the file is in the store.
@@ -81,19 +82,28 @@ class Arriving:
 
         Raises:
             InputError: sizes that cannot be. ConflictError: something else has come so far than `start` bytes.
+            PartSizeError: they are fewer than a request must bring, and not the last ones.
             UploadError: the whole has another digest; what had come is gone, so that it can be sent again.
         """
         if not 0 <= start <= total <= MOST_BYTES:
             raise InputError(f"upload: must be 0 <= offset <= size <= {MOST_BYTES}, got {start} and {total}")
-        have = self.offset(digest)
-        if have != start:
-            raise ConflictError(f"upload {digest}: {have} bytes have come, these begin at {start}; go on at {have}")
+        known = self._parts.sizes(checked(digest))
+        have, short = _begun(digest, start, total, known), False
         for block in _blocks(pieces, total - start, digest):
             if len(block) == total:  # it came at once, and is small
                 self._keep(digest, block)
+                if known:  # under another size
+                    self._parts.forget(digest)
                 return total
-            self._parts.add(digest, have, block)
-            have += len(block)
+            short = have == start and len(block) < min(LEAST, total - have)
+            if not short:
+                self._parts.add(digest, total, have, block)
+                have += len(block)
+        if short:
+            raise PartSizeError(
+                f"upload {digest}: a request must bring at least {LEAST} bytes or the last ones of the file; it "
+                f"brought fewer, which are not kept: go on at {start}"
+            )
         if have == total:
             self._store(digest, total)
         return have
@@ -122,9 +132,25 @@ class Arriving:
                 with self._workspace.blobs.holding():
                     self._workspace.blobs.put_file(folder / "whole")
                     self._uploads.note(digest)
-        self._parts.forget(digest)
         if found != digest:
+            self._parts.forget(digest, total)
             raise _other(digest, found)
+        self._parts.forget(digest)
+
+
+def _begun(digest: str, start: int, total: int, known: Mapping[int, int]) -> int:
+    """How many bytes have come of an upload of that size, which is where these begin.
+
+    Raises:
+        ConflictError: they begin elsewhere.
+    """
+    have, others = known.get(total, 0), [one for one in known if one != total]
+    if have != start:
+        also = f" (another upload of it names {min(others)} as its size)" if others else ""
+        raise ConflictError(
+            f"upload {digest}: {have} bytes of {total} have come{also}, these begin at {start}; go on at {have}"
+        )
+    return have
 
 
 def checked(digest: str) -> str:

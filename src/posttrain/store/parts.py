@@ -4,8 +4,9 @@
 
     uploads/PROJECT/HEX.START.RANDOM    what came from START on
 
-A part counts once its row is there. Of two requests that send the same part one gets the row; the object of the other
-is deleted. Objects without a row, as a killed process leaves them, are deleted by `posttrain gc`.
+An upload is a digest with a size: whoever names another size for the same digest has another upload, and takes nothing
+from the first. A part counts once its row is there. Of two requests that send the same part one gets the row; the
+object of the other is deleted. Objects without a row, as a killed process leaves them, are deleted by `posttrain gc`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from posttrain.store.schema import parts
 from posttrain.store.trees import file_digest
 
 PART = 8 << 20  # bytes of a part that is not the last one of its request
+LEAST = 256 << 10  # bytes that a request brings unless it brings the last one: what it leaves costs a row and an object
 _UPLOADS = "uploads"
 
 
@@ -78,14 +80,14 @@ class Parts:
     def __init__(self, ledger: Ledger, store: PartStore) -> None:
         self._ledger, self._store = ledger, store
 
-    def size(self, digest: str) -> int:
-        """How many bytes of an upload have come."""
+    def sizes(self, digest: str) -> dict[int, int]:
+        """How many bytes have come of each upload of a digest, by its size."""
         with self._ledger.database.read() as connection:
-            query = select(func.coalesce(func.sum(parts.c.size), 0)).where(*self._of(digest))
-            return int(connection.execute(query).scalar_one())
+            query = select(parts.c.total, func.sum(parts.c.size)).where(*self._of(digest)).group_by(parts.c.total)
+            return {int(total): int(have) for total, have in connection.execute(query)}
 
-    def add(self, digest: str, start: int, data: bytes) -> None:
-        """Keep what came from `start` on, which is where the part before it ends.
+    def add(self, digest: str, total: int, start: int, data: bytes) -> None:
+        """Keep what came from `start` on of an upload of `total` bytes: where the part before it ends.
 
         Raises:
             ConflictError: another request was quicker.
@@ -94,10 +96,10 @@ class Parts:
         project = self._ledger.project
         name = f"{project}/{digest.removeprefix(DIGEST_PREFIX)}.{start:013d}.{secrets.token_hex(8)}"
         self._store.put(name, data)
-        row = {"project": project, "digest": digest, "start": start, "size": len(data), "object": name}
+        row = {"project": project, "digest": digest, "total": total, "start": start, "size": len(data), "object": name}
         try:
             with self._ledger.database.write() as connection:
-                have = select(func.coalesce(func.sum(parts.c.size), 0)).where(*self._of(digest))
+                have = select(func.coalesce(func.sum(parts.c.size), 0)).where(*self._of(digest, total))
                 if int(connection.execute(have).scalar_one()) != start:
                     raise _quicker(digest)
                 with connection.begin_nested():
@@ -117,7 +119,7 @@ class Parts:
             ConflictError: something of it is gone, so all of it is; it is sent again.
         """
         with self._ledger.database.read() as connection:
-            query = select(parts.c.object, parts.c.size).where(*self._of(digest)).order_by(parts.c.start)
+            query = select(parts.c.object, parts.c.size).where(*self._of(digest, total)).order_by(parts.c.start)
             found = list(connection.execute(query))
         names = [str(one.object) for one in found]
         if sum(one.size for one in found) != total:
@@ -131,29 +133,31 @@ class Parts:
         try:
             write_stream(path, fill)
         except NotFoundError as error:
-            self.forget(digest)
+            self.forget(digest, total)
             raise ConflictError(f"upload {digest}: what came of it is gone; send it again") from error
         return file_digest(path)
 
-    def forget(self, digest: str) -> None:
-        """Delete what came of an upload."""
+    def forget(self, digest: str, total: int | None = None) -> None:
+        """Delete what came of an upload; without its size, of all that are of the digest."""
         with self._ledger.database.write() as connection:
-            names = list(connection.execute(select(parts.c.object).where(*self._of(digest))).scalars())
-            connection.execute(delete(parts).where(*self._of(digest)))
+            names = list(connection.execute(select(parts.c.object).where(*self._of(digest, total))).scalars())
+            connection.execute(delete(parts).where(*self._of(digest, total)))
         for name in names:
             self._store.drop(name)
 
-    def _of(self, digest: str) -> tuple[ColumnElement[bool], ...]:
-        return parts.c.project == self._ledger.project, parts.c.digest == digest
+    def _of(self, digest: str, total: int | None = None) -> tuple[ColumnElement[bool], ...]:
+        every = parts.c.project == self._ledger.project, parts.c.digest == digest
+        return every if total is None else (*every, parts.c.total == total)
 
 
 def forget_parts(ledger: Ledger, before: float, *, dry_run: bool = False) -> list[str]:
     """Forget uploads of every project to which nothing was added since a moment; the objects that they had."""
-    late = select(parts.c.project, parts.c.digest).group_by(parts.c.project, parts.c.digest)
+    upload = parts.c.project, parts.c.digest, parts.c.total
+    late = select(*upload).group_by(*upload)
     with ledger.database.write() as connection:
         found: list[str] = []
-        for project, digest in connection.execute(late.having(func.max(parts.c.at) < before)).all():
-            mine = (parts.c.project == project) & (parts.c.digest == digest)
+        for project, digest, total in connection.execute(late.having(func.max(parts.c.at) < before)).all():
+            mine = (parts.c.project == project) & (parts.c.digest == digest) & (parts.c.total == total)
             found += connection.execute(select(parts.c.object).where(mine)).scalars()
             if not dry_run:
                 connection.execute(delete(parts).where(mine))

@@ -99,6 +99,7 @@ parts = Table(  # of an upload that is under way: objects in the store
     metadata,
     Column("project", String(63), primary_key=True),
     Column("digest", String(71), primary_key=True),  # of the whole
+    Column("total", BigInteger, primary_key=True),  # bytes of the whole, as its sender says
     Column("start", BigInteger, primary_key=True),
     Column("size", BigInteger, nullable=False),
     Column("object", Text, nullable=False),  # its name

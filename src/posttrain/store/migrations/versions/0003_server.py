@@ -116,6 +116,7 @@ def _create_what_servers_share() -> None:
         "parts",
         sa.Column("project", _PROJECT, primary_key=True),
         sa.Column("digest", sa.String(71), primary_key=True),
+        sa.Column("total", sa.BigInteger(), primary_key=True),
         sa.Column("start", sa.BigInteger(), primary_key=True),
         sa.Column("size", sa.BigInteger(), nullable=False),
         sa.Column("object", sa.Text(), nullable=False),
