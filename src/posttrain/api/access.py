@@ -74,8 +74,8 @@ class Access(Protocol):
     def tokens(self) -> list[Token]:
         """Those of the project, also expired and revoked ones."""
 
-    def issue_token(self, principal: str, role: str, days: float) -> Issued:
-        """A token by which somebody is known, and with which they may do at most this here.
+    def issue_token(self, principal: str, role: str | None, days: float) -> Issued:
+        """A token by which somebody is known, and with which they may do at most this here; None: what their role is.
 
         Raises:
             InputError: no principal, no role, too long a time.

@@ -10,7 +10,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.measures import QUANTITIES, measurable
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy
 from posttrain.domain.roles import Role
-from posttrain.domain.spelling import meant, nearest
+from posttrain.domain.spelling import meant_name, nearest
 
 
 def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> ChannelPolicy:
@@ -60,7 +60,8 @@ def policy_notes(
                 f"posttrain member set {person} {Role.APPROVER}"
             )
         if person not in people:
-            yield f"approvers: {person} has done nothing in this project so far{meant(person, people)}; check the name"
+            hint = meant_name(person, people)
+            yield f"approvers: {person} has done nothing in this project so far{hint}; check the name"
     for name, suite in pinned.policy.suites.items():
         if suite.evaluators == "any":
             yield (

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, emit_json, moment, say
+from posttrain.cli.console import Output, OutputOption, aside, emit_json, moment, say
 from posttrain.domain.errors import InputError
+from posttrain.domain.places import SERVER_VARIABLE
+from posttrain.domain.spelling import nearest
 
 if TYPE_CHECKING:
     from posttrain.api.access import Issued
@@ -75,15 +77,27 @@ def login(
     found = remote_control(url, token, project).whoami()
     log_in(url, token, project)
     say(f"logged in to {url} as {found.principal}, {found.role} of {project}")
-    if os.environ.get("POSTTRAIN_SERVER", "").rstrip("/") != url.rstrip("/"):
-        say(f"next: export POSTTRAIN_SERVER={url}")
+    if os.environ.get(SERVER_VARIABLE, "").rstrip("/") != url.rstrip("/"):
+        say(f"next: export {SERVER_VARIABLE}={url}")
 
 
-def logout(url: ServerArgument) -> None:
+def logout(
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="Of POSTTRAIN_SERVER by default.", show_default=False)
+    ] = None,
+) -> None:
     """Forget the token for a server. `token revoke` makes it worthless."""
-    from posttrain.client.logins import log_out
+    from posttrain.client.logins import TOKEN_VARIABLE, log_out, servers
 
-    say(f"the token for {url} is forgotten" if log_out(url) else f"there was no token for {url}")
+    url = url or os.environ.get(SERVER_VARIABLE)
+    known = servers()
+    if not url:
+        which = f"you are logged in to {', '.join(known)}" if known else "you are logged in nowhere"
+        raise InputError(f"logout: must be of a server, got none, and {SERVER_VARIABLE} names none; {which}")
+    found = log_out(url)
+    say(f"the token for {url} is forgotten" if found else f"there was no token for {url}{nearest(url, known)}")
+    if os.environ.get(TOKEN_VARIABLE):
+        aside(f"warning: {TOKEN_VARIABLE} is set, and commands go on showing that token; unset it")
 
 
 def whoami(output: OutputOption = Output.TEXT) -> None:
@@ -219,15 +233,9 @@ def token_issue(
 ) -> None:
     """Issue a token for somebody. It is shown once, and kept nowhere."""
     from posttrain.app.embedded.control import open_control
-    from posttrain.domain.spelling import nearest
 
     control = open_control()
-    members = control.members()
-    if principal not in members and role is None:
-        raise InputError(
-            f"token: {principal} has no role here{nearest(principal, members)}; posttrain member set {principal} ROLE"
-        )
-    issued = control.issue_token(principal, role or members[principal], days)
+    issued = control.issue_token(principal, role, days)
     control.close()
     _show(issued, output)
 

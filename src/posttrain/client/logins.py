@@ -52,6 +52,11 @@ def log_out(url: str) -> bool:
     return True
 
 
+def servers() -> list[str]:
+    """Servers that this user logged in to."""
+    return sorted(_logins())
+
+
 def _path() -> Path:
     named = os.environ.get(CONFIG_VARIABLE)
     home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "posttrain"

@@ -54,8 +54,7 @@ def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, Role]
         InputError: a time that is not from now to a year from now; no scope, or one of another project; no principal.
     """
     _refuse_long(seconds)
-    if not is_principal(principal):
-        raise InputError(f"token: must be for {FORM}, got {principal!a}")
+    refuse_unnamed(principal)
     if not scopes:
         raise InputError("token: must have a scope, got none; name a project and the role that it may have there")
     if set(scopes) != {ledger.project}:
@@ -84,6 +83,17 @@ def rotate(ledger: Ledger, actor: str, token_id: str, seconds: float) -> tuple[s
         if not transaction.revoke_token(token_id):
             raise InputError(f"token {token_id} was revoked before, so nothing takes its place; issue another one")
         return _add(ledger, transaction, old.actor, old.scopes, seconds, old.id)
+
+
+def refuse_unnamed(principal: str) -> None:
+    """Refuse a token for what names nobody.
+
+    Raises:
+        InputError: it does not.
+    """
+    if not is_principal(principal):
+        hint = f"; write user:{principal}" if is_principal(f"user:{principal}") and ":" not in principal else ""
+        raise InputError(f"token: must be for {FORM}, got {principal!a}{hint}")
 
 
 def _refuse_long(seconds: float) -> None:

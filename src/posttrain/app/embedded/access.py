@@ -10,7 +10,7 @@ from posttrain.domain.images import image_rule
 from posttrain.domain.principals import is_project
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.domain.roles import Role
-from posttrain.domain.spelling import meant
+from posttrain.domain.spelling import meant, meant_name
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
@@ -83,12 +83,19 @@ class Access:
         with self.workspace.ledger.snapshot() as now:
             return now.tokens()
 
-    def issue_token(self, principal: str, role: str, days: float) -> Issued:
+    def issue_token(self, principal: str, role: str | None, days: float) -> Issued:
         """See `Access.issue_token`."""
-        from posttrain.access.authenticators.token import issue
+        from posttrain.access.authenticators.token import issue, refuse_unnamed
 
-        ledger = self.workspace.ledger
-        secret, token = issue(ledger, self.workspace.actor, principal, {ledger.project: _role(role)}, days * _DAY)
+        refuse_unnamed(principal)
+        ledger, known = self.workspace.ledger, self.members()
+        most = role if role is not None else known.get(principal)
+        if most is None:
+            hint = meant_name(principal, known) or (f" (who has one: {', '.join(known)})" if known else "")
+            raise InputError(
+                f"token: {principal} has no role here{hint}; posttrain member set {principal} ROLE gives them one"
+            )
+        secret, token = issue(ledger, self.workspace.actor, principal, {ledger.project: _role(most)}, days * _DAY)
         self.workspace.seal()
         return Issued(secret, token)
 
