@@ -181,7 +181,8 @@ def test_a_workspace_does_not_change_its_executor_under_a_run(world: World, site
         again = submit(workspace.stores, workspace.stores.manifest(made), again=True).run.id
     refused = world("init", "--executor", "far")
     assert refused.exit_code == 9
-    assert f"executor must stay fake while runs go on ({again}), got far; stop them" in refused.stderr
+    assert f"executor must stay fake while runs have jobs or will start some ({again}), got far;" in refused.stderr
+    assert f"end them: posttrain stop {again}" in refused.stderr
     world.ok("stop", again)
     world("attach", again)
     assert "executor far" in world.ok("init", "--executor", "far")

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from cli_world import World, make_world
+from cli_world import RUN, World, make_world
 from console_bench import Browser
 from server_bench import serving
 from test_approvals import ONE, waits
@@ -170,3 +170,57 @@ def test_whoever_waits_for_a_first_model_is_told_for_what(world: World, monkeypa
     monkeypatch.setattr("posttrain.app.embedded.assets.Assets.create_model", made)
     world("asset", "create", "model:tiny", world.write("model.yaml", "{}"))
     assert said[0].startswith("making model:tiny by a run of one stage")
+
+
+def test_a_second_workspace_is_made_only_where_its_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(tmp_path, monkeypatch)
+    world.ok("init")
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    said = world("init")
+    assert said.exit_code == 2
+    assert f"commands here ask the workspace {tmp_path / '.posttrain'} already" in said.stderr
+    assert said.stderr.rstrip().endswith("posttrain init .")
+    assert list(Path().iterdir()) == []
+    world.ok("ls")  # as it says: of the workspace above
+    made = world("init", ".")
+    assert made.exit_code == 0
+    assert f"it lies below the workspace {tmp_path / '.posttrain'}" in made.stderr
+    assert world("init", "--executor", "local").exit_code == 0  # of the one that is here now
+    monkeypatch.chdir(tmp_path)
+    assert world("init").stderr == ""
+
+
+def test_a_run_that_only_a_person_keeps_does_not_hold_the_executor(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    waits(world)
+    monkeypatch.setattr("posttrain.app.workspace.containers.trouble", lambda: "")
+    assert "executor" in world.ok("init", "--executor", "podman")
+    world.ok("init", "--executor", "local")
+    world.hold.add("grpo")
+    world.write("run.yaml", RUN.replace("seed: 17", "seed: 18"))
+    assert world("run", "run.yaml", "--timeout", "20").exit_code == 12
+    said = world("init", "--executor", "podman")
+    assert said.exit_code == 9
+    assert f"({world.newest()}), got podman" in said.stderr
+    assert f"posttrain stop {world.newest()}" in said.stderr
+
+
+def test_jobs_of_every_project_hold_the_executor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.app.workspace.containers.trouble", lambda: "")
+    world.ok("project", "add", "other")
+    monkeypatch.setenv("POSTTRAIN_PROJECT", "other")
+    files = {"dataset:train": "train.jsonl", "dataset:heldout": "heldout.jsonl", "model:tiny": "base"}
+    for ref, file in {**files, "reward:sort": "reward.py"}.items():
+        world.ok("asset", "add", ref, file)
+    world.hold.add("sft")
+    assert world("run", "run.yaml", "--timeout", "20").exit_code == 12
+    held = world.newest()
+    monkeypatch.delenv("POSTTRAIN_PROJECT")
+    said = world("init", "--executor", "podman")
+    assert said.exit_code == 9
+    assert held in said.stderr

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from posttrain.access.authenticators.system import SystemUser
+from posttrain.access.ports import OS
 from posttrain.control.jobs import Access, AttemptFolders, Jobs
 from posttrain.control.owners import process_alive
 from posttrain.control.stores import Stores
 from posttrain.data.catalog import Catalog
 from posttrain.domain.errors import ConflictError, InputError, WorkspaceError
+from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.execution.executors.local import containers
@@ -130,6 +133,26 @@ def find_workspace(start: Path | None = None) -> Path:
         if has_ledger(folder / FOLDER):
             return folder / FOLDER
     raise WorkspaceError(f"{here}: no workspace here or above; run `posttrain init`")
+
+
+def workspace_above(folder: Path | None) -> Path | None:
+    """The workspace above one that `init` is about to make in `folder`, by default here; None: there is none.
+
+    Raises:
+        InputError: there is one, and the folder was not named: a second one that nobody meant hides the first.
+    """
+    here = (folder or Path.cwd()).resolve()
+    if has_ledger(here / FOLDER) or (folder is None and os.environ.get(VARIABLE)):
+        return None
+    above = None
+    with suppress(WorkspaceError):  # one that may not be looked into is somebody else's
+        above = next((one / FOLDER for one in here.parents if has_ledger(one / FOLDER)), None)
+    if folder is None and above is not None:
+        raise InputError(
+            f"init: commands here ask the workspace {above} already; go on with the next command, change its settings "
+            f"in {above.parent}, or make another one here: posttrain init ."
+        )
+    return above
 
 
 def open_workspace(path: Path | None = None) -> Workspace:
@@ -304,18 +327,29 @@ def _record_executor(workspace: Workspace, name: str) -> None:
     """A job is looked for where it was submitted.
 
     Raises:
-        ConflictError: runs go on.
+        ConflictError: a run has jobs, or will start some.
     """
-    open_states = [state for state in RunState if not is_final("run", state)]
-    unfinished = [run.id for state in open_states for run in workspace.ledger.runs(state=state)]
-    if unfinished:
+    held = list(_with_jobs(workspace))
+    if held:
         raise ConflictError(
-            f"executor must stay {workspace.jobs.executor.name} while runs go on ({', '.join(unfinished)}), "
-            f"got {name}; stop them, or wait for their end"
+            f"executor must stay {workspace.jobs.executor.name} while runs have jobs or will start some "
+            f"({', '.join(held)}), got {name}; wait for their end, or end them: posttrain stop {held[0]}"
         )
     with settings_lock(workspace.root):
         record = {key: value for key, value in read_json(workspace.root / SETTINGS).items() if key != EXECUTOR}
         write_json(workspace.root / SETTINGS, record | ({} if name == LOCAL else {EXECUTOR: name}))
+
+
+def _with_jobs(workspace: Workspace) -> Iterator[str]:
+    """Runs of any project with a stage to come that is a job. One that only waits for a person to release has none."""
+    with workspace.ledger.snapshot() as now:
+        projects = now.projects()
+    for project in projects:
+        ledger = workspace.seen_by(workspace.actor, project, OS).ledger
+        for run in [run for state in RunState if not is_final("run", state) for run in ledger.runs(state=state)]:
+            to_come = [stage for stage in ledger.stages(run.id) if not is_final("stage", stage.state)]
+            if any(kind_of(stage.kind).driver is Driver.JOB for stage in to_come):
+                yield run.id
 
 
 def _make(root: Path) -> None:

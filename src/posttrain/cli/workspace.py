@@ -98,9 +98,10 @@ def init(
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
     from posttrain.app.choices import chosen_places, read_choice, refuse_unwritable_choice
-    from posttrain.app.workspace import init_workspace
+    from posttrain.app.workspace import init_workspace, workspace_above
 
     _refuse_beside_a_server()
+    above = workspace_above(folder)
     written = _adopt(*adopted, folder or Path()) if adopted else None
     chosen = read_choice(tracker) if tracker else None
     if chosen:
@@ -113,6 +114,8 @@ def init(
     if workspace.trusts_rewards:
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")
     say(f"workspace {workspace.root}")
+    if above is not None:
+        aside(f"it lies below the workspace {above}: commands typed here ask the new one")
     if executor is not None:
         say(f"executor {workspace.jobs.executor.name}")
     if workspace.served and (rewards or executor or job_variable or chosen):
