@@ -23,13 +23,16 @@ from posttrain.client.transport import Transport
 from posttrain.domain.errors import InputError, StoppedError
 from posttrain.domain.roles import Role
 from posttrain.server.asking import Asking
-from posttrain.server.underway import Underway
+from posttrain.server.repeats import Once, request_id
+from posttrain.server.underway import Running, Underway, asked_of
 from posttrain.server.workers import Workers
 from posttrain.store.hosts import Hosts
-from posttrain.store.operations import Operations
+from posttrain.store.operations import BEAT_SECONDS, SILENT_SECONDS, Operations
+from posttrain.store.repeated import Repeats
 from posttrain.store.schema import operations
 
 P = "/v1/projects/default"
+LIVES = "elsewhere:1:1.00"  # a server of another machine
 ROWS = "".join(json.dumps({"prompt": f"{n}", "completion": "x"}) + "\n" for n in range(20))
 
 
@@ -166,20 +169,20 @@ class Other:
 
     def __init__(self, bench: ServerBench) -> None:
         ledger = bench.workspace.ledger
-        self.known = Operations(ledger.database, ledger.clock, "elsewhere:1:1.00", lambda _: True)
+        self.known = Operations(ledger.database, ledger.clock, LIVES, lambda _: True)
         with ledger.snapshot() as now:
             self.mine = ("default", str(now.principal_of("user:ann")))
         self._hosts = Hosts(ledger.database, ledger.clock, "h" * 32, "elsewhere:/x")
-        self._hosts.announce("", "elsewhere:1:1.00")
+        self._hosts.announce("", LIVES)
         self.number, self.database = "f" * 26, ledger.database
         self.known.begin(self.number, *self.mine, "add_dataset", "sha256:x", '{"state": "running"}')
 
     def restart(self) -> None:
         self._hosts.announce("", "elsewhere:2:2.00")
 
-    def be_silent(self) -> None:
+    def be_silent(self, seconds: float = 61.0) -> None:
         with self.database.write() as connection:
-            connection.execute(update(operations).values(told_at=operations.c.told_at - 61))
+            connection.execute(update(operations).values(told_at=operations.c.told_at - seconds))
 
 
 @pytest.fixture
@@ -194,15 +197,172 @@ def test_how_one_stands_elsewhere_and_that_somebody_looks(bench: ServerBench, an
     other = Other(bench)
     with other.database.write() as connection:
         connection.execute(update(operations).values(looked_at=operations.c.looked_at - 1000))
-    assert other.known.tell(other.number, '{"state": "running", "progress": "row 8"}', over=False)[0] >= 1000
+    other.known.tell(other.number, '{"state": "running", "progress": "row 8"}', over=False)
+    assert other.known.heard(other.number)[0] >= 1000
     assert ann("GET", other.number).json["progress"] == "row 8"
-    ago, ending = other.known.tell(other.number, '{"state": "running"}', over=False)
+    ago, ending = other.known.heard(other.number)
     assert (ago < 1000, ending) == (True, False)
     other.known.tell(other.number, '{"state": "succeeded", "answer": 1}', over=True)
     other.be_silent()
     other.restart()
     assert ann("GET", other.number).json["answer"] == 1, "what came of it is told though its server is gone"
     assert ann("DELETE", other.number).json["answer"] == 1
+
+
+def test_how_long_one_takes_elsewhere_is_told_though_nothing_new_is(
+    bench: ServerBench, ann: Callable[..., Answer]
+) -> None:
+    other = Other(bench)
+    other.known.tell(other.number, '{"state": "running", "seconds": 100.0}', over=False)
+    other.be_silent(40)
+    assert ann("GET", other.number).json["seconds"] >= 140
+    other.known.tell(other.number, '{"state": "succeeded", "seconds": 150.0}', over=True)
+    other.be_silent(40)
+    assert ann("GET", other.number).json["seconds"] == 150
+
+
+class Counted:
+    """What a server writes and reads of its operations."""
+
+    def __init__(self, known: Operations, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told, self.heard, self._real = list[bool](), 0, (known.tell, known.heard)
+        monkeypatch.setattr(known, "tell", self.tell)
+        monkeypatch.setattr(known, "heard", self.hear)
+
+    def tell(self, number: str, document: str, *, over: bool) -> None:
+        self.told.append(over)
+        self._real[0](number, document, over=over)
+
+    def hear(self, number: str) -> tuple[float, bool]:
+        self.heard += 1
+        return self._real[1](number)
+
+    def looked(self, times: int) -> None:
+        until = self.heard + times
+        while self.heard < until:
+            pass
+
+
+def test_what_changes_is_written_and_nothing_else(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.server.underway._LOOK", 0.01)
+    monkeypatch.setattr("posttrain.server.underway.BEAT_SECONDS", 1e9)
+    held, server = Held(bench), bench.app.state.server
+    counted = Counted(server.operations, monkeypatch)
+    place = begin(bench, adding(bench)).headers["location"]
+    held.begun.acquire()
+    counted.looked(5)
+    before = len(counted.told)
+    assert before <= 1, "what its worker said when it began"
+    counted.looked(5)
+    assert len(counted.told) == before
+    held.asked[0].told(b'{"kind": "progress", "value": "row 9"}')
+    counted.looked(5)
+    assert len(counted.told) == before + 1
+    held.go.set()
+    until(bench, place, "succeeded")
+    while not counted.told[-1]:
+        pass
+    assert len(counted.told) == before + 2
+
+
+def test_that_a_server_lives_is_written_often_enough(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 3 * BEAT_SECONDS < SILENT_SECONDS, "a beat may be late, or fail, and nobody takes it for gone"
+    monkeypatch.setattr("posttrain.server.underway._LOOK", 0.01)
+    monkeypatch.setattr("posttrain.server.underway.BEAT_SECONDS", 0.0)
+    held, server = Held(bench), bench.app.state.server
+    counted = Counted(server.operations, monkeypatch)
+    begin(bench, adding(bench))
+    counted.looked(5)
+    assert len(counted.told) >= 4
+    held.go.set()
+
+
+USED = "must be another one for another request"
+
+
+def test_a_key_is_no_other_requests_while_it_is_carried_out(bench: ServerBench) -> None:
+    held, body = Held(bench), adding(bench)
+    first = begin(bench, body)
+    held.begun.acquire()
+    other = begin(bench, {**body, "name": "others"})
+    assert (other.status, other.json["type"]) == (422, "urn:posttrain:problem:input")
+    assert USED in other.json["detail"]
+    held.go.set()
+    assert until(bench, first.headers["location"], "succeeded")["answer"]["name"] == "rows"
+    assert [one.name for one in bench.control(KEY).assets("dataset")] == ["rows"]
+
+
+def test_a_key_is_no_other_requests_while_another_server_carries_it_out(
+    bench: ServerBench, ann: Callable[..., Answer]
+) -> None:
+    other = Other(bench)
+    number = request_id("key-of-a-long-one", "default", "user:ann", os.urandom)
+    document = '{"state": "running", "progress": "row 8"}'
+    assert other.known.begin(number, *other.mine, "add_dataset", "sha256:x", document) is None
+    refused = begin(bench, adding(bench), bench.tokens["ann"])
+    assert (refused.status, refused.json["type"]) == (422, "urn:posttrain:problem:input")
+    assert USED in refused.json["detail"]
+    assert ann("GET", number).json["progress"] == "row 8"
+
+
+@pytest.mark.parametrize("body", ["sha256:x", "sha256:y"])
+def test_nobody_takes_the_place_of_a_server_that_lives(
+    bench: ServerBench, ann: Callable[..., Answer], body: str
+) -> None:
+    """Two servers are asked at the same moment, and neither knows of the other yet."""
+    other, known = Other(bench), bench.app.state.server.operations
+    again = (other.number, *other.mine, "add_dataset", body, '{"state": "running", "progress": "mine"}')
+    found = known.begin(*again)
+    assert found is not None
+    assert (found.server, found.body) == (LIVES, "sha256:x")
+    assert "progress" not in ann("GET", other.number).json
+    other.be_silent()
+    assert known.begin(*again) is None, "a minute without a word: it is gone"
+
+
+def test_another_request_with_the_key_that_comes_too_late_to_be_seen_is_ended(
+    bench: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other server says of its operation after this one has looked, and before it says of its own."""
+    other, held, body = Other(bench), Held(bench), adding(bench)
+    number = request_id("key-of-a-long-one", "default", "user:ann", os.urandom)
+    real = Underway.share
+
+    async def later(self: Underway, one: Running, principal: str) -> None:
+        other.known.begin(number, *other.mine, "add_dataset", "sha256:x", '{"state": "running"}')
+        await real(self, one, principal)
+
+    monkeypatch.setattr(Underway, "share", later)
+    refused = begin(bench, body, bench.tokens["ann"])
+    assert (refused.status, USED in refused.json["detail"]) == (422, True)
+    held.begun.acquire()
+    while not held.asked[0].over:
+        pass
+    assert bench.control(KEY).assets("dataset") == []
+
+
+def test_of_two_servers_that_are_asked_the_same_the_one_that_does_it_tells(
+    bench: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This one finds that another one answers it: nobody is told that it failed, and whoever asks again may wait."""
+    other, body, go = Other(bench), adding(bench), threading.Event()
+    ledger = bench.workspace.ledger
+    Repeats(ledger, other.mine[1]).begin("key-of-a-long-one", "add_dataset", asked_of("add_dataset", body), LIVES)
+    real = Once.answer
+
+    def later(self: Once, *words: Any) -> tuple[int, bytes]:
+        go.wait()
+        return real(self, *words)
+
+    monkeypatch.setattr(Once, "answer", later)
+    place = begin(bench, body, bench.tokens["ann"]).headers["location"]
+    go.set()
+    while (found := bench.ask("GET", place, bench.tokens["ann"])).status == 200:
+        assert found.json["state"] == "running"
+    assert (found.status, found.json["type"]) == (404, "urn:posttrain:problem:not-found")
+    assert "ask again with the same Idempotency-Key" in found.json["detail"]
+    again = begin(bench, body, bench.tokens["ann"], wait=30)
+    assert (again.status, again.json["type"]) == (503, "urn:posttrain:problem:later")
 
 
 @pytest.mark.parametrize("how", [Other.be_silent, Other.restart])

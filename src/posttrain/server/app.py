@@ -50,9 +50,9 @@ from posttrain.server.logs import facts
 from posttrain.server.metering import MEDIA_TYPE as METRICS_TYPE
 from posttrain.server.metering import Meters
 from posttrain.server.observing import Observing, verb_of
-from posttrain.server.repeats import LaterError, Once, request_id
+from posttrain.server.repeats import LaterError, Once, request_id, used_key
 from posttrain.server.requests import read, sent, timely, weight
-from posttrain.server.underway import Underway, accepted, asked_of, wait_of
+from posttrain.server.underway import Underway, accepted, as_now, asked_of, wait_of
 from posttrain.server.worker import INTERFACE
 from posttrain.server.workers import Answers, Refused
 from posttrain.store.operations import Begun, Operations
@@ -156,7 +156,7 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
         if wait is not None:
             known = await in_thread(READ, _elsewhere, server, who, number, asked_of(operation.verb, given))
             if known is not None:
-                return accepted(who.project, number, known.document)
+                return accepted(who.project, number, as_now(known))
             one = server.underway.begin(who, number, operation.verb, given, carry)
             if not (await asyncio.wait({one.task}, timeout=wait))[0]:
                 await server.underway.share(one, await in_thread(READ, server.entrance.principal, who))
@@ -198,25 +198,32 @@ def _given(
 
 
 def _elsewhere(server: Server, who: Asker, number: str, body: str) -> Begun | None:
-    """The operation that another server makes of the same request at this moment; None: none does."""
+    """The operation that another server makes of the same request at this moment; None: none does.
+
+    Raises:
+        InputError: it carries out another one with the same key.
+    """
     if server.underway.carries_out(number):
         return None
     found = server.operations.find(number, who.project, server.entrance.principal(who))
-    return found if found is not None and not found.over and not found.lost and found.body == body else None
+    if found is None or found.over or found.lost:
+        return None
+    if found.body != body:
+        raise used_key()
+    return found
 
 
 def _asked(
     server: Server, operation: Operation, who: Asker, given: dict[str, Any], key: str, number: str, asking: Asking
 ) -> bytes:
-    control = server.entrance.control(who, number)
-
-    def carried_out() -> bytes:
+    def carried_out(number: str) -> bytes:
         if operation.heavy:
             return server.workers.ask(who.to_json(), operation.verb, given, number, asking)
+        control = server.entrance.control(who, number)
         return to_json(call(control, operation.verb, arguments(operation, given), project=who.project))
 
     if not key:
-        return carried_out()
+        return carried_out(number)
     once = Once(server.entrance.ledger(who), server.entrance.principal(who), number)
     return once.answer(key, operation.verb, given, carried_out)[1]
 

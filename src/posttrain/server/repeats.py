@@ -1,7 +1,8 @@
 """A request with an `Idempotency-Key` is carried out once, however often it is sent and whoever dies meanwhile.
 
 The key decides the ids of the request's transactions, so the event log tells of a request whose server died whether
-anything of it was written.
+anything of it was written. Then it is not carried out again, but for a verb that finds what it made before: that one
+goes on, under further ids of the same request.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ KEPT_SECONDS = ANSWERS_SECONDS
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _REQUEST = 26  # hexadecimal digits of a request's id
 _UNKEPT = frozenset({"issue_token", "rotate_token"})  # their answers are secrets
-_GOES_ON = frozenset(  # asked again, they find what they made before: the same run, the same version
-    ("create_model", "add_dataset", "add_external", "add_model", "add_reward")
-)
+_GOES_ON = frozenset({"create_model"})  # writes more than once; carried out again it goes on with its own run
+_FINDS = frozenset(("add_dataset", "add_external", "add_model", "add_reward"))  # what it made, unless others came since
+_TRIES = 256  # of a request that goes on; its transactions are numbered by what is left of the 32 digits
 _OK, _SERVERS = 200, 500
 
 
 class LaterError(CapacityError):
     """The same request is being answered at this moment."""
+
+
+def used_key() -> InputError:
+    """What is said of a key that comes with two requests."""
+    return InputError("idempotency-key: must be another one for another request, got one that was used")
 
 
 def request_id(key: str, project: str, principal: str, entropy: Callable[[int], bytes]) -> str:
@@ -62,8 +68,11 @@ class Once:
         self._ledger, self._request = ledger, request
         self._repeats, self._me = Repeats(ledger, principal), process_name()
 
-    def answer(self, key: str, verb: str, sent: Mapping[str, Any], do: Callable[[], bytes]) -> tuple[int, bytes]:
+    def answer(self, key: str, verb: str, sent: Mapping[str, Any], do: Callable[[str], bytes]) -> tuple[int, bytes]:
         """Status and body.
+
+        Args:
+            do: carries it out under a request's id, by which its transactions are numbered.
 
         Raises:
             LaterError: it is being answered. InputError: the key was another request's.
@@ -73,52 +82,62 @@ class Once:
         known = self._repeats.begin(key, verb, body, self._me)
         if known is not None:
             if known.body != body:
-                raise InputError("idempotency-key: must be another one for another request, got one that was used")
+                raise used_key()
             if known.state == DONE:
                 return self._again(verb, known.status, known.answer)
             if self._lives(known.owner) or not self._repeats.take_over(key, known.owner, self._me):
                 raise LaterError(f"{verb}: the same request is being answered; ask again in a second")
-            if self._written():
+            if verb not in _GOES_ON and self._written(self._request):
                 self._repeats.done(key, _OK, None)
                 return self._again(verb, _OK, None)
         return self._first(key, verb, do)
 
-    def _first(self, key: str, verb: str, do: Callable[[], bytes]) -> tuple[int, bytes]:
+    def _first(self, key: str, verb: str, do: Callable[[str], bytes]) -> tuple[int, bytes]:
+        number = self._number(verb)
         try:
-            found = do()
+            found = do(number)
         except (Refused, PosttrainError) as error:
             document = error.document if isinstance(error, Refused) else problem(error, self._request)
             status = int(document["status"])
             if status < _SERVERS:
                 self._repeats.done(key, status, json.dumps(document))
             else:
-                self._let_again(key)
+                self._let_again(key, verb)
             raise
         except BaseException:
-            self._let_again(key)
+            self._let_again(key, verb)
             raise
         self._repeats.done(key, _OK, None if verb in _UNKEPT else found.decode())
         return _OK, found
 
-    def _let_again(self, key: str) -> None:
-        """The next try may do better, unless something of this one was written."""
-        if self._written():
-            self._repeats.done(key, _OK, None)
-        else:
+    def _let_again(self, key: str, verb: str) -> None:
+        """The next try may do better, unless something of this one was written that it would write again."""
+        if not self._written(self._request):
             self._repeats.forget(key)
+        elif verb in _GOES_ON:
+            self._repeats.leave(key)
+        else:
+            self._repeats.done(key, _OK, None)
 
-    def _written(self) -> bool:
-        """Whether the request changed anything."""
+    def _number(self, verb: str) -> str:
+        """The id of the present try: of one that goes on with what another one wrote, the next."""
+        if verb not in _GOES_ON:
+            return self._request
+        tries = (self._request, *(f"{self._request}{number:02x}" for number in range(1, _TRIES)))
+        return next((one for one in tries if not self._written(one)), self._request)
+
+    def _written(self, request: str) -> bool:
+        """Whether a try of the request changed anything."""
         with self._ledger.snapshot() as now:
-            return now.has_request(numbered(self._request, 0))
+            return now.has_request(numbered(request, 0))
 
     def _again(self, verb: str, status: int | None, answer: str | None) -> tuple[int, bytes]:
         if answer is None:
             words = verb.replace("_", " ")
-            if verb in _GOES_ON:
+            if verb in _FINDS:
                 raise ConflictError(
-                    f"{words}: was begun, and whether it came to its end is not known; ask for it once more, as a "
-                    "request of its own: that goes on with what there is, and makes nothing twice"
+                    f"{words}: was carried out, and its answer is lost; ask for it once more, as a request of its own: "
+                    "what it made is found, and made no second time"
                 )
             raise ConflictError(
                 f"{words}: was carried out, or begun, and its answer is lost or not kept; look at what is there before "

@@ -28,8 +28,9 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import BusyError, LostOperationError, NotFoundError, PosttrainError, StoppedError
 from posttrain.server.asking import OPERATION_SECONDS, Asking
 from posttrain.server.lanes import READ, in_thread
+from posttrain.server.repeats import LaterError, used_key
 from posttrain.server.workers import Refused
-from posttrain.store.operations import Begun, Operations
+from posttrain.store.operations import BEAT_SECONDS, Begun, Operations
 
 if TYPE_CHECKING:
     from posttrain.server.app import Server
@@ -60,8 +61,11 @@ class Running:
     began: float = field(default_factory=time.monotonic)
     looked: float = field(default_factory=time.monotonic)
     ended: float | None = None
+    known_as: str = ""  # pseudonymous id of whoever asked, once every server is to tell of it
     shared: bool = False  # the database says how it stands
     told: bool = False  # and how it ended
+    said: tuple[str, bool] = ("", False)  # progress, and whether it is over, as the database has them
+    said_at: float = 0.0
     progress: str = ""
 
     def hear(self, piece: bytes) -> None:
@@ -111,15 +115,28 @@ class Underway:
         return number in self._all
 
     async def share(self, one: Running, principal: str) -> None:
-        """Let every server tell of it.
+        """Let every server tell of it; where another one tells of the same at this moment, as soon as that is over.
 
         Args:
             principal: pseudonymous id.
+
+        Raises:
+            InputError: another server carries out another request with its key; this one is ended.
         """
-        if not one.shared:
-            begun = (one.id, one.project, principal, one.verb, asked_of(one.verb, one.sent), one.to_json().decode())
-            await in_thread(READ, self._shared.begin, *begun)
-            one.shared = True
+        one.known_as = principal
+        if one.shared:
+            return
+        body, progress = asked_of(one.verb, one.sent), one.progress
+        begun = (one.id, one.project, principal, one.verb, body, one.to_json().decode())
+        other = await in_thread(READ, self._shared.begin, *begun)
+        if other is not None and other.body != body:
+            one.asking.end()
+            self.drop(one)
+            raise used_key()
+        if other is None:
+            one.shared, one.said, one.said_at = True, (progress, False), time.monotonic()
+            if self._all.get(one.id) is not one:  # it was dropped meanwhile
+                await in_thread(READ, self._shared.forget, one.id)
 
     def begin(
         self, who: Asker, number: str, verb: str, sent: Any, carry: Callable[[Asking], Coroutine[Any, Any, bytes]]
@@ -127,11 +144,12 @@ class Underway:
         """Carry a request out; one that is under way with this id and asks the same is that one.
 
         Raises:
-            BusyError: the server keeps too many.
+            BusyError: the server keeps too many. InputError: one that asks something else is known by this id.
         """
-        mine = who.identity.principal, who.project
         known = self._all.get(number)
-        if known is not None and (known.principal, known.project) == mine and (known.verb, known.sent) == (verb, sent):
+        if known is not None:
+            if (known.verb, known.sent) != (verb, sent):
+                raise used_key()
             known.looked = time.monotonic()
             return known
         self._make_room()
@@ -161,7 +179,9 @@ class Underway:
         """Say how it stands; end it when nobody looks any more; forget it some time after."""
         while self._all.get(one.id) is one:
             await asyncio.wait({one.task}, timeout=_LOOK) if one.ended is None else await asyncio.sleep(_LOOK)
-            if one.shared and not one.told:
+            if one.task.done() and not one.task.cancelled() and isinstance(one.task.exception(), LaterError):
+                self.drop(one)  # another server carries it out: whoever asks again with the key is told of that one
+            if one.known_as and not one.told:
                 with suppress(PosttrainError):  # a database that is away: the next time
                     await self._tell(one)
             now = time.monotonic()
@@ -176,9 +196,19 @@ class Underway:
                 one.asking.end()
 
     async def _tell(self, one: Running) -> None:
-        over = one.task.done()
-        ago, ending = await in_thread(READ, partial(self._shared.tell, one.id, one.to_json().decode(), over=over))
-        one.looked, one.told = max(one.looked, time.monotonic() - ago), over
+        """Write what changed, and now and then that this server lives; read whether somebody looks or cancelled."""
+        if self._all.get(one.id) is not one:
+            await in_thread(READ, self._shared.forget, one.id)
+            return
+        if not one.shared:
+            await self.share(one, one.known_as)
+            return
+        now, (progress, over) = time.monotonic(), (one.progress, one.task.done())
+        if (progress, over) != one.said or now - one.said_at >= BEAT_SECONDS:
+            await in_thread(READ, partial(self._shared.tell, one.id, one.to_json().decode(), over=over))
+            one.said, one.said_at, one.told = (progress, over), now, over
+        ago, ending = await in_thread(READ, self._shared.heard, one.id)
+        one.looked = max(one.looked, time.monotonic() - ago)
         if ending:
             one.asking.end()
 
@@ -197,6 +227,14 @@ def accepted(project: str, number: str, document: bytes | str) -> Response:
     place = f"{PREFIX.format(project=project)}/operations/{number}"
     headers = {"location": place, "cache-control": "no-store", "preference-applied": "respond-async"}
     return Response(document, 202, headers, "application/json")
+
+
+def as_now(found: Begun) -> str:
+    """How an operation of another server stands: its seconds went on since that one said them."""
+    if found.over:
+        return found.document
+    said = json.loads(found.document)
+    return json.dumps({**said, "seconds": round(float(said.get("seconds", 0.0)) + found.ago, 1)})
 
 
 def asked_of(verb: str, sent: Any) -> str:
@@ -224,7 +262,7 @@ class _Looking:
         if one is not None:
             await in_thread(READ, self._admitted, request, one.verb)  # a role that was taken away meanwhile
             return _shown(one.to_json())
-        return _shown((await in_thread(READ, self._elsewhere, request, who)).document)
+        return _shown(as_now(await in_thread(READ, self._elsewhere, request, who)))
 
     async def cancel(self, request: Request) -> Response:
         """What is carried out elsewhere is looked at until it ended, for so long as a request waits."""
@@ -242,7 +280,7 @@ class _Looking:
         while not found.over and time.monotonic() < until:
             await asyncio.sleep(_LOOK)
             found = await in_thread(READ, self._elsewhere, request, who)
-        return _shown(found.document)
+        return _shown(as_now(found))
 
     def _elsewhere(self, request: Request, who: Asker) -> Begun:
         """An operation that another server carries out, or did.

@@ -35,10 +35,12 @@ from posttrain.store.journal import Author, Entropy, new_request
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
 
+_DIGITS = 32  # of a transaction's id
+
 
 def numbered(request: str, number: int) -> str:
-    """The id of one of a request's transactions: 32 hexadecimal digits, the last six its number, from 0."""
-    return f"{request}{number:06x}"
+    """The id of one of a request's transactions: 32 hexadecimal digits, the last of them its number, from 0."""
+    return f"{request}{number:0{_DIGITS - len(request)}x}"
 
 
 class Ledger:

@@ -1,15 +1,19 @@
 """Operations as every server of a ledger sees them: how one stands, who carries it out, whether somebody still asks.
 
-The server that carries one out says every second how it stands. Silence, or the death of that process, means that
-nobody carries it out any more.
+The server that carries one out says how it stands when that changes, and that it lives every `BEAT_SECONDS`. Silence
+for `SILENT_SECONDS`, or the known death of that process, means that nobody carries it out any more; until then nobody
+takes its place.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import ColumnElement, case, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
 
 from posttrain.domain.ports import Clock
 from posttrain.store.database import Database
@@ -17,6 +21,7 @@ from posttrain.store.moments import now_in
 from posttrain.store.schema import hosts, operations
 
 SILENT_SECONDS = 60.0  # after which nobody is taken to carry it out
+BEAT_SECONDS = 15.0  # within which whoever carries it out says so, though nothing changed
 FORGOTTEN_SECONDS = 3600.0  # without a look
 _LOOKED_SECONDS = 2.0  # a look is written down once in so many: whoever carries it out hears soon enough
 
@@ -31,7 +36,8 @@ class Begun:
     verb: str
     body: str  # digest of what was asked
     server: str  # process that carries it out, HOSTNAME:PID:START
-    document: str  # how it stands, as JSON
+    document: str  # how it stood when that was last said, as JSON
+    ago: float  # seconds since then
     over: bool
     lost: bool  # nobody carries it out any more, and nothing says what came of it
 
@@ -47,50 +53,79 @@ class Operations:
     def __init__(self, database: Database, clock: Clock, server: str, alive: Callable[[str], bool]) -> None:
         self._database, self._clock, self._server, self._alive = database, clock, server, alive
 
-    def begin(self, number: str, project: str, principal: str, verb: str, body: str, document: str) -> None:
-        """This server carries it out. Whoever did so before is gone; what nobody looks at any more is forgotten."""
-        row = {"id": number, "project": project, "principal": principal, "verb": verb, "body": body}
-        with self._database.write() as connection:
-            now = now_in(connection, self._clock)
-            connection.execute(delete(operations).where(operations.c.looked_at < now - FORGOTTEN_SECONDS))
-            connection.execute(delete(operations).where(operations.c.id == number))
-            fresh = {"server": self._server, "document": document, "over": 0, "ending": 0}
-            connection.execute(insert(operations).values(**row, **fresh, told_at=now, looked_at=now))
+    def begin(self, number: str, project: str, principal: str, verb: str, body: str, document: str) -> Begun | None:
+        """This server carries it out, unless one stands under this id that somebody carries out: that one, then.
 
-    def tell(self, number: str, document: str, *, over: bool) -> tuple[float, bool]:
-        """Say how it stands; seconds since somebody looked, and whether somebody cancelled it."""
+        What nobody looks at any more is forgotten.
+        """
+        row = {"id": number, "project": project, "principal": principal, "verb": verb, "body": body}
+        fresh = {"server": self._server, "document": document, "over": 0, "ending": 0}
+        while True:
+            with self._database.write() as connection:
+                now = now_in(connection, self._clock)
+                connection.execute(delete(operations).where(operations.c.looked_at < now - FORGOTTEN_SECONDS))
+                known = self._read(connection, operations.c.id == number)
+                if known is not None and not (known.over or known.lost):
+                    return known
+                if known is not None:  # as it was read, and not what another one put there meanwhile
+                    there = (operations.c.id == number) & (operations.c.server == known.server)
+                    connection.execute(delete(operations).where(there))
+                try:
+                    with connection.begin_nested():
+                        connection.execute(insert(operations).values(**row, **fresh, told_at=now, looked_at=now))
+                    return None
+                except IntegrityError:  # another server was quicker
+                    continue
+
+    def tell(self, number: str, document: str, *, over: bool) -> None:
+        """Say how it stands, and that this server lives."""
         with self._database.write() as connection:
+            told = {"document": document, "over": int(over), "told_at": now_in(connection, self._clock)}
+            connection.execute(update(operations).where(self._mine(number)).values(told))
+
+    def heard(self, number: str) -> tuple[float, bool]:
+        """Seconds since somebody looked, and whether somebody cancelled it. Of one that is not this server's: never."""
+        with self._database.read() as connection:
             now = now_in(connection, self._clock)
-            mine = (operations.c.id == number) & (operations.c.server == self._server)
-            told = {"document": document, "over": int(over), "told_at": now}
-            connection.execute(update(operations).where(mine).values(told))
-            query = select(now - operations.c.looked_at, operations.c.ending).where(mine)
+            query = select(now - operations.c.looked_at, operations.c.ending).where(self._mine(number))
             row = connection.execute(query).one_or_none()
-            return (0.0, False) if row is None else (float(row[0]), bool(row[1]))
+            return (math.inf, False) if row is None else (float(row[0]), bool(row[1]))
+
+    def forget(self, number: str) -> None:
+        """This server does not carry it out after all."""
+        with self._database.write() as connection:
+            connection.execute(delete(operations).where(self._mine(number)))
 
     def find(self, number: str, project: str, principal: str) -> Begun | None:
         """Somebody's operation that this server does not carry out, at which they look now; None: they have none."""
         mine = _of(number, project, principal)
         with self._database.read() as connection:
-            now = now_in(connection, self._clock)
-            silent = case((operations.c.told_at < now - SILENT_SECONDS, 1), else_=0).label("silent")
-            elsewhere = select(hosts.c.id).where(hosts.c.server == operations.c.server).exists().label("known")
-            unseen = (now - operations.c.looked_at).label("unseen")
-            row = connection.execute(select(operations, silent, elsewhere, unseen).where(mine)).one_or_none()
-        if row is None:
-            return None
-        if row.unseen >= _LOOKED_SECONDS:
+            found = self._read(connection, mine)
+            unseen = (now_in(connection, self._clock) - operations.c.looked_at) >= _LOOKED_SECONDS
+            look = connection.execute(select(operations.c.id).where(mine, unseen)).first() is not None
+        if look:
             with self._database.write() as connection:
                 connection.execute(update(operations).where(mine).values(looked_at=now_in(connection, self._clock)))
-        lost = not row.over and (bool(row.silent) or self._is_dead(row.server, bool(row.known)))
-        return Begun(
-            row.id, row.project, row.principal, row.verb, row.body, row.server, row.document, bool(row.over), lost
-        )
+        return found
 
     def cancel(self, number: str, project: str, principal: str) -> None:
         """Ask whoever carries it out to carry it out no further."""
         with self._database.write() as connection:
             connection.execute(update(operations).where(_of(number, project, principal)).values(ending=1))
+
+    def _read(self, connection: Connection, which: ColumnElement[bool]) -> Begun | None:
+        now = now_in(connection, self._clock)
+        elsewhere = select(hosts.c.id).where(hosts.c.server == operations.c.server).exists().label("known")
+        ago = (now - operations.c.told_at).label("ago")
+        row: Row[Any] | None = connection.execute(select(operations, elsewhere, ago).where(which)).one_or_none()
+        if row is None:
+            return None
+        lost = not row.over and (row.ago > SILENT_SECONDS or self._is_dead(row.server, bool(row.known)))
+        named = (row.id, row.project, row.principal, row.verb, row.body, row.server, row.document)
+        return Begun(*named, max(0.0, float(row.ago)), bool(row.over), lost)
+
+    def _mine(self, number: str) -> ColumnElement[bool]:
+        return (operations.c.id == number) & (operations.c.server == self._server)
 
     def _is_dead(self, server: str, known: bool) -> bool:
         """Whether a server is known to be gone: its process is on this machine, or its host has another one."""

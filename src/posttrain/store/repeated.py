@@ -11,6 +11,7 @@ from posttrain.store.ledger import Ledger
 from posttrain.store.schema import requests
 
 BEGUN, DONE = "begun", "done"
+_NOBODY = "nobody"  # in the place of a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,11 @@ class Repeats:
         with self._ledger.database.write() as connection:
             values = {"state": DONE, "status": status, "answer": answer}
             connection.execute(update(requests).where(*self._of(key)).values(**values))
+
+    def leave(self, key: str) -> None:
+        """Whoever began it carries it out no further, and something of it was written: the next one may go on."""
+        with self._ledger.database.write() as connection:
+            connection.execute(update(requests).where(*self._of(key)).values(owner=_NOBODY))
 
     def forget(self, key: str) -> None:
         """It was not carried out, and may be tried again."""
