@@ -21,6 +21,8 @@ pytestmark = pytest.mark.browser
 WIDTHS = (390, 1280)
 HIDE = """() => { Object.defineProperty(document, 'hidden', {value: true});
   document.dispatchEvent(new Event('visibilitychange')); }"""
+SHARES = """() => [...document.querySelectorAll('.row .why')].map(
+  e => e.getBoundingClientRect().width / e.parentElement.getBoundingClientRect().width)"""
 STARTED = "() => [window.__pwned, document.title.startsWith('pwned')]"
 
 
@@ -201,6 +203,22 @@ def test_a_rollback_by_click_says_what_will_serve_and_wants_a_reason(page: Any, 
     assert "worse in production" in page.inner_text("#channel")
     assert page.evaluate(STARTED) == [None, False]
     assert page.troubles == []
+
+
+def test_what_is_quarantined_is_readable_at_any_width(page: Any, world: ConsoleWorld) -> None:
+    page.goto(f"{world.bench.url}/projects/default/channels/prod")
+    if page.query_selector("text=Quarantined") is None:  # the test before this one rolled back already
+        world.bench.control(KEY).rollback("prod", None, None, "worse")
+        page.reload()
+    for width, scheme in ((390, "light"), (1280, "dark")):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.emulate_media(color_scheme=scheme)
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SHOTS / f"console-quarantine-{width}-{scheme}.png", full_page=True)
+        shares = page.evaluate(SHARES)
+        assert shares
+        assert min(shares) > (0.85 if width == 390 else 0.3), (width, shares)
+        assert [*page.evaluate(WIDE), *page.evaluate(FAINT, LEAST_CONTRAST)] == []
 
 
 def test_a_release_is_approved_by_click(page: Any, world: ConsoleWorld) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cli_world import World, make_world
+from console_bench import Browser
 from server_bench import KEY, ServerBench, serving
 
 from posttrain.app.workspace import Workspace
@@ -177,6 +178,25 @@ def test_a_stage_is_not_taken_from_another_image(world: World) -> None:
         for order, one in zip(orders, world.executor.launched, strict=True)
     ]
     assert own == [bool(order["image"]) for order in orders], "whoever runs in none shares the workspace's cache"
+
+
+def test_a_run_shows_its_image_wherever_it_is_looked_at(world: World) -> None:
+    world.broken["sft"] = [7] * 9  # as where the image cannot be had
+    assert world("run", naming(world, IMAGE)).exit_code != 0
+    run = world.newest()
+    for verb in ("get", "why"):
+        assert f"image: {IMAGE}" in world.ok(verb, run)
+        assert world.json(verb, run)["image"] == IMAGE
+    with serving(Workspace(world.root / ".posttrain")) as bench:
+        browser = Browser(bench)
+        browser.log_in(bench.person("ann", Role.VIEWER))
+        assert IMAGE in browser.get(f"/projects/default/runs/{run}").body.decode()
+        monitored = bench.control(bench.person("bob", Role.VIEWER)).status(run)
+        assert monitored.image == IMAGE
+    world.broken.clear()
+    world.ok("run", "run.yaml")
+    assert "image:" not in world.ok("get", world.newest())
+    assert world.json("get", world.newest())["image"] is None
 
 
 def test_whoever_has_the_workspace_names_any_image_until_somebody_says_which(world: World) -> None:

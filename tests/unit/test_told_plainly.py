@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
 import pytest
-from cli_world import RUN, World, make_world
+from cli_world import GOOD_REWARD, RUN, World, make_world
 from console_bench import Browser
 from server_bench import serving
 from test_approvals import ONE, waits
@@ -224,3 +225,47 @@ def test_jobs_of_every_project_hold_the_executor(world: World, monkeypatch: pyte
     said = world("init", "--executor", "podman")
     assert said.exit_code == 9
     assert held in said.stderr
+
+
+def console_page(world: World, place: str, name: str = "lou") -> str:
+    """A page of the console, as a viewer sees it."""
+    with serving(open_workspace(world.root)) as bench:
+        browser = Browser(bench)
+        assert browser.log_in(bench.person(name, Role.VIEWER)).status == 303
+        return browser.get(f"/projects/default/{place}").body.decode()
+
+
+def test_what_was_released_asks_nobody_to_approve_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    run = waits(world)
+    monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: "ann")
+    world.ok("approve", run)
+    monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: "eve")
+    world.ok("attach", run)
+    assert asked(world, run) == "none needed"
+    workspace = open_workspace(world.root)
+    rows = workspace.ledger.stages(run)
+    workspace.close()
+    assert [row.next_action for row in rows if row.name == "release"] == [""]
+    assert "posttrain approve" not in console_page(world, f"runs/{run}")
+
+
+def test_a_stage_of_the_console_is_starting_until_its_job_says_something(world: World) -> None:
+    world.hold.add("sft")
+    assert world("run", "run.yaml", "--timeout", "20").exit_code == 12
+    page = console_page(world, f"runs/{world.newest()}")
+    stages = page[page.index("<h2>Stages</h2>") :]
+    assert re.findall(r'class="how"><span class="badge \w*">(\w+)<', stages)[0] == "starting"
+
+
+def test_a_model_that_was_brought_back_is_not_called_rolled_back(world: World) -> None:
+    world.ok("run", "run.yaml")
+    world.ok("asset", "add", "reward:sort", world.write("reward.py", GOOD_REWARD.replace("1.0", "0.97")))
+    world.ok("run", "run.yaml")
+    world.ok("rollback", "prod")
+    page = " ".join(console_page(world, "channels/prod").split())
+    served = page[page.index("It serves") : page.index("<h2>Policy</h2>")]
+    assert "brought back" in served
+    assert "rolled back" not in served
+    assert ">quarantined</span>" in page
+    assert page.count(">rolled back</span>") == 1  # the move that was taken back

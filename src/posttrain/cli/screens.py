@@ -36,6 +36,8 @@ def run_tree(status: RunStatus) -> Tree:
         (f"  {duration(status.seconds)}, {count(status.tokens)} tokens, owner {run.owner}", "dim"),
     )
     root = Tree(branch(head), guide_style="dim")
+    if status.image:
+        root.add(branch(Text(f"image: {status.image}", style="dim")))
     for stage in status.stages:
         below = root.add(branch(_stage_line(stage)))
         for told in (stage.begun, stage.selection):

@@ -181,6 +181,7 @@ def release_stage(
                 state=StageState.SUCCEEDED,
                 reason=Reason.PROMOTED if move else Reason.ALREADY_LIVE,
                 message=f"{channel} {verb} at {candidate[:19]}… (release {live and live.sequence})",
+                next_action="",  # it asked for approvals perhaps
                 finished_at=stores.clock.now(),
             )
     except StaleWriteError:  # the stage's own row, not the channel: look again

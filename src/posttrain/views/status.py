@@ -122,6 +122,7 @@ class RunStatus:
     warnings: tuple[str, ...] = ()  # of what its probes chose, one line each
     signals: tuple[Signal, ...] = ()  # that were sent to it
     approvals: tuple[Standing, ...] = ()  # of what was asked for on its behalf
+    image: str = ""  # that its jobs run in, but for those that measure; empty: in none
 
     @property
     def why(self) -> str:
@@ -181,6 +182,7 @@ class RunStatus:
             "driver": self.driver.to_json() if self.driver else None,
             "owner": run.owner,
             "manifest": run.manifest_digest,
+            "image": self.image or None,
             "created_at": run.created_at,
             "started_at": run.started_at,
             "finished_at": run.finished_at,
@@ -258,7 +260,8 @@ class RunWatcher:
         action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driver, stages)
         metrics = {row.name: row.metrics for row in rows}
         warnings = tuple(choice_warnings(self._manifest, metrics)) if self._manifest else ()
-        return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings, signals, asked)
+        image = (self._manifest and self._manifest.image) or ""
+        return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings, signals, asked, image)
 
     def _asked(self, run_id: str, rows: Sequence[StageRecord]) -> tuple[Standing, ...]:
         waits = any(row.reason in (Reason.WAITING_FOR_APPROVAL, Reason.APPROVAL_REJECTED) for row in rows)
@@ -353,7 +356,9 @@ def _waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, s
 
 def _stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tuple[str, str]:
     """Why the stage is where it is, and what a person would do next."""
-    if row.state in (StageState.SUCCEEDED, StageState.SKIPPED, StageState.RUNNING):
+    if row.state in _DONE:  # whatever its row asked for before that
+        return row.message or row.state, "none needed"
+    if row.state == StageState.RUNNING:
         return row.message or row.state, row.next_action or "none needed"
     if row.state in (StageState.PENDING, StageState.READY):
         if is_final("run", run.state):
