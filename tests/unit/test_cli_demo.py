@@ -92,6 +92,13 @@ def test_an_unexpected_outcome_stops_it(world: World) -> None:
     assert "ended with exit code 0, expected 3" in result.stderr
 
 
+def test_it_is_played_below_a_workspace_of_ones_own(world: World) -> None:
+    world.ok("init")
+    (world.root / "examples" / "01-one" / "make_data.py").write_text("raise SystemExit(4)")
+    assert world("demo", "--workspace", "show").exit_code == 4  # what comes after its workspace was made
+    assert (world.root / "show" / ".posttrain").is_dir()
+
+
 def test_playing_again_empties_only_its_own_folder(world: World) -> None:
     (world.root / "examples" / "01-one" / "make_data.py").write_text("raise SystemExit(4)")
     assert world("demo", "--workspace", "show").exit_code == 4

@@ -146,7 +146,8 @@ class _Stage:
         if not found.whole:
             say(f"This machine cannot confine rewards: {'; '.join(found.notes)}.")
             say("The demo's own are harmless, so its workspace says that it trusts them; yours would be refused.")
-        self._posttrain("init", *(() if found.whole else ("--rewards", "trusted")))
+        # by its folder: the demo may be played below a workspace of one's own
+        self._posttrain("init", ".", *(() if found.whole else ("--rewards", "trusted")))
 
     def play(self, run: DemoRun) -> None:
         """One run, and for one that does not ship, why."""

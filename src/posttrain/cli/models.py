@@ -94,6 +94,7 @@ def sample(
         raise InputError("sample: - reads standard input, and it is closed; write the prompt")
     texts = [sys.stdin.read().rstrip("\n") if text == _STDIN else text for text in prompts]
     control = open_control()
+    aside(f"loading {model}, to ask it")
     asked = control.ask(
         model,
         texts,
@@ -178,6 +179,7 @@ def evaluate(
     judge = _judge(reward, _given(entry=entry, dialect=dialect))
     runtime = {"device": device, "dtype": dtype, "threads": threads}
     control = open_control()
+    aside(f"planning to measure {model} on {', '.join(suites)}")
     found = control.evaluate(model, suites, settings=settings, runtime=runtime, reward=judge, seed=seed, again=again)
     if output is Output.JSON:
         _measured_json(control, found, timeout)
@@ -205,6 +207,7 @@ def _judge(reward: str | None, called: dict[str, Any]) -> dict[str, Any] | None:
 def _measured_json(control: Control, found: Submitted, timeout: float | None) -> None:
     for warning in found.warnings:
         aside(f"warning: {warning}")
+    aside(f"run {found.run.id}; posttrain get {found.run.id} --watch shows how far it is")
     record = control.drive(found.run.id, timeout=timeout)
     status = control.status(record.id)
     error = control.outcome(status)
@@ -229,6 +232,7 @@ def export(
     if str(folder) in ("", "."):
         raise InputError(f"export: must be a folder of its own, got {str(folder)!r}; name a new one")
     control = open_control()
+    aside(f"copying {model} to {folder}; every file is hashed on the way")
     with _ended_by_sigterm():
         done = control.export(model, folder, dtype=dtype, progress=_progress)
     recall = control.recalled(done.digest).get(done.digest)
