@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -282,6 +284,50 @@ def test_access_that_is_gone_or_damaged_is_said(bench: ServerBench) -> None:
         driver.give(mine.attempt, mine.folder)
 
 
+def test_nothing_that_a_job_says_of_its_access_is_believed_or_written_by_the_driver(
+    bench: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hostile job names the token of another one, a socket and a server of its own, and a word of its own."""
+    evil, mine = attempt_with_access(bench, "evil"), attempt_with_access(bench, "mine")
+    driver, before = granting(bench), (mine.folder / "access.json").read_bytes()
+    token = json.loads(before)["token"]
+    lies = [
+        (evil.folder / "access.json", json.dumps({"token": token, "socket": "/tmp/evil.sock"})),
+        (evil.folder / "address.json", json.dumps({"url": "http://127.0.0.1:9", "token": "x", "certificate": "evil"})),
+    ]
+    for path, lie in lies:
+        path.write_text(lie)
+    monkeypatch.setattr(Grants, "renew", lambda *_: [evil.attempt.folder, mine.attempt.folder])
+    for at in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
+        monkeypatch.setattr(driver, "_renewed", -RENEW_SECONDS)  # a minute later
+        write_json(bench.workspace.root / "server.json", {"url": at, "key": KEY, "pid": 1})
+        opened = opens(driver.keep)
+        assert not [one for one in opened if Path(one).name in ("access.json", "address.json")]
+        for job in (evil, mine):
+            assert json.loads((job.folder / "address.json").read_text()) == {"url": at}
+    assert lies[0][0].read_text() == lies[0][1], "nobody writes it after the start, so nobody gives back what it says"
+    assert (mine.folder / "access.json").read_bytes() == before
+    lies[1][0].write_text(lies[1][1])
+    monkeypatch.setattr(driver, "_renewed", -RENEW_SECONDS)
+    driver.keep()
+    assert lies[1][0].read_text() == lies[1][1], "it is told what changed, however often it writes there"
+
+
+def opens(do: Callable[[], None]) -> list[str]:
+    """The names of the files that something opens."""
+    found, here = list[str](), threading.get_ident()
+    listening = [True]
+
+    def hook(event: str, words: tuple[Any, ...]) -> None:
+        if listening and event == "open" and threading.get_ident() == here:
+            found.append(os.fsdecode(words[0]) if isinstance(words[0], str | bytes | os.PathLike) else "")
+
+    sys.addaudithook(hook)
+    do()
+    listening.clear()
+    return found
+
+
 def put_nothing(path: Path) -> None:
     path.write_text('{"x": 1}')
 
@@ -311,8 +357,9 @@ def test_what_one_job_puts_in_its_folder_holds_up_no_other(
 ) -> None:
     evil, mine = attempt_with_access(bench, "evil"), attempt_with_access(bench, "mine")
     driver = granting(bench)
-    (evil.folder / "access.json").unlink()
-    put(evil.folder / "access.json")
+    for name in ("access.json", "address.json"):
+        (evil.folder / name).unlink()
+        put(evil.folder / name)
     monkeypatch.setattr(Grants, "renew", lambda *_: [evil.attempt.folder, mine.attempt.folder])
     for at in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
         monkeypatch.setattr(driver, "_renewed", -RENEW_SECONDS)  # a minute later
@@ -322,8 +369,8 @@ def test_what_one_job_puts_in_its_folder_holds_up_no_other(
         assert known is not None
         assert known.url == at
     told = [one.getMessage() for one in caplog.records if "cannot be told" in one.getMessage()]
-    assert len(told) == 1
-    assert str(evil.folder) in told[0]
+    assert len(told) == (1 if put is os.mkdir else 0), "what is no folder is replaced"
+    assert all(str(evil.folder) in one for one in told)
     monkeypatch.setattr(driver, "_server", lambda: pytest.fail("it was asked again at once"))
     driver.keep()
 

@@ -1,18 +1,20 @@
-"""Lets jobs of a served workspace in: each by a token of its attempt, which its folder holds and the ledger knows."""
+"""Lets jobs of a served workspace in: each by a token of its attempt, which its folder holds and the ledger knows.
+
+What lies in the folder is the job's from its start on. So it is written here and never read.
+"""
 
 from __future__ import annotations
 
 import logging
 import secrets
 import time
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InfrastructureError, PosttrainError
 from posttrain.domain.records import AttemptRecord
-from posttrain.store.access import INSIDE, SOCKET, JobAccess, read_access
+from posttrain.store.access import INSIDE, SOCKET, JobAccess, tell
 from posttrain.store.atomic import read_json
 from posttrain.store.grants import Grants
 from posttrain.workspace.served import PLACE
@@ -35,6 +37,7 @@ class Granting:
     def __init__(self, root: Path, grants: Grants, host: str | None) -> None:
         self._root, self._grants, self._host = root, grants, host
         self._renewed = -RENEW_SECONDS
+        self._told: dict[str, tuple[str, str]] = {}  # where the server is, by the folders that have it from here
         self._damaged: set[str] = set()  # folders of which that was told
 
     def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
@@ -56,13 +59,17 @@ class Granting:
         """
         if time.monotonic() - self._renewed < RENEW_SECONDS:
             return
-        url, certificate = self._server()
-        folders = self._grants.renew(self._host)
+        place = self._server()
+        folders = set(self._grants.renew(self._host))
         self._renewed = time.monotonic()  # whatever lies in the folders: jobs write there
-        self._damaged &= set(folders)
-        for name in folders:
+        self._damaged &= folders
+        self._told = {name: told for name, told in self._told.items() if name in folders}
+        for name in sorted(folders):
+            if self._told.get(name) == place:
+                continue
             try:
-                _tell(self._root / name, url, certificate)
+                tell(self._root / name, *place)
+                self._told[name] = place
                 self._damaged.discard(name)
             except (PosttrainError, OSError) as error:
                 if name not in self._damaged:
@@ -80,9 +87,3 @@ class Granting:
             raise InfrastructureError(
                 f"{self._root / PLACE}: does not say where the server is; it is starting"
             ) from error
-
-
-def _tell(folder: Path, url: str, certificate: str) -> None:
-    known = read_access(folder)
-    if known is not None and (known.url, known.certificate) != (url, certificate):
-        replace(known, url=url, certificate=certificate).write(folder)

@@ -1,4 +1,11 @@
-"""`access.json` of an attempt's folder, its owner's alone: where a job of a server reads its inputs, what lets it in.
+"""What a job of a server is told in its attempt's folder, its owner's alone: what lets it in, and where the server is.
+
+::
+
+    access.json     the token, written before the job starts, and by nobody afterwards
+    address.json    where the server is, written again where that changed
+
+The job may write both, so nothing of the server reads them: its driver knows by itself what it has told whom.
 
 Standard library only, and what the folder needs: jobs import it.
 """
@@ -6,14 +13,15 @@ Standard library only, and what the folder needs: jobs import it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Set
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.domain.errors import IntegrityError
 from posttrain.store.atomic import write_json
 from posttrain.store.left import read_left
 
-FILE = "access.json"
+FILE, ADDRESS = "access.json", "address.json"
 PRIVATE_CACHE = "cache"  # in an attempt's folder: what a job in an image fetches and verifies, nobody else reads
 SOCKETS = "sockets"  # below the workspace: where its server listens for jobs that have no network
 SOCKET = "server.sock"
@@ -36,22 +44,41 @@ class JobAccess:
         Raises:
             WorkspaceError: the disk is full or read-only.
         """
-        write_json(folder / FILE, {name: value for name, value in asdict(self).items() if value})
+        tell(folder, self.url, self.certificate)
+        write_json(folder / FILE, {"token": self.token, **({"socket": self.socket} if self.socket else {})})
+
+
+def tell(folder: Path, url: str, certificate: str) -> None:
+    """Say where the server is now. Nothing of the folder is read.
+
+    Raises:
+        WorkspaceError: the disk is full or read-only. OSError: the job put something there that no file replaces.
+    """
+    write_json(folder / ADDRESS, {"url": url, **({"certificate": certificate} if certificate else {})})
 
 
 def read_access(folder: Path) -> JobAccess | None:
-    """What lies in an attempt's folder; None: nothing. Whatever a job puts there, nobody waits for it.
+    """What lies in its folder, for a job; None: something of it is not there. Whatever is, nobody waits for it.
 
     Raises:
         IntegrityError: it cannot be read.
     """
-    path = folder / FILE
+    where, key = _read(folder / ADDRESS, {"url", "certificate"}), _read(folder / FILE, {"token", "socket"})
+    if where is None or key is None:
+        return None
     try:
-        said = JobAccess(**json.loads(read_left(path, _MOST)))
-        if not all(isinstance(one, str) for one in asdict(said).values()):
-            raise TypeError("its values must be texts")
-        return said
+        return JobAccess(**where, **key)
+    except TypeError as error:
+        raise IntegrityError(f"{folder / FILE} cannot be read: {error}; it is damaged") from error
+
+
+def _read(path: Path, known: Set[str]) -> dict[str, str] | None:
+    try:
+        said = json.loads(read_left(path, _MOST))
     except FileNotFoundError:
         return None
-    except (OSError, TypeError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise IntegrityError(f"{path} cannot be read: {error}; it is damaged") from error
+    if not isinstance(said, dict) or set(said) - known or not all(isinstance(one, str) for one in said.values()):
+        raise IntegrityError(f"{path} must be an object of texts named {', '.join(sorted(known))}; it is damaged")
+    return said
