@@ -41,8 +41,8 @@ class Finished:
 
     @property
     def error(self) -> str:
-        """Its one line on stderr."""
-        lines = [line for line in self.err.splitlines() if line.strip()]
+        """Its one line on stderr, but for what `eval` begins with."""
+        lines = [line for line in self.err.splitlines() if line.strip() and not line.startswith("planning to measure")]
         assert len(lines) == 1, f"an error is one line on stderr, got {self.err!r}"
         assert "Traceback" not in self.out + self.err
         assert lines[0].startswith("error: ")

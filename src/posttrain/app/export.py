@@ -122,10 +122,10 @@ def _copied(workspace: Workspace, digest: str, folder: Path, progress: Callable[
     folder.mkdir()
     mode = folder.stat().st_mode & 0o666
     for name, file in tree_listing(workspace.blobs, digest).items():
+        progress(name)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         workspace.blobs.fetch(file.digest, folder / name)
         (folder / name).chmod(mode)
-        progress(name)
 
 
 def _is_classifier(folder: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -94,7 +94,6 @@ def sample(
         raise InputError("sample: - reads standard input, and it is closed; write the prompt")
     texts = [sys.stdin.read().rstrip("\n") if text == _STDIN else text for text in prompts]
     control = open_control()
-    aside(f"loading {model}, to ask it")
     asked = control.ask(
         model,
         texts,
@@ -107,7 +106,7 @@ def sample(
         chat=chat,
         system=system,
     )
-    aside(f"{asked.name} {digest(asked.digest)}, asked as {asked.form} ({asked.why})")
+    aside(f"{asked.name} {digest(asked.digest)}, asked as {asked.form} ({asked.why}); it is loading")
     answers: list[Answer] = []
     for found in asked.answers:
         if isinstance(found, str):
@@ -122,9 +121,17 @@ def sample(
         emit_json({"model": asked.name, "digest": asked.digest, "form": asked.form, "answers": said})
 
 
-def _progress(file: str) -> None:
-    if sys.stderr.isatty():
-        aside(f"  {file}")
+def _progress(model: str, folder: Path) -> Callable[[str], None]:
+    """Tells that it begins, once nothing refuses it any more, and on a terminal of each file."""
+    begins = [f"copying {model} to {folder}; every file is hashed on the way"]
+
+    def tell(file: str) -> None:
+        if begins:
+            aside(begins.pop())
+        if sys.stderr.isatty():
+            aside(f"  {file}")
+
+    return tell
 
 
 @contextmanager
@@ -232,9 +239,8 @@ def export(
     if str(folder) in ("", "."):
         raise InputError(f"export: must be a folder of its own, got {str(folder)!r}; name a new one")
     control = open_control()
-    aside(f"copying {model} to {folder}; every file is hashed on the way")
     with _ended_by_sigterm():
-        done = control.export(model, folder, dtype=dtype, progress=_progress)
+        done = control.export(model, folder, dtype=dtype, progress=_progress(model, folder))
     recall = control.recalled(done.digest).get(done.digest)
     control.close()
     if recall:
