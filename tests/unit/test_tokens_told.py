@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +62,23 @@ def test_the_role_of_a_member_is_the_most_that_their_token_may(world: World) -> 
     world.ok("member", "set", "user:ann", "approver")
     assert "at most approver of default" in world.ok("token", "issue", "user:ann")
     assert "at most viewer of default" in world.ok("token", "issue", "user:ann", "--role", "viewer")
+
+
+def test_a_server_knows_the_role_of_a_member_itself(
+    world: World, served: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTTRAIN_TOKEN", served.person("amy", Role.ADMIN))
+    world.ok("member", "set", "user:ann", "approver")
+    assert "at most approver of default" in world.ok("token", "issue", "user:ann")
+    assert "user:bo has no role here" in refused(world, "token", "issue", "user:bo")
+
+
+def test_a_token_that_opens_nothing_yet_is_told(world: World) -> None:
+    said = world("token", "issue", "user:ann", "--role", "viewer", "-o", "json")
+    assert json.loads(said.stdout)["actor"] == "user:ann"
+    assert "user:ann has no role here; the token opens nothing before posttrain member set user:ann" in said.stderr
+    world.ok("member", "set", "user:ann", "viewer")
+    assert world("token", "issue", "user:ann", "--role", "viewer").stderr == ""
 
 
 @pytest.mark.parametrize("words", [(), ("--role", "admin")])

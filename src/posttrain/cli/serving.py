@@ -236,7 +236,10 @@ def token_issue(
 
     control = open_control()
     issued = control.issue_token(principal, role, days)
+    able = principal in control.members()
     control.close()
+    if not able:
+        aside(f"warning: {principal} has no role here; the token opens nothing before posttrain member set {principal}")
     _show(issued, output)
 
 
