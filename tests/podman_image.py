@@ -6,6 +6,7 @@ into every container of it, read-only, by a containers.conf of the tests' own. I
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -13,7 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -77,6 +80,52 @@ class Podman:
         (here / "Containerfile").write_text(f"FROM scratch\nENV PATH={path}\nCOPY of-tests /of-tests\n")
         self("build", "--quiet", "--tag", "localhost/posttrain-tests", str(here))
         return f"localhost/posttrain-tests@{self('image', 'inspect', '--format', '{{.Digest}}', 'posttrain-tests')}"
+
+
+class Registry:
+    """A copy of a podman's image, in a registry of its own.
+
+    Args:
+        folder: where it lies.
+        port: of this machine, where it is once it was started.
+    """
+
+    def __init__(self, podman: Podman, folder: Path, port: int) -> None:
+        folder.mkdir(parents=True)
+        podman("save", "--quiet", "--format", "oci-dir", "--output", str(folder / "oci"), podman.image.split("@")[0])
+        self._blobs, self._port = folder / "oci" / "blobs" / "sha256", port
+        self._server: ThreadingHTTPServer | None = None
+        digest = json.loads((folder / "oci" / "index.json").read_text())["manifests"][0]["digest"]
+        self.image = f"127.0.0.1:{port}/team/train@{digest}"
+        (folder / "registries.conf").write_text(f'[[registry]]\nlocation = "127.0.0.1:{port}"\ninsecure = true\n')
+        self.variables = {"CONTAINERS_REGISTRIES_CONF": str(folder / "registries.conf")}
+
+    def start(self) -> None:
+        blobs = self._blobs
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                found = blobs / self.path.rpartition("sha256:")[2]
+                body = found.read_bytes() if "sha256:" in self.path and found.is_file() else b""
+                self.send_response(200 if body or self.path == "/v2/" else 404)
+                kind = "vnd.oci.image.manifest.v1+json" if "/manifests/" in self.path else "octet-stream"
+                self.send_header("content-type", f"application/{kind}")
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(b"" if self.command == "HEAD" else body)
+
+            do_GET = do_HEAD = answer  # noqa: N815  # as the base class calls them
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
 
 def _settings(more: Sequence[Path]) -> str:

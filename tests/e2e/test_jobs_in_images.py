@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from workbench import Workbench
 
-from podman_image import Podman, podman_of
+from podman_image import Podman, Registry, podman_of
 from serving import Served
 
 pytestmark = pytest.mark.containers
@@ -222,6 +223,50 @@ def test_without_a_server_it_makes_the_same(plain: dict[str, str], empty: Workbe
     judged |= {"rewards": {"length": "reward:length"}, "stages": {"mine": {**STAGE, "reward": "length"}}}
     empty.write("judged.yaml", judged)
     assert "rewards must be confined" in empty.run("plan", "judged.yaml", code=2).error
+
+
+@pytest.fixture
+def registry(empty: Workbench, podman: Podman, tmp_path: Path) -> Iterator[Registry]:
+    """One with a copy of the image, which does not answer yet."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    made = Registry(podman, tmp_path / "registry", port)
+    empty.environment = {**podman.variables, **made.variables}
+    empty.run("init", "--executor", "podman")
+    empty.write("mine.py", FLOW)
+    empty.write("run.yaml", run_file(made.image))
+    yield made
+    made.close()
+
+
+def test_a_registry_that_is_away_is_waited_for(
+    plain: dict[str, str], empty: Workbench, podman: Podman, registry: Registry
+) -> None:
+    empty.run("run", "--detach", "run.yaml")
+    run_id = empty.run_id()
+
+    def refused() -> bool:
+        logs = [empty.root / one.folder / "log.txt" for one in empty.attempts(run_id)]
+        return any("connection refused; trying again in" in log.read_text() for log in logs if log.exists())
+
+    empty.wait("a try that fails", refused)
+    registry.start()
+    empty.wait("the end of the run", lambda: empty.run("get", run_id, "-o", "json").json["state"] == "succeeded")
+    empty.check(run_id)
+    assert empty.outputs(run_id) == plain
+    assert len(empty.attempts(run_id)) == 1, "an outage uses up no attempt"
+    assert podman.containers() == []
+
+
+def test_why_says_what_podman_said_of_an_image_that_does_not_come(empty: Workbench, registry: Registry) -> None:
+    empty.environment["POSTTRAIN_IMAGE_FETCH_SECONDS"] = "0.5"
+    empty.run("run", "run.yaml", code=None)
+    run_id = empty.run_id()
+    empty.wait("its end", lambda: empty.run("get", run_id, "-o", "json").json["state"] == "failed")
+    why = " ".join(empty.run("why", run_id).out.split())
+    assert "could not be fetched within 0.5 s, podman says: " in why
+    assert "connection refused; see that its registry answers" in why
+    assert "exit code 125" not in why
 
 
 def test_what_a_hostile_recipe_reaches(served: Served, podman: Podman, tmp_path: Path) -> None:

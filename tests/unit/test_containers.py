@@ -27,6 +27,7 @@ from posttrain.domain.jobs import Accepted, Exists, JobOrder, JobState
 from posttrain.domain.requests import Job, JobRequest, PodGroup
 from posttrain.execution.executors.local import containers
 from posttrain.execution.executors.local.executor import LocalExecutor
+from posttrain.execution.executors.local.podman import fetched
 from posttrain.server.connections import Door
 from posttrain.server.serving import Bind, configured
 from posttrain.store.access import JobAccess, read_access
@@ -214,7 +215,8 @@ def test_a_file_system_with_another_number_is_no_copy(folder: Path, tmp_path: Pa
 
 PODMAN = """#!/bin/sh
 case "$1 $2 $3" in
-*"image exists"*) exit 0;;
+*"image exists"*) [ -e "${0%/*}/pull" ] && exit 1; exit 0;;
+*"pull "*) exec "${0%/*}/pull";;
 *"image inspect"*) cat "${0%/*}/annotations.json" 2>/dev/null || echo null;;
 *" run "*) echo ran >> ran; while [ ! -e go ]; do :; done;;
 *"inspect"*) echo exited;;
@@ -268,6 +270,109 @@ def test_who_submits_beside_another_replaces_nothing_that_is_covered(
     until(lambda: first.observe([request])[0].gone)
     assert first.observe([request])[0].exit_code == 0, "the word is the one that its supervisor had"
     assert (machine / "ran").read_text() == "ran\n"
+
+
+IS_AWAY = (
+    "Error: initializing source docker://x: pinging container registry x: dial tcp 10.0.0.1:443: connection refused"
+)
+UNKNOWN = "Error: initializing source docker://x: reading manifest sha256:a1 in x: manifest unknown"
+
+
+def registry(machine: Path, program: str) -> Path:
+    """What a pull comes to; the folder that it runs in."""
+    here = machine.parents[3] / "programs"
+    (here / "pull").write_text(f"#!/bin/sh\ncd {here}\necho tried >> tries\n{program}\n")
+    (here / "pull").chmod(0o755)
+    return here
+
+
+def tries(here: Path) -> int:
+    return len((here / "tries").read_text().splitlines())
+
+
+def test_a_registry_that_is_away_is_asked_again_until_it_answers(
+    machine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, waited = registry(machine, f"[ -e there ] && exit 0\necho '{IS_AWAY}' >&2\nexit 125"), list[float]()
+
+    def pause(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 6:
+            (here / "there").touch()
+
+    assert fetched(IMAGE, 1e6, pause) == ""
+    assert waited == [1, 2, 5, 10, 30, 30]
+    assert tries(here) == 7
+    said = capsys.readouterr().err
+    assert f"image {IMAGE} cannot be fetched, podman says: {IS_AWAY}; trying again in 1 s" in said
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [(f"echo '{IS_AWAY}' >&2; exit 125", IS_AWAY), ("echo Trying to pull >&2; while :; do :; done", "Trying to pull")],
+)
+def test_an_image_has_its_time_to_come_and_no_longer(machine: Path, program: str, words: str) -> None:
+    """Whether its registry is away or holds the line: in one line, with podman's last words."""
+    registry(machine, program)
+    why = fetched(IMAGE, 0.5, lambda _: pytest.fail("it would be too late"))
+    assert "could not be fetched within 0.5 s" in why
+    assert f"podman says: {words}; see that its registry answers" in why
+    assert "\n" not in why
+
+
+@pytest.mark.parametrize("name", ["train", "denied/not found"])
+def test_what_no_other_try_would_fetch_is_said_at_once(
+    machine: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a name that has such a word in it says nothing."""
+    here = registry(machine, f"echo 'Error: reading {name}: unauthorized' >&2; exit 125")
+    image = f"{name}@sha256:{'a1' * 32}"
+    assert "podman says: Error: reading" in fetched(image, 1e6, lambda _: pytest.fail("it is asked again"))
+    assert tries(here) == 1
+    framed = f'time=\\"2026\\" level=warning msg=\\"Failed, retrying: reading {name}: timeout\\"'
+    registry(machine, f'echo "{framed}" >&2; exit 125')
+    waited: list[float] = []
+
+    def pause(seconds: float) -> None:
+        waited.append(seconds)
+        registry(machine, "exit 0")
+
+    assert fetched(image, 1e6, pause) == ""
+    assert waited == [1]
+    assert "podman says: Failed, retrying: reading it: timeout; trying" in capsys.readouterr().err
+
+
+def test_why_a_job_did_not_start_is_told_in_podmans_words(machine: Path) -> None:
+    registry(machine, f"echo Trying >&2; echo '{UNKNOWN}' >&2; exit 125")
+    request, executor = asked(machine), LocalExecutor(images=True)
+    executor.submit(request)
+    until(lambda: executor.observe([request])[0].gone)
+    [seen] = executor.observe([request])
+    assert seen.exit_code == 125
+    assert seen.why == (f"image {IMAGE} cannot be fetched, podman says: {UNKNOWN}; mend that, then posttrain retry"), (
+        "and not: exit code 125"
+    )
+    assert not (machine / "ran").exists()
+
+
+def test_the_words_of_a_container_that_podman_cannot_make_are_told_too(machine: Path) -> None:
+    here = machine.parents[3] / "programs"
+    (here / "podman").write_text(PODMAN.replace("echo ran >> ran;", "echo 'Error: runc: no space left' >&2; exit 125;"))
+    request, executor = asked(machine), LocalExecutor(images=True)
+    executor.submit(request)
+    until(lambda: executor.observe([request])[0].gone)
+    assert executor.observe([request])[0].why == "Error: runc: no space left"
+
+
+@pytest.mark.parametrize("said", ["0", "-1", "soon", "nan", "inf"])
+def test_the_time_of_an_image_is_a_number(folder: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setenv("POSTTRAIN_IMAGE_FETCH_SECONDS", said)
+    with pytest.raises(InputError, match="POSTTRAIN_IMAGE_FETCH_SECONDS must be a number of seconds above 0, got"):
+        containers.contained(asked(folder), folder)
+    monkeypatch.setenv("POSTTRAIN_IMAGE_FETCH_SECONDS", "90")
+    assert containers.contained(asked(folder), folder)["fetch_seconds"] == 90
+    monkeypatch.delenv("POSTTRAIN_IMAGE_FETCH_SECONDS")
+    assert containers.contained(asked(folder), folder)["fetch_seconds"] == 1800
 
 
 def test_an_image_that_tells_a_runtime_what_to_do_is_refused(machine: Path) -> None:

@@ -36,19 +36,14 @@ from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.requests import WORKSPACE, JobRequest
+from posttrain.execution.executors.local.podman import fetch_seconds, fetched, one_line, podman, variables
 from posttrain.store.access import INSIDE, PRIVATE_CACHE, SOCKETS
 from posttrain.store.atomic import write_json
 
 SPEC = "container"  # the key of spec.json
 _COVERED = ("spec.json", "request.json", "supervisor.json", "supervisor.lock")  # what supervisors go by
 _READ = ("job.json",)
-_VARIABLES = (  # of whoever starts podman, that it needs
-    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
-    *("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "CONTAINERS_REGISTRIES_CONF", "REGISTRY_AUTH_FILE"),
-    "DBUS_SESSION_BUS_ADDRESS",
-)
 _OLDEST = 4
-_SECONDS = 60.0  # for one word with podman on a busy machine
 _LATE_SECONDS = 60  # after which podman itself ends what should have been ended
 _AGAIN_SECONDS = 0.5  # between two tries to remove a container
 _PLACE_DIGITS = 12  # of what tells a workspace from others whose runs have the same names
@@ -67,7 +62,7 @@ _RUNTIME = "runc"  # crun obeys annotations, which an image brings: they would r
 _NO_SUCH = 1  # exit code of `podman container exists`, and of `podman image exists`
 _SIGNALLED = 128  # beyond it podman says which signal ended the job
 _RAN = ("exited", "stopped")
-_REFUSED = 125  # as podman ends where it starts nothing
+REFUSED = 125  # as podman ends where it starts nothing
 _ORDERS = "run.oci."  # annotations that tell an OCI runtime what to do
 _SHARE = 0.9  # of the machine's memory, for a job that names none
 _PROCESSES = 16384  # with threads
@@ -82,7 +77,7 @@ def trouble() -> str:
 @functools.cache
 def _trouble(*_: str) -> str:
     try:
-        said = _podman("version", "--format", "{{.Client.Version}}")
+        said = podman("version", "--format", "{{.Client.Version}}")
     except FileNotFoundError:
         return "podman is not installed; install podman 4 or newer and an OCI runtime (crun or runc)"
     except (OSError, subprocess.SubprocessError) as error:
@@ -119,6 +114,7 @@ def contained(request: JobRequest, folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "place": [here.st_dev, here.st_ino],  # a copy of the folder has another
         "profile": _profile() or {},
+        "fetch_seconds": fetch_seconds(request.name),
         "memory": request.gang[0].memory or int(_machine_memory() * _SHARE),
         "limits": _controllers(os.environ.get("PATH", ""), os.environ.get("CONTAINERS_CONF", "")),
         "word": secrets.token_hex(16),  # in exit.json: the job cannot see it, so it cannot say how it ended
@@ -149,22 +145,25 @@ def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
     for what in ("memory", "pids"):
         if what not in box["limits"]:
             print(f"podman limits no {what} of this job: its cgroups have no controller of that name", file=sys.stderr)
-    why = _refused(str(spec["image"]))
+    try:
+        why = _refused(str(spec["image"]), box["fetch_seconds"])
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        why = f"image {spec['image']}: podman gives no answer ({one_line(str(error))}); run podman info"
     if why:
         print(why, file=sys.stderr)
     sys.stderr.flush()
     if why:
-        os._exit(_REFUSED)
+        os._exit(REFUSED)
     os.execvpe("podman", command(folder, spec), _environment(spec["secrets"]))
 
 
-def _refused(image: str) -> str:
+def _refused(image: str, seconds: float) -> str:
     """Why no job runs in an image, which is fetched where it is not here; empty: jobs may."""
-    missing = _podman("image", "exists", image).returncode == _NO_SUCH
-    words, environment = ["podman", "pull", "--quiet", image], variables(os.environ)
-    if missing and subprocess.run(words, stdin=subprocess.DEVNULL, check=False, env=environment).returncode:
-        return f"image {image} cannot be fetched; look at what podman says, then posttrain retry"
-    said = _podman("image", "inspect", "--format={{json .Annotations}}", image)
+    if podman("image", "exists", image).returncode == _NO_SUCH:
+        why = fetched(image, seconds)
+        if why:
+            return why
+    said = podman("image", "inspect", "--format={{json .Annotations}}", image)
     if said.returncode:
         return f"image {image}: podman does not say its annotations ({' '.join(said.stderr.split())[:200]})"
     found = sorted(name for name in json.loads(said.stdout) or {} if name.startswith(_ORDERS))
@@ -224,7 +223,7 @@ def _controllers(*_: str) -> list[str]:
     """Which limits podman can set here: `memory`, `pids`; without root and with cgroups of version 1, none."""
     wanted = "{{json .Host.CgroupControllers}}"
     with suppress(OSError, subprocess.SubprocessError, ValueError):
-        return [str(name) for name in json.loads(_podman("info", f"--format={wanted}").stdout) or ()]
+        return [str(name) for name in json.loads(podman("info", f"--format={wanted}").stdout) or ()]
     return []
 
 
@@ -232,16 +231,11 @@ def _machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What podman needs of an environment, beside what jobs get of it."""
-    return {name: environment[name] for name in _VARIABLES if name in environment}
-
-
 def gone(box: Mapping[str, Any]) -> bool:
     """End a job's container and remove it; whether podman says that there is none of that name."""
     with suppress(OSError, subprocess.SubprocessError):
-        _podman("rm", "--force", "--ignore", "--time=0", "--volumes", str(box["name"]))
-        return _podman("container", "exists", str(box["name"])).returncode == _NO_SUCH
+        podman("rm", "--force", "--ignore", "--time=0", "--volumes", str(box["name"]))
+        return podman("container", "exists", str(box["name"])).returncode == _NO_SUCH
     return False
 
 
@@ -255,7 +249,7 @@ def code_of(box: Mapping[str, Any], code: int) -> int:
     if code:
         return code
     with suppress(OSError, subprocess.SubprocessError):
-        said = _podman("inspect", "--type=container", "--format={{.State.Status}}", str(box["name"]))
+        said = podman("inspect", "--type=container", "--format={{.State.Status}}", str(box["name"]))
         return 0 if said.stdout.strip() in _RAN else -signal.SIGTERM
     return 0
 
@@ -295,13 +289,6 @@ def is_copy(folder: Path, box: Mapping[str, Any]) -> bool:
 
 def _environment(named: Any) -> dict[str, str]:
     return variables(os.environ) | {name: os.environ[name] for name in named if name in os.environ}
-
-
-def _podman(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["podman", *words], capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL, check=False,
-        env=variables(os.environ), cwd="/",
-    )  # fmt: skip
 
 
 def _profile() -> dict[str, Any] | None:

@@ -35,7 +35,7 @@ from posttrain.domain.jobs import (
 )
 from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.execution import processes
-from posttrain.execution.executors.local import containers
+from posttrain.execution.executors.local import containers, podman
 from posttrain.execution.executors.local.devices import FOLDER_VARIABLE, Devices, holders
 from posttrain.execution.executors.local.forkserver import ForkServer
 from posttrain.execution.executors.local.supervisor import ALREADY_CLAIMED, NO_DEVICE, job_environment, private
@@ -182,7 +182,7 @@ class LocalExecutor:
             write_json(folder / "spec.json", {**asdict(request), **reserved, **boxed})
         code, own = None, self._keep(os.environ)
         if boxed:
-            own = containers.variables(os.environ) | own
+            own = podman.variables(os.environ) | own
         elif self._forks is not None:
             code = self._forks.start(folder, job_environment(request.environment, own), _LAUNCH_SECONDS)
         return code if code in _ANSWERS else _start_supervisor(folder, request, own)
@@ -236,7 +236,8 @@ def _observe(folder: Path) -> Observation:
     seconds = _seconds(folder, record)
     if record is not None:
         code, cause = int(record["exit_code"]), Cause.OVERTIME if record.get("overtime") else None
-        return Observation(JobState.EXITED, code, cause=cause, handle=handle, node=_NODE, seconds=seconds)
+        said = str(record.get("said", ""))  # of a container that podman did not start
+        return Observation(JobState.EXITED, code, said, cause=cause, handle=handle, node=_NODE, seconds=seconds)
     job = _job(folder, read_json(folder / "supervisor.json"))
     if job is not None and not _poll(lambda: processes.kill_group(*job), _KILL_SECONDS):
         resists = f"its supervisor is gone and process {job[0]} resists being killed"

@@ -137,11 +137,14 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
     box = spec.get(_BOX)
     if box:
         from posttrain.execution.executors.local import containers  # here: other jobs need none of it
+        from posttrain.execution.executors.local.podman import last_words
 
         code = containers.code_of(box, code)
+        said = last_words(folder) if code == containers.REFUSED else ""
         containers.clear(folder, box, lambda: _beat(folder, started, begun, taken))
-    ended = {"exit_code": code, "at": time.time(), "seconds": time.monotonic() - begun, "overtime": limit.over}
-    ended |= {"word": box["word"]} if box else {}
+    ended: dict[str, Any] = {"exit_code": code, "at": time.time(), "seconds": time.monotonic() - begun}
+    ended["overtime"] = limit.over
+    ended |= {"word": box["word"], "said": said} if box else {}
     crashpoint("supervisor.before_exit_record")
     if (folder / "exit.json").is_dir():  # a job may put anything there
         (folder / "exit.json").rename(folder / f".exit.json.{time.monotonic_ns()}")
