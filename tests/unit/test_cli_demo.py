@@ -172,6 +172,15 @@ class TestExamples:
             assert Path(words[0]).is_file() or words[0] == "asset"
         assert "02-count/make_data.py" in empty.ok("examples", "02-count", "--to", "mine").replace("mine/", "02-count/")
 
+    @pytest.mark.parametrize("name", ["01-sort", "02-count", "03-reward-model", "04-best-of-n"])
+    def test_a_copy_stands_alone(self, empty: World, name: str) -> None:
+        """Whatever it has of other examples comes along."""
+        made = empty.json("examples", name)
+        assert set(load_demo(Path(name)).runs[0].file.split("/")) <= set(made["files"])
+        files = [word for step in made["steps"][1:] for word in step if word.startswith(f"{name}/")]
+        assert len(files) > 2
+        assert all(Path(file).is_file() and ".." not in file for file in files), files
+
     def test_what_is_there_stays(self, empty: World) -> None:
         Path("01-sort").mkdir()
         for words in (("examples", "01-sort"), ("examples", "99"), ("examples", "--to", "x"), ("examples", "0")):

@@ -4,6 +4,7 @@ anywhere.
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from posttrain.preflight.confinement import Confinement
 
 DEFAULT = "01-sort"
+PLAN = "demo.yaml"
+_ELSEWHERE = re.compile(r"(\.\./[\w-]+)/([\w.-]+)")  # a file of another example
 OWN = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -90,26 +93,33 @@ def find_example(name: str | None, start: Path | None = None) -> Path:
 def examples(start: Path | None = None) -> list[Path]:
     """The folders of all examples, by name: those below `./examples` where there are any, else the package's own."""
     here = (start or Path.cwd()) / "examples"
-    found = (sorted(path.parent for path in root.glob("*/demo.yaml")) for root in (here, OWN))
+    found = (sorted(path.parent for path in root.glob(f"*/{PLAN}")) for root in (here, OWN))
     return next(filter(None, found), [])
 
 
 def copy_example(folder: Path, target: Path) -> list[str]:
-    """Copy an example's files into a new folder; their names.
+    """Copy an example into a new folder, with what it names of other examples, so that it stands alone.
+
+    Returns:
+        The names of its files.
 
     Raises:
         InputError: something is at `target`. WorkspaceError: it cannot be written.
     """
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+    words = (folder / PLAN).read_text(encoding="utf-8")
+    for place, name in _ELSEWHERE.findall(words):
+        files.setdefault(name, folder / place / name)
     try:
         target.mkdir(parents=True)
-        for name in names:
-            shutil.copyfile(folder / name, target / name)
+        for name, path in files.items():
+            shutil.copyfile(path, target / name)
+        (target / PLAN).write_text(_ELSEWHERE.sub(r"\2", words), encoding="utf-8")
     except FileExistsError as error:
         raise InputError(f"{target}: must not be there yet, and is; name another folder") from error
     except OSError as error:
         raise unwritable(target, error) from error
-    return names
+    return sorted(files)
 
 
 def preparation(plan: DemoPlan, place: str, seed: int) -> list[list[str]]:
@@ -136,7 +146,7 @@ def load_demo(folder: Path) -> DemoPlan:
     Raises:
         InputError: an unknown key, a missing one, a file that is not there.
     """
-    path = folder / "demo.yaml"
+    path = folder / PLAN
     try:
         plan = DemoPlan.model_validate(read_yaml(path))
     except ValidationError as error:

@@ -58,6 +58,7 @@ def demo(
     if example.parent == OWN:
         copy_example(example, workspace / example.name)  # beside what is made of it, where its paths are short
         example = workspace / example.name
+        plan = load_demo(example)
     stage = _Stage(workspace, example, plan, plan.seed if seed is None else seed, served)
     say(f"{plan.title} ({example.name}, seed {stage.seed}) in {workspace}/", f"$ cd {workspace}")
     stage.prepare()
@@ -104,8 +105,9 @@ def examples(
         say("next:   posttrain examples NAME copies one here, posttrain demo --task NAME plays it")
         return
     folder = shelf.find_example(name)
-    plan, target = shelf.load_demo(folder), to or Path(folder.name)
+    target = to or Path(folder.name)
     files = shelf.copy_example(folder, target)
+    plan = shelf.load_demo(target)
     steps = [["posttrain", "init"], *shelf.preparation(plan, str(target), plan.seed)]
     steps.append(["posttrain", "run", f"{target}/{plan.runs[0].file}"])
     if output is Output.JSON:
