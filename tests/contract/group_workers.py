@@ -32,8 +32,12 @@ class Items:
     def of(cls, lengths: Sequence[int]) -> Items:
         return cls(tuple(lengths), tuple(range(len(lengths))))
 
-    def select(self, documents: Sequence[int]) -> Items:
-        return Items(tuple(self.lengths[i] for i in documents), tuple(self.values[i] for i in documents))
+    @property
+    def item_lengths(self) -> tuple[int, ...]:
+        return self.lengths
+
+    def select_items(self, items: Sequence[int]) -> Items:
+        return Items(tuple(self.lengths[i] for i in items), tuple(self.values[i] for i in items))
 
     @classmethod
     def gather(cls, parts: Sequence[Items], shards: Sequence[Sequence[int]]) -> Items:
@@ -171,8 +175,7 @@ def of_this_module(worker: Any) -> str:
 
 def of_this_batch(worker: Any, batch: TokenBatch) -> TokenBatch:
     """Adds 1 to the behaviour log-probabilities."""
-    assert batch.behaviour_logprobs is not None
-    return batch.with_columns(behaviour_logprobs=batch.behaviour_logprobs + 1)
+    return batch.with_columns(behaviour_logprobs=batch.column("behaviour_logprobs") + 1)
 
 
 def complain(worker: Any, text: str) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import LossParts, PolicyObjective, ValueObjective
+from posttrain.engine.algorithms.objectives import LossParts, PolicyObjective, Predictions, ValueObjective
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models import adopt_classifier, adopt_module
@@ -69,12 +69,15 @@ def diverge(policy: PolicyWorker, mine: TokenBatch, objective: PolicyObjective, 
     held = lambda: {**policy.learner.parameters(), **policy.learner.moments()}  # noqa: E731
     before = {name: value.clone() for name, value in held().items()}
 
-    def bad(micro: TokenBatch, logprobs: Tensor) -> LossParts:
-        parts = objective(micro, logprobs)
-        return LossParts(BadGradient.apply(parts.loss), parts.sums) if place.rank == 0 else parts
+    class Bad:
+        needs = objective.needs
+
+        def __call__(self, micro: TokenBatch, predicted: Predictions) -> LossParts:
+            parts = objective(micro, predicted)
+            return LossParts(BadGradient.apply(parts.loss), parts.sums) if place.rank == 0 else parts
 
     try:
-        policy.update(mine, bad, step=1, part=1)
+        policy.update(mine, Bad(), step=1, part=1)
     except DivergedError as error:
         assert "gradient norm nan" in str(error)  # noqa: PT017  # no pytest in here
     else:
@@ -104,7 +107,7 @@ def dropout_draws(place: Place) -> list[list[float]]:
         return LossParts(policy._logprobs(micro).sum() * 0.0, {})
 
     for step in (0, 0, 1):
-        policy.learner.step([make_batch()], TokenBatch.filler(), forward, step=step)
+        policy.learner.step([make_batch()], make_batch().dummy(), forward, step=step)
     return drawn
 
 
@@ -116,7 +119,7 @@ def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor
     scalar = adopt_classifier(put_scalar_head(families.build(family)))
     critic = CriticWorker(place, scalar, OPTIMIZER, runtime, steps=STEPS, seed=0)
     begun = {name: tensor.clone() for name, tensor in policy.learner.parameters().items()}
-    first = policy.logprobs(mine).proximal_logprobs
+    first = policy.logprobs(mine).column("proximal_logprobs")
     for step in range(STEPS):
         surrogate = PolicyObjective(totals, clip_low=0.2, clip_high=0.2)
         if step == 1:
@@ -132,7 +135,7 @@ def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor
         gathered = worker.learner.sharding.gathered() if place.size > 1 else worker.learner.parameters()
         weights |= {f"{role}/{name}": tensor.detach().cpu().clone() for name, tensor in gathered.items()}
     policy.learner.restore(begun, {})  # what the frozen pass above gathered must not outlive it
-    torch.testing.assert_close(policy.logprobs(mine).proximal_logprobs, first, atol=0, rtol=0)
+    torch.testing.assert_close(policy.logprobs(mine).column("proximal_logprobs"), first, atol=0, rtol=0)
     return weights, metrics
 
 

@@ -126,9 +126,7 @@ def test_a_token_batch_comes_back_whole(shared: Opening) -> None:
     assert got.lengths == batch.lengths
     assert got.sample_ids == batch.sample_ids
     assert torch.equal(got.tokens, batch.tokens)
-    assert got.behaviour_logprobs is not None
-    assert batch.behaviour_logprobs is not None
-    assert torch.equal(got.behaviour_logprobs, batch.behaviour_logprobs + 1)
+    assert torch.equal(got.column("behaviour_logprobs"), batch.column("behaviour_logprobs") + 1)
 
 
 @BOTH

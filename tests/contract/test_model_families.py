@@ -19,6 +19,7 @@ from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.models import LanguageModel, adopt_module, token_logprobs, token_logprobs_and_entropy
 from posttrain.engine.models import logprobs as logprobs_module
 from posttrain.engine.models.attention import plan_packing
+from posttrain.pacing.balancing import micro_batches
 
 SHAPES = [(5, 9), (3, 2), (11, 9), (1, 1), (4, 20), (2, 12), (7, 7)]  # prompt and response tokens
 TEMPERATURE = 0.7
@@ -128,8 +129,10 @@ def test_a_document_does_not_see_the_others(family: str) -> None:
 def test_micro_batches_change_nothing(family: str, budget: int) -> None:
     model, batch = adopted(family), TokenBatch.pack(DOCUMENTS)
     whole = token_logprobs(model, batch)
-    parts = torch.cat([token_logprobs(model, part) for part in batch.split(budget)])
-    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
+    shards = micro_batches(batch.lengths, batch.lengths, budget)
+    pieces = [batch.with_columns(whole=whole).select(shard) for shard in shards]
+    parts = torch.cat([token_logprobs(model, piece) for piece in pieces])
+    torch.testing.assert_close(parts, torch.cat([piece.column("whole") for piece in pieces]), atol=1e-5, rtol=1e-5)
     assert_same_gradients(gradients(model.module, parts.sum()), gradients(model.module, whole.sum()))
 
 

@@ -144,8 +144,7 @@ def test_reported_logprobs_are_those_of_the_trained_module(kind: str, family: st
     out = engine_of(kind, family).generate(PROMPTS, samples=2, sampling=sampling)
     batch = TokenBatch.pack([t.document for t in out])
     scored = token_logprobs(model_of(family), batch, temperature=1.3, response_only=True)
-    assert batch.behaviour_logprobs is not None
-    torch.testing.assert_close(scored, batch.behaviour_logprobs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(scored, batch.column("behaviour_logprobs"), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "family"), CASES)

@@ -30,6 +30,7 @@ from posttrain.engine.models.scalar_model import (
     sequence_scores,
     token_values,
 )
+from posttrain.pacing.balancing import micro_batches
 
 SHAPES = [(5, 9), (3, 2), (11, 9), (1, 1), (4, 20), (2, 12), (7, 7), (3, 0)]  # prompt and response tokens
 
@@ -143,9 +144,12 @@ class TestEveryFamily:
 
 def test_micro_batches_change_nothing() -> None:
     batch = TokenBatch.pack(DOCUMENTS)
+    batch = batch.with_columns(whole=token_values(scalar("qwen3"), batch))
     for budget in (1, 25):
-        parts = [token_values(scalar("qwen3"), part) for part in batch.split(budget)]
-        torch.testing.assert_close(torch.cat(parts), token_values(scalar("qwen3"), batch), atol=1e-5, rtol=1e-5)
+        for shard in micro_batches(batch.lengths, batch.lengths, budget):
+            part = batch.select(shard)
+            found = token_values(scalar("qwen3"), part)
+            torch.testing.assert_close(found, part.column("whole"), atol=1e-5, rtol=1e-5)
 
 
 def test_a_hole_has_no_value_and_the_token_after_it_does() -> None:
@@ -160,14 +164,14 @@ def test_a_hole_has_no_value_and_the_token_after_it_does() -> None:
 
 
 def test_without_documents_or_responses_everybody_still_takes_part() -> None:
-    """Trap 15: a filler runs through the model and gives every parameter a gradient of zero; nothing runs nowhere."""
+    """Trap 15: a dummy runs through the model and gives every parameter a gradient of zero; nothing runs nowhere."""
     model = scalar("qwen3")
-    values = token_values(model, TokenBatch.filler())
+    values = token_values(model, TokenBatch.pack(DOCUMENTS).dummy())
     model.module.zero_grad()
     values.sum().backward()  # type: ignore[no-untyped-call]
     gradients = [p.grad for p in model.module.parameters()]
     model.module.zero_grad()
-    assert values.tolist() == [0, 0]
+    assert values.tolist() == [0] * 4
     assert all(g is not None and g.abs().max() == 0 for g in gradients)
     empty = TokenBatch.pack(DOCUMENTS).select([])
     assert token_values(model, empty).shape == sequence_scores(model, empty).shape == (0,)

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models import adopt_module, token_logprobs
 
@@ -74,7 +73,7 @@ def test_a_model_of_several_ranks_says_in_what_type_it_was_saved(two_ranks: Path
 def test_a_batch_without_responses_takes_part_in_the_policy_too() -> None:
     """What the idle rank computes: every parameter gets a gradient of zero."""
     model = adopt_module(families.build("qwen3"))
-    logprobs = token_logprobs(model, TokenBatch.filler(), response_only=True)
+    logprobs = token_logprobs(model, sharded_roles.make_batch().dummy(), response_only=True)
     logprobs.sum().backward()  # type: ignore[no-untyped-call]
-    assert logprobs.tolist() == [0, 0]
+    assert logprobs.tolist() == [0] * 4
     assert all(p.grad is not None and p.grad.abs().max() == 0 for p in model.module.parameters())

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from batches import pieces
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -36,7 +37,8 @@ def row(*values: float) -> Tensor:
 def batch(*shapes: tuple[int, int]) -> TokenBatch:
     """Documents of (prompt, response) lengths with made-up behaviour log-probabilities and advantages."""
     documents = [Document([1] * p, [2 + i] * r, [-0.5 - 0.1 * j for j in range(r)]) for i, (p, r) in enumerate(shapes)]
-    return TokenBatch.pack(documents).with_advantages(torch.tensor([1.0, -0.7, 0.3, -1.1][: len(shapes)]))
+    made = TokenBatch.pack(documents)
+    return made.with_columns(advantages=made.spread(torch.tensor([1.0, -0.7, 0.3, -1.1][: len(shapes)])))
 
 
 class TestAdvantages:
@@ -219,12 +221,10 @@ class TestAggregation:
         def gradient(token_budget: int) -> tuple[Tensor, Tensor]:
             parameter = torch.linspace(-1, -0.2, 10).requires_grad_()
             total, totals = torch.zeros(()), Totals.of(whole)
-            for micro in whole.split(token_budget):
+            for micro in pieces(whole, token_budget):
                 logprobs = parameter[micro.tokens]
-                assert micro.behaviour_logprobs is not None
-                assert micro.advantages is not None
-                mask, old = micro.response_mask, micro.behaviour_logprobs
-                tokens = ppo_clip(logprobs, old, micro.advantages, mask, clip_low=0.2, clip_high=0.28)
+                mask, old = micro.response_mask, micro.column("behaviour_logprobs")
+                tokens = ppo_clip(logprobs, old, micro.column("advantages"), mask, clip_low=0.2, clip_high=0.28)
                 tokens = tokens + 0.1 * kl_penalty(logprobs, old, mask, "k3")
                 loss = (token_weights(micro, totals, mode, norm=8) * tokens).sum()
                 loss.backward()  # type: ignore[no-untyped-call]

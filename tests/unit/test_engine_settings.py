@@ -55,10 +55,10 @@ def test_an_optimiser_step_is_adamw_with_every_setting(schedule: Any, after: flo
     reference = torch.optim.AdamW(groups, lr=1.0, betas=(0.5, 0.6))
     halfway = (1.0 + after) / 2  # of linear and cosine decay alike
     for step, rate in enumerate([0.5e-2, 1e-2, 1e-2, halfway * 1e-2]):
-        report = policy.update(batch, mean_loss(batch), step=step).metrics  # type: ignore[arg-type]
+        report = policy.update(batch, mean_loss(batch), step=step).metrics
         assert report["learning_rate"] == pytest.approx(rate)
         logprobs = token_logprobs(mirror, batch, temperature=1.0, response_only=True)
-        mean_loss(batch)(batch, logprobs).loss.backward()  # type: ignore[no-untyped-call]
+        mean_loss(batch).function(batch, logprobs).loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), 0.05)
         assert report["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
         assert norm > 0.05, "the clip must bind"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, IntegrityError
 from posttrain.domain.facts import Fact, Metric, Progress, Sample, Span
 from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import LossParts
+from posttrain.engine.algorithms.objectives import LossParts, Need, Predictions
 from posttrain.engine.batch import Document, TokenBatch, Trajectory
 from posttrain.engine.config import GRPOConfig, InitModelConfig, KLConfig, SFTConfig, TraceConfig
 from posttrain.engine.controller import CONTROLLER_METRICS, Controller, Limits, Order, Outcome
@@ -475,7 +476,7 @@ class TestPolicy:
         policy = self.policy()
         before = {name: p.clone() for name, p in policy.learner.parameters().items()}
         with pytest.raises(DivergedError, match="diverged at step 4: loss") as caught:
-            policy.update(TokenBatch.pack(DOCUMENTS), lambda m, lp: LossParts((lp * poison).sum(), {}), step=3)
+            policy.update(TokenBatch.pack(DOCUMENTS), LossOf(lambda m, lp: LossParts((lp * poison).sum(), {})), step=3)
         assert caught.value.failure_class is FailureClass.DIVERGED
         assert equal(before, policy.learner.parameters())
         assert policy.learner.moments() == {}
@@ -496,7 +497,7 @@ class TestPolicy:
                 before = {name: value.clone() for name, value in before.items()}
                 live = {name: p.clone() for name, p in policy.model.module.named_parameters()}
                 for poison in (float("nan"), float("inf")):
-                    bad = lambda m, lp, by=poison: LossParts(BadGradient.apply(good(m, lp).loss, by), {})  # noqa: E731
+                    bad = LossOf(partial(poisoned, good, poison))
                     with pytest.raises(DivergedError, match=r"loss 3\.\d+, gradient norm (nan|inf) must be finite"):
                         policy.update(batch, bad, step=0, part=1)
                     assert equal(before, {**policy.learner.parameters(), **policy.learner.moments()})
@@ -512,7 +513,7 @@ class TestPolicy:
         """Without a gradient all that moves a weight is its decay; a resumed learner goes on so."""
         batch = TokenBatch.pack(DOCUMENTS)
         options = OptimizerConfig(learning_rate=1e-2, weight_decay=0.5, warmup_steps=0, schedule="constant")
-        nothing = lambda m, lp: LossParts((lp * 0.0).sum(), {})  # noqa: E731
+        nothing = LossOf(lambda m, lp: LossParts((lp * 0.0).sum(), {}))
 
         def moved(policy: PolicyWorker, step: int) -> set[str]:
             before = {name: p.clone() for name, p in policy.learner.parameters().items()}
@@ -562,12 +563,11 @@ class TestPolicy:
         reference = ReferenceWorker(Place(), model, temperature=1.0, micro_batch_tokens=16)
         policy = self.policy(model)
         batch = TokenBatch.pack(DOCUMENTS)
-        before = reference.logprobs(batch).reference_logprobs
+        before = reference.logprobs(batch).column("reference_logprobs")
         policy.update(batch, mean_loss(batch), step=0)
         after = reference.logprobs(batch)
         assert before is not None
-        assert after.reference_logprobs is not None
-        assert torch.equal(after.reference_logprobs, before)
+        assert torch.equal(after.column("reference_logprobs"), before)
         assert after.provenance.role == "reference"
 
 
@@ -584,6 +584,21 @@ class BadGradient(torch.autograd.Function):
         return gradients[0] * ctx.gradient, None
 
 
-def mean_loss(batch: TokenBatch) -> Callable[[TokenBatch, Tensor], LossParts]:
+@dataclass(frozen=True)
+class LossOf:
+    """An objective by a function of log-probabilities."""
+
+    function: Callable[[TokenBatch, Tensor], LossParts]
+    needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+
+    def __call__(self, micro: TokenBatch, predicted: Predictions) -> LossParts:
+        return self.function(micro, predicted.of("logprobs"))
+
+
+def poisoned(good: LossOf, by: float, micro: TokenBatch, logprobs: Tensor) -> LossParts:
+    return LossParts(BadGradient.apply(good.function(micro, logprobs).loss, by), {})
+
+
+def mean_loss(batch: TokenBatch) -> LossOf:
     tokens = Totals.of(batch).tokens
-    return lambda micro, logprobs: LossParts(-logprobs[micro.response_mask].sum() / tokens, {})
+    return LossOf(lambda micro, logprobs: LossParts(-logprobs[micro.response_mask].sum() / tokens, {}))

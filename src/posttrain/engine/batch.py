@@ -6,26 +6,14 @@ them, so the dense layers of a model compute on useful tokens only. Which tokens
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any
+from itertools import accumulate, chain, islice
 
 import torch
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-
-_COLUMNS = (
-    "behaviour_logprobs",
-    "proximal_logprobs",
-    "reference_logprobs",
-    "values",
-    "rewards",
-    "returns",
-    "advantages",
-)  # optional, [T] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +80,33 @@ def group_trajectories(trajectories: Iterable[Trajectory]) -> list[Group]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenBatch:
-    """A packed batch of `documents` documents and T tokens.
+    """A packed batch of D documents and T tokens.
 
     Two documents (1, 7 → 9, 2) and (1 → 2) are `tokens=[1, 7, 9, 2, 1, 2]`, `positions=[0, 1, 2, 3, 0, 1]`,
     `lengths=(4, 2)`, `response_mask=[0, 0, 1, 1, 0, 1]`.
+
+    Columns are open: whoever computes something adds it under a name, and whoever needs it asks for the name. Those
+    that the algorithms here know:
+
+    ==================  ===========================================================================
+    behaviour_logprobs  of the policy that sampled; 0 outside the response
+    proximal_logprobs   of the policy that the step's first update found
+    reference_logprobs  of the frozen reference
+    values              the critic's, before the token
+    rewards             per token
+    returns             what the critic is to learn
+    advantages          0 outside the response
+    ==================  ===========================================================================
     """
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64, restarts at 0 in every document
-    lengths: tuple[int, ...]  # [documents], sum = T
+    lengths: tuple[int, ...]  # [D], sum = T
     response_mask: Tensor  # [T] bool: the log-probability of this token, predicted from the one before, enters the loss
-    behaviour_logprobs: Tensor | None = None  # [T] float32, 0 outside the response: of the policy that sampled
-    proximal_logprobs: Tensor | None = None  # [T] float32: of the policy that the step's first update found
-    reference_logprobs: Tensor | None = None  # [T] float32: of the frozen reference
-    values: Tensor | None = None  # [T] float32: the critic's, before the token
-    rewards: Tensor | None = None  # [T] float32: per token
-    returns: Tensor | None = None  # [T] float32: what the critic is to learn
-    advantages: Tensor | None = None  # [T] float32, 0 outside the response
-    sample_ids: tuple[str, ...] = ()  # [documents] or none: "<step>.<prompt>.<sample>", what a trace finds them by
+    token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [T] each
+    document_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [D] each
+    units: tuple[int, ...] | None = None  # documents of each unit, which are never separated; None: each is its own
+    sample_ids: tuple[str, ...] = ()  # [D] or none: "<step>.<prompt>.<sample>", what a trace finds them by
     provenance: Provenance = field(default_factory=Provenance)
 
     @classmethod
@@ -119,67 +116,62 @@ class TokenBatch:
         device: str | torch.device = "cpu",
         provenance: Provenance | None = None,
         sample_ids: Sequence[str] = (),
+        unit: int | None = None,
     ) -> TokenBatch:
         """Lay documents end to end.
 
+        Args:
+            unit: how many documents belong together, e.g. 2 for pairs; None: every one is alone.
+
         Raises:
             InputError: no documents, an empty prompt (its first token has nothing to be predicted from),
-                log-probabilities that do not fit the response, or only some documents with log-probabilities.
+                log-probabilities that do not fit the response, only some documents with log-probabilities, or a number
+                of documents that units do not divide.
         """
         scored = _check_documents(documents)
         if sample_ids and len(sample_ids) != len(documents):
             raise InputError(f"sample ids must be one per document ({len(documents)}), got {len(sample_ids)}")
+        if unit is not None and (unit < 1 or len(documents) % unit):
+            raise InputError(f"documents of a batch in units must be a multiple of {unit}, got {len(documents)}")
         lengths = tuple(len(d.prompt) + len(d.response) for d in documents)
         tokens = list(chain.from_iterable(chain(d.prompt, d.response) for d in documents))
         prompt_lengths = torch.tensor([len(d.prompt) for d in documents])
         positions = _positions(lengths)
-        behaviour: Tensor | None = None
+        columns: dict[str, Tensor] = {}
         if scored:
             rows = (chain([0.0] * len(d.prompt), d.logprobs or ()) for d in documents)
-            behaviour = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32)
+            columns["behaviour_logprobs"] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32)
         batch = cls(
             tokens=torch.tensor(tokens, dtype=torch.int64),
             positions=positions,
             lengths=lengths,
             response_mask=positions >= prompt_lengths.repeat_interleave(torch.tensor(lengths)),
-            behaviour_logprobs=behaviour,
+            token_columns=columns,
+            units=None if unit is None else (unit,) * (len(documents) // unit),
             sample_ids=tuple(sample_ids),
             provenance=provenance or Provenance(),
         )
         return batch if torch.device(device) == batch.device else batch.to(device)
 
     @classmethod
-    def filler(cls, device: str | torch.device = "cpu") -> TokenBatch:
-        """Two tokens without a response: what a rank without documents computes on, to join a collective."""
-        zeros = torch.zeros(2, device=device)
-        columns: dict[str, Any] = dict.fromkeys(_COLUMNS, zeros)
-        return cls(
-            tokens=torch.zeros(2, dtype=torch.int64, device=device),
-            positions=torch.arange(2, device=device),
-            lengths=(2,),
-            response_mask=torch.zeros(2, dtype=torch.bool, device=device),
-            **columns,
-        )
-
-    @classmethod
     def gather(cls, parts: Sequence[TokenBatch], shards: Sequence[Sequence[int]]) -> TokenBatch:
-        """The batch whose document `shards[r][k]` is document k of `parts[r]`.
+        """The batch whose unit `shards[r][k]` is unit k of `parts[r]`.
 
-        Parts without documents contribute nothing. The provenance is the first part's, over all ranks.
+        Parts without units contribute nothing. The provenance is the first part's, over all ranks.
 
         Raises:
             InputError: parts and shards differ in size, or parts differ in columns.
         """
-        if [part.documents for part in parts] != [len(shard) for shard in shards]:
+        if [len(part.item_lengths) for part in parts] != [len(shard) for shard in shards]:
             raise InputError(
-                f"gathered parts must have {[len(s) for s in shards]} documents, got {[p.documents for p in parts]}"
+                f"gathered parts must have {[len(s) for s in shards]} items, got {[len(p.item_lengths) for p in parts]}"
             )
         filled = [part for part in parts if part.documents]
         if not filled:
             return parts[0]
         merged = _concatenate(filled)
         order = list(chain.from_iterable(shards))
-        return merged if order == list(range(len(order))) else merged.select(_inverse(order))
+        return merged if order == list(range(len(order))) else merged.select_items(_inverse(order))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -202,42 +194,62 @@ class TokenBatch:
 
     @property
     def response_lengths(self) -> Tensor:
-        """[documents] int64: response tokens of each document."""
+        """[D] int64: response tokens of each document."""
         return self.sum_by_document(self.response_mask.to(torch.int64))
 
+    @property
+    def item_lengths(self) -> tuple[int, ...]:
+        """[units] tokens of every unit: what a batch is divided by."""
+        if self.units is None:
+            return self.lengths
+        sizes = iter(self.lengths)
+        return tuple(sum(islice(sizes, unit)) for unit in self.units)
+
+    def column(self, name: str) -> Tensor:
+        """A token column, [T], or a document column, [D].
+
+        Raises:
+            InputError: nobody has put it in.
+        """
+        found = self.token_columns.get(name, self.document_columns.get(name))
+        if found is None:
+            had = ", ".join([*self.token_columns, *self.document_columns]) or "none"
+            raise InputError(f"the batch must have a column {name}, got {had}; have it computed before it is needed")
+        return found
+
     def sum_by_document(self, values: Tensor) -> Tensor:
-        """[T] → [documents]: the sum over each document's tokens, differentiable."""
+        """[T] → [D]: the sum over each document's tokens, differentiable."""
         return values.new_zeros(self.documents).index_add(0, self.document_index, values)
 
-    def with_advantages(self, per_document: Tensor) -> TokenBatch:
-        """Give every response token of a document the document's advantage.
-
-        Args:
-            per_document: [documents].
+    def spread(self, per_document: Tensor) -> Tensor:
+        """[D] → [T] float32: every response token gets its document's number, the others 0.
 
         Raises:
             InputError: another shape.
         """
         if per_document.shape != (self.documents,):
             raise InputError(
-                f"advantages must have shape [{self.documents}], got {list(per_document.shape)}; give one per document"
+                f"what is spread must have shape [{self.documents}], got {list(per_document.shape)}; "
+                "give one number per document"
             )
-        spread = per_document.detach().to(self.device, torch.float32)[self.document_index]
-        return replace(self, advantages=spread.masked_fill(~self.response_mask, 0.0))
+        values = per_document.detach().to(self.device, torch.float32)[self.document_index]
+        return values.masked_fill(~self.response_mask, 0.0)
 
     def with_columns(self, **columns: Tensor) -> TokenBatch:
-        """A batch with these columns, each [T], put in or replaced: `batch.with_columns(values=v, returns=r)`.
+        """A batch with these token columns put in or replaced: `batch.with_columns(values=v, returns=r)`.
 
         Raises:
-            InputError: no such column, or another shape.
+            InputError: not [T], or a document column's name.
         """
-        for name, values in columns.items():
-            if name not in _COLUMNS:
-                raise InputError(f"a batch has the columns {', '.join(_COLUMNS)}, got {name!r}; check the name")
-            if values.shape != self.tokens.shape:
-                raise InputError(f"column {name} must have shape {list(self.tokens.shape)}, got {list(values.shape)}")
-        changes: dict[str, Any] = {name: values.detach().to(self.device) for name, values in columns.items()}
-        return replace(self, **changes)
+        return replace(self, token_columns=self._columns(self.token_columns, columns, self.document_columns, "[T]"))
+
+    def with_document_columns(self, **columns: Tensor) -> TokenBatch:
+        """A batch with these document columns put in or replaced: `batch.with_document_columns(labels=l)`.
+
+        Raises:
+            InputError: not [D], or a token column's name.
+        """
+        return replace(self, document_columns=self._columns(self.document_columns, columns, self.token_columns, "[D]"))
 
     def seen_by(self, role: str, rank: int = 0) -> TokenBatch:
         """The same batch with `role` and `rank` as its provenance."""
@@ -247,69 +259,110 @@ class TokenBatch:
         """The named documents, in the named order; none gives the empty batch, which a rank without work gets.
 
         Raises:
-            InputError: an index outside [0, documents).
+            InputError: an index outside [0, D), or a batch whose documents belong together.
         """
-        chosen = tuple(documents)
-        wrong = next((i for i in chosen if not 0 <= i < self.documents), None)
-        if wrong is not None:
-            raise InputError(f"documents to select must be in 0..{self.documents - 1}, got {wrong}; check the index")
-        starts = [0, *torch.tensor(self.lengths).cumsum(0).tolist()]
-        spans = [torch.arange(starts[i], starts[i + 1]) for i in chosen]
-        index = torch.cat(spans).to(self.device) if spans else torch.zeros(0, dtype=torch.int64, device=self.device)
-        return self._take(index, chosen)
+        if self.units is not None:
+            raise InputError("documents of a batch in units must stay together, got a selection; use select_items")
+        return self._select(documents, None)
 
-    def split(self, token_budget: int) -> list[TokenBatch]:
-        """Micro-batches of contiguous documents with at most `token_budget` tokens each.
-
-        A document that alone exceeds the budget is a micro-batch of its own. Together they are the batch.
+    def select_items(self, items: Sequence[int], /) -> TokenBatch:
+        """The named units, in the named order; may be none.
 
         Raises:
-            InputError: a budget below 1.
+            InputError: an index outside [0, units).
         """
-        if token_budget < 1:
-            raise InputError(f"token budget of a micro-batch must be >= 1, got {token_budget}")
-        parts: list[TokenBatch] = []
-        first, start, size = 0, 0, 0
-        for index, length in enumerate([*self.lengths, math.inf]):
-            if size and size + length > token_budget:
-                span = torch.arange(start, start + size, device=self.device)
-                parts.append(self._take(span, range(first, index)))
-                first, start, size = index, start + size, 0
-            if length != math.inf:
-                size += int(length)
-        return parts
+        if self.units is None:
+            return self._select(items, None)
+        starts = [0, *accumulate(self.units)]
+        _refuse_outside(items, len(self.units), "units")
+        documents = [document for item in items for document in range(starts[item], starts[item + 1])]
+        return self._select(documents, tuple(self.units[item] for item in items))
+
+    def dummy(self) -> TokenBatch:
+        """Two documents of two tokens without a response, in this batch's columns, as one unit where it has units.
+
+        What a rank without documents computes on, so that every rank takes part in a collective.
+        """
+        zeros = {
+            "token": {name: values.new_zeros(4) for name, values in self.token_columns.items()},
+            "document": {name: values.new_zeros(2) for name, values in self.document_columns.items()},
+        }
+        return TokenBatch(
+            tokens=torch.zeros(4, dtype=torch.int64, device=self.device),
+            positions=torch.arange(2, device=self.device).repeat(2),
+            lengths=(2, 2),
+            response_mask=torch.zeros(4, dtype=torch.bool, device=self.device),
+            token_columns=zeros["token"],
+            document_columns=zeros["document"],
+            units=None if self.units is None else (2,),
+        )
 
     def to(self, device: str | torch.device) -> TokenBatch:
         """The same batch on another device."""
-        changes: dict[str, Any] = {name: values.to(device) for name, values in self._tensors()}
-        return replace(self, **changes)
+        return self._each(lambda values: values.to(device), lambda values: values.to(device))
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that is there, by the name of its field; each is [T]."""
-        for name in ("tokens", "positions", "response_mask", *_COLUMNS):
-            values = getattr(self, name)
-            if values is not None:
-                yield name, values
+    def _columns(
+        self, own: Mapping[str, Tensor], added: Mapping[str, Tensor], others: Mapping[str, Tensor], shape: str
+    ) -> dict[str, Tensor]:
+        size = len(self.tokens) if shape == "[T]" else self.documents
+        for name, values in added.items():
+            if name in others:
+                raise InputError(f"column {name} must be per token or per document, got both; give it another name")
+            if values.shape != (size,):
+                raise InputError(f"column {name} must have shape {shape} = [{size}], got {list(values.shape)}")
+        return {**own, **{name: values.detach().to(self.device) for name, values in added.items()}}
 
-    def _take(self, index: Tensor, documents: Sequence[int]) -> TokenBatch:
-        """The tokens at `index`, which are those of `documents`."""
-        changes: dict[str, Any] = {name: values[index] for name, values in self._tensors()}
-        ids = tuple(self.sample_ids[i] for i in documents) if self.sample_ids else ()
-        return replace(self, **changes, lengths=tuple(self.lengths[i] for i in documents), sample_ids=ids)
+    def _select(self, documents: Sequence[int], units: tuple[int, ...] | None) -> TokenBatch:
+        chosen = tuple(documents)
+        _refuse_outside(chosen, self.documents, "documents")
+        starts = [0, *accumulate(self.lengths)]
+        spans = [torch.arange(starts[i], starts[i + 1]) for i in chosen]
+        index = torch.cat(spans).to(self.device) if spans else torch.zeros(0, dtype=torch.int64, device=self.device)
+        places = torch.tensor(chosen, dtype=torch.int64, device=self.device)
+        taken = self._each(lambda values: values[index], lambda values: values[places])
+        ids = tuple(self.sample_ids[i] for i in chosen) if self.sample_ids else ()
+        return replace(taken, lengths=tuple(self.lengths[i] for i in chosen), sample_ids=ids, units=units)
+
+    def _each(self, token: Callable[[Tensor], Tensor], document: Callable[[Tensor], Tensor]) -> TokenBatch:
+        """Every [T] tensor changed by one function, every [D] tensor by the other."""
+        return replace(
+            self,
+            tokens=token(self.tokens),
+            positions=token(self.positions),
+            response_mask=token(self.response_mask),
+            token_columns={name: token(values) for name, values in self.token_columns.items()},
+            document_columns={name: document(values) for name, values in self.document_columns.items()},
+        )
+
+
+def _refuse_outside(chosen: Sequence[int], count: int, what: str) -> None:
+    wrong = next((i for i in chosen if not 0 <= i < count), None)
+    if wrong is not None:
+        raise InputError(f"{what} to select must be in 0..{count - 1}, got {wrong}; check the index")
 
 
 def _concatenate(parts: Sequence[TokenBatch]) -> TokenBatch:
     if len(parts) == 1:
         return parts[0]
-    columns = [dict(part._tensors()) for part in parts]
+    first = parts[0]
+    return replace(
+        first,
+        tokens=torch.cat([part.tokens for part in parts]),
+        positions=torch.cat([part.positions for part in parts]),
+        response_mask=torch.cat([part.response_mask for part in parts]),
+        lengths=tuple(chain.from_iterable(part.lengths for part in parts)),
+        token_columns=_joined([part.token_columns for part in parts]),
+        document_columns=_joined([part.document_columns for part in parts]),
+        units=None if first.units is None else tuple(chain.from_iterable(part.units or () for part in parts)),
+        sample_ids=tuple(chain.from_iterable(part.sample_ids for part in parts)),
+    )
+
+
+def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     odd = next((c.keys() ^ columns[0].keys() for c in columns if c.keys() != columns[0].keys()), None)
     if odd:
         raise InputError(f"gathered parts must have the same columns, got {min(odd)} in some only; check the method")
-    changes: dict[str, Any] = {name: torch.cat([c[name] for c in columns]) for name in columns[0]}
-    lengths = tuple(chain.from_iterable(part.lengths for part in parts))
-    return replace(
-        parts[0], **changes, lengths=lengths, sample_ids=tuple(chain.from_iterable(p.sample_ids for p in parts))
-    )
+    return {name: torch.cat([c[name] for c in columns]) for name in columns[0]}
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import ClassVar, Literal, Protocol, final
 
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.aggregation import Totals, token_weights
 from posttrain.engine.algorithms.losses import (
+    bradley_terry,
     clipped_value_loss,
     corrected_kl_penalty,
     is_clipped,
@@ -37,11 +38,43 @@ class LossParts:
     sums: Mapping[str, Tensor]  # scalars without gradient
 
 
-class Objective(Protocol):
-    """A loss over what a model predicts for the tokens of a micro-batch: log-probabilities, or values."""
+Need = Literal["logprobs", "entropy", "values", "scores"]  # what a model can be asked to predict
 
-    def __call__(self, micro: TokenBatch, predicted: Tensor, /) -> LossParts:
-        """[T] predictions → this micro-batch's share."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predictions:
+    """What a model says of a micro-batch, differentiable: of all that it was asked for, and of nothing else."""
+
+    logprobs: Tensor | None = None  # [T] float32: of the response tokens, at the sampling temperature; 0 elsewhere
+    entropy: Tensor | None = None  # [T] float32: nats of the distribution that each response token was drawn from
+    values: Tensor | None = None  # [T] float32: V before each response token
+    scores: Tensor | None = None  # [D] float32: a scalar head after each document's last token
+
+    def of(self, need: Need) -> Tensor:
+        """One of them.
+
+        Raises:
+            InputError: it was not asked for.
+        """
+        found: Tensor | None = getattr(self, need)
+        if found is None:
+            raise InputError(f"the model must predict {need} for this loss, got none; name it in the objective's needs")
+        return found
+
+
+class Objective(Protocol):
+    """A loss over what a model predicts for a micro-batch."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What it reads of the predictions."""
+
+    def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
+        """This micro-batch's share.
+
+        Raises:
+            InputError: the batch lacks a column that the loss reads.
+        """
 
 
 @final
@@ -49,12 +82,13 @@ class Objective(Protocol):
 class SupervisedObjective:
     """−log π(completion | prompt), token mean over the step."""
 
+    needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
     totals: Totals
 
-    def __call__(self, micro: TokenBatch, predicted: Tensor, /) -> LossParts:
+    def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         """See `Objective`."""
         weights = token_weights(micro, self.totals, "token-mean")
-        return LossParts((weights * negative_log_likelihood(predicted, micro.response_mask)).sum(), {})
+        return LossParts((weights * negative_log_likelihood(predicted.of("logprobs"), micro.response_mask)).sum(), {})
 
 
 @final
@@ -81,6 +115,7 @@ class PolicyObjective:
     behaviour policy, then with no further importance weight. Source: PPO, arXiv 1707.06347; DAPO, arXiv 2503.14476.
     """
 
+    needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
     totals: Totals
     clip_low: float
     clip_high: float
@@ -89,26 +124,19 @@ class PolicyObjective:
     kl: KLTerm | None = None
     measured: int | None = None  # response tokens computed, which metrics are means over; None: all of `totals`
 
-    def __call__(self, micro: TokenBatch, predicted: Tensor, /) -> LossParts:
-        """See `Objective`.
-
-        Raises:
-            InputError: the batch lacks old log-probabilities, advantages, or (with a KL term) the reference's.
-        """
-        mask, old, advantages = micro.response_mask, old_logprobs(micro), micro.advantages
-        if advantages is None:
-            raise InputError("a policy update needs advantages, got a batch without; estimate them first")
-        tokens = ppo_clip(predicted, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
-        clipped = is_clipped(predicted, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
+    def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
+        """See `Objective`."""
+        mask, old, advantages = micro.response_mask, old_logprobs(micro), micro.column("advantages")
+        logprobs = predicted.of("logprobs")
+        tokens = ppo_clip(logprobs, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
+        clipped = is_clipped(logprobs, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
         count = max(self.totals.tokens if self.measured is None else self.measured, 1)
         sums = {
             "clip_fraction": clipped.sum() / count,
-            "mismatch_kl": kl_penalty(old, predicted.detach(), mask, "k3").sum() / count,
+            "mismatch_kl": kl_penalty(old, logprobs.detach(), mask, "k3").sum() / count,
         }
         if self.kl:
-            if micro.reference_logprobs is None:
-                raise InputError("a KL term needs the reference's log-probabilities, got a batch without; compute them")
-            penalty = self.kl.penalty(predicted, old, micro.reference_logprobs, mask)
+            penalty = self.kl.penalty(logprobs, old, micro.column("reference_logprobs"), mask)
             sums["kl"] = penalty.detach().sum() / count
             tokens = tokens + self.kl.coefficient * penalty
         weights = token_weights(micro, self.totals, self.aggregation, norm=self.norm)
@@ -120,22 +148,38 @@ class PolicyObjective:
 class ValueObjective:
     """The critic's clipped squared error (`losses.clipped_value_loss`), token mean over the step."""
 
+    needs: ClassVar[frozenset[Need]] = frozenset({"values"})
     totals: Totals
     clip: float | None
 
-    def __call__(self, micro: TokenBatch, predicted: Tensor, /) -> LossParts:
-        """See `Objective`.
-
-        Raises:
-            InputError: the batch lacks values or returns.
-        """
-        if micro.values is None or micro.returns is None:
-            raise InputError("a critic's update needs values and returns, got a batch without; estimate them first")
-        mask, arguments = micro.response_mask, (micro.values, micro.returns)
-        loss = clipped_value_loss(predicted, *arguments, mask, self.clip)
-        clipped = is_value_clipped(predicted, *arguments, mask, self.clip)
+    def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
+        """See `Objective`."""
+        mask, arguments = micro.response_mask, (micro.column("values"), micro.column("returns"))
+        values = predicted.of("values")
+        loss = clipped_value_loss(values, *arguments, mask, self.clip)
+        clipped = is_value_clipped(values, *arguments, mask, self.clip)
         weights = token_weights(micro, self.totals, "token-mean")
         return LossParts((weights * loss).sum(), {"clip_fraction": clipped.sum() / max(self.totals.tokens, 1)})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PreferenceObjective:
+    """−log σ(r_chosen − r_rejected), mean over the step's pairs. Source: Bradley and Terry 1952; arXiv 2203.02155."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"scores"})
+    pairs: int  # of the whole step; the chosen and the rejected response of each are one unit, in turn
+
+    def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
+        """See `Objective`."""
+        scores = predicted.of("scores")
+        chosen, rejected = scores[0::2], scores[1::2]
+        count = max(self.pairs, 1)
+        sums = {
+            "accuracy": (chosen > rejected).float().sum().detach() / count,
+            "margin": (chosen - rejected).sum().detach() / count,
+        }
+        return LossParts(bradley_terry(chosen, rejected).sum() / count, sums)
 
 
 def old_logprobs(batch: TokenBatch) -> Tensor:
@@ -144,7 +188,4 @@ def old_logprobs(batch: TokenBatch) -> Tensor:
     Raises:
         InputError: neither proximal nor behaviour log-probabilities.
     """
-    old = batch.behaviour_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
-    if old is None:
-        raise InputError("a policy update needs old log-probabilities, got a batch without; sample or score it first")
-    return old
+    return batch.column("proximal_logprobs" if "proximal_logprobs" in batch.token_columns else "behaviour_logprobs")

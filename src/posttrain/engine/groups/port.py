@@ -14,10 +14,10 @@ class Shardable(Protocol):
     """Items with lengths, of which a part can be taken: a `TokenBatch`, prompts to sample from."""
 
     @property
-    def lengths(self) -> Sequence[int]:
+    def item_lengths(self) -> Sequence[int]:
         """Tokens of every item: what its cost is estimated from."""
 
-    def select(self, documents: Sequence[int], /) -> Any:
+    def select_items(self, items: Sequence[int], /) -> Any:
         """The named items, in the named order; none gives an empty one of the same type."""
 
 

@@ -85,8 +85,8 @@ class NonBlocking(Generic[W]):
     def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
         """As `WorkerGroup.map`."""
         reach = self._reach
-        assignment = balance(reach.costs.costs(batch.lengths), reach.shards)
-        parts: list[B] = [batch] if reach.shards == 1 else [batch.select(shard) for shard in assignment.shards]
+        assignment = balance(reach.costs.costs(batch.item_lengths), reach.shards)
+        parts: list[B] = [batch] if reach.shards == 1 else [batch.select_items(shard) for shard in assignment.shards]
         begun = (time.time(), time.perf_counter())
         calls: list[Call[G]] = []
         for shard, part in enumerate(parts):

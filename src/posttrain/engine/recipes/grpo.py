@@ -157,7 +157,7 @@ class GRPO:
             provenance=replace(sampled.rollouts.provenance, step=step),
             sample_ids=[sampled.sample_id(step, t) for t in kept],
         )
-        return batch.with_advantages(advantages.flatten()[list(members)])
+        return batch.with_columns(advantages=batch.spread(advantages.flatten()[list(members)]))
 
     def _parts(self, sampled: Sampled, members: Sequence[int], step: int) -> list[tuple[Totals, list[int]]]:
         """What every mini-batch is divided by, and its documents of the batch of `members`."""

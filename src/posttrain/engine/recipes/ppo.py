@@ -158,16 +158,13 @@ class PPO:
         with trace.span("values"):
             values = self._critic.nonblocking.map(CriticWorker.values, batch)
             known = reference.map(ReferenceWorker.logprobs, batch) if reference else batch
-            valued = values.result().values
+            valued = values.result().column("values")
         with trace.span("advantage"):
             scores = torch.tensor([s.score for s in sampled.scores if s.score is not None])
-            mask, old = batch.response_mask, batch.behaviour_logprobs
-            assert valued is not None
-            assert old is not None
+            mask, old = batch.response_mask, batch.column("behaviour_logprobs")
             rewards, report = score_rewards(scores, mask, batch.lengths), {}
             if c.kl:
-                anchor = known.reference_logprobs
-                assert anchor is not None
+                anchor = known.column("reference_logprobs")
                 kind = c.kl.estimator.removesuffix("-corrected")  # which corrects the gradient
                 distance = kl_estimate(old, anchor, mask, kind)
                 report["kl"] = float(distance.sum()) / max(int(mask.sum()), 1)

@@ -39,9 +39,8 @@ class LossProbe:
         """`probe/loss` of the weights as they are, in nats per completion token."""
         batch = TokenBatch.pack(self._documents, provenance=Provenance(role="policy"))
         found = policy.map(PolicyWorker.logprobs, batch)
-        assert found.proximal_logprobs is not None
         mask = found.response_mask
-        total = float(found.proximal_logprobs[mask].double().sum())
+        total = float(found.column("proximal_logprobs")[mask].double().sum())
         return StepReport(self.price, {"probe/loss": -total / int(mask.sum())})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from posttrain.engine.algorithms.objectives import PreferenceObjective
 from posttrain.engine.batch import Document, Provenance, TokenBatch
 from posttrain.engine.config import RewardModelConfig
 from posttrain.engine.groups.worker_group import WorkerGroup
@@ -12,7 +13,7 @@ from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
 from posttrain.engine.recipes.roles import PreferenceOnly
 from posttrain.engine.recipes.sampling import Measurement, ProbeSchedule
-from posttrain.engine.roles.preference import PairBatch, PreferenceObjective, PreferenceWorker
+from posttrain.engine.roles.preference import PreferenceWorker
 from posttrain.engine.weights.view import PolicyVersion
 
 
@@ -69,9 +70,9 @@ class RewardModel:
             chosen = [self._pairs[row] for _, row in self.journal.take(self._config.batch_size)]
             batch = paired(chosen, Provenance(step=step, role="reward_model"))
         with trace.span("update") as span:
-            objective = PreferenceObjective(len(batch))
+            objective = PreferenceObjective(len(chosen))
             update = self.roles.reward_model.map(PreferenceWorker.update, batch, objective, step=step)
-            span |= {"pairs": len(batch), "tokens": sum(batch.lengths)}
+            span |= {"pairs": len(chosen), "tokens": sum(batch.lengths)}
         return StepReport(sum(batch.lengths), update.metrics)
 
     def serve(self, version: PolicyVersion) -> None:
@@ -86,10 +87,10 @@ class RewardModel:
         return self._probe.price(step)
 
 
-def paired(pairs: Sequence[Preference], provenance: Provenance) -> PairBatch:
-    """Pairs, packed."""
+def paired(pairs: Sequence[Preference], provenance: Provenance) -> TokenBatch:
+    """Pairs, packed: the chosen and the rejected response of each are one unit, in turn."""
     documents = [Document(p.prompt, response) for p in pairs for response in (p.chosen, p.rejected)]
-    return PairBatch(TokenBatch.pack(documents, provenance=provenance))
+    return TokenBatch.pack(documents, provenance=provenance, unit=2)
 
 
 def _size(pair: Preference) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from posttrain.domain.facts import Sample
 from posttrain.engine.algorithms.losses import is_clipped
-from posttrain.engine.algorithms.objectives import old_logprobs
 from posttrain.engine.batch import TokenBatch, Trajectory
 from posttrain.engine.recipes.recipe import Trace
 from posttrain.engine.recipes.sampling import Sampled, Scorer
@@ -82,23 +81,20 @@ class Witness:
 
     def _with_update(self, known: Sample, name: str, clip_low: float, clip_high: float) -> Sample:
         fate, document = self._consumed[name]
-        mask, advantages = document.response_mask, document.advantages
-        assert advantages is not None
-        assert document.proximal_logprobs is not None
-        current, old = document.proximal_logprobs, known.behaviour_logprobs
-        behaviour = old_logprobs(replace(document, proximal_logprobs=None))
+        columns, mask = document.token_columns, document.response_mask
+        advantages, behaviour = document.column("advantages"), document.column("behaviour_logprobs")
+        current = document.column("proximal_logprobs")
         clipped = is_clipped(current, behaviour, advantages, mask, clip_low=clip_low, clip_high=clip_high)
         return replace(
             known,
             fate=fate,
-            behaviour_logprobs=old,
             advantages=_column(advantages, mask),
             logprobs=_column(current, mask),
             ratios=_column((current - behaviour).exp(), mask),
             clipped=[bool(c) for c in clipped[mask].tolist()],
-            reference_logprobs=_column(document.reference_logprobs, mask),
-            values=_column(document.values, mask),
-            returns=_column(document.returns, mask),
+            reference_logprobs=_column(columns.get("reference_logprobs"), mask),
+            values=_column(columns.get("values"), mask),
+            returns=_column(columns.get("returns"), mask),
         )
 
 

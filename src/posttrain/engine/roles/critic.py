@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import final
 
-from posttrain.engine.algorithms.objectives import LossParts, Objective
+import torch
+
+from posttrain.engine.algorithms.objectives import LossParts, Objective, Predictions
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models.scalar_model import ScalarModel, token_values
@@ -48,11 +50,11 @@ class CriticWorker:
     def values(self, batch: TokenBatch) -> TokenBatch:
         """The batch with `values`: V before each response token, 0 elsewhere."""
         shards, micros = self.learner.split(batch)
-        found = self.learner.evaluate(
-            micros, TokenBatch.filler(self.model.device), lambda micro: token_values(self.model, micro)
-        )
+        dummy = self.learner.dummy(batch)
+        found = self.learner.evaluate(micros, dummy, lambda micro: token_values(self.model, micro))
         valued = [micro.with_columns(values=f) for micro, f in zip(micros, found, strict=True)]
-        return (TokenBatch.gather(valued, shards) if valued else batch).seen_by("critic", self._rank)
+        gathered = TokenBatch.gather(valued, shards) if valued else batch.with_columns(values=torch.zeros(0))
+        return gathered.seen_by("critic", self._rank)
 
     def update(self, batch: TokenBatch, objective: Objective, *, step: int, part: int = 0) -> Update:
         """One optimiser step of the whole group on a mini-batch, of which this rank has a shard; it may be empty.
@@ -63,10 +65,9 @@ class CriticWorker:
         _, micros = self.learner.split(batch)
 
         def forward(micro: TokenBatch) -> LossParts:
-            return objective(micro, token_values(self.model, micro))
+            return objective(micro, Predictions(values=token_values(self.model, micro)))
 
-        filler = TokenBatch.filler(self.model.device)
-        return Update(self.learner.step(micros, filler, forward, step=step, part=part))
+        return Update(self.learner.step(micros, self.learner.dummy(batch), forward, step=step, part=part))
 
     def fallbacks(self) -> dict[str, str]:
         """See `Backbone.fallbacks`."""

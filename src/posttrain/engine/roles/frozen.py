@@ -69,7 +69,7 @@ def in_micro_batches(batch: TokenBatch, token_budget: int, score: Callable[[Toke
     """Score a batch piece by piece; the result is in the batch's own order. An empty batch is returned as it is."""
     if not len(batch):
         return batch
-    shards = micro_batches(batch.lengths, batch.lengths, token_budget)
+    shards = micro_batches(batch.item_lengths, batch.item_lengths, token_budget)
     if len(shards) == 1:
         return score(batch)
-    return TokenBatch.gather([score(batch.select(shard)) for shard in shards], shards)
+    return TokenBatch.gather([score(batch.select_items(shard)) for shard in shards], shards)

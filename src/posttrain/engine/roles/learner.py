@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ _MICRO_BATCH_TOKENS = {
 }  # 16384 on a CPU is 15 % slower at 1 M parameters: it leaves the caches
 _SAVED = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-M = TypeVar("M")
 
 
 class DivergedError(JobFailedError):
@@ -102,23 +101,32 @@ class Learner:
         module.train(dropout)
 
     def split(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
-        """This rank's micro-batches on its device, and the documents of each."""
+        """The units of each of this rank's micro-batches, balanced by the model's cost within the token budget; and the
+        micro-batches on its device.
+        """
         placed = batch if batch.device == self._device else batch.to(self._device)
-        shards = self.shards(placed.lengths)
-        return shards, [placed] if len(shards) == 1 else [placed.select(shard) for shard in shards]
+        lengths = placed.item_lengths
+        shards = micro_batches(lengths, self._costs.costs(lengths), self.token_budget)
+        return shards, [placed] if len(shards) == 1 else [placed.select_items(shard) for shard in shards]
 
-    def shards(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Items by micro-batch, balanced by the model's cost, within the token budget."""
-        return micro_batches(lengths, self._costs.costs(lengths), self.token_budget)
+    def dummy(self, batch: TokenBatch) -> TokenBatch:
+        """See `TokenBatch.dummy`, on this rank's device."""
+        return batch.dummy().to(self._device)
 
     def step(
-        self, micros: Sequence[M], filler: M, forward: Callable[[M], LossParts], *, step: int, part: int = 0
+        self,
+        micros: Sequence[TokenBatch],
+        dummy: TokenBatch,
+        forward: Callable[[TokenBatch], LossParts],
+        *,
+        step: int,
+        part: int = 0,
     ) -> dict[str, float]:
         """One optimiser step.
 
         Args:
             micros: this rank's micro-batches; may be none.
-            filler: computed instead, without effect, while other ranks still have some.
+            dummy: computed instead, without effect, while other ranks still have some.
             forward: called once per micro-batch.
             step: 0-based stage step, for the schedule and the dropout key.
             part: which mini-batch of the step.
@@ -134,7 +142,7 @@ class Learner:
         for index in range(self.sharding.rounds(len(micros))):
             idle = index >= len(micros)
             with self._dropout_key(step, part, index):
-                parts = self.sharding.compute(forward, filler if idle else micros[index])
+                parts = self.sharding.compute(forward, dummy if idle else micros[index])
             (parts.loss * 0.0 if idle else parts.loss).backward()  # type: ignore[no-untyped-call]
             self.sharding.collect_gradients()
             # a sharding that scales the loss says what it was before
@@ -152,23 +160,27 @@ class Learner:
         return {**report, "grad_norm": norm, "learning_rate": self._apply(step)}
 
     @torch.no_grad()
-    def evaluate(self, micros: Sequence[M], filler: M, forward: Callable[[M], Tensor]) -> list[Tensor]:
+    def evaluate(
+        self, micros: Sequence[TokenBatch], dummy: TokenBatch, forward: Callable[[TokenBatch], Tensor]
+    ) -> list[Tensor]:
         """What `forward` gives for this rank's micro-batches, without gradients and dropout; every rank calls it
         as often.
         """
         self._module.eval()
         try:
-            return self._evaluated(micros, filler, forward)
+            return self._evaluated(micros, dummy, forward)
         finally:
             self._module.train(self._dropout)
 
-    def _evaluated(self, micros: Sequence[M], filler: M, forward: Callable[[M], Tensor]) -> list[Tensor]:
+    def _evaluated(
+        self, micros: Sequence[TokenBatch], dummy: TokenBatch, forward: Callable[[TokenBatch], Tensor]
+    ) -> list[Tensor]:
         found: list[Tensor] = []
         for index in range(self.sharding.rounds(len(micros))):
             idle = index >= len(micros)
             parts = self.sharding.compute(
                 lambda micro: LossParts(torch.zeros(()), {"predicted": forward(micro)}),
-                filler if idle else micros[index],
+                dummy if idle else micros[index],
             )
             if not idle:
                 found.append(parts.sums["predicted"])
@@ -231,7 +243,7 @@ class Learner:
         self.sharding.write_back()
 
     def _totals(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Sums over micro-batches → sums over ranks. Equal names on all of them, fillers included."""
+        """Sums over micro-batches → sums over ranks. Equal names on all of them, dummies included."""
         if not sums:
             return {"loss": 0.0}
         names = sorted(sums)

@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import final
 
+import torch
 from torch import Tensor
 
-from posttrain.engine.algorithms.objectives import LossParts, Objective
+from posttrain.domain.errors import InputError
+from posttrain.engine.algorithms.objectives import LossParts, Need, Objective, Predictions
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import save_model
-from posttrain.engine.models.logprobs import token_logprobs
+from posttrain.engine.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from posttrain.engine.models.sequence_parallel import open_sequence_group
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.roles.learner import Learner
@@ -79,12 +81,12 @@ class PolicyWorker:
         seen: list[TokenBatch] = []
 
         def forward(micro: TokenBatch) -> LossParts:
-            logprobs = self._logprobs(micro)
+            predicted = self._predict(micro, objective.needs)
             if record and len(seen) < len(micros):
-                seen.append(micro.with_columns(proximal_logprobs=logprobs))
-            return objective(micro, logprobs)
+                seen.append(micro.with_columns(proximal_logprobs=predicted.of("logprobs")))
+            return objective(micro, predicted)
 
-        metrics = self.learner.step(micros, TokenBatch.filler(self.model.device), forward, step=step, part=part)
+        metrics = self.learner.step(micros, self.learner.dummy(batch), forward, step=step, part=part)
         if not record:
             return Update(metrics)
         return Update(metrics, (TokenBatch.gather(seen, shards) if seen else batch).to("cpu"))
@@ -92,9 +94,9 @@ class PolicyWorker:
     def logprobs(self, batch: TokenBatch) -> TokenBatch:
         """The batch with `proximal_logprobs`: of the response tokens under the policy as it is."""
         shards, micros = self.learner.split(batch)
-        found = self.learner.evaluate(micros, TokenBatch.filler(self.model.device), self._logprobs)
+        found = self.learner.evaluate(micros, self.learner.dummy(batch), self._logprobs)
         scored = [micro.with_columns(proximal_logprobs=f) for micro, f in zip(micros, found, strict=True)]
-        gathered = TokenBatch.gather(scored, shards) if scored else batch
+        gathered = TokenBatch.gather(scored, shards) if scored else batch.with_columns(proximal_logprobs=torch.zeros(0))
         return gathered.seen_by("policy", self._rank)
 
     def publish(self, version: PolicyVersion) -> Weights:
@@ -126,6 +128,16 @@ class PolicyWorker:
     def context_length(self) -> int:
         """Tokens of prompt and response together that the model was made for."""
         return self.model.context_length
+
+    def _predict(self, micro: TokenBatch, needs: frozenset[Need]) -> Predictions:
+        if odd := sorted(needs - {"logprobs", "entropy"}):
+            raise InputError(
+                f"the policy predicts logprobs and entropy, asked for {odd[0]}; give the loss another role"
+            )
+        if "entropy" not in needs:
+            return Predictions(logprobs=self._logprobs(micro))
+        temperature = self._temperature
+        return Predictions(*token_logprobs_and_entropy(self.model, micro, temperature=temperature, response_only=True))
 
     def _logprobs(self, micro: TokenBatch) -> Tensor:
         return token_logprobs(self.model, micro, temperature=self._temperature, response_only=True)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
 import torch
-from torch import Tensor
 
-from posttrain.engine.algorithms.losses import bradley_terry
-from posttrain.engine.algorithms.objectives import LossParts
+from posttrain.engine.algorithms.objectives import LossParts, Objective, Predictions
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models.loading import save_model
@@ -22,45 +19,6 @@ from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.reward_model import DocumentScores
 from posttrain.engine.roles.update import Update
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PairBatch:
-    """Preference pairs, packed: documents 2i and 2i + 1 are the chosen and the rejected one of pair i."""
-
-    documents: TokenBatch
-
-    def __len__(self) -> int:
-        return len(self.documents) // 2
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of every pair."""
-        sizes = self.documents.lengths
-        return tuple(sizes[i] + sizes[i + 1] for i in range(0, len(sizes), 2))
-
-    def select(self, documents: Sequence[int], /) -> PairBatch:
-        """The named pairs, in the named order; may be none."""
-        return PairBatch(self.documents.select([d for pair in documents for d in (2 * pair, 2 * pair + 1)]))
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PreferenceObjective:
-    """−log σ(r_chosen − r_rejected), mean over the step's pairs. Source: Bradley and Terry 1952; arXiv 2203.02155."""
-
-    pairs: int  # of the whole step
-
-    def __call__(self, scores: Tensor) -> LossParts:
-        """[2 · pairs] scores, chosen and rejected in turn → this micro-batch's share."""
-        chosen, rejected = scores[0::2], scores[1::2]
-        count = max(self.pairs, 1)
-        sums = {
-            "accuracy": (chosen > rejected).float().sum().detach() / count,
-            "margin": (chosen - rejected).sum().detach() / count,
-        }
-        return LossParts(bradley_terry(chosen, rejected).sum() / count, sums)
 
 
 @final
@@ -91,26 +49,24 @@ class PreferenceWorker:
         self.learner = Learner(place, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=True)
         self._rank = place.rank
 
-    def update(self, batch: PairBatch, objective: PreferenceObjective, *, step: int) -> Update:
+    def update(self, batch: TokenBatch, objective: Objective, *, step: int) -> Update:
         """One optimiser step of the whole group on a mini-batch, of which this rank has a shard; it may be empty.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
         """
-        device = self.model.device
-        shards = self.learner.shards(batch.lengths)
-        micros = [batch.select(shard).documents.to(device) for shard in shards]
-        filler = TokenBatch.gather([TokenBatch.filler(device)] * 2, [[0], [1]])
-        return Update(
-            self.learner.step(micros, filler, lambda micro: objective(sequence_scores(self.model, micro)), step=step)
-        )
+        _, micros = self.learner.split(batch)
 
-    def margins(self, batch: PairBatch) -> DocumentScores:
+        def forward(micro: TokenBatch) -> LossParts:
+            return objective(micro, Predictions(scores=sequence_scores(self.model, micro)))
+
+        return Update(self.learner.step(micros, self.learner.dummy(batch), forward, step=step))
+
+    def margins(self, batch: TokenBatch) -> DocumentScores:
         """By how much the chosen response of every pair scores above the rejected one, without dropout."""
-        shards = self.learner.shards(batch.lengths)
-        micros = [batch.select(shard).documents.to(self.model.device) for shard in shards]
-        filler = TokenBatch.gather([TokenBatch.filler(self.model.device)] * 2, [[0], [1]])
-        found = self.learner.evaluate(micros, filler, lambda micro: sequence_scores(self.model, micro))
+        shards, micros = self.learner.split(batch)
+        dummy = self.learner.dummy(batch)
+        found = self.learner.evaluate(micros, dummy, lambda micro: sequence_scores(self.model, micro))
         parts = [DocumentScores(tuple((scores[0::2] - scores[1::2]).double().tolist())) for scores in found]
         return DocumentScores.gather(parts, shards)
 

@@ -29,13 +29,13 @@ class PromptBatch:
         return len(self.tokens)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
+    def item_lengths(self) -> tuple[int, ...]:
         """Tokens of every prompt."""
         return tuple(len(prompt) for prompt in self.tokens)
 
-    def select(self, documents: Sequence[int], /) -> PromptBatch:
+    def select_items(self, items: Sequence[int], /) -> PromptBatch:
         """The named prompts, in the named order; may be none."""
-        return PromptBatch(tuple(self.tokens[i] for i in documents), tuple(self.keys[i] for i in documents))
+        return PromptBatch(tuple(self.tokens[i] for i in items), tuple(self.keys[i] for i in items))
 
 
 @final
