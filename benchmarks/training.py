@@ -63,7 +63,7 @@ from posttrain.engine.config import GRPOConfig, InitModelConfig, SFTConfig, Trac
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.recipes.opening import open_roles, open_sft
+from posttrain.engine.recipes.opening import open_learner, open_roles
 from posttrain.engine.recipes.recipe import Recipe, Trace
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.recipes.scoring import RewardScorer
@@ -166,7 +166,8 @@ def sft_documents(vocabulary: int, scale: Scale) -> list[Document]:
 
 def sft_ours(module: PreTrainedModel, documents: Sequence[Document], scale: Scale) -> Run:
     config = SFTConfig(data="x", steps=scale.sft_steps + 1, batch_size=scale.documents, optimizer=OPTIMIZER)
-    recipe = SFT(config, open_sft(config, adopt_module(copy.deepcopy(module)), 0, one_process()), documents, seed=0)
+    model = adopt_module(copy.deepcopy(module))
+    recipe = SFT(config, open_learner(config, model, 0, one_process(), "policy"), documents, seed=0)
     seconds, reports = timed_steps(recipe, scale.sft_steps)
     return Run(seconds, statistics.mean(r["loss"] for r in reports))
 

@@ -27,9 +27,8 @@ from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models import adopt_classifier, adopt_module
 from posttrain.engine.models.scalar_model import put_scalar_head
-from posttrain.engine.roles.critic import CriticWorker
 from posttrain.engine.roles.learner import DivergedError
-from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 STEPS = 4
@@ -64,7 +63,7 @@ class BadGradient(torch.autograd.Function):
         return gradients[0] * float("nan")
 
 
-def diverge(policy: PolicyWorker, mine: TokenBatch, objective: PolicyObjective, place: Place) -> None:
+def diverge(policy: TrainWorker, mine: TokenBatch, objective: PolicyObjective, place: Place) -> None:
     """A mini-batch with a finite loss and a gradient that is none, on one rank only: nothing is left of it."""
     held = lambda: {**policy.learner.parameters(), **policy.learner.moments()}  # noqa: E731
     before = {name: value.clone() for name, value in held().items()}
@@ -92,19 +91,19 @@ def export(place: Place, folder: Path) -> None:
     for saved in ("auto", "float32"):
         model = adopt_module(families.build("qwen3").bfloat16())
         runtime = RuntimeConfig.model_validate({"save_dtype": saved})
-        policy = PolicyWorker(place, model, OPTIMIZER, runtime, steps=STEPS, seed=0)
+        policy = TrainWorker(place, model, OPTIMIZER, runtime, steps=STEPS, seed=0)
         policy.save_model(folder / saved)
 
 
 def dropout_draws(place: Place) -> list[list[float]]:
     """What two steps' dropout would draw on this rank."""
     model = adopt_module(families.build("qwen3"))
-    policy = PolicyWorker(place, model, OPTIMIZER, RUNTIME, steps=STEPS, seed=0, dropout=True)
+    policy = TrainWorker(place, model, OPTIMIZER, RUNTIME, steps=STEPS, seed=0, dropout=True)
     drawn: list[list[float]] = []
 
     def forward(micro: TokenBatch) -> LossParts:
         drawn.append(torch.rand(4).tolist())
-        return LossParts(policy._logprobs(micro).sum() * 0.0, {})
+        return LossParts(policy._predict(micro, {"logprobs"}).of("logprobs").sum() * 0.0, {})
 
     for step in (0, 0, 1):
         policy.learner.step([make_batch()], make_batch().dummy(), forward, step=step)
@@ -115,11 +114,11 @@ def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor
     """The weights of policy and critic after STEPS updates each, by role/name, and the last metrics."""
     whole, runtime = make_batch(), RECOMPUTED if place.sequence_parallel > 1 else RUNTIME
     totals = Totals.of(whole)
-    policy = PolicyWorker(place, adopt_module(families.build(family)), OPTIMIZER, runtime, steps=STEPS, seed=0)
+    policy = TrainWorker(place, adopt_module(families.build(family)), OPTIMIZER, runtime, steps=STEPS, seed=0)
     scalar = adopt_classifier(put_scalar_head(families.build(family)))
-    critic = CriticWorker(place, scalar, OPTIMIZER, runtime, steps=STEPS, seed=0)
+    critic = TrainWorker(place, scalar, OPTIMIZER, runtime, name="critic", steps=STEPS, seed=0)
     begun = {name: tensor.clone() for name, tensor in policy.learner.parameters().items()}
-    first = policy.logprobs(mine).column("proximal_logprobs")
+    first = policy.fill(mine, "now", "logprobs").column("now")
     for step in range(STEPS):
         surrogate = PolicyObjective(totals, clip_low=0.2, clip_high=0.2)
         if step == 1:
@@ -129,13 +128,13 @@ def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor
             f"critic/{k}": v for k, v in critic.update(mine, ValueObjective(totals, 0.2), step=step).metrics.items()
         }
     # frozen passes are collective as well
-    assert len(policy.logprobs(mine)) == len(critic.values(mine)) == len(mine)
+    assert len(policy.fill(mine, "now", "logprobs")) == len(critic.fill(mine, "now", "values")) == len(mine)
     weights = {}
     for role, worker in (("policy", policy), ("critic", critic)):
         gathered = worker.learner.sharding.gathered() if place.size > 1 else worker.learner.parameters()
         weights |= {f"{role}/{name}": tensor.detach().cpu().clone() for name, tensor in gathered.items()}
     policy.learner.restore(begun, {})  # what the frozen pass above gathered must not outlive it
-    torch.testing.assert_close(policy.logprobs(mine).column("proximal_logprobs"), first, atol=0, rtol=0)
+    torch.testing.assert_close(policy.fill(mine, "now", "logprobs").column("now"), first, atol=0, rtol=0)
     return weights, metrics
 
 

@@ -23,7 +23,7 @@ from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Provenance, TokenBatch
 from posttrain.engine.recipes.recipe import StepReport
-from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.training import TrainWorker
 
 
 def flow(flow, step, trace):
@@ -32,7 +32,7 @@ def flow(flow, step, trace):
     made = Provenance(step, "rollout", versions=sampled.rollouts.provenance.versions)
     ids = [sampled.sample_id(step, one) for one in kept]
     batch = TokenBatch.pack([one.document for one in kept], provenance=made, sample_ids=ids)
-    update = flow.roles.policy.map(PolicyWorker.update, batch, SupervisedObjective(Totals.of(batch)), step=step)
+    update = flow.roles.policy.map(TrainWorker.update, batch, SupervisedObjective(Totals.of(batch)), step=step)
     return StepReport(sampled.tokens + sum(batch.lengths), update.metrics)
 """
 HOSTILE = '''

@@ -29,9 +29,9 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.source import ModelSource
-from posttrain.engine.recipes.opening import open_sft
+from posttrain.engine.recipes.opening import open_learner
 from posttrain.engine.recipes.sft import SFT
-from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.view import PolicyVersion
 from posttrain.store.attempts import AttemptFolder
@@ -70,7 +70,7 @@ def train(
     pool: ResourcePool, source: ModelSource, folder: Path, *, stop_after: int | None = None, resume: Path | None = None
 ) -> dict[str, Tensor]:
     """The weights after four steps, or after a stop."""
-    roles = open_sft(CONFIG, source, 1, lambda role: pool)
+    roles = open_learner(CONFIG, source, 1, lambda role: pool, "policy")
     asked = iter([Order.GO_ON] * (99 if stop_after is None else stop_after))
     controller = Controller(
         SFT(CONFIG, roles, DOCUMENTS, 1),
@@ -83,7 +83,7 @@ def train(
     if resume:
         controller.resume(resume)
     controller.run()
-    return dict(roles.policy.each(PolicyWorker.publish, PolicyVersion())[0].tensors)
+    return dict(roles.learner.each(TrainWorker.publish, PolicyVersion())[0].tensors)
 
 
 def belongs_to(ranks: int) -> str:

@@ -15,18 +15,18 @@ from posttrain.engine.config import InitModelConfig
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 SIZE = InitModelConfig(hidden_size=32, intermediate_size=64, layers=4)
 BATCH = TokenBatch.pack([Document((1, 5), tuple(range(6, 6 + n))) for n in (3, 17, 30)])
 
 
-def policy(*, recompute: bool) -> PolicyWorker:
+def policy(*, recompute: bool) -> TrainWorker:
     module = initial_model(SIZE, character_tokenizer(SIZE.characters), 0)
     runtime = RuntimeConfig(activation_checkpointing=recompute)
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=0)
-    return PolicyWorker(Place(), adopt_module(module), optimizer, runtime, steps=4, seed=0)
+    return TrainWorker(Place(), adopt_module(module), optimizer, runtime, steps=4, seed=0)
 
 
 def test_the_same_weights_from_fewer_saved_bytes() -> None:
@@ -54,7 +54,7 @@ def test_the_same_weights_from_fewer_saved_bytes() -> None:
 def test_a_model_without_layers_to_find_is_refused() -> None:
     module = GPT2LMHeadModel(GPT2Config(vocab_size=25, n_positions=64, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(InputError, match="activation_checkpointing needs a model with a list of decoder layers"):
-        PolicyWorker(
+        TrainWorker(
             Place(),
             adopt_module(module),
             OptimizerConfig(),

@@ -40,7 +40,7 @@ from posttrain.engine.models.scalar_model import ScalarModel, adopt_classifier, 
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.dataflow import CustomDataflow, Dataflow, load_dataflow
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.recipes.opening import open_preference, open_roles
+from posttrain.engine.recipes.opening import open_learner, open_roles
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
 from posttrain.engine.recipes.reward_model import RewardModel
@@ -49,10 +49,8 @@ from posttrain.engine.recipes.scoring import ModelScorer
 from posttrain.engine.rewards.parallel import ParallelReward
 from posttrain.engine.rewards.port import RewardCall, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
-from posttrain.engine.roles.critic import CriticWorker
-from posttrain.engine.roles.policy import PolicyWorker
-from posttrain.engine.roles.preference import PreferenceWorker
-from posttrain.engine.roles.reference import ReferenceWorker
+from posttrain.engine.roles.frozen import FrozenWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, RuntimeConfig
 
 TINY = InitModelConfig(
@@ -114,7 +112,7 @@ def reward_model(**changes: Any) -> RewardModel:
         **changes,
     }  # fmt: skip
     config = RewardModelConfig(**options)
-    return RewardModel(config, open_preference(config, scalar(), 11, inline()), PAIRS, 11)
+    return RewardModel(config, open_learner(config, scalar(), 11, inline(), "reward_model"), PAIRS, 11)
 
 
 def best_of_n(function: Any = None, **changes: Any) -> CustomDataflow:
@@ -160,23 +158,15 @@ def weights(recipe: Any) -> dict[str, Tensor]:
     """Of every learner."""
     roles, found = recipe.roles, {}
     if isinstance(recipe, RewardModel):
-        found["reward_model"] = roles.reward_model.one(_preference).learner.parameters()
+        found["reward_model"] = roles.learner.one(_worker).learner.parameters()
     else:
-        found["policy"] = roles.policy.one(_policy).learner.parameters()
+        found["policy"] = roles.policy.one(_worker).learner.parameters()
         if roles.critic:
-            found["critic"] = roles.critic.one(_critic).learner.parameters()
+            found["critic"] = roles.critic.one(_worker).learner.parameters()
     return {f"{role}/{name}": p.clone() for role, parameters in found.items() for name, p in parameters.items()}
 
 
-def _policy(worker: PolicyWorker) -> PolicyWorker:
-    return worker
-
-
-def _critic(worker: CriticWorker) -> CriticWorker:
-    return worker
-
-
-def _preference(worker: PreferenceWorker) -> PreferenceWorker:
+def _worker(worker: TrainWorker) -> TrainWorker:
     return worker
 
 
@@ -299,7 +289,7 @@ class TestSleep:
             recipe = PPO(config, roles, PROMPTS, EvenTokens(), 11)
             found.append([recipe.step(step, quiet(step)).metrics for step in range(3)])
             assert roles.reference
-            assert (roles.reference.one(ReferenceWorker.resident_bytes) == 0) is nap
+            assert (roles.reference.one(FrozenWorker.resident_bytes) == 0) is nap
         assert found[0] == found[1]
 
 

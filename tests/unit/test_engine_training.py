@@ -29,17 +29,18 @@ from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.recipes.opening import open_roles, open_sft
+from posttrain.engine.recipes.opening import open_learner, open_roles
 from posttrain.engine.recipes.probe import AccuracyProbe
 from posttrain.engine.recipes.recipe import Recipe, Trace
+from posttrain.engine.recipes.roles import Roles
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
-from posttrain.engine.roles.policy import PolicyWorker
-from posttrain.engine.roles.reference import ReferenceWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
@@ -90,16 +91,17 @@ def inline() -> Callable[[str], ResourcePool]:
     return lambda role: pool
 
 
-def worker(recipe: Any) -> PolicyWorker:
+def worker(recipe: Any) -> TrainWorker:
     """The policy's only worker, which an inline group runs methods on in this process."""
-    found: PolicyWorker = recipe.roles.policy.one(lambda worker: worker)
+    group = recipe.roles.policy if isinstance(recipe.roles, Roles) else recipe.roles.learner
+    found: TrainWorker = group.one(lambda worker: worker)
     return found
 
 
 def sft(model: LanguageModel | None = None, **changes: Any) -> Recipe:
     options: dict[str, Any] = {"data": "d", "steps": 6, "batch_size": 3, "optimizer": FAST, **changes}
     config = SFTConfig(**options)
-    return SFT(config, open_sft(config, model or tiny(), 11, inline()), DOCUMENTS, seed=11)
+    return SFT(config, open_learner(config, model or tiny(), 11, inline(), "policy"), DOCUMENTS, seed=11)
 
 
 def grpo(
@@ -358,7 +360,7 @@ class TestSeveralEndsOfSequence:
     def test_the_probe_does_not_see_it(self) -> None:
         probe = AccuracyProbe(PROMPTS[:1], TOKENIZER, extract=r"(?s)(.*)", max_new_tokens=4)
         pool = ResourcePool(InlineBackend())
-        pool.start("policy", PolicyWorker, tiny(), FAST, RuntimeConfig(), steps=1, seed=0)
+        pool.start("policy", TrainWorker, tiny(), FAST, RuntimeConfig(), steps=1, seed=0)
         group = pool.start("rollout", RolloutWorker, None, self.rollout())
         assert probe(group).metrics == {"probe/accuracy": 1.0}
 
@@ -458,8 +460,8 @@ def quiet(step: int) -> Trace:
 
 
 class TestPolicy:
-    def policy(self, model: LanguageModel | None = None, **options: Any) -> PolicyWorker:
-        return PolicyWorker(Place(), model or tiny(), FAST, RuntimeConfig(**options), steps=10, seed=0)
+    def policy(self, model: LanguageModel | None = None, **options: Any) -> TrainWorker:
+        return TrainWorker(Place(), model or tiny(), FAST, RuntimeConfig(**options), steps=10, seed=0)
 
     @pytest.mark.parametrize("budget", [1, 12, 30])
     def test_micro_batches_change_nothing_but_rounding(self, budget: int) -> None:
@@ -515,13 +517,13 @@ class TestPolicy:
         options = OptimizerConfig(learning_rate=1e-2, weight_decay=0.5, warmup_steps=0, schedule="constant")
         nothing = LossOf(lambda m, lp: LossParts((lp * 0.0).sum(), {}))
 
-        def moved(policy: PolicyWorker, step: int) -> set[str]:
+        def moved(policy: TrainWorker, step: int) -> set[str]:
             before = {name: p.clone() for name, p in policy.learner.parameters().items()}
             policy.update(batch, nothing, step=step)
             after = policy.learner.parameters()
             return {name for name in before if not torch.equal(before[name], after[name])}
 
-        one, two = (PolicyWorker(Place(), gpt2(), options, RuntimeConfig(), steps=10, seed=0) for _ in range(2))
+        one, two = (TrainWorker(Place(), gpt2(), options, RuntimeConfig(), steps=10, seed=0) for _ in range(2))
         names = set(one.learner.parameters())
         vectors = {name for name in names if name.endswith(".bias") or ".ln_" in name}
         assert len(vectors) == 10
@@ -537,7 +539,7 @@ class TestPolicy:
             model = tiny()
             model.module.to(torch.bfloat16)
             slow = OptimizerConfig(learning_rate=1e-5, warmup_steps=0, schedule="constant")
-            policies.append(PolicyWorker(Place(), model, slow, RuntimeConfig(), steps=10, seed=0))
+            policies.append(TrainWorker(Place(), model, slow, RuntimeConfig(), steps=10, seed=0))
         one, two = policies
         start = {name: p.clone() for name, p in one.learner.parameters().items()}
         for step in range(3):
@@ -553,19 +555,19 @@ class TestPolicy:
         assert equal(one.learner.parameters(), two.learner.parameters())
 
     def test_dropout_leaves_the_global_generator_alone(self) -> None:
-        policy = PolicyWorker(Place(), gpt2(), FAST, RuntimeConfig(), steps=10, seed=0, dropout=True)
+        policy = TrainWorker(Place(), gpt2(), FAST, RuntimeConfig(), steps=10, seed=0, dropout=True)
         before = torch.get_rng_state()
         policy.update(TokenBatch.pack(DOCUMENTS), mean_loss(TokenBatch.pack(DOCUMENTS)), step=0)
         assert torch.equal(before, torch.get_rng_state())
 
     def test_reference_is_a_copy(self) -> None:
         model = tiny()
-        reference = ReferenceWorker(Place(), model, temperature=1.0, micro_batch_tokens=16)
+        reference = FrozenWorker(Place(), model, temperature=1.0, micro_batch_tokens=16)
         policy = self.policy(model)
         batch = TokenBatch.pack(DOCUMENTS)
-        before = reference.logprobs(batch).column("reference_logprobs")
+        before = reference.fill(batch, "reference_logprobs", "logprobs").column("reference_logprobs")
         policy.update(batch, mean_loss(batch), step=0)
-        after = reference.logprobs(batch)
+        after = reference.fill(batch, "reference_logprobs", "logprobs")
         assert before is not None
         assert torch.equal(after.column("reference_logprobs"), before)
         assert after.provenance.role == "reference"

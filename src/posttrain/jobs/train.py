@@ -132,13 +132,14 @@ def _sft(job: Job, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, pool_o
     from posttrain.engine.batch import Document
     from posttrain.engine.models.chat import encode_examples
     from posttrain.engine.models.source import ModelSource
-    from posttrain.engine.recipes.opening import open_sft
+    from posttrain.engine.recipes.opening import open_learner
     from posttrain.engine.recipes.probe import LossProbe
     from posttrain.engine.recipes.sft import SFT
-    from posttrain.engine.roles.policy import PolicyWorker
+    from posttrain.engine.roles.training import TrainWorker
 
-    roles = open_sft(config, ModelSource(job.input("model"), config.runtime.dtype), job.order.seed, pool_of)
-    context = roles.policy.one(PolicyWorker.context_length)
+    source = ModelSource(job.input("model"), config.runtime.dtype)
+    roles = open_learner(config, source, job.order.seed, pool_of, "policy")
+    context = roles.learner.one(TrainWorker.context_length)
     limit = min(config.max_length or context, context)
     name = job.label("data")
     examples = encode_examples(tokenizer, read_rows(job.input("data"), name=name), name=name, limit=limit)
@@ -148,20 +149,20 @@ def _sft(job: Job, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, pool_o
         shown = encode_examples(tokenizer, held_out[: config.probe.items], name=name, limit=limit)
         probe = LossProbe([Document(e.prompt, e.completion) for e in shown])
     recipe = SFT(config, roles, [Document(e.prompt, e.completion) for e in examples], job.order.seed, probe)
-    return Trained(recipe, lambda folder: roles.policy.each(PolicyWorker.save_model, folder), tokenizer)
+    return Trained(recipe, lambda folder: roles.learner.each(TrainWorker.save_model, folder), tokenizer)
 
 
 def _reward_model(job: Job, config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, pool_of: PoolOf) -> Trained:
     from posttrain.engine.models.chat import encode_preferences
     from posttrain.engine.models.source import ScalarSource
-    from posttrain.engine.recipes.opening import open_preference
+    from posttrain.engine.recipes.opening import open_learner
     from posttrain.engine.recipes.probe import PairProbe
     from posttrain.engine.recipes.reward_model import RewardModel
-    from posttrain.engine.roles.preference import PreferenceWorker
+    from posttrain.engine.roles.training import TrainWorker
 
     source = ScalarSource(job.input("model"), config.runtime.dtype)
-    roles = open_preference(config, source, job.order.seed, pool_of)
-    context = roles.reward_model.one(PreferenceWorker.context_length)
+    roles = open_learner(config, source, job.order.seed, pool_of, "reward_model")
+    context = roles.learner.one(TrainWorker.context_length)
     limit = min(config.max_length or context, context)
     name = job.label("data")
     pairs = encode_preferences(tokenizer, read_rows(job.input("data"), name=name), name=name, limit=limit)
@@ -170,7 +171,7 @@ def _reward_model(job: Job, config: RewardModelConfig, tokenizer: PreTrainedToke
         name, held_out = job.label("probe"), read_rows(job.input("probe"), name=job.label("probe"))
         probe = PairProbe(encode_preferences(tokenizer, held_out[: config.probe.items], name=name, limit=limit))
     recipe = RewardModel(config, roles, pairs, job.order.seed, probe)
-    return Trained(recipe, lambda folder: roles.reward_model.each(PreferenceWorker.save_model, folder), tokenizer)
+    return Trained(recipe, lambda folder: roles.learner.each(TrainWorker.save_model, folder), tokenizer)
 
 
 def _on_policy(
@@ -187,7 +188,7 @@ def _on_policy(
     from posttrain.engine.recipes.opening import open_roles
     from posttrain.engine.recipes.ppo import PPO
     from posttrain.engine.recipes.scoring import ModelScorer
-    from posttrain.engine.roles.policy import PolicyWorker
+    from posttrain.engine.roles.training import TrainWorker
 
     dtype, judged = config.runtime.dtype, "reward_model" in job.order.inputs
     if judged:
@@ -200,7 +201,7 @@ def _on_policy(
         critic=ScalarSource(job.input("model"), dtype) if isinstance(config, PPOConfig) else None,
         reward_model=ScalarSource(job.input("reward_model"), dtype) if judged else None,
     )
-    context = roles.policy.one(PolicyWorker.context_length)
+    context = roles.policy.one(TrainWorker.context_length)
     train = _prompts(job, "data", tokenizer, context, config.max_new_tokens, None)
     scorer: Scorer | None = None
     if roles.reward_model:
@@ -219,7 +220,7 @@ def _on_policy(
             recipe = PPO(config, roles, train, scorer, seed, probe)
         else:
             recipe = GRPO(config, roles, train, scorer, seed, probe)
-    return Trained(recipe, lambda folder: roles.policy.each(PolicyWorker.save_model, folder), tokenizer)
+    return Trained(recipe, lambda folder: roles.policy.each(TrainWorker.save_model, folder), tokenizer)
 
 
 def _reward_function(

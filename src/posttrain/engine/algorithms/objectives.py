@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, final
+from typing import ClassVar, Protocol, final
 
 from torch import Tensor
 
-from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.aggregation import Totals, token_weights
 from posttrain.engine.algorithms.losses import (
     bradley_terry,
@@ -25,6 +24,7 @@ from posttrain.engine.algorithms.losses import (
     ppo_clip,
 )
 from posttrain.engine.batch import TokenBatch
+from posttrain.engine.predictions import Need, Predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +36,6 @@ class LossParts:
 
     loss: Tensor  # scalar, differentiable
     sums: Mapping[str, Tensor]  # scalars without gradient
-
-
-Need = Literal["logprobs", "entropy", "values", "scores"]  # what a model can be asked to predict
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Predictions:
-    """What a model says of a micro-batch, differentiable: of all that it was asked for, and of nothing else."""
-
-    logprobs: Tensor | None = None  # [T] float32: of the response tokens, at the sampling temperature; 0 elsewhere
-    entropy: Tensor | None = None  # [T] float32: nats of the distribution that each response token was drawn from
-    values: Tensor | None = None  # [T] float32: V before each response token
-    scores: Tensor | None = None  # [D] float32: a scalar head after each document's last token
-
-    def of(self, need: Need) -> Tensor:
-        """One of them.
-
-        Raises:
-            InputError: it was not asked for.
-        """
-        found: Tensor | None = getattr(self, need)
-        if found is None:
-            raise InputError(f"the model must predict {need} for this loss, got none; name it in the objective's needs")
-        return found
 
 
 class Objective(Protocol):

@@ -2,9 +2,9 @@
 
 ::
 
-    logp    = policy.map(PolicyWorker.logprobs, batch)         # split by cost over the ranks, gathered in order
-    metrics = policy.each(PolicyWorker.optimizer_step, rate)   # every rank; collectives go here
-    step    = policy.within(30).one(PolicyWorker.local_step)   # one rank, no collective; at most 30 seconds
+    scored  = policy.map(TrainWorker.fill, batch, "values", "values")    # split by cost over the ranks, gathered in order
+    shards  = policy.each(TrainWorker.save, folder)                      # every rank; collectives go here
+    length  = policy.within(30).one(TrainWorker.context_length)          # one rank, no collective; at most 30 seconds
     future  = rollout.nonblocking.map(RolloutWorker.generate, prompts)   # returns at once; future.result() waits
 
 The method is an ordinary attribute of an ordinary class. So a type checker refuses a misspelt method, a wrong argument

@@ -34,7 +34,7 @@ from posttrain.engine.weights.view import PolicyVersion
 class Dataflow:
     """What a user's dataflow works with."""
 
-    roles: Roles  # worker groups: `flow.roles.policy.map(PolicyWorker.update, batch, objective, step=step)`
+    roles: Roles  # worker groups: `flow.roles.policy.map(TrainWorker.update, batch, objective, step=step)`
     journal: Journal  # the data cursor; `take` moves it
     prompts: Sequence[Prompt]  # every row
     settings: Mapping[str, Any]  # the stage's own, as written

@@ -39,8 +39,8 @@ from posttrain.engine.recipes.sampling import (
     score_groups,
 )
 from posttrain.engine.recipes.witness import Witness
-from posttrain.engine.roles.policy import PolicyWorker
-from posttrain.engine.roles.reference import ReferenceWorker
+from posttrain.engine.roles.frozen import FrozenWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.weights.view import PolicyVersion
 
@@ -103,7 +103,7 @@ class GRPO:
             span |= {"groups": len(sampled.prompts), "trained": int(signal.sum())}
         if batch is not None and self.roles.reference:
             with trace.span("reference"):
-                batch = self.roles.reference.map(ReferenceWorker.logprobs, batch)
+                batch = self.roles.reference.map(FrozenWorker.fill, batch, "reference_logprobs", "logprobs")
             self.roles.rest()
         witness = Witness(sampled, step, self._config.trace.followed(len(sampled.prompts)))
         with trace.span("update"):
@@ -186,7 +186,7 @@ class GRPO:
             mini = batch if len(documents) == len(batch) else batch.select(documents)
             objective = self._objective(totals, Totals.of(mini).tokens)
             update = self.roles.policy.map(
-                PolicyWorker.update, mini, objective, step=step, part=part, record=witness.wants(mini)
+                TrainWorker.update, mini, objective, step=step, part=part, record=witness.wants(mini)
             )
             witness.consumed(update.batch, part)
             reports.append(update.metrics)

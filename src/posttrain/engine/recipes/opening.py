@@ -8,31 +8,32 @@ from posttrain.engine.config import DataflowConfig, GRPOConfig, PPOConfig, Rewar
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.models.predicting import Model
 from posttrain.engine.models.scalar_model import ScalarModel
 from posttrain.engine.models.source import ModelSource, ScalarSource
-from posttrain.engine.recipes.roles import LearnerOnly, PreferenceOnly, Roles
-from posttrain.engine.roles.critic import CriticWorker
+from posttrain.engine.recipes.roles import LearnerOnly, Roles
+from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import micro_batch_tokens
-from posttrain.engine.roles.policy import PolicyWorker
-from posttrain.engine.roles.preference import PreferenceWorker
-from posttrain.engine.roles.reference import ReferenceWorker
-from posttrain.engine.roles.reward_model import RewardModelWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.port import RolloutEngine
 from posttrain.engine.rollout.worker import RolloutWorker
 
 PoolOf = Callable[[str], ResourcePool]  # role → the pool it lives in
-Model = ModelSource | LanguageModel
+Source = ModelSource | ScalarSource | Model
 
 
-def open_sft(config: SFTConfig, model: Model, seed: int, pool_of: PoolOf) -> LearnerOnly:
-    """The policy of supervised fine-tuning."""
+def open_learner(
+    config: SFTConfig | RewardModelConfig, model: Source, seed: int, pool_of: PoolOf, role: str
+) -> LearnerOnly:
+    """The role of plain training: the policy on demonstrations, a reward model on preferences."""
     return LearnerOnly(
-        pool_of("policy").start(
-            "policy",
-            PolicyWorker,
+        pool_of(role).start(
+            role,
+            TrainWorker,
             model,
             config.optimizer,
             config.runtime,
+            name=role,
             steps=config.steps,
             seed=seed,
             dropout=True,
@@ -40,26 +41,9 @@ def open_sft(config: SFTConfig, model: Model, seed: int, pool_of: PoolOf) -> Lea
     )
 
 
-def open_preference(
-    config: RewardModelConfig, model: ScalarSource | ScalarModel, seed: int, pool_of: PoolOf
-) -> PreferenceOnly:
-    """The reward model in training."""
-    return PreferenceOnly(
-        pool_of("reward_model").start(
-            "reward_model",
-            PreferenceWorker,
-            model,
-            config.optimizer,
-            config.runtime,
-            steps=config.steps,
-            seed=seed,
-        )
-    )
-
-
 def open_roles(
     config: GRPOConfig | PPOConfig | DataflowConfig,
-    model: Model,
+    model: ModelSource | LanguageModel,
     seed: int,
     pool_of: PoolOf,
     *,
@@ -77,7 +61,7 @@ def open_roles(
     """
     policy = pool_of("policy").start(
         "policy",
-        PolicyWorker,
+        TrainWorker,
         model,
         config.optimizer,
         config.runtime,
@@ -89,30 +73,31 @@ def open_roles(
     source = model if isinstance(model, ModelSource) else None
     rollout = pool_of("rollout").by_rank().start("rollout", RolloutWorker, source, engine)
     tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
-    reference: WorkerGroup[ReferenceWorker] | None = None
+    reference: WorkerGroup[FrozenWorker] | None = None
     if isinstance(config, GRPOConfig | PPOConfig) and config.kl:
         reference = (
             pool_of("reference")
             .by_rank()
-            .start("reference", ReferenceWorker, model, temperature=config.temperature, micro_batch_tokens=tokens)
+            .start("reference", FrozenWorker, model, temperature=config.temperature, micro_batch_tokens=tokens)
         )
-    values: WorkerGroup[CriticWorker] | None = None
+    values: WorkerGroup[TrainWorker] | None = None
     if critic is not None and isinstance(config, PPOConfig):
         values = pool_of("critic").start(
             "critic",
-            CriticWorker,
+            TrainWorker,
             critic,
             config.critic.optimizer,
             config.runtime,
+            name="critic",
             steps=config.steps,
             seed=seed,
         )
-    judge: WorkerGroup[RewardModelWorker] | None = None
+    judge: WorkerGroup[FrozenWorker] | None = None
     if reward_model is not None:
         judge = (
             pool_of("reward_model")
             .by_rank()
-            .start("reward_model", RewardModelWorker, reward_model, micro_batch_tokens=tokens)
+            .start("reward_model", FrozenWorker, reward_model, name="reward_model", micro_batch_tokens=tokens)
         )
     nap = config.placement.sleep
     on_gpu = pool_of("policy").processes[0].device.startswith("cuda")

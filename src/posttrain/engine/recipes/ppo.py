@@ -40,9 +40,8 @@ from posttrain.engine.recipes.sampling import (
     score_groups,
 )
 from posttrain.engine.recipes.witness import Witness
-from posttrain.engine.roles.critic import CriticWorker
-from posttrain.engine.roles.policy import PolicyWorker
-from posttrain.engine.roles.reference import ReferenceWorker
+from posttrain.engine.roles.frozen import FrozenWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.weights.view import PolicyVersion
 
@@ -156,8 +155,8 @@ class PPO:
         """
         c, reference = self._config, self.roles.reference
         with trace.span("values"):
-            values = self._critic.nonblocking.map(CriticWorker.values, batch)
-            known = reference.map(ReferenceWorker.logprobs, batch) if reference else batch
+            values = self._critic.nonblocking.map(TrainWorker.fill, batch, "values", "values")
+            known = reference.map(FrozenWorker.fill, batch, "reference_logprobs", "logprobs") if reference else batch
             valued = values.result().column("values")
         with trace.span("advantage"):
             scores = torch.tensor([s.score for s in sampled.scores if s.score is not None])
@@ -187,12 +186,12 @@ class PPO:
                 mini = batch if len(documents) == len(batch) else batch.select(documents)
                 totals, size = Totals.of(mini), sum(mini.lengths)
                 valuing = self._critic.nonblocking.map(
-                    CriticWorker.update, mini, ValueObjective(totals, c.critic.clip), step=step, part=part
+                    TrainWorker.update, mini, ValueObjective(totals, c.critic.clip), step=step, part=part
                 )
                 report = dict.fromkeys(_POLICY, 0.0)
                 if step >= c.critic.warmup:
                     update = self.roles.policy.map(
-                        PolicyWorker.update,
+                        TrainWorker.update,
                         mini,
                         self._objective(totals),
                         step=step,
@@ -218,7 +217,7 @@ class PPO:
         )
 
 
-def _needed(roles: Roles) -> WorkerGroup[CriticWorker]:
+def _needed(roles: Roles) -> WorkerGroup[TrainWorker]:
     if roles.critic is None:
         raise InputError("PPO needs a critic, got roles without one; open them with a critic")
     return roles.critic

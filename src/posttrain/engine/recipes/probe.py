@@ -16,8 +16,7 @@ from posttrain.engine.recipes.answers import Extractor, is_correct, reference_an
 from posttrain.engine.recipes.recipe import StepReport
 from posttrain.engine.recipes.reward_model import Preference, paired
 from posttrain.engine.recipes.sampling import Prompt
-from posttrain.engine.roles.policy import PolicyWorker
-from posttrain.engine.roles.preference import PreferenceWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
@@ -35,12 +34,12 @@ class LossProbe:
     def __init__(self, documents: Sequence[Document]) -> None:
         self._documents = documents
 
-    def __call__(self, policy: WorkerGroup[PolicyWorker], /) -> StepReport:
+    def __call__(self, policy: WorkerGroup[TrainWorker], /) -> StepReport:
         """`probe/loss` of the weights as they are, in nats per completion token."""
         batch = TokenBatch.pack(self._documents, provenance=Provenance(role="policy"))
-        found = policy.map(PolicyWorker.logprobs, batch)
+        found = policy.map(TrainWorker.fill, batch, "logprobs", "logprobs")
         mask = found.response_mask
-        total = float(found.column("proximal_logprobs")[mask].double().sum())
+        total = float(found.column("logprobs")[mask].double().sum())
         return StepReport(self.price, {"probe/loss": -total / int(mask.sum())})
 
 
@@ -56,10 +55,11 @@ class PairProbe:
     def __init__(self, pairs: Sequence[Preference]) -> None:
         self._pairs = pairs
 
-    def __call__(self, reward_model: WorkerGroup[PreferenceWorker], /) -> StepReport:
+    def __call__(self, reward_model: WorkerGroup[TrainWorker], /) -> StepReport:
         """`probe/accuracy` (a tie is no success, as while training) and `probe/loss`."""
         batch = paired(self._pairs, Provenance(role="reward_model"))
-        margins = reward_model.map(PreferenceWorker.margins, batch).values
+        scores = reward_model.map(TrainWorker.fill, batch, "scores", "scores").column("scores")
+        margins = (scores[0::2] - scores[1::2]).double().tolist()
         right = sum(margin > 0 for margin in margins)
         loss = sum(math.log1p(math.exp(-abs(m))) + max(-m, 0.0) for m in margins)  # -log sigma(m), stable
         return StepReport(self.price, {"probe/accuracy": right / len(margins), "probe/loss": loss / len(margins)})

@@ -11,9 +11,9 @@ from posttrain.engine.config import RewardModelConfig
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
-from posttrain.engine.recipes.roles import PreferenceOnly
+from posttrain.engine.recipes.roles import LearnerOnly
 from posttrain.engine.recipes.sampling import Measurement, ProbeSchedule
-from posttrain.engine.roles.preference import PreferenceWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.weights.view import PolicyVersion
 
 
@@ -49,10 +49,10 @@ class RewardModel:
     def __init__(
         self,
         config: RewardModelConfig,
-        roles: PreferenceOnly,
+        roles: LearnerOnly,
         pairs: Sequence[Preference],
         seed: int,
-        probe: Measurement[WorkerGroup[PreferenceWorker]] | None = None,
+        probe: Measurement[WorkerGroup[TrainWorker]] | None = None,
     ) -> None:
         self.steps = config.steps
         self.roles = roles
@@ -71,7 +71,7 @@ class RewardModel:
             batch = paired(chosen, Provenance(step=step, role="reward_model"))
         with trace.span("update") as span:
             objective = PreferenceObjective(len(chosen))
-            update = self.roles.reward_model.map(PreferenceWorker.update, batch, objective, step=step)
+            update = self.roles.learner.map(TrainWorker.update, batch, objective, step=step)
             span |= {"pairs": len(chosen), "tokens": sum(batch.lengths)}
         return StepReport(sum(batch.lengths), update.metrics)
 
@@ -80,7 +80,7 @@ class RewardModel:
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
         """The held-out measurement, where one is due."""
-        return self._probe.measure(step, trace, self.roles.reward_model)
+        return self._probe.measure(step, trace, self.roles.learner)
 
     def probe_price(self, step: int) -> int:
         """Free: reading without answering or training counts nowhere (`facts.Progress`)."""

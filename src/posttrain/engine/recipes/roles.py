@@ -12,11 +12,8 @@ from typing import final
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.groups.worker_group import WorkerGroup
-from posttrain.engine.roles.critic import CriticWorker
-from posttrain.engine.roles.policy import PolicyWorker
-from posttrain.engine.roles.preference import PreferenceWorker
-from posttrain.engine.roles.reference import ReferenceWorker
-from posttrain.engine.roles.reward_model import RewardModelWorker
+from posttrain.engine.roles.frozen import FrozenWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.weights.view import PolicyVersion
 
@@ -29,30 +26,30 @@ class Roles:
     Groups of ranks that stand on devices of their own or share them; None where a recipe has no such role.
     """
 
-    policy: WorkerGroup[PolicyWorker]
+    policy: WorkerGroup[TrainWorker]
     rollout: WorkerGroup[RolloutWorker]
-    reference: WorkerGroup[ReferenceWorker] | None = None
-    critic: WorkerGroup[CriticWorker] | None = None
-    reward_model: WorkerGroup[RewardModelWorker] | None = None
+    reference: WorkerGroup[FrozenWorker] | None = None
+    critic: WorkerGroup[TrainWorker] | None = None
+    reward_model: WorkerGroup[FrozenWorker] | None = None
     sleeps: bool = False  # frozen roles leave their memory when their phase is over
 
     def rest(self) -> None:
         """The frozen roles have said what the step needs of them: where roles sleep, they do until the next."""
         if self.sleeps and self.reference:
-            self.reference.each(ReferenceWorker.sleep)
+            self.reference.each(FrozenWorker.sleep)
         if self.sleeps and self.reward_model:
-            self.reward_model.each(RewardModelWorker.sleep)
+            self.reward_model.each(FrozenWorker.sleep)
 
     def fallbacks(self) -> dict[str, str]:
         """Slower ways that the stage's models must go, each with the reason.
 
         Those of a scalar model are called by its role too: `reward_model/padding`. The reference is the policy's model.
         """
-        found = self.policy.one(PolicyWorker.fallbacks) | self.rollout.one(RolloutWorker.fallbacks)
+        found = self.policy.one(TrainWorker.fallbacks) | self.rollout.one(RolloutWorker.fallbacks)
         if self.critic:
-            found |= _of_role("critic", self.critic.one(CriticWorker.fallbacks))
+            found |= _of_role("critic", self.critic.one(TrainWorker.fallbacks))
         if self.reward_model:
-            found |= _of_role("reward_model", self.reward_model.one(RewardModelWorker.fallbacks))
+            found |= _of_role("reward_model", self.reward_model.one(FrozenWorker.fallbacks))
         return found
 
     def publish(self, version: PolicyVersion) -> None:
@@ -64,13 +61,13 @@ class Roles:
         if self.rollout.one(RolloutWorker.view) == "alias":
             self.rollout.each(RolloutWorker.serve, version)
         else:
-            self.rollout.each(RolloutWorker.load, self.policy.stored(PolicyWorker.publish, version))
+            self.rollout.each(RolloutWorker.load, self.policy.stored(TrainWorker.publish, version))
 
     def save(self, path: Path) -> Mapping[str, str]:
         """Write every learner's part of a checkpoint; file name → digest."""
-        written = [*self.policy.each(PolicyWorker.save, path)]
+        written = [*self.policy.each(TrainWorker.save, path)]
         if self.critic:
-            written += self.critic.each(CriticWorker.save, path)
+            written += self.critic.each(TrainWorker.save, path)
         return {name: digest for shards in written for name, digest in shards.items()}
 
     def restore(self, path: Path) -> None:
@@ -79,9 +76,9 @@ class Roles:
         Raises:
             IntegrityError: it does not fit the models.
         """
-        self.policy.each(PolicyWorker.restore, path)
+        self.policy.each(TrainWorker.restore, path)
         if self.critic:
-            self.critic.each(CriticWorker.restore, path)
+            self.critic.each(TrainWorker.restore, path)
 
 
 def _of_role(role: str, found: Mapping[str, str]) -> dict[str, str]:
@@ -104,39 +101,19 @@ def need_reference(roles: Roles, penalty: object) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class LearnerOnly:
-    """The single role of plain SPMD training on documents."""
+    """The single role of plain SPMD training: on demonstrations, or on preferences."""
 
-    policy: WorkerGroup[PolicyWorker]
-
-    def fallbacks(self) -> dict[str, str]:
-        """See `Roles.fallbacks`."""
-        return self.policy.one(PolicyWorker.fallbacks)
-
-    def save(self, path: Path) -> Mapping[str, str]:
-        """See `Roles.save`."""
-        return {name: digest for shards in self.policy.each(PolicyWorker.save, path) for name, digest in shards.items()}
-
-    def restore(self, path: Path) -> None:
-        """See `Roles.restore`."""
-        self.policy.each(PolicyWorker.restore, path)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PreferenceOnly:
-    """The single role of reward-model training."""
-
-    reward_model: WorkerGroup[PreferenceWorker]
+    learner: WorkerGroup[TrainWorker]
 
     def fallbacks(self) -> dict[str, str]:
         """See `Roles.fallbacks`."""
-        return self.reward_model.one(PreferenceWorker.fallbacks)
+        return self.learner.one(TrainWorker.fallbacks)
 
     def save(self, path: Path) -> Mapping[str, str]:
         """See `Roles.save`."""
-        written = self.reward_model.each(PreferenceWorker.save, path)
+        written = self.learner.each(TrainWorker.save, path)
         return {name: digest for shards in written for name, digest in shards.items()}
 
     def restore(self, path: Path) -> None:
         """See `Roles.restore`."""
-        self.reward_model.each(PreferenceWorker.restore, path)
+        self.learner.each(TrainWorker.restore, path)

@@ -11,7 +11,7 @@ from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.chat import decode_response
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call
-from posttrain.engine.roles.reward_model import RewardModelWorker
+from posttrain.engine.roles.frozen import FrozenWorker
 
 
 class RewardScorer:
@@ -76,13 +76,14 @@ class RewardScorer:
 class ModelScorer:
     """A reward model behind the recipes' `Scorer`."""
 
-    def __init__(self, judge: WorkerGroup[RewardModelWorker], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, judge: WorkerGroup[FrozenWorker], tokenizer: PreTrainedTokenizerBase) -> None:
         self._judge, self._tokenizer = judge, tokenizer
 
     def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory, read after its last token."""
         batch = TokenBatch.pack([Document(t.prompt, t.tokens) for t in trajectories])
-        return [Score(value) for value in self._judge.map(RewardModelWorker.score, batch).values]
+        judged = self._judge.map(FrozenWorker.fill, batch, "scores", "scores")
+        return [Score(value) for value in judged.column("scores").tolist()]
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as text."""

@@ -13,7 +13,7 @@ from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
 from posttrain.engine.recipes.roles import LearnerOnly
 from posttrain.engine.recipes.sampling import Measurement, ProbeSchedule
-from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.weights.view import PolicyVersion
 
 
@@ -36,7 +36,7 @@ class SFT:
         roles: LearnerOnly,
         documents: Sequence[Document],
         seed: int,
-        probe: Measurement[WorkerGroup[PolicyWorker]] | None = None,
+        probe: Measurement[WorkerGroup[TrainWorker]] | None = None,
     ) -> None:
         self.steps = config.steps
         self.roles = roles
@@ -57,7 +57,7 @@ class SFT:
             batch = TokenBatch.pack(documents, provenance=Provenance(step=step, role="policy"))
             totals = Totals.of(batch)
         with trace.span("update") as span:
-            update = self.roles.policy.map(PolicyWorker.update, batch, SupervisedObjective(totals), step=step)
+            update = self.roles.learner.map(TrainWorker.update, batch, SupervisedObjective(totals), step=step)
             span |= {"tokens": sum(batch.lengths), "response_tokens": totals.tokens}
         return StepReport(sum(batch.lengths), update.metrics)
 
@@ -66,7 +66,7 @@ class SFT:
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
         """The held-out measurement, where one is due."""
-        return self._probe.measure(step, trace, self.roles.policy)
+        return self._probe.measure(step, trace, self.roles.learner)
 
     def probe_price(self, step: int) -> int:
         """Free: reading without answering or training counts nowhere (`facts.Progress`)."""

@@ -1,30 +1,26 @@
-"""What frozen roles share: a model that can leave its device between phases, and passes in micro-batches."""
+"""Roles that never learn, the reference and a reward model: whole on every rank, and asleep between their phases."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar, final
+from typing import final
 
 import torch
-from torch import nn
 
 from posttrain.engine.batch import TokenBatch
+from posttrain.engine.groups.place import Place
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.models.predicting import Model, predict
+from posttrain.engine.models.scalar_model import adopt_classifier
+from posttrain.engine.models.source import ModelSource, ScalarSource
+from posttrain.engine.predictions import Need
+from posttrain.engine.roles.columns import with_prediction
 from posttrain.pacing.balancing import micro_batches
 
 
-class HasModule(Protocol):
-    """A loaded model of some kind."""
-
-    @property
-    def module(self) -> nn.Module:
-        """Its weights."""
-
-
-M = TypeVar("M", bound=HasModule)
-
-
 @final
-class FrozenModule(Generic[M]):
+class FrozenModel:
     """A model that sleeps between its phases.
 
     Asleep, a model on a GPU waits in the host's memory. One on the CPU whose source is a folder is dropped, and read
@@ -36,11 +32,11 @@ class FrozenModule(Generic[M]):
         reopens: whether `open` gives the same weights again.
     """
 
-    def __init__(self, open: Callable[[], M], device: str, *, reopens: bool) -> None:
+    def __init__(self, open: Callable[[], Model], device: str, *, reopens: bool) -> None:
         self._open, self._device, self._reopens = open, torch.device(device), reopens
-        self._model: M | None = open()
+        self._model: Model | None = open()
 
-    def awake(self) -> M:
+    def awake(self) -> Model:
         """The model on its device."""
         if self._model is None:
             self._model = self._open()
@@ -65,11 +61,62 @@ class FrozenModule(Generic[M]):
         return sum(p.numel() * p.element_size() for p in parameters if p.device.type == self._device.type)
 
 
-def in_micro_batches(batch: TokenBatch, token_budget: int, score: Callable[[TokenBatch], TokenBatch]) -> TokenBatch:
-    """Score a batch piece by piece; the result is in the batch's own order. An empty batch is returned as it is."""
-    if not len(batch):
-        return batch
-    shards = micro_batches(batch.item_lengths, batch.item_lengths, token_budget)
-    if len(shards) == 1:
-        return score(batch)
-    return TokenBatch.gather([score(batch.select_items(shard)) for shard in shards], shards)
+@final
+class FrozenWorker:
+    """One rank of a role that never learns: a whole frozen model with storage of its own.
+
+    Args:
+        place: where it stands.
+        model: a folder; or, in the controller's process, a model, which is copied before it changes.
+        name: its role, in the provenance of what it fills: reference, reward_model.
+        temperature: log-probabilities are taken at this sampling temperature.
+        micro_batch_tokens: per forward.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        model: ModelSource | ScalarSource | Model,
+        *,
+        name: str = "reference",
+        temperature: float = 1.0,
+        micro_batch_tokens: int,
+    ) -> None:
+        self._source, self._device, self._rank = model, place.device, place.rank
+        self._role, self._temperature, self._micro_batch_tokens = name, temperature, micro_batch_tokens
+        self._model = FrozenModel(self._open, self._device, reopens=isinstance(model, ModelSource | ScalarSource))
+
+    @torch.no_grad()
+    def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
+        """The batch with a column of what the model predicts. An empty one computes nothing."""
+        model = self._model.awake()
+
+        def score(micro: TokenBatch) -> TokenBatch:
+            found = predict(model, micro.to(model.device), {need}, temperature=self._temperature).of(need)
+            return with_prediction(micro, column, need, found)
+
+        shards = micro_batches(batch.item_lengths, batch.item_lengths, self._micro_batch_tokens)
+        parts = [score(batch if len(shards) == 1 else batch.select_items(shard)) for shard in shards]
+        gathered = TokenBatch.gather(parts, shards) if parts else with_prediction(batch, column, need, torch.zeros(0))
+        return gathered.seen_by(self._role, self._rank)
+
+    def fallbacks(self) -> dict[str, str]:
+        """See `Backbone.fallbacks`."""
+        return self._model.awake().fallbacks()
+
+    def sleep(self) -> int:
+        """Give the device's memory back until the next call; returns the bytes that stay resident."""
+        return self._model.sleep()
+
+    def resident_bytes(self) -> int:
+        """Bytes of weights on this rank's device (on the CPU: in its memory)."""
+        return self._model.resident_bytes()
+
+    def _open(self) -> Model:
+        source = self._source
+        if isinstance(source, ModelSource | ScalarSource):
+            model = source.open(self._device)
+            model.module.requires_grad_(False)
+            return model
+        module = copy.deepcopy(source.module).requires_grad_(False)
+        return adopt_module(module) if isinstance(source, LanguageModel) else adopt_classifier(module)

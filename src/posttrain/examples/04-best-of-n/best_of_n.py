@@ -12,7 +12,7 @@ from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Provenance, TokenBatch
 from posttrain.engine.recipes.dataflow import Dataflow
 from posttrain.engine.recipes.recipe import StepReport, Trace
-from posttrain.engine.roles.policy import PolicyWorker
+from posttrain.engine.roles.training import TrainWorker
 
 
 def best_of_n(flow: Dataflow, step: int, trace: Trace) -> StepReport:
@@ -41,5 +41,5 @@ def best_of_n(flow: Dataflow, step: int, trace: Trace) -> StepReport:
         sample_ids=[sampled.sample_id(step, t) for t in kept],
     )
     with trace.span("update"):
-        update = flow.roles.policy.map(PolicyWorker.update, batch, SupervisedObjective(Totals.of(batch)), step=step)
+        update = flow.roles.policy.map(TrainWorker.update, batch, SupervisedObjective(Totals.of(batch)), step=step)
     return StepReport(sampled.tokens + sum(batch.lengths), {**report, **update.metrics})

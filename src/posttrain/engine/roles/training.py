@@ -1,23 +1,23 @@
-"""The policy: the model that learns, whole on one rank or sharded over several."""
+"""A role that learns: the policy, a critic, a reward model; whole on one rank or sharded over several."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 from typing import final
 
 import torch
-from torch import Tensor
 
-from posttrain.domain.errors import InputError
-from posttrain.engine.algorithms.objectives import LossParts, Need, Objective, Predictions
+from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.place import Place
-from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import save_model
-from posttrain.engine.models.logprobs import token_logprobs, token_logprobs_and_entropy
+from posttrain.engine.models.predicting import Model, predict
 from posttrain.engine.models.sequence_parallel import open_sequence_group
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.source import ModelSource, ScalarSource
+from posttrain.engine.predictions import Need, Predictions
+from posttrain.engine.roles.columns import with_prediction
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.update import Update
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
@@ -25,14 +25,15 @@ from posttrain.engine.weights.view import PolicyVersion, Weights, digest_tensors
 
 
 @final
-class PolicyWorker:
-    """One rank of the policy.
+class TrainWorker:
+    """One rank of a role that learns.
 
     Args:
         place: where it stands; on one rank it lends its model to a rollout engine beside it.
         model: a folder; or, in the controller's process, a model that is there already.
         optimizer: AdamW and schedule.
         runtime: micro-batch budget and the like.
+        name: its role, which its files in a checkpoint are called by: policy, critic, reward_model.
         steps: of the whole stage, for the schedule.
         seed: the stage's seed, for dropout.
         dropout: whether the model's dropout is on while training (`Learner`).
@@ -43,22 +44,25 @@ class PolicyWorker:
     def __init__(
         self,
         place: Place,
-        model: ModelSource | LanguageModel,
+        model: ModelSource | ScalarSource | Model,
         optimizer: OptimizerConfig,
         runtime: RuntimeConfig,
         *,
+        name: str = "policy",
         steps: int,
         seed: int,
         dropout: bool = False,
         temperature: float = 1.0,
         first: int = 0,
     ) -> None:
-        opened = model.open(place.device) if isinstance(model, ModelSource) else model
-        self.model = replace(opened, sequence=open_sequence_group(place.rank, place.size, place.sequence_parallel))
+        opened = model.open(place.device) if isinstance(model, ModelSource | ScalarSource) else model
+        self.model: Model = replace(
+            opened, sequence=open_sequence_group(place.rank, place.size, place.sequence_parallel)
+        )
         self.learner = Learner(
             place, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout, first=first
         )
-        self._temperature, self._rank = temperature, place.rank
+        self._role, self._temperature, self._rank = name, temperature, place.rank
         if place.size == 1:  # an alias view needs whole weights
             place.lend(self.model)
 
@@ -76,6 +80,7 @@ class PolicyWorker:
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
+            InputError: the model predicts nothing of what the objective needs.
         """
         shards, micros = self.learner.split(batch)
         seen: list[TokenBatch] = []
@@ -91,13 +96,15 @@ class PolicyWorker:
             return Update(metrics)
         return Update(metrics, (TokenBatch.gather(seen, shards) if seen else batch).to("cpu"))
 
-    def logprobs(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with `proximal_logprobs`: of the response tokens under the policy as it is."""
+    def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
+        """The batch with a column of what the model predicts as it is, without gradients and dropout."""
         shards, micros = self.learner.split(batch)
-        found = self.learner.evaluate(micros, self.learner.dummy(batch), self._logprobs)
-        scored = [micro.with_columns(proximal_logprobs=f) for micro, f in zip(micros, found, strict=True)]
-        gathered = TokenBatch.gather(scored, shards) if scored else batch.with_columns(proximal_logprobs=torch.zeros(0))
-        return gathered.seen_by("policy", self._rank)
+        found = self.learner.evaluate(
+            micros, self.learner.dummy(batch), lambda micro: self._predict(micro, {need}).of(need)
+        )
+        filled = [with_prediction(micro, column, need, f) for micro, f in zip(micros, found, strict=True)]
+        gathered = TokenBatch.gather(filled, shards) if filled else with_prediction(batch, column, need, torch.zeros(0))
+        return gathered.seen_by(self._role, self._rank)
 
     def publish(self, version: PolicyVersion) -> Weights:
         """The whole weights as `version`, for readers with a copy of their own; rank 0 has them. Collective."""
@@ -107,7 +114,7 @@ class PolicyWorker:
 
     def save(self, path: Path) -> dict[str, str]:
         """Write this rank's part of a checkpoint; returns file name → digest."""
-        return self.learner.save(path, "policy")
+        return self.learner.save(path, self._role)
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint (verified by the caller), whatever number of ranks wrote it.
@@ -115,8 +122,9 @@ class PolicyWorker:
         Raises:
             IntegrityError: it does not fit the model.
         """
-        self.learner.load(path, "policy")
+        self.learner.load(path, self._role)
 
+    @torch.no_grad()
     def save_model(self, folder: Path) -> None:
         """Write weights and configuration in the Hugging Face format; rank 0 does. Collective."""
         save_model(self.model, None, folder, self.learner.exported(), write=self._rank == 0)
@@ -129,15 +137,5 @@ class PolicyWorker:
         """Tokens of prompt and response together that the model was made for."""
         return self.model.context_length
 
-    def _predict(self, micro: TokenBatch, needs: frozenset[Need]) -> Predictions:
-        if odd := sorted(needs - {"logprobs", "entropy"}):
-            raise InputError(
-                f"the policy predicts logprobs and entropy, asked for {odd[0]}; give the loss another role"
-            )
-        if "entropy" not in needs:
-            return Predictions(logprobs=self._logprobs(micro))
-        temperature = self._temperature
-        return Predictions(*token_logprobs_and_entropy(self.model, micro, temperature=temperature, response_only=True))
-
-    def _logprobs(self, micro: TokenBatch) -> Tensor:
-        return token_logprobs(self.model, micro, temperature=self._temperature, response_only=True)
+    def _predict(self, micro: TokenBatch, needs: Set[Need]) -> Predictions:
+        return predict(self.model, micro, needs, temperature=self._temperature)

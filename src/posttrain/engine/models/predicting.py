@@ -1,0 +1,38 @@
+"""What any model says of a packed batch: one question for language models, critics and reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from torch import Tensor
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.models.logprobs import token_logprobs, token_logprobs_and_entropy
+from posttrain.engine.models.scalar_model import ScalarModel, sequence_scores, token_values
+from posttrain.engine.predictions import Need, Predictions
+
+Model = LanguageModel | ScalarModel
+
+
+def predict(model: Model, batch: TokenBatch, needs: Set[Need], *, temperature: float = 1.0) -> Predictions:
+    """What is needed, differentiable, of the batch's response tokens or documents.
+
+    Args:
+        temperature: of the distribution that log-probabilities and entropies are of.
+
+    Raises:
+        InputError: the model predicts no such thing, a document is longer than its context, or the temperature is not
+            positive.
+    """
+    can: Set[Need] = {"logprobs", "entropy"} if isinstance(model, LanguageModel) else {"values", "scores"}
+    if odd := sorted(needs - can):
+        name = type(model.module).__name__
+        raise InputError(f"{name} predicts {' and '.join(sorted(can))}, asked for {odd[0]}; ask another role")
+    if isinstance(model, ScalarModel):
+        values: Tensor | None = token_values(model, batch) if "values" in needs else None
+        return Predictions(values=values, scores=sequence_scores(model, batch) if "scores" in needs else None)
+    if "entropy" not in needs:
+        return Predictions(logprobs=token_logprobs(model, batch, temperature=temperature, response_only=True))
+    return Predictions(*token_logprobs_and_entropy(model, batch, temperature=temperature, response_only=True))

@@ -1,0 +1,33 @@
+"""What models are asked to predict, and their answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from posttrain.domain.errors import InputError
+
+Need = Literal["logprobs", "entropy", "values", "scores"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predictions:
+    """What a model says of a batch: of all that it was asked for, and of nothing else."""
+
+    logprobs: Tensor | None = None  # [T] float32: of the response tokens, at the sampling temperature; 0 elsewhere
+    entropy: Tensor | None = None  # [T] float32: nats of the distribution that each response token was drawn from
+    values: Tensor | None = None  # [T] float32: V before each response token
+    scores: Tensor | None = None  # [D] float32: a scalar head after each document's last token
+
+    def of(self, need: Need) -> Tensor:
+        """One of them.
+
+        Raises:
+            InputError: it was not asked for.
+        """
+        found: Tensor | None = getattr(self, need)
+        if found is None:
+            raise InputError(f"the model must predict {need} for this loss, got none; name it in the objective's needs")
+        return found
