@@ -139,7 +139,7 @@ def run_engine(engine: RolloutEngine, work: Workload) -> None:
     """The same batch through one of our engines."""
     sampling = SamplingParams(max_new_tokens=LONGEST, batch_size=len(work.limits), ignore_eos=True)
     out = engine.generate(work.prompts, samples=work.group, sampling=sampling, limits=work.limits)
-    assert sum(len(t.tokens) for t in out) == work.tokens
+    assert sum(t.generated for t in out) == work.tokens
 
 
 def gemm_rate() -> float:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import families
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -15,12 +16,13 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaForCausalLM
 
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError
-from posttrain.engine.batch import TokenBatch, Trajectory
+from posttrain.engine.batch import TokenBatch
 from posttrain.engine.models import LanguageModel, adopt_module, copy_weights, restore_weights, token_logprobs
 from posttrain.engine.rollout import RolloutEngine, SamplingParams, ScriptedRollout, open_rollout
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.sampling import row_keys, uniforms
+from posttrain.engine.samples import Trajectory
 
 EOS = families.EOS
 LIMIT = 18
@@ -66,38 +68,44 @@ def assert_same_draws(
     sampling: SamplingParams,
     left: Sequence[Trajectory],
     right: Sequence[Trajectory],
+    samples: int,
     keys: Sequence[int] | None = None,
 ) -> None:
     """Equal responses; a first difference is allowed only where the random number lies on the edge of two tokens."""
     assert len(left) == len(right)
-    for one, other in zip(left, right, strict=True):
-        assert (one.prompt, one.sample_index) == (other.prompt, other.sample_index)
-        if one.tokens == other.tokens:
+    for place, (one, other) in enumerate(zip(left, right, strict=True)):
+        assert one.prompt.tolist() == other.prompt.tolist()
+        if words(one) == words(other):
             continue
-        at = next(i for i, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if pair[0] != pair[1])
-        key = one.prompt_index if keys is None else keys[one.prompt_index]
-        number = uniforms(row_keys(sampling.seed, [key], [one.sample_index], model.device), at, 1)
-        ids = torch.tensor([[*one.prompt, *one.tokens[:at]]])
+        at = next(i for i, pair in enumerate(zip(words(one), words(other), strict=False)) if pair[0] != pair[1])
+        prompt, sample = divmod(place, samples)
+        key = prompt if keys is None else keys[prompt]
+        number = uniforms(row_keys(sampling.seed, [key], [sample], model.device), at, 1)
+        ids = torch.tensor([[*one.prompt.tolist(), *words(one)[:at]]])
         with torch.no_grad():
             logits = model.module(ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
         edges = (logits.double() / sampling.temperature).softmax(-1).cumsum(-1)
         assert (edges - number[0]).abs().min() < 1e-6, (one, other)
 
 
+def words(trajectory: Trajectory) -> tuple[int, ...]:
+    return tuple(trajectory.response.tolist())
+
+
 def said(trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
-    return [t.tokens for t in trajectories]
+    return [words(t) for t in trajectories]
 
 
 @pytest.mark.parametrize(("make", "case"), every_engine())
 def test_answers_come_prompt_by_prompt_and_end_as_promised(make: Any, case: tuple[str, ...]) -> None:
     out = make(*case).generate(PROMPTS, samples=3, sampling=SAMPLED)
-    assert [(t.prompt_index, t.sample_index) for t in out] == [(p, s) for p in range(len(PROMPTS)) for s in range(3)]
-    for t in out:
-        assert t.prompt == tuple(PROMPTS[t.prompt_index])
-        assert len(t.tokens) == len(t.logprobs)
-        assert 1 <= len(t.tokens) <= LIMIT
-        assert EOS not in t.tokens[:-1]
-        assert t.truncated == (t.tokens[-1] != EOS)
+    assert len(out) == 3 * len(PROMPTS)
+    for place, t in enumerate(out):
+        assert t.prompt.tolist() == list(PROMPTS[place // 3])
+        assert len(words(t)) == len(t.logprobs)
+        assert 1 <= len(words(t)) <= LIMIT
+        assert EOS not in words(t)[:-1]
+        assert t.truncated == (words(t)[-1] != EOS)
         assert all(logprob <= 0 for logprob in t.logprobs)
     assert {t.truncated for t in out} == {True, False}
 
@@ -108,8 +116,8 @@ def test_limits_cut_single_responses(make: Any, case: tuple[str, ...]) -> None:
     engine = make(*case)
     free = engine.generate(PROMPTS, samples=2, sampling=SAMPLED)
     cut = engine.generate(PROMPTS, samples=2, sampling=SAMPLED, limits=limits)
-    assert said(cut) == [t.tokens[:limit] for t, limit in zip(free, limits, strict=True)]
-    assert [t.truncated for t in cut] == [t.tokens[-1] != EOS for t in cut]
+    assert said(cut) == [words(t)[:limit] for t, limit in zip(free, limits, strict=True)]
+    assert [t.truncated for t in cut] == [words(t)[-1] != EOS for t in cut]
 
 
 @pytest.mark.parametrize(("make", "case"), every_engine())
@@ -156,8 +164,8 @@ def test_responses_do_not_depend_on_the_batch(kind: str, family: str) -> None:
     backwards = engine.generate(PROMPTS[::-1], samples=4, sampling=small, prompt_keys=keys[::-1])
     alone = engine.generate([PROMPTS[2]], samples=2, sampling=SAMPLED, prompt_keys=[keys[2]])
     forwards = [backwards[4 * (6 - i) + sample] for i in range(7) for sample in range(4)]
-    assert_same_draws(model_of(family), SAMPLED, together, forwards, keys)
-    assert_same_draws(model_of(family), SAMPLED, together[8:10], alone, keys)
+    assert_same_draws(model_of(family), SAMPLED, together, forwards, 4, keys)
+    assert_same_draws(model_of(family), SAMPLED, together[8:10], alone, 2, [keys[2]])
     assert len(set(said(together))) > 20
 
 
@@ -167,7 +175,7 @@ def test_native_and_module_draw_the_same(family: str) -> None:
     native, module = (
         engine_of(kind, family).generate(PROMPTS, samples=5, sampling=sampling) for kind in ("native", "module")
     )
-    assert_same_draws(model_of(family), sampling, native, module)
+    assert_same_draws(model_of(family), sampling, native, module, 5)
 
 
 @settings(max_examples=15, deadline=None)
@@ -186,7 +194,7 @@ def test_native_equals_module_on_any_batch(prompts: list[list[int]], samples: in
     module = engine_of("module", "qwen3").generate(
         prompts, samples=samples, sampling=SamplingParams(max_new_tokens=9, seed=seed)
     )
-    assert_same_draws(model_of("qwen3"), sampling, native, module)
+    assert_same_draws(model_of("qwen3"), sampling, native, module, samples)
 
 
 @pytest.mark.parametrize("kind", ["native", "module"])
@@ -194,7 +202,7 @@ def test_random_numbers_do_not_repeat_in_a_long_response(kind: str) -> None:
     """At so high a temperature a token tells its random number; numbers are made 64 tokens at a time."""
     sampling = SamplingParams(max_new_tokens=90, temperature=1e6, seed=3)
     said = engine_of(kind, "qwen3").generate([[3, 4]], samples=48, sampling=sampling)
-    long = [t.tokens for t in said if len(t.tokens) >= 84]
+    long = [words(t) for t in said if len(words(t)) >= 84]
     assert len(long) >= 4
     for tokens in long:
         assert sum(a == b for a, b in zip(tokens[:20], tokens[64:84], strict=True)) < 6  # one in 61 by chance
@@ -203,7 +211,8 @@ def test_random_numbers_do_not_repeat_in_a_long_response(kind: str) -> None:
 def test_generation_is_bit_equal_when_repeated() -> None:
     engine = engine_of("native", "qwen3")
     first, second = (engine.generate(PROMPTS, samples=3, sampling=SAMPLED) for _ in range(2))
-    assert first == second
+    assert said(first) == said(second)
+    assert all(np.array_equal(a.logprobs, b.logprobs) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["native", "module"])
@@ -211,10 +220,10 @@ def test_an_end_in_the_first_place_is_a_response(kind: str) -> None:
     model = adopt_module(families.build("llama"))
     engine = NativeRollout(model) if kind == "native" else ModuleRollout(model)
     free = engine.generate(PROMPTS, samples=1, sampling=SamplingParams(max_new_tokens=4, greedy=True, ignore_eos=True))
-    first = free[0].tokens[0]
+    first = words(free[0])[0]
     model.module.generation_config.eos_token_id = [first, EOS]
     out = engine.generate(PROMPTS[:1], samples=2, sampling=SamplingParams(max_new_tokens=4, greedy=True))
-    assert [(t.tokens, t.truncated) for t in out] == [((first,), False)] * 2
+    assert [(words(t), t.truncated) for t in out] == [((first,), False)] * 2
     model.module.generation_config.eos_token_id = None
     model.module.config.eos_token_id = None
     endless = engine.generate(PROMPTS, samples=1, sampling=SamplingParams(max_new_tokens=4, greedy=True))

@@ -28,10 +28,8 @@ from posttrain.engine.roles.training import TrainWorker
 
 def flow(flow, step, trace):
     sampled = flow.sample(step)
-    kept = [min(group.trajectories, key=lambda one: len(one.tokens)) for group in sampled.rollouts.groups]
-    made = Provenance(step, "rollout", versions=sampled.rollouts.provenance.versions)
-    ids = [sampled.sample_id(step, one) for one in kept]
-    batch = TokenBatch.pack([one.document for one in kept], provenance=made, sample_ids=ids)
+    kept = [min(group.samples, key=lambda one: one.generated) for group in sampled.rollouts.groups]
+    batch = TokenBatch.pack([one.last.document for one in kept], provenance=Provenance(step, "rollout"))
     update = flow.roles.policy.map(TrainWorker.update, batch, SupervisedObjective(Totals.of(batch)), step=step)
     return StepReport(sampled.tokens + sum(batch.lengths), update.metrics)
 """

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.batch import Document, Provenance, TokenBatch, Trajectory, group_trajectories
+from posttrain.engine.batch import Document, Provenance, TokenBatch
 
 tokens = st.lists(st.integers(0, 99), max_size=9)
 documents = st.lists(
@@ -92,10 +92,3 @@ def test_bad_arguments_are_named() -> None:
         batch.spread(torch.zeros(2))
     with pytest.raises(InputError, match="got 1"):
         batch.select([1])
-
-
-def test_groups_keep_the_order_of_prompts_and_samples() -> None:
-    sampled = [Trajectory(p, s, (1,), (2,), (-1.0,), False) for p, s in [(4, 0), (4, 1), (2, 0), (4, 2)]]
-    groups = group_trajectories(sampled)
-    assert [(g.prompt_index, [t.sample_index for t in g.trajectories]) for g in groups] == [(4, [0, 1, 2]), (2, [0])]
-    assert len(groups[0]) == 3

@@ -15,7 +15,7 @@ DOCUMENTS = [Document((1, 2), (3,), (-0.5,)), Document((4,), (5, 6, 7), (-0.1, -
 
 def _batch() -> TokenBatch:
     ids = [f"3.{i}.0" for i in range(len(DOCUMENTS))]
-    return TokenBatch.pack(DOCUMENTS, provenance=Provenance(3, "rollout", versions=("0.3",)), sample_ids=ids)
+    return TokenBatch.pack(DOCUMENTS, provenance=Provenance(3, "rollout"), sample_ids=ids)
 
 
 def test_new_columns_make_a_new_batch_and_leave_the_old_one() -> None:
@@ -42,7 +42,7 @@ def test_a_selection_takes_columns_and_ids_along() -> None:
     assert batch.column("values").tolist() == [3, 4, 5, 6, 0, 1, 2]
     assert batch.column("labels").tolist() == [1, 0]
     assert batch.sample_ids == ("3.1.0", "3.0.0")
-    assert batch.seen_by("critic", 1).provenance == Provenance(3, "critic", 1, ("0.3",))
+    assert batch.seen_by("critic", 1).provenance == Provenance(3, "critic", 1)
 
 
 def test_the_empty_selection_is_an_empty_batch() -> None:

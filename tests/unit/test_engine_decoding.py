@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
-from posttrain.engine.batch import Trajectory
 from posttrain.engine.rollout.decoding import Rows, decode_request
 from posttrain.engine.rollout.port import SamplingParams, check_request
 from posttrain.engine.rollout.sampling import draw, row_keys, uniforms
+from posttrain.engine.samples import Trajectory
 
 WORDS = 50  # vocabulary
 END = 7
@@ -45,30 +45,35 @@ def decode(limits: list[int], *, samples: int = 1, bad: float = 0.0, **sampling:
     return decode_request(request, lambda rows: Indifferent(rows, bad), [END], CPU)
 
 
+def words(answer: Trajectory) -> list[int]:
+    found: list[int] = answer.response.tolist()
+    return found
+
+
 def test_each_token_has_a_random_number_of_its_own_however_long_the_response() -> None:
     limits = [200, 130, 64, 65]
     keys = row_keys(5, range(4), [0] * 4, CPU)
     numbers = uniforms(keys, 0, 200)
     expected = torch.stack([draw(torch.zeros(4, WORDS), numbers[:, i], 1.0)[0] for i in range(200)], dim=1)
     for row, answer in enumerate(decode(limits)):
-        assert list(answer.tokens) == expected[row, : limits[row]].tolist()
+        assert words(answer) == expected[row, : limits[row]].tolist()
         assert answer.truncated
 
 
 def test_samples_of_a_prompt_and_seeds_differ() -> None:
     first, second = decode([40, 40], samples=2)
-    assert first.tokens != second.tokens
-    assert decode([40], seed=5)[0].tokens == first.tokens
-    assert decode([40], seed=6)[0].tokens != first.tokens
+    assert words(first) != words(second)
+    assert words(decode([40], seed=5)[0]) == words(first)
+    assert words(decode([40], seed=6)[0]) != words(first)
 
 
 def test_a_row_ends_at_the_end_of_sequence_and_the_others_go_on() -> None:
     whole = decode([120, 120, 120])
     answers = decode([120, 120, 120], ignore_eos=False)
-    ends = [list(answer.tokens).index(END) for answer in whole]
+    ends = [words(answer).index(END) for answer in whole]
     assert len(set(ends)) == 3, "choose a seed whose rows end apart"
     for answer, same, end in zip(answers, whole, ends, strict=True):
-        assert (answer.tokens, answer.truncated) == (same.tokens[: end + 1], False)
+        assert (words(answer), answer.truncated) == (words(same)[: end + 1], False)
 
 
 def test_the_temperature_of_a_log_probability_is_that_of_the_sampling() -> None:

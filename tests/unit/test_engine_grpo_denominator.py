@@ -12,10 +12,10 @@ from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import ESTIMATORS
 from posttrain.engine.algorithms.aggregation import MODES
-from posttrain.engine.batch import Trajectory
 from posttrain.engine.config import KLConfig
 from posttrain.engine.recipes import grpo as recipe_module
 from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.samples import Trajectory
 
 LIMIT = 4  # max_new_tokens
 PLAIN: dict[str, Any] = {"kl": None, "mini_batches": 1, "max_new_tokens": LIMIT}
@@ -27,16 +27,20 @@ class Remembering:
     def __init__(self, live: int = 1) -> None:
         self.live = live
         self.seen: list[Trajectory] = []
+        self.group = 0  # members
         self.scores: list[float | None] = []
         self.moves: dict[str, Tensor] = {}  # weights that change between sampling and update
 
     def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float | None]:
         for weight in self.moves.values():
             weight.mul_(1.1)
-        score = lambda t: t.sample_index + sum(t.tokens) % 3 if t.prompt_index < self.live else 0.5  # noqa: E731
-        self.seen = list(trajectories)
-        self.scores = [None if i == 6 else score(t) for i, t in enumerate(trajectories)]
+        self.seen, self.group = list(trajectories), len(trajectories) // len({id(prompt) for prompt in prompts})
+        self.scores = [None if i == 6 else self.score(i, t) for i, t in enumerate(trajectories)]
         return self.scores
+
+    def score(self, place: int, trajectory: Trajectory) -> float:
+        group, sample = divmod(place, self.group)
+        return sample + int(trajectory.response.sum()) % 3 if group < self.live else 0.5
 
 
 def gradients(learner: Any) -> dict[str, Tensor]:
@@ -61,12 +65,12 @@ def by_hand(seen: Sequence[Trajectory], scores: Sequence[float | None], mode: st
     module.set_attn_implementation("eager")
     loss = torch.zeros((), dtype=torch.float64)
     for trajectory, weight in zip(seen, advantages, strict=True):
-        tokens = torch.tensor([*trajectory.prompt, *trajectory.tokens])
+        tokens = torch.tensor([*trajectory.prompt.tolist(), *trajectory.response.tolist()])
         logits = module(tokens[None]).logits[0, len(trajectory.prompt) - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(1, tokens[len(trajectory.prompt) :, None])[:, 0]
         surrogate = -weight * (logprobs - logprobs.detach()).exp()
         if mode == "token-mean":
-            loss = loss + surrogate.sum() / sum(len(t.tokens) for t in seen)
+            loss = loss + surrogate.sum() / sum(t.generated for t in seen)
         elif mode == "seq-mean-token-mean":
             loss = loss + surrogate.mean() / len(seen)
         else:
@@ -118,8 +122,8 @@ def test_the_other_denominator_counts_groups_with_signal_only() -> None:
     for denominator in ("sampled", "signal"):
         recipe = grpo(scorer=scorer, denominator=denominator, **PLAIN)
         norms[denominator] = recipe.step(0, quiet(0)).metrics["grad_norm"]
-    sampled = sum(len(t.tokens) for t in scorer.seen)
-    signal = sum(len(t.tokens) for t in scorer.seen if t.prompt_index == 0)
+    sampled = sum(t.generated for t in scorer.seen)
+    signal = sum(t.generated for t in scorer.seen[: scorer.group])
     assert norms["signal"] == pytest.approx(norms["sampled"] * sampled / signal, rel=1e-4)
     assert sampled > 2 * signal
 

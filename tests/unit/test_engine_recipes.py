@@ -16,7 +16,6 @@ from torch import Tensor
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Fact, Sample, Span
 from posttrain.domain.placement import Placement
-from posttrain.engine.batch import Trajectory
 from posttrain.engine.config import (
     CriticConfig,
     DataflowConfig,
@@ -51,6 +50,7 @@ from posttrain.engine.rewards.port import RewardCall, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.samples import Trajectory
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, RuntimeConfig
 
 TINY = InitModelConfig(
@@ -66,11 +66,11 @@ class EvenTokens:
     """Scores by the share of even tokens; every ninth response has no score."""
 
     def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
-        shares = [sum(t % 2 == 0 for t in trajectory.tokens) / len(trajectory.tokens) for trajectory in trajectories]
+        shares = [float((trajectory.response % 2 == 0).mean()) for trajectory in trajectories]
         return [Score(None if i % 9 == 8 else share) for i, share in enumerate(shares)]
 
     def text(self, trajectory: Trajectory) -> str:
-        return " ".join(map(str, trajectory.tokens))
+        return " ".join(map(str, trajectory.response.tolist()))
 
 
 class NoScores(EvenTokens):
@@ -206,8 +206,7 @@ class TestPPO:
         assert phases == {"rollout", "reward", "values", "advantage", "update"}
         calls = {span.name for span in spans if span.attributes.get("kind") == "call"}
         assert calls == {
-            "rollout.generate", "reward_model.score", "critic.values", "reference.logprobs", "critic.update",
-            "policy.update",
+            "rollout.generate", "reward_model.fill", "critic.fill", "reference.fill", "critic.update", "policy.update",
         }  # fmt: skip
         samples = [fact for fact in facts if isinstance(fact, Sample)]
         assert len(samples) == 6

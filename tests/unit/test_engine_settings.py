@@ -170,7 +170,7 @@ def test_ppo_counts_what_policy_and_critic_train_on() -> None:
 
     class Counting(EvenTokens):
         def __call__(self, prompts: Any, trajectories: Any) -> Any:
-            sampled.extend(len(t.tokens) for t in trajectories)
+            sampled.extend(t.generated for t in trajectories)
             return super().__call__(prompts, trajectories)
 
     recipe._scorer = Counting()
@@ -183,7 +183,7 @@ def test_grpo_does_not_compute_who_has_no_score() -> None:
     sampled: list[int] = []
 
     def scorer(prompts: Any, trajectories: Any) -> list[float | None]:
-        sampled.extend(len(t.tokens) for t in trajectories)
+        sampled.extend(t.generated for t in trajectories)
         return [None if i % 4 == 3 else float(i % 2) for i in range(len(trajectories))]
 
     spent = grpo(scorer=scorer, kl=None, mini_batches=1).step(0, quiet(0)).tokens

@@ -20,7 +20,7 @@ from posttrain.domain.errors import BudgetExceededError, FailureClass, InputErro
 from posttrain.domain.facts import Fact, Metric, Progress, Sample, Span
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import LossParts, Need, Predictions
-from posttrain.engine.batch import Document, TokenBatch, Trajectory
+from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, InitModelConfig, KLConfig, SFTConfig, TraceConfig
 from posttrain.engine.controller import CONTROLLER_METRICS, Controller, Limits, Order, Outcome
 from posttrain.engine.groups.backends.inline import InlineBackend
@@ -44,6 +44,7 @@ from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Trajectory
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, ProbeConfig, RuntimeConfig
 from posttrain.engine.weights.checkpoint import read_state
 
@@ -69,7 +70,7 @@ def gpt2() -> LanguageModel:
 
 def even_tokens(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float | None]:
     """The share of even tokens; every fifth member is unscored."""
-    shares = [sum(t % 2 == 0 for t in trajectory.tokens) / len(trajectory.tokens) for trajectory in trajectories]
+    shares = [float((trajectory.response % 2 == 0).mean()) for trajectory in trajectories]
     return [None if i % 5 == 4 else share for i, share in enumerate(shares)]
 
 
@@ -83,7 +84,7 @@ class FixedScorer:
         return [Score(value) for value in self._values(prompts, trajectories)]
 
     def text(self, trajectory: Trajectory) -> str:
-        return " ".join(map(str, trajectory.tokens))
+        return " ".join(map(str, trajectory.response.tolist()))
 
 
 def inline() -> Callable[[str], ResourcePool]:
@@ -318,7 +319,7 @@ class TestBudget:
         generated: list[int] = []
 
         def scorer(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float]:
-            generated.extend(len(t.tokens) for t in trajectories)
+            generated.extend(t.generated for t in trajectories)
             return [float(signal and index % 2) for index in range(len(trajectories))]
 
         spent = grpo(scorer=scorer, mini_batches=mini_batches, kl=None).step(0, quiet(0)).tokens
@@ -396,7 +397,7 @@ class TestGRPO:
         """And every sample can tell what became of it."""
 
         def first_group_only(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float | None]:
-            return [float(t.prompt_index == 0 and t.sample_index == 0) for t in trajectories[:-1]] + [None]
+            return [float(at == 0) for at in range(len(trajectories) - 1)] + [None]
 
         facts: list[Fact] = []
         recipe = grpo(scorer=first_group_only, mini_batches=1, kl=None, trace=TraceConfig(groups="all"))

@@ -31,12 +31,12 @@ from posttrain.domain.errors import FailureClass, InputError
 from posttrain.domain.facts import Metric
 from posttrain.domain.jobs import InputBlob
 from posttrain.engine.algorithms.advantages import ESTIMATORS
-from posttrain.engine.batch import Provenance, Trajectory
 from posttrain.engine.recipes.sampling import Prompt, Sampled, rollout_metrics
 from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.rewards.weighted import WeightedReward
 from posttrain.engine.rollout.batches import Rollouts
+from posttrain.engine.samples import Trajectory, groups_of
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import put_tree
@@ -221,9 +221,8 @@ def test_components_that_a_function_answers_itself_are_recorded_too() -> None:
 
 def metrics(reward: RewardFunction, count: int) -> dict[str, float]:
     scores = tuple(reward.score(call(count), allowed=1))
-    members = tuple(Trajectory(0, i, (1,), (2,), (-0.5,), False) for i in range(count))
-    rollouts = Rollouts.of(members, Provenance())
-    sampled = Sampled((Prompt((1,)),), (0,), rollouts, scores)
+    members = [Trajectory.answer((1,), (2,), (-0.5,), truncated=False)] * count
+    sampled = Sampled((Prompt((1,)),), Rollouts(groups_of(members, [0], count)), scores)
     return rollout_metrics(sampled, torch.ones(1))
 
 

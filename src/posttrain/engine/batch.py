@@ -1,4 +1,4 @@
-"""What the engine passes around: documents, trajectories, groups, and the packed batch a model computes on.
+"""Documents, and the packed batch of them that a model computes on.
 
 Everything here is frozen. A batch is packed: its documents lie end to end in one row of tokens, with no padding between
 them, so the dense layers of a model compute on useful tokens only. Which tokens belong together is in `lengths`.
@@ -6,76 +6,38 @@ them, so the dense layers of a model compute on useful tokens only. Which tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, islice
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
 
+Tokens = Sequence[int] | npt.NDArray[np.int32]
+
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a batch comes from, e.g. `Provenance(step=12, role="policy", versions=("0.11", "0.12"))`."""
+    """Where a batch comes from, e.g. `Provenance(step=12, role="policy")`."""
 
     step: int = 0
     role: str = ""
     rank: int = 0
-    versions: tuple[str, ...] = ()  # the policy versions that sampled it, oldest first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Document:
-    """One prompt with its response, e.g. `Document(prompt=(1, 7), response=(9, 2), logprobs=(-0.1, -0.7))`.
+    """One prompt with its response, e.g. `Document(prompt=(1, 7), response=(9, 2), logprobs=(-0.1, -0.7))`."""
 
-    `logprobs` are those of the policy that sampled the response (the behaviour policy), one per response token.
-    """
-
-    prompt: Sequence[int]
-    response: Sequence[int]
-    logprobs: Sequence[float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Trajectory:
-    """One sampled response.
-
-    `tokens` holds the end-of-sequence token when there is one; `truncated` says that there is none, because the token
-    limit came first.
-    """
-
-    prompt_index: int
-    sample_index: int
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of `tokens`, under the sampling temperature
-    truncated: bool
-
-    @property
-    def document(self) -> Document:
-        """The trajectory as a document with behaviour log-probabilities."""
-        return Document(self.prompt, self.tokens, self.logprobs)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The trajectories of one prompt, in sample order."""
-
-    prompt_index: int
-    trajectories: tuple[Trajectory, ...]
-
-    def __len__(self) -> int:
-        return len(self.trajectories)
-
-
-def group_trajectories(trajectories: Iterable[Trajectory]) -> list[Group]:
-    """Groups in order of first appearance; inside a group the trajectories keep their order."""
-    members: dict[int, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        members.setdefault(trajectory.prompt_index, []).append(trajectory)
-    return [Group(index, tuple(group)) for index, group in members.items()]
+    prompt: Tokens
+    response: Tokens
+    logprobs: Sequence[float] | npt.NDArray[np.float32] | None = None  # of the policy that sampled each response token
+    sampled: Sequence[bool] | npt.NDArray[np.bool_] | None = None  # which response tokens it sampled; None: all
+    versions: tuple[str, ...] = ()  # of the policies that sampled it, oldest first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +69,7 @@ class TokenBatch:
     document_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [D] each
     units: tuple[int, ...] | None = None  # documents of each unit, which are never separated; None: each is its own
     sample_ids: tuple[str, ...] = ()  # [D] or none: "<step>.<prompt>.<sample>", what a trace finds them by
+    versions: tuple[tuple[str, ...], ...] = ()  # [D] or none: of the policies that sampled each, oldest first
     provenance: Provenance = field(default_factory=Provenance)
 
     @classmethod
@@ -134,21 +97,23 @@ class TokenBatch:
         if unit is not None and (unit < 1 or len(documents) % unit):
             raise InputError(f"documents of a batch in units must be a multiple of {unit}, got {len(documents)}")
         lengths = tuple(len(d.prompt) + len(d.response) for d in documents)
-        tokens = list(chain.from_iterable(chain(d.prompt, d.response) for d in documents))
-        prompt_lengths = torch.tensor([len(d.prompt) for d in documents])
+        parts = [np.asarray(part, dtype=np.int64) for d in documents for part in (d.prompt, d.response)]
         positions = _positions(lengths)
-        columns: dict[str, Tensor] = {}
-        if scored:
-            rows = (chain([0.0] * len(d.prompt), d.logprobs or ()) for d in documents)
-            columns["behaviour_logprobs"] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32)
+        mask, logprobs = np.zeros(sum(lengths), dtype=np.bool_), np.zeros(sum(lengths), dtype=np.float32)
+        for start, document in zip(accumulate(lengths, initial=0), documents, strict=False):
+            response = slice(start + len(document.prompt), start + len(document.prompt) + len(document.response))
+            mask[response] = True if document.sampled is None else document.sampled
+            if document.logprobs is not None:
+                logprobs[response] = document.logprobs
         batch = cls(
-            tokens=torch.tensor(tokens, dtype=torch.int64),
+            tokens=torch.from_numpy(np.concatenate(parts)),
             positions=positions,
             lengths=lengths,
-            response_mask=positions >= prompt_lengths.repeat_interleave(torch.tensor(lengths)),
-            token_columns=columns,
+            response_mask=torch.from_numpy(mask),
+            token_columns={"behaviour_logprobs": torch.from_numpy(logprobs)} if scored else {},
             units=None if unit is None else (unit,) * (len(documents) // unit),
             sample_ids=tuple(sample_ids),
+            versions=tuple(d.versions for d in documents) if any(d.versions for d in documents) else (),
             provenance=provenance or Provenance(),
         )
         return batch if torch.device(device) == batch.device else batch.to(device)
@@ -321,7 +286,9 @@ class TokenBatch:
         places = torch.tensor(chosen, dtype=torch.int64, device=self.device)
         taken = self._each(lambda values: values[index], lambda values: values[places])
         ids = tuple(self.sample_ids[i] for i in chosen) if self.sample_ids else ()
-        return replace(taken, lengths=tuple(self.lengths[i] for i in chosen), sample_ids=ids, units=units)
+        versions = tuple(self.versions[i] for i in chosen) if self.versions else ()
+        lengths = tuple(self.lengths[i] for i in chosen)
+        return replace(taken, lengths=lengths, sample_ids=ids, versions=versions, units=units)
 
     def _each(self, token: Callable[[Tensor], Tensor], document: Callable[[Tensor], Tensor]) -> TokenBatch:
         """Every [T] tensor changed by one function, every [D] tensor by the other."""
@@ -355,6 +322,7 @@ def _concatenate(parts: Sequence[TokenBatch]) -> TokenBatch:
         document_columns=_joined([part.document_columns for part in parts]),
         units=None if first.units is None else tuple(chain.from_iterable(part.units or () for part in parts)),
         sample_ids=tuple(chain.from_iterable(part.sample_ids for part in parts)),
+        versions=tuple(chain.from_iterable(part.versions for part in parts)),
     )
 
 
@@ -384,6 +352,11 @@ def _check_documents(documents: Sequence[Document]) -> bool:
             raise InputError(
                 f"document {index} must have one log-probability per response token ({len(document.response)}), "
                 f"got {len(document.logprobs)}"
+            )
+        if document.sampled is not None and len(document.sampled) != len(document.response):
+            raise InputError(
+                f"document {index} must say of {len(document.response)} response tokens whether they were sampled, "
+                f"got {len(document.sampled)}"
             )
     scored = sum(d.logprobs is not None for d in documents)
     if scored not in (0, len(documents)):

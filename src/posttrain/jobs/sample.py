@@ -46,14 +46,15 @@ def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         chunk = prompts[start : start + step]
         keys = range(start, start + len(chunk))
         room = [min(most, model.context_length - len(prompt)) for prompt in chunk for _ in range(samples)]
-        for found in rollout.generate(chunk, samples=samples, sampling=sampling, prompt_keys=keys, limits=room):
+        answers = rollout.generate(chunk, samples=samples, sampling=sampling, prompt_keys=keys, limits=room)
+        for at, found in enumerate(answers):
             yield {
-                "prompt": start + found.prompt_index,
-                "sample": found.sample_index,
-                "text": decode_response(tokenizer, found.tokens, ended=not found.truncated),
-                "tokens": len(found.tokens),
+                "prompt": start + at // samples,
+                "sample": at % samples,
+                "text": decode_response(tokenizer, found.response.tolist(), ended=not found.truncated),
+                "tokens": found.generated,
                 "truncated": found.truncated,
-                "logprob": float(sum(found.logprobs)),
+                "logprob": float(found.logprobs.sum(dtype="float64")),
             }
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    scored  = policy.map(TrainWorker.fill, batch, "values", "values")    # split by cost over the ranks, gathered in order
+    scored  = policy.map(TrainWorker.fill, batch, "now", "logprobs")     # split by cost, gathered in the first order
     shards  = policy.each(TrainWorker.save, folder)                      # every rank; collectives go here
     length  = policy.within(30).one(TrainWorker.context_length)          # one rank, no collective; at most 30 seconds
     future  = rollout.nonblocking.map(RolloutWorker.generate, prompts)   # returns at once; future.result() waits

@@ -23,12 +23,12 @@ from posttrain.domain.jobs import tokens_short
 from posttrain.domain.measures import compares
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.passk import pass_at_k
-from posttrain.engine.batch import Trajectory
 from posttrain.engine.config import SuiteConfig
 from posttrain.engine.models.chat import decode_response, encode_prompts
 from posttrain.engine.recipes.answers import Extractor, is_correct, reference_answer
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+from posttrain.engine.samples import Trajectory
 
 _ROWS_PER_CALL = 512  # responses between two looks at budget and stop orders
 
@@ -221,8 +221,8 @@ def evaluate_suite(
             meter.admit(read + len(chunk) * samples * limit)
             keys = [derive_seed(0, item.id) for item in chunk]
             found = rollout.generate([i.prompt for i in chunk], samples=samples, sampling=sampling, prompt_keys=keys)
-            meter.add(read + sum(len(t.tokens) for t in found))
-            said = [read_back(chunk[t.prompt_index], kind, t) for t in found]
+            meter.add(read + sum(t.generated for t in found))
+            said = [read_back(chunk[at // samples], kind, at % samples, t) for at, t in enumerate(found)]
             responses += _judged(said, found, judge) if judge else said
             if not between(len(found)):
                 return None
@@ -249,17 +249,17 @@ class _Reader:
     tokenizer: PreTrainedTokenizerBase
     extract: Extractor
 
-    def __call__(self, item: Item, kind: str, trajectory: Trajectory) -> Response:
-        text = decode_response(self.tokenizer, trajectory.tokens, ended=not trajectory.truncated)
+    def __call__(self, item: Item, kind: str, sample: int, trajectory: Trajectory) -> Response:
+        text = decode_response(self.tokenizer, trajectory.response.tolist(), ended=not trajectory.truncated)
         extracted = self.extract(text)
         return Response(
             item=item,
             kind=kind,
-            sample=trajectory.sample_index,
+            sample=sample,
             text=text,
             extracted=extracted,
             correct=None if item.answer is None else is_correct(extracted, item.answer),
-            tokens=len(trajectory.tokens),
+            tokens=trajectory.generated,
             truncated=trajectory.truncated,
-            logprob=float(sum(trajectory.logprobs)),
+            logprob=float(trajectory.logprobs.sum(dtype="float64")),
         )

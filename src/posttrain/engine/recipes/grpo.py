@@ -150,19 +150,18 @@ class GRPO:
         if not members:
             return None
         advantages = ESTIMATORS[self._config.advantage](sampled.rewards)
-        every = sampled.trajectories
-        kept = [every[i] for i in members]
+        every, ids = sampled.trajectories, sampled.ids(step)
         batch = TokenBatch.pack(
-            [t.document for t in kept],
+            [every[i].document for i in members],
             provenance=replace(sampled.rollouts.provenance, step=step),
-            sample_ids=[sampled.sample_id(step, t) for t in kept],
+            sample_ids=[ids[i] for i in members],
         )
         return batch.with_columns(advantages=batch.spread(advantages.flatten()[list(members)]))
 
     def _parts(self, sampled: Sampled, members: Sequence[int], step: int) -> list[tuple[Totals, list[int]]]:
         """What every mini-batch is divided by, and its documents of the batch of `members`."""
         c, seed = self._config, derive_seed(self._seed, "grpo", "mini_batches", step)
-        lengths = [len(trajectory.tokens) for trajectory in sampled.trajectories]
+        lengths = [trajectory.generated for trajectory in sampled.trajectories]
         counted = range(len(lengths)) if c.denominator == "sampled" else members
         places = {member: place for place, member in enumerate(members)}
         parts = []

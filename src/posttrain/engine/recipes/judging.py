@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import final
 
 from posttrain.domain.measures import ItemRange
-from posttrain.engine.batch import Trajectory
 from posttrain.engine.recipes.evaluate import Item
 from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, Score, probe_call, shortened
+from posttrain.engine.samples import Trajectory
 
 
 @final
@@ -49,8 +49,8 @@ class RewardJudge:
             prompts=[item.text for item in items],
             completions=list(texts),
             rows=[item.row for item in items],
-            prompt_ids=[t.prompt for t in trajectories],
-            completion_ids=[t.tokens for t in trajectories],
+            prompt_ids=[t.prompt.tolist() for t in trajectories],
+            completion_ids=[t.response.tolist() for t in trajectories],
         )
         scores = self._reward.score(call, len(call), range(len(call)))  # which of them failed is said here
         for item, text, score in zip(items, texts, scores, strict=True):

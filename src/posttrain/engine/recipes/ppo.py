@@ -140,13 +140,14 @@ class PPO:
 
     def _scored(self, sampled: Sampled, step: int) -> TokenBatch | None:
         """Every trajectory that has a score; None when none has."""
-        kept = [t for t, score in zip(sampled.trajectories, sampled.scores, strict=True) if score.score is not None]
+        every, ids = sampled.trajectories, sampled.ids(step)
+        kept = [i for i, score in enumerate(sampled.scores) if score.score is not None]
         if not kept:
             return None
         return TokenBatch.pack(
-            [t.document for t in kept],
+            [every[i].document for i in kept],
             provenance=replace(sampled.rollouts.provenance, step=step),
-            sample_ids=[sampled.sample_id(step, t) for t in kept],
+            sample_ids=[ids[i] for i in kept],
         )
 
     def _estimated(self, batch: TokenBatch, sampled: Sampled, trace: Trace) -> tuple[TokenBatch, dict[str, float]]:

@@ -20,6 +20,7 @@ from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Trajectory
 
 
 class LossProbe:
@@ -98,8 +99,13 @@ class AccuracyProbe:
         sampling = SamplingParams(max_new_tokens=self._limit, greedy=True)
         found = rollout.map(RolloutWorker.generate, prompts, sampling, 1).trajectories
         correct = sum(
-            is_correct(self._extract(decode_response(self._tokenizer, t.tokens, ended=not t.truncated)), answer)
+            is_correct(
+                self._extract(decode_response(self._tokenizer, t.response.tolist(), ended=not t.truncated)), answer
+            )
             for t, answer in zip(found, self._answers, strict=True)
         )
-        tokens = sum(len(t.prompt) + len(t.tokens) for t in found)
+        tokens = sum(len(t.prompt) + t.generated for t in found)
         return StepReport(tokens, {"probe/accuracy": correct / len(self._items)})
+
+    def _text(self, trajectory: Trajectory) -> str:
+        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=not trajectory.truncated)

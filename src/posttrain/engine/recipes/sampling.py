@@ -10,7 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar, final
 import torch
 from torch import Tensor
 
-from posttrain.engine.batch import Trajectory
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
@@ -18,6 +17,7 @@ from posttrain.engine.rewards.port import Score
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Trajectory
 from posttrain.engine.settings import LossProbeConfig
 
 _NAMED = re.compile(r"[\w.+-][\w.+ /-]{0,63}", re.ASCII)  # a component whose name may be part of a metric's
@@ -99,7 +99,6 @@ class Sampled:
     """The scored groups of one step."""
 
     prompts: tuple[Prompt, ...]
-    keys: tuple[int, ...]  # position of each prompt in the data stream
     rollouts: Rollouts
     scores: tuple[Score, ...] = ()  # one per trajectory, prompt by prompt
 
@@ -119,9 +118,15 @@ class Sampled:
         """Read once per prompt, and generated."""
         return sum(len(p.tokens) for p in self.prompts) + self.rollouts.tokens
 
-    def sample_id(self, step: int, trajectory: Trajectory) -> str:
-        """`<step>.<prompt's position in the data stream>.<sample>`."""
-        return f"{step}.{self.keys[trajectory.prompt_index]}.{trajectory.sample_index}"
+    @property
+    def prompt_of(self) -> list[Prompt]:
+        """The prompt of each trajectory."""
+        pairs = zip(self.prompts, self.rollouts.groups, strict=True)
+        return [prompt for prompt, group in pairs for _ in group.samples]
+
+    def ids(self, step: int) -> list[str]:
+        """`<step>.<prompt's position in the data stream>.<sample>` of each trajectory."""
+        return [f"{step}.{group.key}.{sample.index}" for group in self.rollouts.groups for sample in group.samples]
 
 
 def sample_groups(
@@ -138,14 +143,12 @@ def sample_groups(
     chosen = tuple(prompts[row] for _, row in taken)
     batch = PromptBatch(tuple(tuple(p.tokens) for p in chosen), tuple(position for position, _ in taken))
     rollouts = rollout.map(RolloutWorker.generate, batch, sampling, samples)
-    return Sampled(chosen, batch.keys, rollouts)
+    return Sampled(chosen, rollouts)
 
 
 def score_groups(sampled: Sampled, scorer: Scorer) -> Sampled:
     """Every trajectory with its score."""
-    trajectories = sampled.trajectories
-    scores = scorer([sampled.prompts[t.prompt_index] for t in trajectories], trajectories)
-    return replace(sampled, scores=tuple(scores))
+    return replace(sampled, scores=tuple(scorer(sampled.prompt_of, sampled.trajectories)))
 
 
 def rollout_metrics(sampled: Sampled, signal: Tensor) -> dict[str, float]:
@@ -167,7 +170,7 @@ def rollout_metrics(sampled: Sampled, signal: Tensor) -> dict[str, float]:
         "groups/zero_std": 1.0 - float(signal.double().mean()),
         "response_tokens/mean": tokens / len(trajectories),
         "truncated": sum(t.truncated for t in trajectories) / len(trajectories),
-        "entropy": -sum(sum(t.logprobs) for t in trajectories) / max(tokens, 1),
+        "entropy": -sum(float(t.logprobs.sum(dtype="float64")) for t in trajectories) / max(tokens, 1),
     }
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.engine.batch import Document, TokenBatch, Trajectory
+from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.chat import decode_response
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call
 from posttrain.engine.roles.frozen import FrozenWorker
+from posttrain.engine.samples import Trajectory
 
 
 class RewardScorer:
@@ -45,8 +46,8 @@ class RewardScorer:
             prompts=[prompt.text for prompt in prompts],
             completions=[self.text(t) for t in trajectories],
             rows=[prompt.row for prompt in prompts],
-            prompt_ids=[t.prompt for t in trajectories],
-            completion_ids=[t.tokens for t in trajectories],
+            prompt_ids=[t.prompt.tolist() for t in trajectories],
+            completion_ids=[t.response.tolist() for t in trajectories],
         )
         scores = self._reward.score(call, int(self._errors_max * len(call) + 1e-9))
         failed = [score for score in scores if score.failed]
@@ -60,7 +61,7 @@ class RewardScorer:
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as the reward reads it."""
-        return decode_response(self._tokenizer, trajectory.tokens, ended=not trajectory.truncated)
+        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=not trajectory.truncated)
 
     def rehearse(self, prompts: Sequence[Prompt]) -> None:
         """One call on the first rows, their answers as completions: a reward that fails on all of them is broken, and
@@ -81,10 +82,10 @@ class ModelScorer:
 
     def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory, read after its last token."""
-        batch = TokenBatch.pack([Document(t.prompt, t.tokens) for t in trajectories])
+        batch = TokenBatch.pack([Document(t.prompt, t.response) for t in trajectories])
         judged = self._judge.map(FrozenWorker.fill, batch, "scores", "scores")
         return [Score(value) for value in judged.column("scores").tolist()]
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as text."""
-        return decode_response(self._tokenizer, trajectory.tokens, ended=not trajectory.truncated)
+        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=not trajectory.truncated)

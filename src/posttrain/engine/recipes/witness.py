@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.domain.facts import Sample
 from posttrain.engine.algorithms.losses import is_clipped
-from posttrain.engine.batch import TokenBatch, Trajectory
+from posttrain.engine.batch import TokenBatch
 from posttrain.engine.recipes.recipe import Trace
 from posttrain.engine.recipes.sampling import Sampled, Scorer
 
@@ -32,12 +32,12 @@ class Witness:
     step: int
     groups: int
     unused: str = "group without signal"
-    _followed: dict[str, Trajectory] = field(default_factory=dict)
+    _followed: dict[str, int] = field(default_factory=dict)  # its place among the step's trajectories
     _consumed: dict[str, tuple[str, TokenBatch]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for group in self.sampled.rollouts.groups[: self.groups]:
-            self._followed |= {self.sampled.sample_id(self.step, t): t for t in group.trajectories}
+        count = sum(len(group) for group in self.sampled.rollouts.groups[: self.groups])
+        self._followed = {name: place for place, name in enumerate(self.sampled.ids(self.step)[:count])}
 
     def wants(self, batch: TokenBatch) -> bool:
         """Whether a mini-batch holds a sample that is followed."""
@@ -57,19 +57,19 @@ class Witness:
             trace.sink(fact)
 
     def _samples(self, scorer: Scorer, clip_low: float, clip_high: float) -> Iterator[Sample]:
-        scores = dict(zip(self.sampled.trajectories, self.sampled.scores, strict=True))
-        for name, trajectory in self._followed.items():
-            score, prompt = scores[trajectory], self.sampled.prompts[trajectory.prompt_index]
+        prompts, trajectories = self.sampled.prompt_of, self.sampled.trajectories
+        for name, place in self._followed.items():
+            prompt, trajectory, score = prompts[place], trajectories[place], self.sampled.scores[place]
             known = Sample(
                 id=name,
                 step=self.step,
                 prompt=prompt.text,
                 response=scorer.text(trajectory),
-                prompt_tokens=trajectory.prompt,
-                tokens=trajectory.tokens,
-                behaviour_logprobs=_rounded(trajectory.logprobs),
+                prompt_tokens=trajectory.prompt.tolist(),
+                tokens=trajectory.response.tolist(),
+                behaviour_logprobs=_rounded(trajectory.logprobs.tolist()),
                 truncated=trajectory.truncated,
-                versions=self.sampled.rollouts.provenance.versions,
+                versions=trajectory.versions,
                 reward=score.score,
                 fate=f"dropped: no score{score.message and ': ' + score.message}"
                 if score.score is None

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import final
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.batch import Group, Provenance, Trajectory, group_trajectories
+from posttrain.engine.batch import Provenance
+from posttrain.engine.samples import Group, Trajectory
 
 
 @final
@@ -41,19 +42,14 @@ class PromptBatch:
 @final
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """One group of trajectories per prompt, in the order of the prompts."""
+    """One group of samples per prompt, in the order of the prompts."""
 
     groups: tuple[Group, ...]
     provenance: Provenance = field(default_factory=Provenance)
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory], provenance: Provenance) -> Rollouts:
-        """Group trajectories by prompt."""
-        return cls(tuple(group_trajectories(trajectories)), provenance)
-
-    @classmethod
     def gather(cls, parts: Sequence[Rollouts], shards: Sequence[Sequence[int]], /) -> Rollouts:
-        """The groups of all ranks in the order of the prompts, renumbered to the whole batch.
+        """The groups of all ranks in the order of the prompts.
 
         Raises:
             InputError: a rank returned another number of groups than it had prompts.
@@ -64,7 +60,7 @@ class Rollouts:
                 f"got {[len(p.groups) for p in parts]}"
             )
         placed = {
-            prompt: _renumbered(group, prompt)
+            prompt: group
             for part, shard in zip(parts, shards, strict=True)
             for group, prompt in zip(part.groups, shard, strict=True)
         }
@@ -73,14 +69,10 @@ class Rollouts:
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """All of them, prompt by prompt."""
-        return tuple(trajectory for group in self.groups for trajectory in group.trajectories)
+        """The answer of every sample, prompt by prompt."""
+        return tuple(sample.last for group in self.groups for sample in group.samples)
 
     @property
     def tokens(self) -> int:
         """Generated tokens."""
-        return sum(len(t.tokens) for group in self.groups for t in group.trajectories)
-
-
-def _renumbered(group: Group, prompt: int) -> Group:
-    return Group(prompt, tuple(replace(t, prompt_index=prompt) for t in group.trajectories))
+        return sum(sample.generated for group in self.groups for sample in group.samples)

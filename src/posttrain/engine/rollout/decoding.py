@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
-from posttrain.engine.batch import Trajectory
 from posttrain.engine.rollout.port import Request
 from posttrain.engine.rollout.sampling import draw, most_likely, row_keys, uniforms
+from posttrain.engine.samples import Floats, Ints, Trajectory
 
 _RANDOM_BLOCK = 64  # tokens whose random numbers are made at a time
 
@@ -98,7 +98,7 @@ class _Outcome:
             torch.zeros(rows, dtype=torch.bool, device=device),
         )
 
-    def read(self) -> list[tuple[list[int], list[float], bool]]:
+    def read(self) -> list[tuple[Ints, Floats, bool]]:
         """Tokens, log-probabilities and `ended` of each row.
 
         Raises:
@@ -109,8 +109,9 @@ class _Outcome:
                 "policy logits must be finite, got NaN or infinity while sampling; the policy has diverged"
             )
         sizes, ended = self.lengths.tolist(), self.ended.tolist()
-        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
-        return [(tokens[i][:size], logprobs[i][:size], ended[i]) for i, size in enumerate(sizes)]
+        tokens = self.tokens.to("cpu", torch.int32).numpy()
+        logprobs = self.logprobs.cpu().numpy()
+        return [(tokens[i, :size].copy(), logprobs[i, :size].copy(), ended[i]) for i, size in enumerate(sizes)]
 
 
 def _decode(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.batch import Trajectory
+from posttrain.engine.samples import Floats, Ints, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,11 @@ class Request:
         size = self.sampling.batch_size
         return [order[start : start + size] for start in range(0, len(order), size)]
 
-    def trajectory(self, row: int, tokens: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> Trajectory:
+    def trajectory(
+        self, row: int, tokens: Sequence[int] | Ints, logprobs: Sequence[float] | Floats, *, ended: bool
+    ) -> Trajectory:
         """The answer for one row; `ended`: by an end-of-sequence token."""
-        prompt, sample = divmod(row, self.samples)
-        return Trajectory(prompt, sample, self.prompts[prompt], tuple(tokens), tuple(logprobs), not ended)
+        return Trajectory.answer(self.prompts[row // self.samples], tokens, logprobs, truncated=not ended)
 
 
 def check_request(

@@ -13,6 +13,7 @@ from posttrain.engine.models.source import ModelSource
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+from posttrain.engine.samples import groups_of
 from posttrain.engine.weights.view import PolicyVersion, Weights, fingerprint, load_weights
 
 
@@ -78,8 +79,9 @@ class RolloutWorker:
         Raises:
             InputError, JobFailedError, IntegrityError: see `RolloutEngine.generate`.
         """
-        provenance = Provenance(role="rollout", rank=self._rank, versions=(str(self._version),))
+        provenance = Provenance(role="rollout", rank=self._rank)
         if not len(prompts):
             return Rollouts((), provenance)
         found = self._engine.generate(prompts.tokens, samples=samples, sampling=sampling, prompt_keys=prompts.keys)
-        return Rollouts.of(found, provenance)
+        answers = [answer.sampled_by(str(self._version)) for answer in found]
+        return Rollouts(groups_of(answers, prompts.keys, samples), provenance)

@@ -22,11 +22,8 @@ def best_of_n(flow: Dataflow, step: int, trace: Trace) -> StepReport:
         sampled = flow.sample(step)
     rewards = sampled.rewards.nan_to_num(nan=float("-inf"))  # [prompts, n]
     best = rewards.argmax(1)  # the first of equals
-    kept = [
-        group.trajectories[int(chosen)]
-        for group, chosen, reward in zip(sampled.rollouts.groups, best, rewards.amax(1), strict=True)
-        if reward >= accept
-    ]
+    n = flow.config.group_size
+    kept = [at * n + int(best[at]) for at in range(len(sampled.prompts)) if rewards[at].amax() >= accept]
     report = {
         "reward/mean": float(sampled.rewards.nanmean()),
         "reward/best": float(rewards.amax(1).mean()),
@@ -35,11 +32,9 @@ def best_of_n(flow: Dataflow, step: int, trace: Trace) -> StepReport:
     }
     if not kept:  # nothing to learn from: the weights stay
         return StepReport(sampled.tokens, report)
-    batch = TokenBatch.pack(
-        [t.document for t in kept],
-        provenance=Provenance(step, "rollout", versions=sampled.rollouts.provenance.versions),
-        sample_ids=[sampled.sample_id(step, t) for t in kept],
-    )
+    documents, ids = [t.document for t in sampled.trajectories], sampled.ids(step)
+    made = Provenance(step, "rollout")
+    batch = TokenBatch.pack([documents[i] for i in kept], provenance=made, sample_ids=[ids[i] for i in kept])
     with trace.span("update"):
         update = flow.roles.policy.map(TrainWorker.update, batch, SupervisedObjective(Totals.of(batch)), step=step)
     return StepReport(sampled.tokens + sum(batch.lengths), {**report, **update.metrics})

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.engine.batch import Trajectory
 from posttrain.engine.models import LanguageModel
 from posttrain.engine.rollout.decoding import Rows, decode_request
 from posttrain.engine.rollout.port import SamplingParams, check_request
+from posttrain.engine.samples import Trajectory
 
 _DROP_SHARE = 0.15  # the cache is copied when rows are dropped, so it pays for several at a time
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.batch import Trajectory
 from posttrain.engine.models import LanguageModel
 from posttrain.engine.models.attention import PackingPlan, attend_packed, plan_packing
 from posttrain.engine.rollout.decoding import Rows, decode_request
@@ -26,6 +25,7 @@ from posttrain.engine.rollout.fused_weights import (
     why_not_fusable,
 )
 from posttrain.engine.rollout.port import SamplingParams, check_request
+from posttrain.engine.samples import Trajectory
 
 
 class NativeRollout:

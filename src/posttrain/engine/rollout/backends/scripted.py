@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from posttrain.engine.batch import Trajectory
 from posttrain.engine.rollout.port import SamplingParams, check_request
+from posttrain.engine.samples import Trajectory
 
 Script = Callable[[tuple[int, ...], int], Sequence[int]]
 

@@ -1,0 +1,185 @@
+"""What a rollout gives: samples of a prompt, each of one or more sequences, each of segments. Arrays, never lists.
+
+A sequence begins with its prompt; after it stand in turn what the policy sampled and what an environment answered.
+So turns and tools, templates that rewrite history (a sample of several sequences) and responses that were continued
+by newer weights (segments of several versions) need no other type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar, final
+
+import numpy as np
+import numpy.typing as npt
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.batch import Document
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Source = Literal["prompt", "sampled", "observed"]
+Status = Literal["ok", "truncated", "timeout", "error", "aborted"]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Tokens of one origin: `Segment(tokens=[9, 2], source="sampled", logprobs=[-0.5, -1.5], version="0.12")`."""
+
+    tokens: Ints  # [n]
+    source: Source
+    logprobs: Floats | None = None  # [n]: of sampled tokens, under the policy that sampled, at its temperature
+    version: str = ""  # of the policy that sampled
+
+    def __post_init__(self) -> None:
+        given = None if self.logprobs is None else len(self.logprobs)
+        wanted = len(self.tokens) if self.source == "sampled" else None
+        if given != wanted:
+            raise InputError(f"a {self.source} segment must have {wanted} log-probabilities, got {given}; check them")
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One sequence: a prompt, then segments that were sampled or observed.
+
+    A response that ended holds its end-of-sequence token; one with the status `truncated` has none, because the token
+    limit came first.
+    """
+
+    segments: tuple[Segment, ...]
+    status: Status = "ok"
+
+    def __post_init__(self) -> None:
+        sources = [segment.source for segment in self.segments]
+        if not sources or sources[0] != "prompt" or "prompt" in sources[1:]:
+            raise InputError(f"a sequence must begin with its one prompt, got segments {', '.join(sources) or 'none'}")
+
+    @classmethod
+    def answer(
+        cls,
+        prompt: Sequence[int] | Ints,
+        tokens: Sequence[int] | Ints,
+        logprobs: Sequence[float] | Floats,
+        *,
+        truncated: bool,
+        version: str = "",
+    ) -> Trajectory:
+        """A prompt with one sampled response."""
+        sampled = Segment(_ints(tokens), "sampled", np.asarray(logprobs, dtype=np.float32), version)
+        return cls((Segment(_ints(prompt), "prompt"), sampled), "truncated" if truncated else "ok")
+
+    def sampled_by(self, version: str) -> Trajectory:
+        """The same, of which every sampled token came from this version of the policy."""
+        marked = tuple(replace(s, version=version) if s.source == "sampled" else s for s in self.segments)
+        return replace(self, segments=marked)
+
+    def __len__(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments)
+
+    @property
+    def prompt(self) -> Ints:
+        """[p] what the policy was given first."""
+        return self.segments[0].tokens
+
+    @property
+    def response(self) -> Ints:
+        """[r] everything after the prompt, observations included."""
+        return _joined([segment.tokens for segment in self.segments[1:]], np.int32)
+
+    @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """[r]: which tokens of the response the policy decided; only they are ever trained."""
+        parts = [np.full(len(s.tokens), s.source == "sampled") for s in self.segments[1:]]
+        return _joined(parts, np.bool_)
+
+    @property
+    def logprobs(self) -> Floats:
+        """[r]: of the policy that sampled; 0 at observed tokens."""
+        none = np.zeros(len(self), dtype=np.float32)
+        parts = [none[: len(s.tokens)] if s.logprobs is None else s.logprobs for s in self.segments[1:]]
+        return _joined(parts, np.float32)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Of the policies that sampled, in the order of the response."""
+        return tuple(dict.fromkeys(s.version for s in self.segments if s.source == "sampled" and s.version))
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the token limit ended it."""
+        return self.status == "truncated"
+
+    @property
+    def generated(self) -> int:
+        """How many tokens the policy sampled."""
+        return sum(len(segment.tokens) for segment in self.segments if segment.source == "sampled")
+
+    @property
+    def document(self) -> Document:
+        """As a document with behaviour log-probabilities, of which observed tokens are not trained."""
+        observed = any(segment.source == "observed" for segment in self.segments)
+        return Document(self.prompt, self.response, self.logprobs, self.sampled if observed else None, self.versions)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One answer to a prompt: usually one sequence; several where a template rewrote what had been said."""
+
+    index: int  # among the samples of its prompt
+    sequences: tuple[Trajectory, ...]
+
+    @property
+    def last(self) -> Trajectory:
+        """The sequence that ends with the answer."""
+        return self.sequences[-1]
+
+    @property
+    def status(self) -> Status:
+        """How it ended."""
+        return self.last.status
+
+    @property
+    def generated(self) -> int:
+        """How many tokens the policy sampled."""
+        return sum(sequence.generated for sequence in self.sequences)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The samples of one prompt, in order."""
+
+    key: int  # the prompt's position in the data stream
+    samples: tuple[Sample, ...]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def groups_of(answers: Sequence[Trajectory], keys: Sequence[int], samples: int) -> tuple[Group, ...]:
+    """Single sequences, prompt by prompt, as groups of `samples`.
+
+    Raises:
+        InputError: their number is not that of the prompts times `samples`.
+    """
+    if len(answers) != len(keys) * samples:
+        raise InputError(f"{len(keys)} prompts must have {samples} samples each, got {len(answers)}; check the engine")
+    return tuple(
+        Group(key, tuple(Sample(i, (answer,)) for i, answer in enumerate(answers[at * samples : (at + 1) * samples])))
+        for at, key in enumerate(keys)
+    )
+
+
+def _ints(tokens: Sequence[int] | Ints) -> Ints:
+    return np.asarray(tokens, dtype=np.int32)
+
+
+T = TypeVar("T", bound=np.generic)
+
+
+def _joined(parts: Sequence[npt.NDArray[T]], kind: type[T]) -> npt.NDArray[T]:
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype=kind), *parts])
