@@ -9,18 +9,25 @@ from pathlib import Path
 
 import obstore
 import pytest
-from control_bench import Bench, evaluate, train
+from control_bench import TRAIN_ONLY, Bench, evaluate, ledger_place, train, vanish
 
 from posttrain.app.workspace import init_workspace
+from posttrain.control import actions
 from posttrain.control.jobs import AttemptFolders
 from posttrain.control.reconciler import Reconciler
+from posttrain.control.resuming import tokens_taken_over, trained_elsewhere
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
 from posttrain.domain.facts import Progress
-from posttrain.domain.jobs import JobOrder
+from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
+from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.channels import objects
 from posttrain.store.channels.objects import ObjectStoreObjects
+from posttrain.store.database import Database
 from posttrain.store.event_writer import EventWriter
+from posttrain.store.ledger import Ledger
+from posttrain.store.trees import file_digest
+from posttrain.telemetry.progress import StageWatcher
 from posttrain.workspace.settings import SETTINGS
 from s3_server import s3_server
 
@@ -115,11 +122,67 @@ def test_a_whole_run_talks_through_it(bench: Bench, store: str) -> None:
     assert SECRET not in (bench.jobs.folders.of(ended).path / "job.json").read_text()
 
 
-def test_an_attempt_keeps_the_place_that_its_order_names(store: str, tmp_path: Path) -> None:
+def test_an_attempt_keeps_its_place_which_only_its_job_has_from_its_order(store: str, tmp_path: Path) -> None:
     order = JobOrder("a", "sft", 1, {}, {}, "", "")
-    there, here = AttemptFolder(tmp_path / "there"), AttemptFolder(tmp_path / "here", f"{store}/here")
+    there, here = AttemptFolder(tmp_path / "there"), AttemptFolder(tmp_path / "here", "")
     there.write_order(replace(order, channel=f"{store}/there"))
-    here.write_order(order)
-    assert AttemptFolder(there.path).channel._objects.place == f"{store}/there"
+    here.write_order(replace(order, channel=f"{store}/there"))
+    assert AttemptFolder(there.path, job=True).channel._objects.place == f"{store}/there"
     assert here.channel._objects.place == str(here.path)
     assert objects.object_store(f"{store}/there") is objects.object_store(f"{store}/there"), "it is opened once"
+
+
+def test_the_attempt_of_a_release_before_has_its_channel_where_its_order_says(store: str, tmp_path: Path) -> None:
+    far, near = AttemptFolders(tmp_path, lambda: store), AttemptFolders(tmp_path)
+    attempt = AttemptRecord("r", "sft", 1, "r-sft-1", "runs/r/sft/001", "launched")
+    assert far.of(attempt).channel._objects.place == f"{store}/r/sft/001", "there is no order yet"
+    order = JobOrder("a", "sft", 1, {}, {}, "", "", channel=f"{store}/before-it-was-copied")
+    far.of(attempt).write_order(order)
+    assert far.of(attempt).channel._objects.place == order.channel
+    assert near.of(attempt).channel._objects.place == str(near.of(attempt).path), "this workspace has none in a store"
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_an_order_that_its_job_rewrote_leads_nobody_elsewhere_and_bills_nothing_away(
+    bench: Bench, store: str, far: bool
+) -> None:
+    base, elsewhere = (f"{store}/hostile" if far else ""), f"{store}/another/sft/001"
+    bench.jobs = replace(bench.jobs, folders=AttemptFolders(bench.root, lambda: base))
+    bench.reconciler = Reconciler(bench.stores, bench.jobs, "here")
+    bench.scripts = {"sft": [_dies_at_step_one, None]}
+    run_id = bench.submit(**TRAIN_ONLY)
+    while len(bench.ledger.attempts(run_id)) < 2 or bench.ledger.attempts(run_id)[1].state != "launched":
+        bench.reconciler.tick(run_id)
+        bench.clock.sleep(30)
+    attempt = bench.ledger.attempts(run_id)[1]
+    job = bench.jobs.folders.of(attempt)
+    lies = {"channel": elsewhere, "tokens_inherited": 10**6, "resumed_from": "another/sft", "resumed_step": 77}
+    job.write_order(replace(job.read_order(), **lies))
+    again = Ledger(Database(ledger_place(bench.root)), bench.clock)  # a driver that has just begun
+    stores = replace(bench.stores, ledger=again)
+    actions.stop(stores, run_id)
+    reconciler = Reconciler(stores, bench.jobs, "there")
+    reconciler.tick(run_id)
+    channel = AttemptFolder(job.path, f"{base}/{run_id}/sft/002" if far else "")
+    assert channel.stop_requested()
+    with EventWriter(channel) as sink:
+        sink(Progress(3, 3, "sft", 390, 0.0))
+    channel.write_result(JobResult("stopped", tokens=400))
+    bench.executor.finish(attempt.name)
+    assert reconciler.drive(run_id, interval=1.0, timeout=600).state == "stopped"
+    attempts = again.attempts(run_id)
+    assert [(one.state, one.tokens) for one in attempts] == [("lost", 150), ("stopped", 300)]
+    assert trained_elsewhere(stores, bench.jobs.folders, attempts) == ""
+    assert tokens_taken_over(stores, bench.jobs.folders, attempts) == 0
+    assert StageWatcher(bench.root).read(attempts).tokens == 390
+    assert not obstore.list(ObjectStoreObjects(elsewhere)._store).collect(), "nobody wrote there"
+
+
+def _dies_at_step_one(folder: AttemptFolder) -> int:
+    path = folder.checkpoints / "step-00000001"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text(json.dumps({"step": 1, "tokens": 100}))
+    (path / "COMMIT").write_text(
+        json.dumps(CheckpointCommit(1, {"state.json": file_digest(path / "state.json")}).to_json())
+    )
+    return vanish(tokens=150)(folder) or 0

@@ -13,7 +13,7 @@ from posttrain.control.fencing import give_up
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.launching import look
 from posttrain.control.orders import Collect, End, TryAgain
-from posttrain.control.resuming import tokens_taken_over
+from posttrain.control.resuming import tokens_inherited, tokens_taken_over
 from posttrain.control.stores import Stores
 from posttrain.control.trained import register_trained
 from posttrain.domain.crashpoints import crashpoint
@@ -77,7 +77,7 @@ def try_again(stores: Stores, jobs: Jobs, manifest: Manifest, order: TryAgain) -
     stage, attempt, failure, said = order.stage, order.attempt, order.failure, order.said
     give_up(jobs.folders, attempt, f"it ended: {failure.message}")
     now = stores.clock.now()
-    tokens, seconds = _billed(jobs.folders, attempt, said.tokens), _seconds(jobs, attempt, said.seconds, now)
+    tokens, seconds = _billed(stores, jobs.folders, attempt, said.tokens), _seconds(jobs, attempt, said.seconds, now)
     if order.over:
         state, reason, message = StageState.FAILED, order.over[0], f"{failure.message}; {order.over[1]}"
         action = f"posttrain logs {stage.run_id} {stage.name}; then posttrain retry {stage.run_id}"
@@ -170,7 +170,7 @@ def _end(
     default = "stopped by a person" if result.status == "stopped" else "done"
     message = failure.message if failure else result.message or default
     action = "" if result.status == "succeeded" else _next_action(stage, failure)
-    tokens = _billed(jobs.folders, attempt, result.tokens)
+    tokens = _billed(stores, jobs.folders, attempt, result.tokens)
     sizes = stored_sizes(stores.blobs, {output["digest"]: output["form"] for output in outputs.values()})
     warning = _warning(stores, jobs, manifest, stage, tokens, seconds)
     with stores.ledger.transaction(stores.actor) as transaction:
@@ -238,14 +238,14 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
     }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; mend the cause and submit again")
 
 
-def _inherited(folders: AttemptFolders, attempt: AttemptRecord) -> int:
+def _inherited(blobs: BlobStore, attempt: AttemptRecord) -> int:
     try:
-        return folders.of(attempt).read_order().tokens_inherited
-    except (InputError, IntegrityError):  # never written, or damaged since: then nothing was spent that can be told
+        return tokens_inherited(blobs, attempt)
+    except (InputError, IntegrityError):  # of a release before, and its checkpoint is damaged or gone
         return 0
 
 
-def _billed(folders: AttemptFolders, attempt: AttemptRecord, said: int) -> int:
+def _billed(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, said: int) -> int:
     """What this attempt itself spent: its lineage's tokens less those its checkpoint brought along.
 
     Whichever of its words says the most: its result, its progress, or the meter, which also holds what a step that was
@@ -256,7 +256,7 @@ def _billed(folders: AttemptFolders, attempt: AttemptRecord, said: int) -> int:
     with suppress(IntegrityError):  # no plain file: it says nothing
         metered = folders.of(attempt).metered()
     words = (said, progress.tokens if progress else 0, metered or 0)
-    return max(0, min(MOST_NUMBER, max(words)) - _inherited(folders, attempt))
+    return max(0, min(MOST_NUMBER, max(words)) - _inherited(stores.blobs, attempt))
 
 
 def _seconds(jobs: Jobs, attempt: AttemptRecord, said: float, now: float) -> float:

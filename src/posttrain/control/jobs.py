@@ -31,14 +31,23 @@ class AttemptFolders:
 
     def of(self, attempt: AttemptRecord) -> AttemptFolder:
         """The attempt's folder."""
-        return AttemptFolder(self.root / attempt.folder, self.channel(attempt))
+        return AttemptFolder(self.root / attempt.folder, self.known(attempt), otherwise=self.channel(attempt))
+
+    def known(self, attempt: AttemptRecord) -> str | None:
+        """URL of an attempt's channel, empty: its folder, by what its job cannot have written.
+
+        None: a release before planned it, and only its order says whether its channel is in a store.
+        """
+        return "" if attempt.channel is None and not self.channels() else attempt.channel
 
     def channel(self, attempt: AttemptRecord) -> str:
         """URL of the channel that an attempt gets with its order; empty: its folder."""
+        if attempt.channel is not None:
+            return attempt.channel
         return self.channel_of(attempt.run_id, attempt.stage, attempt.number)
 
     def channel_of(self, run_id: str, stage: str, number: int) -> str:
-        """As `channel`, of an attempt by its key."""
+        """URL of the channel that an attempt gets when it is planned; empty: its folder."""
         base = self.channels()
         return f"{base}/{run_id}/{stage}/{number:03d}" if base else ""
 

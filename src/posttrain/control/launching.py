@@ -8,7 +8,7 @@ from posttrain.control import budgets, environments
 from posttrain.control.decide import hold_back
 from posttrain.control.jobs import Jobs
 from posttrain.control.requests import job_of, request_of
-from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens_in, tokens_taken_over
+from posttrain.control.resuming import Found, find_checkpoint, origin_of, tokens_inherited, tokens_taken_over
 from posttrain.control.stalls import phase_seconds, stall_after
 from posttrain.control.stores import Stores
 from posttrain.data.external import external_versions, local_copy
@@ -55,6 +55,10 @@ def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRec
         state=AttemptState.PLANNED,
         executor=jobs.executor.name,
         resume=found.digest if found else None,
+        channel=jobs.folders.channel_of(stage.run_id, stage.name, number),
+        resumed_from=found.origin if found else None,
+        resumed_step=found.step if found else None,
+        resumed_tokens=found.tokens if found else None,
         reason=Reason.PLANNED,
         created_at=now,
         host=jobs.host,
@@ -170,7 +174,7 @@ def record_launch(stores: Stores, attempt: AttemptRecord, handle: str, stage: St
 
 def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> JobOrder:
     attempts = stores.ledger.attempts(stage.run_id)
-    inherited = tokens_in(stores.blobs, attempt.resume)
+    inherited = tokens_inherited(stores.blobs, attempt)
     origin, step = origin_of(stores, jobs.folders, stage, attempt)
     taken_over = tokens_taken_over(stores, jobs.folders, attempts) if budgets.one_at_a_time(manifest) else 0
     spent = budgets.spending(stores.ledger.stages(stage.run_id), attempts, taken_over=taken_over)

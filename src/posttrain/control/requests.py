@@ -16,7 +16,7 @@ _OVERTIME_SECONDS = 120.0  # beyond what the budget leaves: the job ends by itse
 
 def job_of(folders: AttemptFolders, attempt: AttemptRecord) -> Job:
     """What finds an attempt's job."""
-    return Job(attempt.name, str(folders.of(attempt).path))
+    return Job(attempt.name, str(folders.of(attempt).path), folders.known(attempt))
 
 
 def request_of(jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Trainer) -> JobRequest:

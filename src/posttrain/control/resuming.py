@@ -7,6 +7,7 @@ elsewhere, goes on from where the one before it stopped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ class Found:
     digest: str  # of its tree
     step: int
     origin: str  # run/stage that wrote it
+    tokens: int  # that its lineage had spent
 
 
 def find_checkpoint(
@@ -47,7 +49,7 @@ def find_checkpoint(
                 continue
             digest = put_tree(stores.blobs, checkpoint.path)
             if _whole(stores.blobs, digest) and tokens_in(stores.blobs, digest) == checkpoint.tokens:
-                return Found(digest, step, f"{attempt.run_id}/{attempt.stage}")
+                return Found(digest, step, f"{attempt.run_id}/{attempt.stage}", checkpoint.tokens)
         except (InputError, IntegrityError):  # dropped or replaced while it was read
             continue
     return None
@@ -58,10 +60,23 @@ def tokens_in(blobs: BlobStore, checkpoint: str | None) -> int:
     return _number(_state(blobs, checkpoint), "tokens") if checkpoint is not None else 0
 
 
+def tokens_inherited(blobs: BlobStore, attempt: AttemptRecord) -> int:
+    """Tokens that the checkpoint which an attempt resumes from brought along: as the ledger has it.
+
+    Of an attempt of a release before, by the checkpoint; never by its order, which its job may have rewritten.
+
+    Raises:
+        IntegrityError: that checkpoint is damaged, or gone.
+    """
+    return tokens_in(blobs, attempt.resume) if attempt.resumed_tokens is None else attempt.resumed_tokens
+
+
 def origin_of(stores: Stores, folders: AttemptFolders, stage: StageRecord, attempt: AttemptRecord) -> tuple[str, int]:
     """(run/stage, step) of the checkpoint that an attempt resumes from; ("", 0) for none."""
     if attempt.resume is None:
         return "", 0
+    if attempt.resumed_from is not None:
+        return attempt.resumed_from, attempt.resumed_step or 0
     step = _number(_state(stores.blobs, attempt.resume), "step")
     own = [a for a in stores.ledger.attempts(stage.run_id, stage.name) if a.number < attempt.number]
     found = (a for s, a in _candidates(stores.ledger, folders, stage, stage.cache_key or "", own) if s == step)
@@ -109,7 +124,7 @@ def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequenc
     most: dict[str, int] = {}
     for attempt in attempts:
         if _foreign(stores, folders, attempt):
-            most[attempt.stage] = max(most.get(attempt.stage, 0), tokens_in(stores.blobs, attempt.resume))
+            most[attempt.stage] = max(most.get(attempt.stage, 0), tokens_inherited(stores.blobs, attempt))
     return sum(most.values())
 
 
@@ -117,11 +132,11 @@ def _foreign(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord) ->
     """(run/stage, step) of the checkpoint that an attempt took from another stage; None when it took none such."""
     if attempt.resume is None:
         return None
-    try:
-        order = folders.of(attempt).read_order()
-        origin, step = order.resumed_from, order.resumed_step
-    except (InputError, IntegrityError):  # not launched yet, or damaged
-        origin, step = "", 0
+    origin, step = attempt.resumed_from or "", attempt.resumed_step or 0
+    if not origin:  # of a release before
+        with suppress(InputError, IntegrityError):  # not launched yet, or damaged
+            order = folders.of(attempt).read_order()
+            origin, step = order.resumed_from, order.resumed_step
     if not origin:
         stage = next(s for s in stores.ledger.stages(attempt.run_id) if s.name == attempt.stage)
         origin, step = origin_of(stores, folders, stage, attempt)

@@ -28,6 +28,10 @@ class JobRef(Protocol):
     def attempt_dir(self) -> str:
         """The attempt's folder, absolute."""
 
+    @property
+    def channel(self) -> str | None:
+        """URL of the attempt's channel; empty: its folder; None: as its order says, of a release before."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -35,6 +39,7 @@ class Job:
 
     name: str
     attempt_dir: str
+    channel: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,11 @@ class JobRequest:
         for name in self.environment:
             if SECRET_NAME.search(name):
                 raise InputError(f"environment: {name} must not be written down; name it in secrets")
+
+    @property
+    def channel(self) -> str | None:
+        """Whoever submits says nothing to the job: as its order says."""
+        return None
 
     @property
     def pods(self) -> list[str]:

@@ -83,6 +83,8 @@ class Executor(Protocol):
     def signal(self, job: JobRef, word: Signal) -> None:
         """Ask the job for something by its channel; return at once. A job that starts late finds the request and obeys.
 
+        Where the channel is, `job.channel` says: the order in the job's folder may be the job's own by then.
+
         Raises:
             InfrastructureError, WorkspaceError: the request could not be left.
         """

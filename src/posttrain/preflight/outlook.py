@@ -12,6 +12,7 @@ from pathlib import Path
 
 from posttrain.control.cache import cache_key, usable
 from posttrain.control.planning import Planned
+from posttrain.control.resuming import tokens_inherited
 from posttrain.control.selecting import dataset_slots, selected_on
 from posttrain.data.rows import Row, prompt_text
 from posttrain.decision.power import PowerNote
@@ -273,7 +274,7 @@ def _cost(workspace: OpenWorkspace, row: StageRecord) -> tuple[int, float | None
     last, inherited = attempts[-1], 0
     if last.resume is not None:
         try:
-            inherited = workspace.jobs.folders.of(last).read_order().tokens_inherited
+            inherited = tokens_inherited(workspace.blobs, last)
         except (InputError, IntegrityError):  # cleared away, or damaged
             return None
     seconds = sum(attempt.seconds for attempt in attempts) if attempts[0].resume is None else None

@@ -56,12 +56,14 @@ class AttemptFolder:
     """One attempt's folder at `path`. Making the object touches nothing.
 
     Args:
-        channel: URL of its channel, where its order does not say yet; empty: the folder itself.
+        channel: URL of its channel, as the ledger has it; empty: the folder itself; None: its order says, which its
+            job may have rewritten. Only jobs, and whoever looks at an attempt of a release before, do not know it.
+        otherwise: the same, where there is no order either.
         job: whoever looks is the attempt's job, which has no key to a store if its server launched it.
     """
 
-    def __init__(self, path: Path, channel: str = "", *, job: bool = False) -> None:
-        self.path, self._channel, self._job = Path(path), channel, job
+    def __init__(self, path: Path, channel: str | None = None, *, otherwise: str = "", job: bool = False) -> None:
+        self.path, self._channel, self._otherwise, self._job = Path(path), channel, otherwise, job
         self.events = self.path / "events"
         self.samples = self.path / "samples"
         self.checkpoints = self.path / "checkpoints"
@@ -70,15 +72,16 @@ class AttemptFolder:
 
     @functools.cached_property
     def channel(self) -> AttemptChannel:
-        """The attempt's channel: where its order says, whoever looks; it is in the folder unless a URL is named.
+        """The attempt's channel; it is in the folder unless a URL is named.
 
         Raises:
             InputError: nothing of that kind can be opened here.
         """
-        order = None
-        with suppress(IntegrityError):  # whoever reads the order says so
-            order = read_json(self.path / "job.json")
-        url = str(order.get("channel", "")) if isinstance(order, Mapping) else self._channel
+        url, order = self._channel, None
+        if url is None:
+            with suppress(IntegrityError):  # whoever reads the order says so
+                order = read_json(self.path / "job.json")
+            url = str(order.get("channel", "")) if isinstance(order, Mapping) else self._otherwise
         if url and self._job and isinstance(order, Mapping) and order.get("served"):
             from posttrain.store.channels.served import ServedObjects  # who uses folders need not load HTTP
 

@@ -42,7 +42,7 @@ class StageFeed:
     def read(self, attempts: Sequence[AttemptRecord]) -> Iterator[Row]:
         """Rows of what is new, a segment at a time."""
         for attempt in attempts:
-            folder = AttemptFolder(self._root / attempt.folder)
+            folder = AttemptFolder(self._root / attempt.folder, attempt.channel)
             for facts, number in folder.segments(self._seen.get(attempt.folder, 0), self._unreadable):
                 for fact in facts:
                     if isinstance(fact, Metric):

@@ -58,7 +58,7 @@ class StageWatcher:
     def read(self, attempts: Sequence[AttemptRecord]) -> StageProgress:
         """Take in what is new and sum up. A segment that cannot be read becomes a note: watching harms no run."""
         for attempt in attempts:
-            folder = AttemptFolder(self._root / attempt.folder)
+            folder = AttemptFolder(self._root / attempt.folder, attempt.channel)
             for facts, number in folder.segments(self._seen.get(attempt.folder, 0), self._unreadable):
                 for fact in facts:
                     self._take(fact, attempt.folder)

@@ -182,15 +182,15 @@ def _unknown(run_id: str, sample_id: str, recorded: Sequence[RecordedSample]) ->
 
 def _pieces(workspace: OpenWorkspace, run_id: str, one: RecordedSample) -> list[str]:
     """Text of each response token by the stage's own tokenizer; none where it cannot be had."""
-    folders = {(n, a.number): folder for n, a, folder in stage_attempts(workspace, run_id, one.stage)}
+    row = next(row for row in workspace.ledger.stages(run_id) if row.name == one.stage)
+    model = row.inputs.get("model")
     try:
-        model = folders[one.stage, one.attempt].read_order().inputs.get("model")
-        listing = tree_listing(workspace.blobs, model.digest) if model else {}
+        listing = tree_listing(workspace.blobs, str(model["digest"])) if model else {}
         if "tokenizer.json" not in listing:
             return []
         data = workspace.blobs.get(listing["tokenizer.json"].digest)
     except PosttrainError:
-        return []  # the job's order or its model is gone: the ids still say which tokens they were
+        return []  # its model is gone: the ids still say which tokens they were
     return _decoded(data, one.sample.tokens)
 
 

@@ -126,7 +126,7 @@ class FakeExecutor:
     def signal(self, job: JobRef, word: Signal) -> None:
         """See `Executor.signal`."""
         if Path(job.attempt_dir).is_dir():
-            folder = AttemptFolder(Path(job.attempt_dir))
+            folder = AttemptFolder(Path(job.attempt_dir), job.channel)
             folder.request_stop() if word is Signal.STOP else folder.request_checkpoint()
 
     def kill(self, job: JobRef) -> None:

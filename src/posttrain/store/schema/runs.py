@@ -78,6 +78,10 @@ attempts = Table(
     Column("finished_at", Float(53)),
     Column("seconds", Float(53), nullable=False),
     Column("host", String(32)),  # whose drivers alone can reach its job; NULL: the ledger has one
+    Column("channel", Text),  # URL of its channel; empty: its folder; NULL: a release of before, whose order says it
+    Column("resumed_from", Text),  # RUN/STAGE that wrote the checkpoint `resume`; NULL: none, or as above
+    Column("resumed_step", Integer),
+    Column("resumed_tokens", BigInteger),
     ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
 )
 

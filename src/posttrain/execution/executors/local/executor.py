@@ -132,7 +132,7 @@ class LocalExecutor:
         """See `Executor.signal`."""
         folder = _folder(job)
         if folder.is_dir():
-            attempt = AttemptFolder(folder)
+            attempt = AttemptFolder(folder, job.channel)
             attempt.request_stop() if word is Signal.STOP else attempt.request_checkpoint()
 
     def kill(self, job: JobRef) -> None:

@@ -80,7 +80,11 @@ def upgrade() -> None:
         sa.Column("seen_at", _TIME, nullable=False),
     )
     _create_what_servers_share()
-    op.add_column("attempts", sa.Column("host", sa.String(32)))
+    for column in (sa.Column("host", sa.String(32)), sa.Column("channel", sa.Text())):
+        op.add_column("attempts", column)
+    resumed = (("from", sa.Text()), ("step", sa.Integer()), ("tokens", sa.BigInteger()))
+    for name, kind in resumed:
+        op.add_column("attempts", sa.Column(f"resumed_{name}", kind))
     op.add_column("projects", sa.Column("images", sa.Text()))
     op.create_index("runs_by_time", "runs", ["project", "created_at", "repeat", "id"])
     op.add_column("schema_version", sa.Column("usable_since", sa.String(32)))
