@@ -1,4 +1,5 @@
-"""One rank of a policy and a critic over FSDP2: `python sharded_roles.py RANK RANKS FOLDER`, with gloo on one machine.
+"""One rank of a policy, a critic and a reward model over FSDP2, with gloo on one machine:
+`python sharded_roles.py RANK RANKS FOLDER`.
 
 Every rank trains on its shard of one batch; rank 0 writes the whole weights and the metrics to FOLDER.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import LossParts, PolicyObjective, Predictions, ValueObjective
+from posttrain.engine.algorithms.objectives import (
+    LossParts,
+    PolicyObjective,
+    Predictions,
+    PreferenceObjective,
+    ValueObjective,
+)
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.place import Place
 from posttrain.engine.models import adopt_classifier, adopt_module
@@ -38,6 +46,11 @@ SHARDS = {  # of two ranks; ragged: 1 and 2 micro-batches; sequence: both comput
     "empty": [[0, 1, 2, 3], []],
     "sequence": [[0, 1, 2, 3], [0, 1, 2, 3]],
 }
+PAIRS = {  # of the same documents in units of two
+    "ragged": [[1], [0]],
+    "empty": [[0, 1], []],
+    "sequence": [[0, 1], [0, 1]],
+}
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=0, weight_decay=0.1, max_grad_norm=0.05)  # clips
 RUNTIME = RuntimeConfig(micro_batch_tokens=20)
 RECOMPUTED = RuntimeConfig(micro_batch_tokens=20, activation_checkpointing=True)
@@ -49,6 +62,10 @@ def make_batch() -> TokenBatch:
     batch = TokenBatch.pack([Document(draw(p), draw(r), [-3.0] * r) for p, r in SHAPES])
     noise = lambda: torch.randn(len(batch.tokens), generator=generator)  # noqa: E731
     return batch.with_columns(values=noise(), returns=noise(), advantages=noise())
+
+
+def make_pairs() -> TokenBatch:
+    return replace(make_batch(), units=(2, 2))
 
 
 class BadGradient(torch.autograd.Function):
@@ -110,13 +127,15 @@ def dropout_draws(place: Place) -> list[list[float]]:
     return drawn
 
 
-def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The weights of policy and critic after STEPS updates each, by role/name, and the last metrics."""
+def train(place: Place, family: str, mine: TokenBatch, pairs: TokenBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The weights of policy, critic and reward model after STEPS updates each, by role/name, and the last metrics."""
     whole, runtime = make_batch(), RECOMPUTED if place.sequence_parallel > 1 else RUNTIME
     totals = Totals.of(whole)
     policy = TrainWorker(place, adopt_module(families.build(family)), OPTIMIZER, runtime, steps=STEPS, seed=0)
     scalar = adopt_classifier(put_scalar_head(families.build(family)))
     critic = TrainWorker(place, scalar, OPTIMIZER, runtime, name="critic", steps=STEPS, seed=0)
+    scoring = adopt_classifier(put_scalar_head(families.build(family)))
+    judge = TrainWorker(place, scoring, OPTIMIZER, runtime, name="reward_model", steps=STEPS, seed=0)
     begun = {name: tensor.clone() for name, tensor in policy.learner.parameters().items()}
     first = policy.fill(mine, "now", "logprobs").column("now")
     for step in range(STEPS):
@@ -127,10 +146,13 @@ def train(place: Place, family: str, mine: TokenBatch) -> tuple[dict[str, Tensor
         metrics |= {
             f"critic/{k}": v for k, v in critic.update(mine, ValueObjective(totals, 0.2), step=step).metrics.items()
         }
+        preferring = PreferenceObjective(len(PAIRS["ragged"]))
+        metrics |= {f"judge/{k}": v for k, v in judge.update(pairs, preferring, step=step).metrics.items()}
     # frozen passes are collective as well
+    assert judge.fill(pairs, "now", "scores").column("now").shape == (len(pairs),)
     assert len(policy.fill(mine, "now", "logprobs")) == len(critic.fill(mine, "now", "values")) == len(mine)
     weights = {}
-    for role, worker in (("policy", policy), ("critic", critic)):
+    for role, worker in (("policy", policy), ("critic", critic), ("judge", judge)):
         gathered = worker.learner.sharding.gathered() if place.size > 1 else worker.learner.parameters()
         weights |= {f"{role}/{name}": tensor.detach().cpu().clone() for name, tensor in gathered.items()}
     policy.learner.restore(begun, {})  # what the frozen pass above gathered must not outlive it
@@ -146,7 +168,8 @@ def main(rank: int, ranks: int, folder: Path) -> None:
             for family in ("qwen3", "llama"):  # a tied and an untied output head
                 shared = 2 if case == "sequence" else 1
                 place = Place("main", rank, ranks, "cpu", collective=True, sequence_parallel=shared)
-                weights, metrics = train(place, family, make_batch().select(shards[rank]))
+                pairs = make_pairs().select_items(PAIRS[case][rank])
+                weights, metrics = train(place, family, make_batch().select(shards[rank]), pairs)
                 if family == "qwen3":
                     (folder / f"{case}-dropout-{rank}.json").write_text(json.dumps(dropout_draws(place)))
                     export(place, folder / f"{case}-exported")

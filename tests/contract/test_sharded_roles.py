@@ -1,4 +1,6 @@
-"""A policy and a critic sharded over two ranks learn what they learn on one, whatever shard of the batch a rank has."""
+"""A policy, a critic and a reward model sharded over two ranks learn what they learn on one, whatever shard of the
+batch a rank has.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def one_rank(family: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    return sharded_roles.train(Place(), family, sharded_roles.make_batch())
+    return sharded_roles.train(Place(), family, sharded_roles.make_batch(), sharded_roles.make_pairs())
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -58,6 +60,27 @@ def test_a_dummy_has_the_columns_and_carries_no_loss() -> None:
         assert dummy.column("advantages").tolist() == [0.0] * 4
         assert dummy.column("labels").tolist() == [0.0] * 2
     assert TokenBatch.pack(DOCUMENTS[:2], unit=2).dummy().units == (2,)
+
+
+def test_the_dummy_of_a_rank_without_units_is_one_unit_of_their_size() -> None:
+    """A loss over units of three would fail on that rank alone, and the others would wait for it."""
+    ranked = TokenBatch.pack(DOCUMENTS, unit=3).with_document_columns(labels=torch.arange(3.0))
+    for dummy in (ranked.dummy(), ranked.select_items([]).dummy(), TokenBatch.gather([ranked], [[0]]).dummy()):
+        assert (dummy.units, len(dummy), dummy.lengths) == ((3,), 3, (2, 2, 2))
+        assert dummy.column("labels").shape == (3,)
+        assert dummy.column("behaviour_logprobs").shape == (6,)
+    assert TokenBatch.pack(DOCUMENTS, unit=1).select_items([]).dummy().units == (1,)
+
+
+@pytest.mark.parametrize("what", ["units", "sample_ids", "versions"])
+def test_parts_of_which_only_some_have_units_or_ids_are_not_gathered(what: str) -> None:
+    one = TokenBatch.pack([Document((1,), (2,), versions=("0.1",))], sample_ids=["0.0.0"], unit=1)
+    other = replace(one, **{what: None if what == "units" else ()})  # type: ignore[arg-type]
+    for parts in ([one, other], [other, one]):
+        with pytest.raises(InputError, match=f"must all have {what} or none"):
+            TokenBatch.gather(parts, [[0], [1]])
+    empty = other.select_items([])
+    assert TokenBatch.gather([one, empty], [[0], []]).units == (1,), "a part without documents says nothing"
 
 
 @given(st.data())

@@ -68,6 +68,7 @@ class TokenBatch:
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [T] each
     document_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [D] each
     units: tuple[int, ...] | None = None  # documents of each unit, which are never separated; None: each is its own
+    unit: int = 2  # documents of a unit, where all are alike: what a dummy has
     sample_ids: tuple[str, ...] = ()  # [D] or none: "<step>.<prompt>.<sample>", what a trace finds them by
     versions: tuple[tuple[str, ...], ...] = ()  # [D] or none: of the policies that sampled each, oldest first
     provenance: Provenance = field(default_factory=Provenance)
@@ -112,6 +113,7 @@ class TokenBatch:
             response_mask=torch.from_numpy(mask),
             token_columns={"behaviour_logprobs": torch.from_numpy(logprobs)} if scored else {},
             units=None if unit is None else (unit,) * (len(documents) // unit),
+            unit=unit or 2,
             sample_ids=tuple(sample_ids),
             versions=tuple(d.versions for d in documents) if any(d.versions for d in documents) else (),
             provenance=provenance or Provenance(),
@@ -125,7 +127,7 @@ class TokenBatch:
         Parts without units contribute nothing. The provenance is the first part's, over all ranks.
 
         Raises:
-            InputError: parts and shards differ in size, or parts differ in columns.
+            InputError: parts and shards differ in size, or parts differ in what they have: columns, units, ids.
         """
         if [len(part.item_lengths) for part in parts] != [len(shard) for shard in shards]:
             raise InputError(
@@ -244,22 +246,24 @@ class TokenBatch:
         return self._select(documents, tuple(self.units[item] for item in items))
 
     def dummy(self) -> TokenBatch:
-        """Two documents of two tokens without a response, in this batch's columns, as one unit where it has units.
+        """A unit of documents of two tokens without a response, in this batch's columns; two where it has no units.
 
         What a rank without documents computes on, so that every rank takes part in a collective.
         """
+        size = self.unit
         zeros = {
-            "token": {name: values.new_zeros(4) for name, values in self.token_columns.items()},
-            "document": {name: values.new_zeros(2) for name, values in self.document_columns.items()},
+            "token": {name: values.new_zeros(2 * size) for name, values in self.token_columns.items()},
+            "document": {name: values.new_zeros(size) for name, values in self.document_columns.items()},
         }
         return TokenBatch(
-            tokens=torch.zeros(4, dtype=torch.int64, device=self.device),
-            positions=torch.arange(2, device=self.device).repeat(2),
-            lengths=(2, 2),
-            response_mask=torch.zeros(4, dtype=torch.bool, device=self.device),
+            tokens=torch.zeros(2 * size, dtype=torch.int64, device=self.device),
+            positions=torch.arange(2, device=self.device).repeat(size),
+            lengths=(2,) * size,
+            response_mask=torch.zeros(2 * size, dtype=torch.bool, device=self.device),
             token_columns=zeros["token"],
             document_columns=zeros["document"],
-            units=None if self.units is None else (2,),
+            units=None if self.units is None else (size,),
+            unit=size,
         )
 
     def to(self, device: str | torch.device) -> TokenBatch:
@@ -312,6 +316,9 @@ def _concatenate(parts: Sequence[TokenBatch]) -> TokenBatch:
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
+    for what in ("units", "sample_ids", "versions"):  # what only some of them have would be lost, or be another's
+        if len({bool(getattr(part, what)) for part in parts}) > 1:
+            raise InputError(f"gathered parts must all have {what} or none, got some with and some without")
     return replace(
         first,
         tokens=torch.cat([part.tokens for part in parts]),

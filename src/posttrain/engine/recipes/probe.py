@@ -98,12 +98,8 @@ class AccuracyProbe:
         prompts = PromptBatch(tuple(tuple(item.tokens) for item in self._items), tuple(range(len(self._items))))
         sampling = SamplingParams(max_new_tokens=self._limit, greedy=True)
         found = rollout.map(RolloutWorker.generate, prompts, sampling, 1).trajectories
-        correct = sum(
-            is_correct(
-                self._extract(decode_response(self._tokenizer, t.response.tolist(), ended=not t.truncated)), answer
-            )
-            for t, answer in zip(found, self._answers, strict=True)
-        )
+        answered = zip(found, self._answers, strict=True)
+        correct = sum(is_correct(self._extract(self._text(t)), answer) for t, answer in answered)
         tokens = sum(len(t.prompt) + t.generated for t in found)
         return StepReport(tokens, {"probe/accuracy": correct / len(self._items)})
 
