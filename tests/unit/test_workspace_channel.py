@@ -21,6 +21,7 @@ from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder
+from posttrain.store.audit import verify_rows
 from posttrain.store.channels import objects
 from posttrain.store.channels.objects import ObjectStoreObjects
 from posttrain.store.database import Database
@@ -176,6 +177,25 @@ def test_an_order_that_its_job_rewrote_leads_nobody_elsewhere_and_bills_nothing_
     assert tokens_taken_over(stores, bench.jobs.folders, attempts) == 0
     assert StageWatcher(bench.root).read(attempts).tokens == 390
     assert not obstore.list(ObjectStoreObjects(elsewhere)._store).collect(), "nobody wrote there"
+
+
+def test_a_copy_of_the_workspace_gives_what_was_planned_in_the_original_a_channel_of_its_own(
+    bench: Bench, store: str
+) -> None:
+    bench.jobs = replace(bench.jobs, folders=AttemptFolders(bench.root, lambda: f"{store}/original"))
+    bench.scripts = {"sft": [train()]}
+    run_id = bench.submit(**TRAIN_ONLY)
+    reconciler = Reconciler(bench.stores, bench.jobs, "here")
+    while not bench.ledger.attempts(run_id):
+        reconciler.tick(run_id)
+    assert [one.state for one in bench.ledger.attempts(run_id)] == ["planned"]
+    copied = replace(bench.jobs, folders=AttemptFolders(bench.root, lambda: f"{store}/copy"))
+    assert Reconciler(bench.stores, copied, "there").drive(run_id, interval=1.0, timeout=600).state == "succeeded"
+    (attempt,) = bench.ledger.attempts(run_id)
+    assert attempt.channel == copied.folders.of(attempt).read_order().channel == f"{store}/copy/{run_id}/sft/001"
+    assert ObjectStoreObjects(attempt.channel).get("result.json") is not None
+    assert not obstore.list(ObjectStoreObjects(f"{store}/original")._store).collect()
+    verify_rows(bench.ledger)
 
 
 def _dies_at_step_one(folder: AttemptFolder) -> int:

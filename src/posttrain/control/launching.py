@@ -98,6 +98,7 @@ def launch_attempt(
     if refused:
         return refused
     # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
+    attempt = _settled(stores, jobs, attempt)
     order = _order(stores, jobs, manifest, stage, attempt)
     if not jobs.folders.root.is_dir():  # nothing is made where a workspace was
         raise WorkspaceError(f"{jobs.folders.root}: is gone; a workspace that was moved is driven where it is now")
@@ -204,6 +205,17 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
         served=jobs.access is not None,
         image=image or "",
     )
+
+
+def _settled(stores: Stores, jobs: Jobs, attempt: AttemptRecord) -> AttemptRecord:
+    """The attempt with its channel where this workspace has them: a copy has a place of its own for what the original
+    planned, and a release before wrote none down.
+    """
+    url = jobs.folders.channel_of(attempt.run_id, attempt.stage, attempt.number)
+    if url == attempt.channel:
+        return attempt
+    with stores.ledger.transaction(stores.actor) as transaction:
+        return transaction.update_attempt(attempt, channel=url)
 
 
 def _lay_down(folder: AttemptFolder, order: JobOrder) -> None:

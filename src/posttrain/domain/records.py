@@ -132,8 +132,8 @@ class AttemptRecord:
     finished_at: float | None = None  # when its end was noticed
     seconds: float = 0.0  # how long its job ran, by the job's own word: what the wall-clock budget is billed
     host: str | None = None  # whose drivers alone can reach its job; None: the ledger has one host
-    # its job may rewrite its order: what the control side needs of it later stands here, before the job starts, and is
-    # never changed. None: planned by a release that wrote it into the order only
+    # its job may rewrite its order: what the control side needs of it later stands here before the job starts, and is
+    # not changed after. None: planned by a release that wrote it into the order only
     channel: str | None = None  # URL of its channel; empty: its folder
     resumed_from: str | None = None  # run/stage that wrote the checkpoint `resume`, and what that says
     resumed_step: int | None = None
