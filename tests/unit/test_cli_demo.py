@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from cli_world import BAD_REWARD, GOOD_REWARD, RUN, World, make_world
 
-from posttrain.app.examples import find_example, load_demo
+from posttrain.app.examples import OWN, find_example, load_demo
 from posttrain.domain.errors import InputError
 from posttrain.domain.runspec import load_run_spec
 
@@ -180,6 +181,22 @@ class TestExamples:
         files = [word for step in made["steps"][1:] for word in step if word.startswith(f"{name}/")]
         assert len(files) > 2
         assert all(Path(file).is_file() and ".." not in file for file in files), files
+
+    @pytest.mark.parametrize(
+        ("name", "words"), [("02-count", "odd"), ("04-best-of-n", "must not be called as another")]
+    )
+    def test_one_that_is_broken_or_would_mix_up_files_is_refused_and_leaves_nothing(
+        self, empty: World, name: str, words: str
+    ) -> None:
+        shutil.copytree(OWN, "examples")
+        Path("examples/04-best-of-n/reward.py").write_text("another one than the reward it names")
+        with Path("examples/02-count/demo.yaml").open("a") as plan:
+            plan.write("odd: 1\n")
+        for _ in range(2):
+            result = empty("examples", name)
+            assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.stderr
+            assert words in result.stderr
+            assert not Path(name).exists()
 
     def test_what_is_there_stays(self, empty: World) -> None:
         Path("01-sort").mkdir()

@@ -104,12 +104,15 @@ def copy_example(folder: Path, target: Path) -> list[str]:
         The names of its files.
 
     Raises:
-        InputError: something is at `target`. WorkspaceError: it cannot be written.
+        InputError: something is at `target`, the example is broken, or two of its files would have one name.
+        WorkspaceError: it cannot be written.
     """
+    load_demo(folder)  # before anything is made
     files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
     words = (folder / PLAN).read_text(encoding="utf-8")
     for place, name in _ELSEWHERE.findall(words):
-        files.setdefault(name, folder / place / name)
+        if files.setdefault(name, folder / place / name) != folder / place / name:
+            raise InputError(f"{folder / PLAN}: {place}/{name} must not be called as another file is; rename one")
     try:
         target.mkdir(parents=True)
         for name, path in files.items():
