@@ -853,6 +853,30 @@ def test_a_model_that_was_half_made_goes_on_under_its_key(bench: ServerBench) ->
     assert all(one.startswith(request) for one in tries), "the log tells of which request the events are"
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_server_that_was_suspended_gives_away_nothing_that_another_one_carries_out(
+    bench: ServerBench, writes: bool
+) -> None:
+    """It was taken for gone; then it wakes, and fails."""
+    ledger, actor, key = bench.workspace.ledger, bench.workspace.actor, "key-of-the-suspended"
+    request = request_id(key, "default", actor, ledger.entropy)
+    repeats, another = Repeats(ledger, "os"), "elsewhere:7:1"
+
+    def suspended(number: str) -> bytes:
+        seen = bench.workspace.seen_by(actor, "default", "os", number)
+        if writes:
+            with seen.ledger.transaction(actor) as transaction:
+                transaction.append_event("test.done", "x", {})
+        assert repeats.take_over(key, process_name(), another)
+        raise InfrastructureError("a worker of the server died")
+
+    with pytest.raises(InfrastructureError):
+        Once(ledger, "os", request).answer(key, "create_model", {}, suspended)
+    known = repeats.begin(key, "create_model", digest_bytes(b"whatever"), process_name())
+    assert known is not None
+    assert (known.state, known.owner) == ("begun", another)
+
+
 def test_a_token_reaches_no_file_and_no_secret_of_others_by_a_sink(bench: ServerBench) -> None:
     token = bench.person("ben", Role.ADMIN, "b")
     ben = bench.control(token, "b")

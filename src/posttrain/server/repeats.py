@@ -113,9 +113,9 @@ class Once:
     def _let_again(self, key: str, verb: str) -> None:
         """The next try may do better, unless something of this one was written that it would write again."""
         if not self._written(self._request):
-            self._repeats.forget(key)
+            self._repeats.forget(key, self._me)
         elif verb in _GOES_ON:
-            self._repeats.leave(key)
+            self._repeats.leave(key, self._me)
         else:
             self._repeats.done(key, _OK, None)
 

@@ -60,15 +60,19 @@ class Repeats:
             values = {"state": DONE, "status": status, "answer": answer}
             connection.execute(update(requests).where(*self._of(key)).values(**values))
 
-    def leave(self, key: str) -> None:
-        """Whoever began it carries it out no further, and something of it was written: the next one may go on."""
-        with self._ledger.database.write() as connection:
-            connection.execute(update(requests).where(*self._of(key)).values(owner=_NOBODY))
+    def leave(self, key: str, owner: str) -> None:
+        """Who began it carries it out no further, and something of it was written: the next one may go on.
 
-    def forget(self, key: str) -> None:
-        """It was not carried out, and may be tried again."""
+        Nothing happens where another one has taken it over meanwhile: a server that was suspended is taken for gone.
+        """
         with self._ledger.database.write() as connection:
-            connection.execute(delete(requests).where(*self._of(key)))
+            mine = update(requests).where(*self._of(key), requests.c.owner == owner)
+            connection.execute(mine.values(owner=_NOBODY))
+
+    def forget(self, key: str, owner: str) -> None:
+        """It was not carried out by who began it, and may be tried again; as `leave` where another one is at it."""
+        with self._ledger.database.write() as connection:
+            connection.execute(delete(requests).where(*self._of(key), requests.c.owner == owner))
 
     def _of(self, key: str) -> tuple[ColumnElement[bool], ...]:
         columns = {**self._key, "key": key}
