@@ -13,6 +13,7 @@ from posttrain.control.fencing import assume_dead
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import ANOTHER_RUNS
 from posttrain.domain.records import AttemptRecord, Event
+from posttrain.domain.requests import Job
 from posttrain.execution.processes import identity
 from posttrain.store.channel import ControlKind
 
@@ -125,6 +126,18 @@ def test_who_stops_a_run_learns_that_its_job_did_not_heed_it(bench: Bench, heede
     assert bench.stage(run_id, "sft").message == "stopped by a person" + (
         "" if heeded else "; the job did not heed it and was killed, so steps since its last checkpoint are lost"
     )
+
+
+def test_a_job_that_was_gone_before_anybody_asked_did_not_fail_to_heed(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    run_id = bench.submit(**TRAIN_ONLY)
+    while not bench.launched:
+        bench.reconciler.tick(run_id)
+    attempt = bench.ledger.attempts(run_id)[0]
+    bench.jobs.executor.kill(Job(attempt.name, str(bench.jobs.folders.of(attempt).path)))
+    actions.stop(bench.stores, run_id)
+    assert bench.drive(run_id).state == "stopped"
+    assert bench.stage(run_id, "sft").message.startswith("stopped by a person; its job was gone before (")
 
 
 @pytest.fixture

@@ -226,7 +226,7 @@ def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight:
     over = budgets.exhausted(view.manifest, spent)
     asked = attempt.stop_requested_at
     ending = bool(over) or view.run.state == RunState.STOPPING
-    if ending and asked is None:
+    if ending and asked is None and (sight.another_runs or not seen.gone):
         return AskToStop(stage, attempt)
     ending = ending and asked is not None and now >= asked + STOP_GRACE_SECONDS
     believed = seen.hidden and attempt.reason == Reason.ASSUMED_DEAD
@@ -241,7 +241,8 @@ def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight:
         return _lost(view, stage, attempt, seen)
     if over:
         return End(stage, attempt, JobResult("failed", failure=Failure(FailureClass.BUDGET, over, "budget")))
-    return End(stage, attempt, JobResult("stopped", message=sight.unheeded))
+    before = "" if asked else f"stopped by a person; its job was gone before ({seen.why})"
+    return End(stage, attempt, JobResult("stopped", message=sight.unheeded or before))
 
 
 def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order | None:
