@@ -42,6 +42,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
     """The machine that commands find; the tests put another in."""
     found = [Machine(4, 64 * 2**30)]
     monkeypatch.setattr("posttrain.preflight.placing.this_machine", lambda: found[-1])
+    monkeypatch.setattr("posttrain.preflight.placing.gpu_visible", lambda: bool(found[-1].gpus))
     return found
 
 
@@ -64,6 +65,7 @@ def contents(world: World) -> dict[str, bytes]:
         ("placement: {policy: {gpus: 3, ranks: 2}}", ("placement.policy", "multiple of ranks (2)", "3")),
         ("placement: {policy: {gpus: 2}}", ("policy asks for 2 gpus", "this machine has 0", "ray_address")),
         ("placement: {policy: {cpus: 3}, reward: {cpus: 2}}", ("policy 3, reward 2", "this machine has 4")),
+        ("runtime: {device: cuda}", ("runtime.device cuda needs a GPU, no job here would find one", "auto or cpu")),
         ("runtime: {sequence_parallel: 2}", ("sequence_parallel", "ranks of collocated (1)", "2")),
         ("placement: {collocated: {ranks: 4}}, runtime: {sequence_parallel: 3}", ("collocated (4)", "got 3")),
         ("placement: {policy: {ranks: 2}}, runtime: {ray_address: auto, sequence_parallel: 4}", ("policy (2)", "4")),

@@ -10,10 +10,11 @@ from typing import Any
 from posttrain.control.planning import Planned
 from posttrain.domain.contracts import Load
 from posttrain.domain.errors import InputError
-from posttrain.domain.kinds import kind_of
+from posttrain.domain.kinds import OWN, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.runspec import RunSpec
 from posttrain.execution.machine import Machine, this_machine
+from posttrain.execution.trainers.native import gpu_visible
 from posttrain.planner.fallbacks import expected
 from posttrain.planner.feasibility import gib, infeasible, too_large, unfit
 from posttrain.planner.residency import Residency, Shape, resident
@@ -45,6 +46,12 @@ def refuse_infeasible(
         InputError: naming file, stage, role, what is asked, what is there, and the next action.
         NotFoundError, IntegrityError: the base model's listing is missing or corrupt.
     """
+    for stage in manifest.stages:
+        if _asks_for_a_gpu(stage) and not gpu_visible():
+            raise InputError(
+                f"{source}: stages.{stage.name}: runtime.device cuda needs a GPU, no job here would find one; write "
+                "auto or cpu, or run it where there is one"
+            )
     machine = this_machine() if loads else Machine(1)
     for name, load in loads.items():
         shapes = role_shapes(manifest, manifest.stage(name), load, workspace, source, model)
@@ -56,6 +63,13 @@ def refuse_infeasible(
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise InputError(f"{source}: stages.{name}: {found[0]}{more}")
+
+
+def _asks_for_a_gpu(stage: StageManifest) -> bool:
+    runtime = stage.params.get("runtime")
+    if stage.kind not in OWN or not isinstance(runtime, Mapping):
+        return False
+    return runtime.get("device") == "cuda" and not runtime.get("ray_address")
 
 
 def refuse_oversized(manifest: Manifest, source: Path) -> None:
