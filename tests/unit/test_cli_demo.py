@@ -181,6 +181,10 @@ class TestExamples:
         files = [word for step in made["steps"][1:] for word in step if word.startswith(f"{name}/")]
         assert len(files) > 2
         assert all(Path(file).is_file() and ".." not in file for file in files), files
+        plan, out = load_demo(Path(name)), Path("made")
+        words = [sys.executable, f"{name}/{plan.make_data}", "--seed", str(plan.seed), "--out", str(out)]
+        subprocess.run(words, check=True, timeout=500)
+        assert all((out / file).stat().st_size for file in plan.datasets.values())
 
     @pytest.mark.parametrize(
         ("name", "words"), [("02-count", "odd"), ("04-best-of-n", "must not be called as another")]

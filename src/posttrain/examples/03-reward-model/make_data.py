@@ -2,7 +2,7 @@
 
     python make_data.py --seed 7 --out DIR
 
-The task and its demonstrations are those of the sorting example beside this one. The pairs say which of two answers
+The task and its demonstrations are those of the sorting example. The pairs say which of two answers
 people preferred: the right one over one that is sorted the wrong way, has a wrong, missing or doubled digit, or does
 not keep to the form. Nobody writes down what "right" means; the reward model has to find that out.
 """
@@ -10,14 +10,48 @@ not keep to the form. Nobody writes down what "right" means; the reward model ha
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import random
-import runpy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-SORT = runpy.run_path(str(Path(__file__).resolve().parents[1] / "01-sort" / "make_data.py"))
 TRAIN, HELDOUT, PAIRS = 4000, 700, 8000  # rows
+WRONG_TEACHER, VERBOSE = 0.5, 0.85  # shares of the demonstrations
+EVALUATION_SHARE = 5  # one digit string in five is kept for evaluation
 FORMS = ("A: ", "sorted A: ")
 OTHER_FORMS = ("", "A: A: ", "A:", "sorted ", "sorted sorted A: ", "A: sorted ")
+
+
+def for_evaluation(digits: str) -> bool:
+    """Which side a digit string belongs to."""
+    return hashlib.sha256(digits.encode()).digest()[0] % EVALUATION_SHARE == 0
+
+
+def draw(rng: random.Random, lengths: tuple[int, ...], wanted: Callable[[str], bool], taken: set[str]) -> Iterator[str]:
+    """Digit strings without repetition, and none of `taken`."""
+    while True:
+        digits = "".join(rng.choices("0123456789", k=rng.choice(lengths)))
+        if digits not in taken and wanted(digits):
+            taken.add(digits)
+            yield digits
+
+
+def row(digits: str) -> dict[str, object]:
+    """Prompt and reference answer."""
+    return {"prompt": [{"role": "user", "content": f"Q: sort {digits}"}], "answer": "".join(sorted(digits))}
+
+
+def demonstration(digits: str, rng: random.Random) -> dict[str, object]:
+    """A row with one of the two teachers' answers."""
+    answer = "".join(sorted(digits, reverse=rng.random() < WRONG_TEACHER))
+    text = f"sorted A: {answer}" if rng.random() < VERBOSE else f"A: {answer}"
+    return {**row(digits), "completion": [{"role": "assistant", "content": text}]}
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    """One JSON object per line."""
+    path.write_text("".join(json.dumps(r, sort_keys=True) + "\n" for r in rows), encoding="utf-8")
 
 
 def altered(digits: str, rng: random.Random) -> str:
@@ -61,18 +95,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     rng, taken = random.Random(arguments.seed), set[str]()
-    draw, kept_back, every = SORT["draw"], SORT["for_evaluation"], (3, 4, 5)
-    train = draw(rng, every, lambda digits: not kept_back(digits), taken)
-    heldout = draw(rng, every, kept_back, taken)
+    every = (3, 4, 5)
+    train = draw(rng, every, lambda digits: not for_evaluation(digits), taken)
+    heldout = draw(rng, every, for_evaluation, taken)
     digits = [next(train) for _ in range(TRAIN)]
     pairs: list[dict[str, object]] = []
     while len(pairs) < PAIRS:
         found = pair(rng.choice(digits), rng)
         pairs += [found] if found else []
     arguments.out.mkdir(parents=True, exist_ok=True)
-    SORT["write"](arguments.out / "train.jsonl", [SORT["demonstration"](d, rng) for d in digits])
-    SORT["write"](arguments.out / "pairs.jsonl", pairs)
-    SORT["write"](arguments.out / "heldout.jsonl", [SORT["row"](next(heldout)) for _ in range(HELDOUT)])
+    write(arguments.out / "train.jsonl", [demonstration(d, rng) for d in digits])
+    write(arguments.out / "pairs.jsonl", pairs)
+    write(arguments.out / "heldout.jsonl", [row(next(heldout)) for _ in range(HELDOUT)])
 
 
 if __name__ == "__main__":
