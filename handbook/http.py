@@ -10,7 +10,7 @@ from posttrain.server.openapi import document
 def table() -> str:
     """Every endpoint: method, path below `/v1/projects/PROJECT`, the role that it needs, what it does.
 
-    What is of no project stands with its whole path, and needs no token.
+    What is of no project stands with its whole path.
     """
     paths = document()["paths"]
     rows = ["| method and path | role | what it does |", "|---|---|---|"]
@@ -20,6 +20,8 @@ def table() -> str:
         for method, told in methods.items():
             verb = told["operationId"]
             role = NEEDS[verb] if verb in known else {"add_to_blob": "submitter", "blob_state": "submitter"}.get(verb)
-            role = role or {"blob": "submitter"}.get(verb, "viewer" if told.get("security") != [] else "–")
+            role = role or {"blob": "submitter", "token": "whoever has one"}.get(
+                verb, "viewer" if told.get("security") != [] else "–"
+            )
             rows.append(f"| `{method.upper()} {below}` | {role} | {' '.join(told['summary'].split())} |")
     return "\n".join(rows)

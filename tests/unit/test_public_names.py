@@ -97,7 +97,7 @@ COMMANDS = {
         *("--port", "--tls-certificate", "--tls-key"),
     ],
     "login": ["--project", "URL"],
-    "logout": ["[URL]"],
+    "logout": ["--project", "[URL]"],
     "whoami": ["--output", "-o"],
     "project add": ["NAME"],
     "project allow-image": ["IMAGE"],

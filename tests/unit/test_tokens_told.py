@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 from cli_world import World, make_world
 from server_bench import ServerBench, serving
 
 from posttrain.app.workspace import open_workspace
-from posttrain.client.logins import log_in, servers
+from posttrain.cli.main import app
+from posttrain.client.logins import log_in, login_of, servers
 from posttrain.domain.roles import Role
 
 
@@ -21,7 +24,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: "root")
     monkeypatch.setenv("POSTTRAIN_CONFIG", str(tmp_path / "config"))
     for name in ("POSTTRAIN_SERVER", "POSTTRAIN_TOKEN", "POSTTRAIN_PROJECT"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what a command's options leave behind is taken back
+        monkeypatch.delenv(name)
     made.ok("init")
     return made
 
@@ -98,7 +102,7 @@ def test_logout_is_of_the_server_that_commands_ask(world: World, monkeypatch: py
     log_in("https://one.example.org", "secret", "default")
     log_in("https://two.example.org", "secret", "default")
     monkeypatch.setenv("POSTTRAIN_SERVER", "https://two.example.org/")
-    assert "the token for https://two.example.org/ is forgotten" in world.ok("logout")
+    assert "the token of default for https://two.example.org/ is forgotten" in world.ok("logout")
     assert servers() == ["https://one.example.org"]
     assert "is forgotten" in world.ok("logout", "https://one.example.org")  # what is named goes before it
     assert servers() == []
@@ -119,3 +123,104 @@ def test_a_token_that_goes_on_being_shown_is_told(world: World, monkeypatch: pyt
     said = world("logout", "https://one.example.org")
     assert said.exit_code == 0
     assert "POSTTRAIN_TOKEN is set" in said.stderr
+
+
+# --- of which project a token is --------------------------------------------------------------------------------------
+
+
+def logged(world: World, token: str, *words: str) -> Any:
+    """`login` by somebody who types this token."""
+    return world.runner.invoke(app, list(words), input=token + "\n")
+
+
+@pytest.fixture
+def two(served: ServerBench) -> ServerBench:
+    """Ann has a role and a token in `default` and in `research`; Eve is of `default` alone."""
+    for project in ("research", "default"):
+        served.tokens[project] = served.person("ann", Role.SUBMITTER, project)
+    served.person("ben", Role.ADMIN, "hidden")
+    served.person("eve", Role.VIEWER)
+    return served
+
+
+@pytest.mark.parametrize("words", [("login",), ("--project", "research", "login"), ("login", "--project", "research")])
+def test_a_login_is_to_the_project_of_the_token(world: World, two: ServerBench, words: tuple[str, ...]) -> None:
+    said = logged(world, two.tokens["research"], *words, two.url)
+    assert f"logged in to {two.url} as user:ann, submitter of research" in said.stdout, said.stderr
+    assert "of research (known by token)" in world.ok("whoami")
+    assert "research  submitter" in world.ok("project", "ls")
+
+
+def test_the_variable_names_the_project_of_a_login(
+    world: World, two: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTTRAIN_PROJECT", "research")
+    assert "submitter of research" in logged(world, two.tokens["research"], "login", two.url).stdout
+    said = logged(world, two.tokens["default"], "login", two.url)
+    assert said.exit_code == 13
+    assert f"this token is of default, and not of 'research': take one of that, or posttrain login {two.url}" in (
+        said.stderr
+    )
+    assert "--project default" in said.stderr
+    assert list(login_of(two.url).tokens) == ["research"]  # what is refused is not kept
+
+
+def test_a_token_of_another_project_says_so_to_whoever_has_a_role_there(
+    world: World, two: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTTRAIN_TOKEN", two.tokens["default"])
+    assert "also submitter of research" in world.ok("whoami")
+    said = refused(world, "--project", "research", "ls", code=13)
+    assert "this token is of default; log in with a token of research: posttrain login" in said
+    assert "--project research" in said
+    told = [refused(world, "--project", one, "ls").replace(one, "X") for one in ("hidden", "absent")]
+    assert told[0] == told[1]  # who has no role there is told nothing of it
+    assert "there is no project 'X' that you may see: this token is of default" in told[0]
+
+
+def test_logins_are_kept_by_project(world: World, two: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert logged(world, two.tokens["default"], "login", two.url).exit_code == 0
+    said = logged(world, two.tokens["research"], "login", two.url, "--project", "research").stdout
+    assert "also logged in there to default; commands without --project ask research" in said
+    assert "of research (" in world.ok("whoami")
+    assert "of default (" in world.ok("--project", "default", "whoami")
+    monkeypatch.delenv("POSTTRAIN_PROJECT")  # which the option set, in a process that ended
+    said = world.ok("logout", two.url, "--project", "default")
+    assert f"the token of default for {two.url} is forgotten" in said
+    assert "you are still logged in there to research" in said
+    assert "of research (" in world.ok("whoami")
+    assert "there was no token of default" in world.ok("--project", "default", "logout")
+    assert list(login_of(two.url).tokens) == ["research"]
+
+
+def test_who_left_the_project_that_was_asked_says_which_of_the_others(world: World) -> None:
+    url = "https://one.example.org"
+    for name in ("a", "b", "c"):
+        log_in(url, f"secret-{name}", name)
+    assert f"the token of c for {url} is forgotten" in world.ok("logout", url)
+    assert "you are logged in to a and b there; say which: --project NAME" in refused(world, "logout", url)
+    assert "you are logged in to a and b there" in refused(world, "--server", url, "ls")
+    assert login_of(url).tokens == {"a": "secret-a", "b": "secret-b"}
+
+
+def test_a_file_of_the_release_before_is_read_and_stays_private(world: World, two: ServerBench) -> None:
+    place = world.root / "config" / "servers.json"
+    if not place.parent.exists():
+        place.parent.mkdir()
+    place.write_text(json.dumps({two.url: {"token": two.tokens["research"], "project": "research"}}))
+    place.chmod(0o600)
+    assert "of research (" in world.ok("whoami")
+    assert logged(world, two.tokens["default"], "login", two.url).exit_code == 0
+    assert dict(login_of(two.url).tokens) == {name: two.tokens[name] for name in ("research", "default")}
+    assert place.stat().st_mode & 0o077 == 0
+
+
+def test_a_token_says_what_it_is_of(two: ServerBench) -> None:
+    assert two.ask("GET", "/v1/token", two.tokens["research"]).json == {
+        "principal": "user:ann",
+        "projects": {"research": "admin"},
+    }
+    assert two.ask("GET", "/v1/token", None).status == 401
+    interface = two.ask("GET", "/openapi.json", None).json
+    told = interface["paths"]["/v1/token"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    jsonschema.validate(two.ask("GET", "/v1/token").json, told)

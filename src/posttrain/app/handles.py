@@ -23,7 +23,7 @@ def connect(url: str, token: str | None = None, *, project: str | None = None) -
 
     Args:
         token: None: POSTTRAIN_TOKEN, or that of `posttrain login`.
-        project: None: the one of the login, else `default`.
+        project: None: POSTTRAIN_PROJECT, or that of the last login, else `default`.
 
     Raises:
         InputError: no URL of a server; nobody is logged in there.

@@ -12,7 +12,7 @@ import typer
 
 from posttrain.cli.console import Output, OutputOption, aside, emit_json, moment, say
 from posttrain.domain.errors import InputError
-from posttrain.domain.places import SERVER_VARIABLE
+from posttrain.domain.places import PROJECT_VARIABLE, SERVER_VARIABLE
 from posttrain.domain.spelling import nearest
 
 if TYPE_CHECKING:
@@ -64,19 +64,25 @@ def serve(
 
 def login(
     url: ServerArgument,
-    project: Annotated[str, typer.Option(help="That commands use where they name no other.")] = "default",
+    project: Annotated[
+        str | None, typer.Option(help="That commands ask; default: what the token is of.", show_default=False)
+    ] = None,
 ) -> None:
-    """Keep a token for a server, which is asked for, or read from stdin where that is no terminal."""
-    from posttrain.client.logins import log_in
+    """Keep a token for a project of a server, which is asked for, or read from stdin where that is no terminal."""
+    from posttrain.client.logins import log_in, login_of, project_of
     from posttrain.client.remote import remote_control
     from posttrain.client.transport import Transport
 
     Transport(url, "").look("/v1/version")  # where nobody answers there is nothing to wait for
     given = typer.prompt("token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
     token = str(given).strip()
+    project = project_of(Transport(url, token), project or os.environ.get(PROJECT_VARIABLE, ""))
     found = remote_control(url, token, project).whoami()
     log_in(url, token, project)
-    say(f"logged in to {url} as {found.principal}, {found.role} of {project}")
+    say(f"logged in to {url} as {found.principal}, {found.role or 'no role'} of {project}")
+    others = [name for name in login_of(url).tokens if name != project]
+    if others:
+        say(f"also logged in there to {', '.join(others)}; commands without --project ask {project}")
     if os.environ.get(SERVER_VARIABLE, "").rstrip("/") != url.rstrip("/"):
         say(f"next: export {SERVER_VARIABLE}={url}")
 
@@ -85,17 +91,28 @@ def logout(
     url: Annotated[
         str | None, typer.Argument(metavar="[URL]", help="Of POSTTRAIN_SERVER by default.", show_default=False)
     ] = None,
+    project: Annotated[
+        str | None, typer.Option(help="Default: what commands ask that name none.", show_default=False)
+    ] = None,
 ) -> None:
-    """Forget the token for a server. `token revoke` makes it worthless."""
-    from posttrain.client.logins import TOKEN_VARIABLE, log_out, servers
+    """Forget the token for a project of a server. `token revoke` makes it worthless."""
+    from posttrain.client.logins import TOKEN_VARIABLE, log_out, login_of, servers
 
     url = url or os.environ.get(SERVER_VARIABLE)
     known = servers()
     if not url:
         which = f"you are logged in to {', '.join(known)}" if known else "you are logged in nowhere"
         raise InputError(f"logout: must be of a server, got none, and {SERVER_VARIABLE} names none; {which}")
-    found = log_out(url)
-    say(f"the token for {url} is forgotten" if found else f"there was no token for {url}{nearest(url, known)}")
+    project = project or os.environ.get(PROJECT_VARIABLE, "")
+    found, left = log_out(url, project), login_of(url).tokens
+    if found:
+        say(f"the token of {found} for {url} is forgotten")
+    elif left:
+        say(f"there was no token of {project} for {url}{nearest(project, left)}")
+    else:
+        say(f"there was no token for {url}{nearest(url, known)}")
+    if found and left:
+        say(f"you are still logged in there to {', '.join(left)}: --project NAME says which you leave")
     if os.environ.get(TOKEN_VARIABLE):
         aside(f"warning: {TOKEN_VARIABLE} is set, and commands go on showing that token; unset it")
 

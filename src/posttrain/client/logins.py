@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.client.remote import remote_control
-from posttrain.client.transport import check_address
-from posttrain.domain.errors import InputError, WorkspaceError
+from posttrain.client.transport import Transport, check_address
+from posttrain.domain.errors import AccessError, InputError, NotFoundError, WorkspaceError
+from posttrain.domain.places import PROJECT_VARIABLE
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store.atomic import make_folder, read_json, write_json
 
@@ -21,40 +25,124 @@ _FILE = "servers.json"
 _OTHERS = 0o077
 
 
+@dataclass(frozen=True, slots=True)
+class Login:
+    """The tokens of one server, by the project that each was given for."""
+
+    tokens: Mapping[str, str]
+    chosen: str = ""  # the project of the last login, which commands ask that name none; empty: it was logged out of
+
+    @property
+    def project(self) -> str:
+        """What commands ask that name no project; empty: none, or one of several that nobody chose."""
+        alone = next(iter(self.tokens)) if len(self.tokens) == 1 else ""
+        return self.chosen or alone
+
+
 def logged_in(url: str, project: str = "", token: str | None = None) -> Control:
-    """`Control` over a server, with a token, or that of the environment, or that of the login.
+    """`Control` over a server, with a token, or that of the environment, or that of the login to the project.
+
+    Args:
+        project: empty: that of the environment, or of the last login, else `default`.
 
     Raises:
-        InputError: there is neither.
+        InputError: there is no token, or there are several and no project says which.
         WorkspaceError: others may read the file with the tokens.
     """
     url = url.rstrip("/")
     check_address(url)
-    known = _logins().get(url, {})
-    token = token or os.environ.get(TOKEN_VARIABLE) or known.get("token")
+    known = login_of(url)
+    project = project or os.environ.get(PROJECT_VARIABLE, "")
+    asked = project or known.project
+    token = token or os.environ.get(TOKEN_VARIABLE)
+    if not token and known.tokens:
+        if not asked:
+            raise InputError(
+                f"server {url}: you are logged in to {' and '.join(known.tokens)} there; say which: --project NAME"
+            )
+        # of a project that nobody logged in to the server says what to do
+        token = known.tokens.get(asked) or known.tokens.get(known.project) or next(iter(known.tokens.values()))
     if not token:
-        raise InputError(f"server {url}: nobody is logged in there; posttrain login {url}, or set {TOKEN_VARIABLE}")
-    return remote_control(url, token, project or known.get("project") or DEFAULT_PROJECT)
+        of = f" --project {project}" if project else ""
+        raise InputError(f"server {url}: nobody is logged in there; posttrain login {url}{of}, or set {TOKEN_VARIABLE}")
+    return remote_control(url, token, asked or DEFAULT_PROJECT)
+
+
+def login_of(url: str) -> Login:
+    """What this user logged in to at a server; without tokens: to nothing."""
+    return _login(_logins().get(url.rstrip("/")))
 
 
 def log_in(url: str, token: str, project: str) -> None:
-    """Keep a token for a server. Whoever calls it made sure that it is good."""
+    """Keep a token for a project of a server, beside those for others. Whoever calls it made sure that it is good."""
+    known = login_of(url)
     make_folder(_path().parent)
-    write_json(_path(), _logins() | {url.rstrip("/"): {"token": token, "project": project}})
+    _keep(url, Login({**known.tokens, project: token}, project))
 
 
-def log_out(url: str) -> bool:
-    """Forget the token for a server; False: there was none."""
-    known = _logins()
-    if known.pop(url.rstrip("/"), None) is None:
-        return False
-    write_json(_path(), known)
-    return True
+def log_out(url: str, project: str = "") -> str:
+    """Forget the token for a project of a server; the project, or empty: there was no such token.
+
+    Args:
+        project: empty: the one that commands ask which name none.
+
+    Raises:
+        InputError: there are several, and none of them is that.
+    """
+    known = login_of(url)
+    left = dict(known.tokens)
+    project = project or known.project
+    if not project and left:
+        raise InputError(f"logout: you are logged in to {' and '.join(left)} there; say which: --project NAME")
+    if left.pop(project, None) is None:
+        return ""
+    _keep(url, Login(left, "" if known.chosen == project else known.chosen))
+    return project
 
 
 def servers() -> list[str]:
     """Servers that this user logged in to."""
     return sorted(_logins())
+
+
+def project_of(transport: Transport, wanted: str) -> str:
+    """The project to log in to with the token that a transport shows: the wanted one, or else the token's own.
+
+    Raises:
+        AccessError: the token is of others.
+    """
+    try:
+        of = json.loads(transport.ask("GET", "/v1/token").body)["projects"]
+    except NotFoundError:  # a server of a release that does not say it
+        return wanted or DEFAULT_PROJECT
+    if wanted and wanted not in of:
+        own = next(iter(of), DEFAULT_PROJECT)
+        raise AccessError(
+            f"this token is of {', '.join(of) or 'no project'}, and not of {wanted!r}: take one of that, or "
+            f"posttrain login {transport.url} --project {own}"
+        )
+    return wanted or (DEFAULT_PROJECT if DEFAULT_PROJECT in of else next(iter(of), DEFAULT_PROJECT))
+
+
+def _keep(url: str, login: Login) -> None:
+    others = {place: kept for place, kept in _logins().items() if place != url.rstrip("/")}
+    here = {url.rstrip("/"): {"project": login.chosen, "tokens": dict(login.tokens)}} if login.tokens else {}
+    write_json(_path(), others | here)
+
+
+def _login(kept: Any) -> Login:
+    """What the file has of a server; of a release before: one token, and its project."""
+    if not isinstance(kept, dict):
+        return Login({})
+    chosen = str(kept.get("project") or "")
+    if "token" in kept:
+        return Login({chosen or DEFAULT_PROJECT: str(kept["token"])}, chosen or DEFAULT_PROJECT)
+    found = kept.get("tokens")
+    return (
+        Login({str(name): str(token) for name, token in found.items()}, chosen)
+        if isinstance(found, dict)
+        else Login({})
+    )
 
 
 def _path() -> Path:

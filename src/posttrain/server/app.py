@@ -106,6 +106,7 @@ def build(server: Server) -> FastAPI:
     app.add_api_route("/readyz", _ready, methods=["GET"], name="readyz")
     app.add_api_route("/metrics", _metrics, methods=["GET"], name="metrics")
     app.add_api_route("/v1/version", _version, methods=["GET"], name="version")
+    app.add_api_route("/v1/token", _token, methods=["GET"], name="token")
     app.add_api_route("/openapi.json", _interface, methods=["GET"], name="openapi")
     app.add_exception_handler(HTTPException, _http_problem)
     app.add_middleware(_Around)
@@ -333,6 +334,20 @@ async def _interface(request: Request) -> Response:
         server: Server = state.server
         state.interface = await in_thread(HEAVY, server.workers.ask, {}, INTERFACE, {}, request.state.id)
     return Response(state.interface, media_type="application/json")
+
+
+async def _token(request: Request) -> Response:
+    """Whose the token is that is shown, and of which projects: what whoever logs in with it names no project for."""
+    server: Server = request.app.state.server
+
+    def told() -> dict[str, Any]:
+        identity = server.entrance.identify(request.headers.get("authorization", ""))
+        projects = server.entrance.projects(identity)
+        who = Asker(identity, next(iter(projects), DEFAULT_PROJECT))
+        request.state.asker, request.state.principal = who, server.entrance.known_as(who)
+        return {"principal": identity.principal, "projects": projects}
+
+    return JSONResponse(await in_thread(READ, told), headers={"cache-control": "no-store"})
 
 
 async def _version() -> Response:

@@ -14,7 +14,7 @@ from posttrain.access.ports import OS, Identity
 from posttrain.access.roles import role_of
 from posttrain.api.guarding import guarded
 from posttrain.app.embedded.control import Embedded
-from posttrain.domain.errors import AccessError, AuthenticationError, NotFoundError
+from posttrain.domain.errors import AccessError, AuthenticationError, NotFoundError, PosttrainError
 from posttrain.domain.roles import Role
 from posttrain.server.watching import Looking, Watchers
 
@@ -104,13 +104,22 @@ class Entrance:
 
         Raises:
             NotFoundError: there is no such project, or it is none of theirs.
+            AccessError: they have a role there, and the token that they show is of another one.
         """
         scopes = asker.identity.scopes
-        if (scopes is not None and asker.project not in scopes) or not self._exists(asker.project):
+        if scopes is not None and asker.project not in scopes:
+            raise self._elsewhere(asker.identity, asker.project)
+        if not self._exists(asker.project):
             raise NotFoundError(f"there is no project {asker.project!r} that you may see; posttrain project ls")
         mine = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth, request)
         known, ledger = asker.identity, mine.ledger
         return guarded(_Kept(mine, self._watchers), known.principal, asker.project, lambda: role_of(ledger, known))
+
+    def projects(self, identity: Identity) -> dict[str, str]:
+        """Project → the most that may be done there with what they show."""
+        if identity.scopes is not None:
+            return {name: str(role) for name, role in sorted(identity.scopes.items())}
+        return self._roles(identity.principal)
 
     def ledger(self, asker: Asker) -> Ledger:
         """Of their project."""
@@ -136,6 +145,22 @@ class Entrance:
         """Their pseudonymous id; of whoever has none yet, how they are known."""
         with self._workspace.ledger.snapshot() as now:
             return now.principal_of(asker.identity.principal) or asker.identity.auth
+
+    def _elsewhere(self, identity: Identity, project: str) -> PosttrainError:
+        """Why a token opens no project that it is not of: of one without a role for them nothing is told."""
+        of = ", ".join(self.projects(identity)) or "no project"
+        if project in self._roles(identity.principal):
+            return AccessError(
+                f"this token is of {of}; log in with a token of {project}: posttrain login URL --project {project}"
+            )
+        return NotFoundError(
+            f"there is no project {project!r} that you may see: this token is of {of}; "
+            f"posttrain --project {next(iter(self.projects(identity)), 'NAME')} project ls"
+        )
+
+    def _roles(self, principal: str) -> dict[str, str]:
+        with self._workspace.ledger.snapshot() as now:
+            return {name: str(role) for name, role in now.roles_of(principal).items()}
 
     def _exists(self, project: str) -> bool:
         if project not in self._projects:

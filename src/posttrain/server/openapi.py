@@ -261,7 +261,7 @@ def _bytes() -> dict[str, Any]:
 
 
 def _itself() -> dict[str, Any]:
-    """How the server stands, and what it speaks: asked without a token."""
+    """How the server stands, and what it speaks: asked without a token. And what a token is of."""
     status = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
     numbers = {"type": "array", "items": {"type": "integer"}}
     version = {
@@ -287,6 +287,18 @@ def _itself() -> dict[str, Any]:
             }
         }
         for path, (name, text, schema, more) in asked.items()
+    } | {"/v1/token": {"get": _token()}}
+
+
+def _token() -> dict[str, Any]:
+    roles = {"type": "object", "additionalProperties": {"type": "string"}}
+    properties = {"principal": {"type": "string"}, "projects": roles}
+    schema = {"type": "object", "properties": properties, "required": ["principal", "projects"]}
+    return {
+        "operationId": "token",
+        "summary": "Whose the token is that is shown; of its projects, the most that may be done there with it.",
+        "parameters": [],
+        "responses": _responses(_json(schema)),
     }
 
 
