@@ -63,6 +63,20 @@ def test_a_word_that_is_like_nothing_lists_the_newest_runs(world: World) -> None
     assert f"(the newest: {world.newest()})" in refused(world, "why", "xyzzy")
 
 
+@pytest.mark.parametrize("words", [("why",), ("get",), ("stop",), ("export", "out"), ("sample", "hi")])
+def test_what_is_like_a_channel_is_no_run_that_somebody_meant(world: World, words: tuple[str, ...]) -> None:
+    verb, *rest = words
+    said = refused(world, verb, "prd", *rest)
+    assert f"there is no run 'prd' (the newest: {world.newest()})" in said
+    as_a_channel, _, as_a_run = said.partition("there is no run")
+    assert ("(did you mean 'prod'?), and" in as_a_channel) == (verb in ("get", "export", "sample")), said
+    assert "did you mean" not in as_a_run
+
+
+def test_what_is_like_a_run_is_the_run_that_somebody_meant(world: World) -> None:
+    assert "there is no run 'srt' (did you mean 'sort'?)" in refused(world, "why", "srt")
+
+
 def test_where_there_is_no_run_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world(tmp_path, monkeypatch)
     world.ok("init")

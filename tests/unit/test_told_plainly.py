@@ -41,6 +41,9 @@ def test_a_run_that_waits_for_approval_says_so_and_who_may_is_told_to(
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
     run = waits(world)
     assert "waits for approval" in world.ok("ls")
+    (reason,) = [line for line in world.ok("why", run).splitlines() if line.startswith("reason: ")]
+    assert "stage release needs 1 approval" in reason
+    assert reason.endswith("(WaitingForApproval)")  # as docs/howto/release.md says
     assert world.json("get", run)["standing"] == "waits for approval"
     assert world.json("get", run)["state"] == "running"
     command = f"posttrain approve {run} --channel prod"

@@ -249,6 +249,7 @@ def test_as_a_person_sees_it(world: World) -> None:
     run_id = world.newest()
     told = " ".join(world.ok("why", run_id).split())
     assert "stage night waits until" in told
+    assert "(WaitingForTime) next:" in told
     assert "(in 1 h 5" in told
     assert "night waits until" in " ".join(world.ok("ls").split())
     world.clock.sleep(2 * HOUR / 50)

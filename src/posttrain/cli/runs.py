@@ -25,9 +25,10 @@ from posttrain.cli.console import (
 )
 from posttrain.cli.driving import RunArgument, TimeoutOption
 from posttrain.cli.shell import lazily
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.lifecycle import ReleaseState, is_final
 from posttrain.domain.reasons import meaning
+from posttrain.domain.spelling import meant
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -115,7 +116,7 @@ def get(
     if control.channel_record(run).generation:
         _get_channel(control, run, output)
         return
-    run_id = control.run(run).id
+    run_id = _run_or_channel(control, run)
     if watch:
         _watch(control, run_id, timeout)
     written = control.write_report(run_id) if report else None
@@ -148,6 +149,21 @@ def get(
     screen.print(run_tree(status), *told, sep="\n")
     if written:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
+
+
+def _run_or_channel(control: Control, word: str) -> str:
+    """The id of the run that a word means.
+
+    Raises:
+        NotFoundError: it means none; where it is like a channel, that is said too.
+    """
+    try:
+        return control.run(word).id
+    except NotFoundError as error:
+        near = meant(word, (record.name for record in control.channels()))
+        if not near:
+            raise
+        raise NotFoundError(f"there is no channel {word!r}{near}, and {error}") from error
 
 
 def _get_channel(control: Control, name: str, output: Output) -> None:
@@ -260,8 +276,8 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     verdicts = found.report.verdicts if found.report else ()
     words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates pass" if verdicts else ""
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full
-    told = words if gated else status.why or meaning(status.run.reason)
-    say(f"reason: {told} ({status.run.reason})")
+    told = words if gated else status.why or meaning(status.reason)
+    say(f"reason: {told} ({status.reason})")
     said = (*warning_lines(status), *signal_lines(status), *approval_lines(status.approvals))
     for line in (*verdict_lines(verdicts), *score_lines(scores), *said):
         screen.print(line)

@@ -142,7 +142,14 @@ class RunStatus:
         at_work = [stage.standing for stage in self.stages if stage.record.state == StageState.RUNNING]
         if at_work:
             return STARTING if all(one == STARTING for one in at_work) else str(self.run.state)
-        return next((_WAITS[one.record.reason] for one in self.stages if waiting(one.record)), str(self.run.state))
+        return _WAITS.get(self.reason, str(self.run.state))
+
+    @property
+    def reason(self) -> str:
+        """The reason of its state; of a run of which nothing runs, that for which its first stage waits."""
+        at_work = any(stage.record.state == StageState.RUNNING for stage in self.stages)
+        waits = [] if at_work else [stage.record.reason for stage in self.stages if waiting(stage.record)]
+        return waits[0] if waits and self.run.state == RunState.RUNNING else self.run.reason
 
     @property
     def metrics(self) -> dict[str, float]:
