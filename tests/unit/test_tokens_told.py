@@ -9,10 +9,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-from cli_world import World, make_world
+from cli_world import BAD_REWARD, World, make_world
 from server_bench import ServerBench, serving
 
 from posttrain.app.workspace import open_workspace
+from posttrain.cli.console import Asked, as_typed, say
 from posttrain.cli.main import app
 from posttrain.client.logins import log_in, login_of, servers
 from posttrain.domain.roles import Role
@@ -22,6 +23,7 @@ from posttrain.domain.roles import Role
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = make_world(tmp_path, monkeypatch)
     monkeypatch.setattr("posttrain.access.authenticators.system.login_name", lambda: "root")
+    monkeypatch.setattr("posttrain.cli.console._HERE", Asked())
     monkeypatch.setenv("POSTTRAIN_CONFIG", str(tmp_path / "config"))
     for name in ("POSTTRAIN_SERVER", "POSTTRAIN_TOKEN", "POSTTRAIN_PROJECT"):
         monkeypatch.setenv(name, "")  # so that what a command's options leave behind is taken back
@@ -224,3 +226,54 @@ def test_a_token_says_what_it_is_of(two: ServerBench) -> None:
     interface = two.ask("GET", "/openapi.json", None).json
     told = interface["paths"]["/v1/token"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
     jsonschema.validate(two.ask("GET", "/v1/token").json, told)
+
+
+# --- what commands are said to do next --------------------------------------------------------------------------------
+
+
+def test_a_command_that_is_said_asks_the_project_that_was_asked(
+    world: World, served: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.person("ann", Role.ADMIN, "research")
+    monkeypatch.setenv("POSTTRAIN_TOKEN", served.tokens["ann"])
+    of = ("--project", "research")
+    said = world.ok(*of, "member", "set", "user:bo", "submitter")
+    assert said.rstrip().endswith(": posttrain --project research token issue user:bo")
+    said = world(*of, "token", "issue", "user:eve", "--role", "viewer").stderr
+    assert "before posttrain --project research member set user:eve" in said
+    assert "posttrain --project research member set user:cy ROLE" in refused(world, *of, "token", "issue", "user:cy")
+    assert "`posttrain --project research ls` shows them" in refused(world, *of, "why", "nosuch")
+    assert "next: posttrain --project research run RUN.yaml" in world.ok(*of, "ls")
+    at = ("--server", served.url, *of)
+    assert f"next: posttrain --server {served.url} --project research run RUN.yaml" in world.ok(*at, "ls")
+    assert "next: posttrain run RUN.yaml" in world.ok("ls")  # the variable that names the project stays
+
+
+def test_a_table_and_a_login_say_commands_of_the_project(world: World) -> None:
+    world.prepare()
+    world.ok("asset", "add", "reward:sort", world.write("reward.py", BAD_REWARD))
+    assert world("run", "run.yaml").exit_code == 3
+    run = world.newest()
+    command = world.json("why", run)["next_action"]
+    assert command.startswith("posttrain ")
+    for verb in ("ls", "get", "why"):
+        said = world.ok("--project", "default", verb, *([run] if verb != "ls" else []))
+        assert "posttrain --project default " in said, verb
+        assert "posttrain " not in said.replace("posttrain --project default ", ""), verb
+    assert world.json("--project", "default", "why", run)["next_action"] == command  # a program has its own words
+    assert command in world.ok("why", run)
+    said = world("--project", "research", "--server", "https://one.example.org", "ls").stderr
+    assert "posttrain login https://one.example.org --project research" in said
+    ours = as_typed("posttrain ls; posttrain itself; posttrain login URL")
+    at = "--server https://one.example.org --project research"
+    assert ours == f"posttrain {at} ls; posttrain itself; posttrain login URL"
+
+
+def test_words_of_others_stay_as_they_are(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.ok("--project", "default", "ls")
+    say("what a model answered: posttrain ls", quoted=True)
+    say("posttrain ls")
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "what a model answered: posttrain ls",
+        "posttrain --project default ls",
+    ]

@@ -49,7 +49,7 @@ def policy(
     elif pinned is None:
         say(f"channel {channel} has no policy; next: posttrain channel set-policy {channel} POLICY.yaml")
     else:
-        say(f"# channel {channel}, policy {pinned.digest}", harmless(_yaml(pinned)).rstrip())
+        say(f"# channel {channel}, policy {pinned.digest}", harmless(_yaml(pinned)).rstrip(), quoted=True)
 
 
 @app.command("set-policy")

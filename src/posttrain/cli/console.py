@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +31,17 @@ _UNSHOWN = (
 _PICTURES = {**_C0, 0x7F: 0x2421, **dict.fromkeys(_UNSHOWN, 0xFFFD)}
 _COMMANDS = re.compile("[" + "".join(map(chr, (0x7F, *_UNSHOWN))) + "]")  # what JSON does not escape by itself
 PIPE_WIDTH = 1_000_000  # columns where there is no terminal: whoever reads a pipe cuts for himself
+
+
+@dataclass
+class Asked:
+    """Where the command of this process asks, as options named it; every thread of it says so."""
+
+    command: re.Pattern[str] = re.compile("")  # how one begins that asks a project
+    options: str = ""
+
+
+_HERE = Asked()
 
 
 class Output(StrEnum):
@@ -114,15 +127,38 @@ def harmless(text: str) -> str:
     return text.translate(_PICTURES)
 
 
-def say(*lines: str) -> None:
-    """Lines for a person, without markup."""
+def say(*lines: str, quoted: bool = False) -> None:
+    """Lines for a person, without markup.
+
+    Args:
+        quoted: they are words of others, in which a command stays as it is.
+    """
     for line in lines:
-        typer.echo(harmless(line))
+        typer.echo(harmless(line if quoted else as_typed(line)))
 
 
 def aside(line: str) -> None:
     """A line beside what was asked for: on stderr."""
-    typer.echo(harmless(line), err=True)
+    typer.echo(harmless(as_typed(line)), err=True)
+
+
+def ask_at(options: Mapping[str, str | None], verbs: Iterable[str]) -> None:
+    """Let commands that are said ask where this one asks: of its server and project, if options named them.
+
+    What the environment names, commands that are typed next find there.
+
+    Args:
+        options: `--server` and `--project`, None where it has none.
+        verbs: that ask a project.
+    """
+    words = [f"{name} {shlex.quote(value)}" for name, value in options.items() if value]
+    _HERE.command = re.compile(rf"\bposttrain (?=(?:{'|'.join(verbs)})\b)")
+    _HERE.options = "".join(f"{word} " for word in words)
+
+
+def as_typed(text: str) -> str:
+    """A text of ours in which commands name the server and the project that are asked, where options did."""
+    return _HERE.command.sub(lambda found: f"{found[0]}{_HERE.options}", text) if _HERE.options else text
 
 
 @contextmanager

@@ -63,6 +63,6 @@ def dead(
             f"{one.object}: {one.tries} tries, set aside {ago(one.set_aside_at)}: {one.error}", markup=False
         )
         if name:
-            say(*harmless(one.traceback).splitlines())
+            say(*harmless(one.traceback).splitlines(), quoted=True)
         say(f"  → posttrain dead {one.object} --retry")
     control.close()

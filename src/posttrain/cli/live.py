@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.cli.console import console, count, duration, glyph, number, say, style
+from posttrain.cli.console import as_typed, console, count, duration, glyph, number, say, style
 from posttrain.domain.facts import Note
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.reasons import Reason
@@ -162,7 +162,11 @@ def run_table(status: RunStatus, width: int) -> RenderableType:
         ("" if is_final("run", status.run.state) else "  Ctrl-C leaves it running", "dim"),
     )
     asked = [
-        Text(f"  {stage.record.name}: {stage.reason}; next: {stage.next_action}", style=style("warn"), overflow="fold")
+        Text(
+            as_typed(f"  {stage.record.name}: {stage.reason}; next: {stage.next_action}"),
+            style=style("warn"),
+            overflow="fold",
+        )
         for stage in status.stages
         if stage.record.state == StageState.READY and stage.record.reason in _ASKS
     ]
@@ -207,7 +211,7 @@ def _changed(stage: StageStatus) -> str:
         words += [duration(stage.seconds), progress_words(stage) if stage.progress.total else ""]
     asks = row.state not in (StageState.SUCCEEDED, StageState.RUNNING, StageState.READY) or row.reason in _ASKS
     if asks and stage.next_action:
-        words.append(f"next: {stage.next_action}")
+        words.append(as_typed(f"next: {stage.next_action}"))
     return "; ".join(word for word in words if word)
 
 

@@ -44,7 +44,7 @@ from posttrain.cli import (
     upkeep,
     workspace,
 )
-from posttrain.cli.console import aside, harmless
+from posttrain.cli.console import aside, ask_at, harmless
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, unwritable
 
 _BUG = 1
@@ -59,6 +59,7 @@ _VERBS = [
     *("import", "asset", "sink", "upgrade", "gc", "backup", "restore", "erase", "doctor"),
     *("serve", "login", "logout", "whoami", "project", "member", "token"),
 ]
+_OF_A_MACHINE = {"init", "demo", "examples", "upgrade", "backup", "restore", "doctor", "serve", "login", "logout"}
 
 
 class Commands(TyperGroup):
@@ -162,6 +163,7 @@ def options(
     for variable, value in (("POSTTRAIN_SERVER", server), ("POSTTRAIN_PROJECT", project)):
         if value is not None:  # so that what is asked, and whoever is started, finds it
             os.environ[variable] = value
+    ask_at({"--server": server, "--project": project}, [verb for verb in _VERBS if verb not in _OF_A_MACHINE])
 
 
 for room in (

@@ -150,9 +150,9 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def _show(texts: list[str], answer: Answer, *, many: bool) -> None:
     if many and answer.sample == 0:
-        say(f"── {' '.join(texts[answer.prompt].split())[:100]}")
+        say(f"── {' '.join(texts[answer.prompt].split())[:100]}", quoted=True)
     cut = f" … (cut at {answer.tokens} tokens)" if answer.truncated else ""
-    say(answer.text + cut)
+    say(answer.text + cut, quoted=True)
 
 
 def evaluate(

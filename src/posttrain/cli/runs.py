@@ -13,6 +13,7 @@ from posttrain.cli.console import (
     Output,
     OutputOption,
     ago,
+    as_typed,
     aside,
     console,
     digest,
@@ -78,7 +79,9 @@ def ls(
         reason = status.trouble or status.under_way or (status.why if run.state != "succeeded" else run.reason)
         action = "" if run.state == "succeeded" and not status.trouble else status.next_action
         driver, took = str(status.driver or ""), duration(status.seconds)
-        table.row(mark, run.id, status.standing, ago(run.created_at), took, driver, " ".join(reason.split()), action)
+        table.row(
+            mark, run.id, status.standing, ago(run.created_at), took, driver, " ".join(reason.split()), as_typed(action)
+        )
     console().print(table)
     _say_channels(live, records, barred)
 
@@ -202,7 +205,7 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
         return
     if len(history) < channel.moves:
         lines.insert(0, f"{channel.moves - len(history)} older releases are left out; -o json has them all")
-    console().print(history_table(history), *lines, f"next:   {back}posttrain lineage {name}", sep="\n")
+    console().print(history_table(history), *lines, as_typed(f"next:   {back}posttrain lineage {name}"), sep="\n")
 
 
 def logs(

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from posttrain.cli.console import ago, branch, count, digest, duration, excerpt, glyph, moment, style
+from posttrain.cli.console import ago, as_typed, branch, count, digest, duration, excerpt, glyph, moment, style
 from posttrain.cli.tables import Column, Grid
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
@@ -52,7 +52,7 @@ def run_tree(status: RunStatus) -> Tree:
 def run_footer(status: RunStatus) -> list[Text]:
     """Why the run is where it is, and the next action."""
     run, driver = status.run, status.driver
-    lines = [Text(f"reason: {status.why or run.reason}"), Text(f"next:   {status.next_action}", style="bold")]
+    lines = [Text(f"reason: {status.why or run.reason}"), Text(as_typed(f"next:   {status.next_action}"), style="bold")]
     if driver is not None:
         said = f" (it gave the run up: {driver.trouble})" if driver.trouble else ""
         log = f"; log of the background driver{said}: {driver.log}" if driver.log else ""
@@ -87,7 +87,10 @@ def request_lines(standings: Iterable[Standing]) -> Iterator[Text]:
         told = f"asked:  {request.words}, by {request.actor} {ago(request.at)}: {one.words}"
         yield Text(told, style=style("warn"))
         if "set" in request.asked:
-            yield Text(f"        posttrain channel policy {request.channel} --asked {request.digest[:19]}", style="dim")
+            yield Text(
+                as_typed(f"        posttrain channel policy {request.channel} --asked {request.digest[:19]}"),
+                style="dim",
+            )
         yield Text(f"        {request.command}", style="dim")
 
 
@@ -131,7 +134,7 @@ def _stage_line(stage: StageStatus) -> Text:
     else:
         line.append(f"  {stage.reason}", style="dim")
     if row.state not in (StageState.SUCCEEDED, StageState.RUNNING):
-        line.append(f"  next: {stage.next_action}", style="dim")
+        line.append(as_typed(f"  next: {stage.next_action}"), style="dim")
     return line
 
 
@@ -201,12 +204,12 @@ def channel_lines(
         words = f"recalled: what it serves comes from {recall.kind}:{recall.name}@{recall.version}, {recall.words}"
         yield Text(words, style=style("warn"))
     if record.policy:
-        yield Text(f"policy: {digest(record.policy)} (posttrain channel policy {record.name})", style="dim")
+        yield Text(as_typed(f"policy: {digest(record.policy)} (posttrain channel policy {record.name})"), style="dim")
     if record.protected:
         yield Text("protected: its policy and its quarantine are changed by approval only", style=style("warn"))
     if record.frozen:
         still = "and not rolled back" if record.frozen == "all" else "rollbacks go on"
-        words = f"frozen: nothing is released to it, {still} (posttrain channel unfreeze {record.name})"
+        words = as_typed(f"frozen: nothing is released to it, {still} (posttrain channel unfreeze {record.name})")
         yield Text(words, style=style("warn"))
         if frozen is not None:
             yield Text(f"        {frozen_by(frozen)}", style="dim")

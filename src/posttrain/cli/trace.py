@@ -169,6 +169,7 @@ def _show_sample(one: RecordedSample, output: Output) -> None:
         f"version:  {', '.join(it.versions)} sampled it (incarnation.step)",
         f"reward:   {reward}",
         f"fate:     {it.fate}",
+        quoted=True,
     )
     console().print(token_table(one))
 

@@ -15,6 +15,7 @@ from posttrain.access.roles import role_of
 from posttrain.api.guarding import guarded
 from posttrain.app.embedded.control import Embedded
 from posttrain.domain.errors import AccessError, AuthenticationError, NotFoundError, PosttrainError
+from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.domain.roles import Role
 from posttrain.server.watching import Looking, Watchers
 
@@ -110,7 +111,10 @@ class Entrance:
         if scopes is not None and asker.project not in scopes:
             raise self._elsewhere(asker.identity, asker.project)
         if not self._exists(asker.project):
-            raise NotFoundError(f"there is no project {asker.project!r} that you may see; posttrain project ls")
+            raise NotFoundError(
+                f"there is no project {asker.project!r} that you may see; "
+                f"posttrain --project {DEFAULT_PROJECT} project ls"
+            )
         mine = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth, request)
         known, ledger = asker.identity, mine.ledger
         return guarded(_Kept(mine, self._watchers), known.principal, asker.project, lambda: role_of(ledger, known))
