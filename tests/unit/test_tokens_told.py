@@ -210,6 +210,8 @@ def test_a_file_of_the_release_before_is_read_and_stays_private(world: World, tw
     if not place.parent.exists():
         place.parent.mkdir()
     place.write_text(json.dumps({two.url: {"token": two.tokens["research"], "project": "research"}}))
+    place.chmod(0o640)
+    assert "holds tokens, and others may read it; chmod 600" in world("whoami").stderr
     place.chmod(0o600)
     assert "of research (" in world.ok("whoami")
     assert logged(world, two.tokens["default"], "login", two.url).exit_code == 0
