@@ -68,6 +68,11 @@ class Running:
     said_at: float = 0.0
     progress: str = ""
 
+    @property
+    def given_over(self) -> bool:
+        """Whether it found that another server carries it out, so that nothing is to be told of it here."""
+        return self.task.done() and not self.task.cancelled() and isinstance(self.task.exception(), LaterError)
+
     def hear(self, piece: bytes) -> None:
         """What its worker says meanwhile."""
         said = json.loads(piece)
@@ -179,7 +184,9 @@ class Underway:
         """Say how it stands; end it when nobody looks any more; forget it some time after."""
         while self._all.get(one.id) is one:
             await asyncio.wait({one.task}, timeout=_LOOK) if one.ended is None else await asyncio.sleep(_LOOK)
-            if one.task.done() and not one.task.cancelled() and isinstance(one.task.exception(), LaterError):
+            if one.given_over:
+                with suppress(PosttrainError):
+                    await in_thread(READ, self._shared.forget, one.id)  # first, or it would look lost for a moment
                 self.drop(one)  # another server carries it out: whoever asks again with the key is told of that one
             if one.known_as and not one.told:
                 with suppress(PosttrainError):  # a database that is away: the next time
@@ -261,7 +268,7 @@ class _Looking:
         one = self._server.underway.find(request.path_params["operation_id"], who.identity.principal, who.project)
         if one is not None:
             await in_thread(READ, self._admitted, request, one.verb)  # a role that was taken away meanwhile
-            return _shown(one.to_json())
+            return _shown(_said(one))
         return _shown(as_now(await in_thread(READ, self._elsewhere, request, who)))
 
     async def cancel(self, request: Request) -> Response:
@@ -273,7 +280,7 @@ class _Looking:
             if not one.task.done():
                 one.asking.end()
                 await asyncio.wait({one.task})
-            return _shown(one.to_json())
+            return _shown(_said(one))
         until, found = time.monotonic() + _MOST_WAIT, await in_thread(READ, self._elsewhere, request, who)
         if not found.over:
             await in_thread(READ, self._server.operations.cancel, found.id, found.project, found.principal)
@@ -292,10 +299,7 @@ class _Looking:
         mine = number, who.project, self._server.entrance.principal(who)
         found = self._server.operations.find(*mine) if _ID.fullmatch(number) else None  # a database takes no other
         if found is None:
-            raise NotFoundError(
-                f"there is no operation {number[:80]!r} of yours; ask again with the same Idempotency-Key, which "
-                "carries it out once"
-            )
+            raise _absent(number)
         self._admitted(request, found.verb)
         if found.lost:
             raise LostOperationError(
@@ -310,6 +314,24 @@ class _Looking:
         who = asker(request)
         refuse(self._server.entrance.control(who), verb)
         return who
+
+
+def _said(one: Running) -> bytes:
+    """How an operation of this server stands.
+
+    Raises:
+        NotFoundError: another one carries it out.
+    """
+    if one.given_over:
+        raise _absent(one.id)
+    return one.to_json()
+
+
+def _absent(number: str) -> NotFoundError:
+    return NotFoundError(
+        f"there is no operation {number[:80]!r} of yours; ask again with the same Idempotency-Key, which carries it "
+        "out once"
+    )
 
 
 def _shown(document: bytes | str) -> Response:
