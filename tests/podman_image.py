@@ -83,7 +83,7 @@ class Podman:
 
 
 class Registry:
-    """A copy of a podman's image, in a registry of its own.
+    """An image like a podman's, and of no other registry: podman asks none for a digest that it has.
 
     Args:
         folder: where it lies.
@@ -92,7 +92,11 @@ class Registry:
 
     def __init__(self, podman: Podman, folder: Path, port: int) -> None:
         folder.mkdir(parents=True)
-        podman("save", "--quiet", "--format", "oci-dir", "--output", str(folder / "oci"), podman.image.split("@")[0])
+        name = f"localhost/of-registry-{port}"
+        (folder / "Containerfile").write_text(f"FROM {podman.image.split('@')[0]}\nLABEL registry={port}\n")
+        podman("build", "--quiet", "--pull=never", "--tag", name, str(folder))
+        podman("save", "--quiet", "--format", "oci-dir", "--output", str(folder / "oci"), name)
+        podman("rmi", name)
         self._blobs, self._port = folder / "oci" / "blobs" / "sha256", port
         self._server: ThreadingHTTPServer | None = None
         digest = json.loads((folder / "oci" / "index.json").read_text())["manifests"][0]["digest"]

@@ -225,7 +225,7 @@ def test_without_a_server_it_makes_the_same(plain: dict[str, str], empty: Workbe
 
 @pytest.fixture
 def registry(empty: Workbench, podman: Podman, tmp_path: Path) -> Iterator[Registry]:
-    """One with a copy of the image, which does not answer yet."""
+    """One with an image of its own, which does not answer yet."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     made = Registry(podman, tmp_path / "registry", port)
@@ -256,7 +256,13 @@ def test_a_registry_that_is_away_is_waited_for(
     assert podman.containers() == []
 
 
-def test_why_says_what_podman_said_of_an_image_that_does_not_come(empty: Workbench, registry: Registry) -> None:
+@pytest.mark.parametrize("whose", ["the registry's", "another's, by a digest that is on the machine"])
+def test_why_says_what_podman_said_of_an_image_that_does_not_come(
+    empty: Workbench, podman: Podman, registry: Registry, whose: str
+) -> None:
+    """Podman would run the second: it finds a digest under any name, and a project allows names."""
+    if whose != "the registry's":
+        empty.write("run.yaml", run_file(f"{registry.image.split('/')[0]}/team/train@{podman.image.split('@')[1]}"))
     empty.environment["POSTTRAIN_IMAGE_FETCH_SECONDS"] = "8"  # podman itself gives up earlier, and says why
     empty.run("run", "--detach", "run.yaml")
     run_id = empty.run_id()

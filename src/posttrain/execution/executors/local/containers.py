@@ -59,7 +59,7 @@ _FLAGGED = frozenset({"clone", "clone3", "renameat2"})
 _WHITEOUT = 4  # of renameat2: leaves a device
 _NAMESPACES = 0x7E020000  # of clone: every CLONE_NEW… flag
 _RUNTIME = "runc"  # crun obeys annotations, which an image brings: they would replace the profile
-_NO_SUCH = 1  # exit code of `podman container exists`, and of `podman image exists`
+_NO_SUCH = 1  # exit code of `podman container exists`
 _SIGNALLED = 128  # beyond it podman says which signal ended the job
 _RAN = ("exited", "stopped")
 REFUSED = 125  # as podman ends where it starts nothing
@@ -158,8 +158,12 @@ def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
 
 
 def _refused(image: str, seconds: float) -> str:
-    """Why no job runs in an image, which is fetched where it is not here; empty: jobs may."""
-    if podman("image", "exists", image).returncode == _NO_SUCH:
+    """Why no job runs in an image, which is fetched where it is not here; empty: jobs may.
+
+    Here is what came under that very name: podman finds a digest under any, and a project allows names.
+    """
+    held = podman("image", "inspect", "--format={{json .RepoDigests}}", image)
+    if held.returncode or image not in (json.loads(held.stdout) or ()):
         why = fetched(image, seconds)
         if why:
             return why
