@@ -43,6 +43,7 @@ from posttrain.engine.groups.recording import Recorder
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.on_policy import OnPolicy
 from posttrain.engine.recipes.opening import open_roles
 from posttrain.engine.recipes.recipe import Trace
 from posttrain.engine.recipes.sampling import Prompt
@@ -71,7 +72,7 @@ class Share:
     samples: int
 
 
-def recipe(recorder: Recorder, tiny: bool, seed: int = 0) -> GRPO:
+def recipe(recorder: Recorder, tiny: bool, seed: int = 0) -> OnPolicy:
     """GRPO on a model that was taught the task for a few seconds."""
     tokenizer = character_tokenizer(SIZE.characters)
     module = initial_model(SIZE, tokenizer, seed)
@@ -87,7 +88,7 @@ def recipe(recorder: Recorder, tiny: bool, seed: int = 0) -> GRPO:
     config = GRPOConfig(data="d", reward="r", steps=1000, optimizer=optimizer, **size)
     pool = ResourcePool(InlineBackend(), recorder)
     roles = open_roles(config, adopt_module(module), seed, lambda role: pool)
-    return GRPO(config, roles, prompts, RewardScorer(reward, tokenizer), seed)
+    return OnPolicy(config, GRPO(config), roles, prompts, RewardScorer(reward, tokenizer), seed)
 
 
 def shares(steps: int, tiny: bool = False) -> Share:

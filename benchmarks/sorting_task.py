@@ -11,6 +11,7 @@ from posttrain.engine.config import SFTConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.models import adopt_module
+from posttrain.engine.recipes.from_rows import FromRows
 from posttrain.engine.recipes.opening import PoolOf, open_learner
 from posttrain.engine.recipes.recipe import Trace
 from posttrain.engine.recipes.sft import SFT
@@ -58,6 +59,7 @@ def teach(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: in
         documents.append(Document(render(tokenizer, row["question"]), response))
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=20)
     config = SFTConfig(data="x", steps=steps, batch_size=32, optimizer=optimizer)
-    recipe = SFT(config, open_learner(config, adopt_module(module), 0, one_process(), "policy"), documents, seed=0)
+    roles = open_learner(config, adopt_module(module), 0, one_process(), "policy")
+    recipe = FromRows(config, SFT(config), roles, documents, 0)
     for step in range(steps):
         recipe.step(step, Trace(lambda fact: None, step))

@@ -62,7 +62,9 @@ from posttrain.engine.batch import Document
 from posttrain.engine.config import GRPOConfig, InitModelConfig, SFTConfig, TraceConfig
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.recipes.from_rows import FromRows
 from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.on_policy import OnPolicy
 from posttrain.engine.recipes.opening import open_learner, open_roles
 from posttrain.engine.recipes.recipe import Recipe, Trace
 from posttrain.engine.recipes.sampling import Prompt
@@ -167,7 +169,7 @@ def sft_documents(vocabulary: int, scale: Scale) -> list[Document]:
 def sft_ours(module: PreTrainedModel, documents: Sequence[Document], scale: Scale) -> Run:
     config = SFTConfig(data="x", steps=scale.sft_steps + 1, batch_size=scale.documents, optimizer=OPTIMIZER)
     model = adopt_module(copy.deepcopy(module))
-    recipe = SFT(config, open_learner(config, model, 0, one_process(), "policy"), documents, seed=0)
+    recipe = FromRows(config, SFT(config), open_learner(config, model, 0, one_process(), "policy"), documents, 0)
     seconds, reports = timed_steps(recipe, scale.sft_steps)
     return Run(seconds, statistics.mean(r["loss"] for r in reports))
 
@@ -210,7 +212,7 @@ Rows = Sequence[dict[str, str]]
 
 def grpo_recipe(
     module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale, trace: TraceConfig
-) -> GRPO:
+) -> OnPolicy:
     """Ours, on a copy of the weights."""
     config = GRPOConfig(
         data="x",
@@ -227,7 +229,7 @@ def grpo_recipe(
         lambda call: [exact(c, r["answer"]) for c, r in zip(call.completions, call.rows, strict=True)]
     )
     roles = open_roles(config, adopt_module(copy.deepcopy(module)), 0, one_process())
-    return GRPO(config, roles, prompts, RewardScorer(reward, tokenizer), seed=0)
+    return OnPolicy(config, GRPO(config), roles, prompts, RewardScorer(reward, tokenizer), 0)
 
 
 def grpo_ours(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale) -> Run:

@@ -103,10 +103,16 @@ def test_the_job_says_it(name: str, kind: str, tmp_path: Path) -> None:
 
 
 FLOW = """
-from posttrain.engine.recipes.recipe import StepReport
+from posttrain.engine.algorithms.objectives import SupervisedObjective
+from posttrain.engine.recipes.algorithm import Update
+from posttrain.engine.recipes.dataflow import Dataflow
 
-def flow(dataflow, step, trace):
-    return StepReport(dataflow.sample(step).tokens, {})
+class flow(Dataflow):
+    def form(self, groups, seed):
+        return None
+
+    def updates(self, step):
+        return (Update("policy", SupervisedObjective),)
 """
 PARAMS = {
     "sft": {"data": "data", "steps": 1, "batch_size": 2},

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document
 from posttrain.engine.config import stage_config
-from posttrain.engine.journal import Journal
 from posttrain.engine.models.chat import PreferencePair
-from posttrain.engine.recipes.dataflow import CustomDataflow, Dataflow
+from posttrain.engine.recipes.algorithm import Update
+from posttrain.engine.recipes.dataflow import Dataflow
+from posttrain.engine.recipes.from_rows import FromRows
 from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.on_policy import OnPolicy
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.recipes.recipe import Recipe
 from posttrain.engine.recipes.reward_model import RewardModel
+from posttrain.engine.recipes.roles import Roles
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.recipes.sft import SFT
 from posttrain.execution.trainers.native import NativeTrainer
@@ -49,14 +53,21 @@ def test_the_least_of_one_step_is_its_price_with_documents_of_one_token(name: st
 def recipe(kind: str, params: dict[str, Any], length: int) -> Recipe:
     """A recipe over rows of so many tokens, with roles that do nothing."""
     config: Any = stage_config(kind, params)
-    roles: Any = SimpleNamespace(reference=None, critic=object(), reward_model=None, policy=None, rollout=None)
+    nothing: Any = object()
+    roles = Roles({"reward_model" if kind == "reward_model" else "policy": nothing, "critic": nothing})
     tokens = tuple(range(1, length + 1))
-    prompts, scorer = [Prompt(tokens) for _ in range(9)], object()
+    prompts, scorer = [Prompt(tokens) for _ in range(9)], nothing
     if kind == "sft":
-        return SFT(config, roles, [Document(tokens, tokens) for _ in range(9)], 1)
+        return FromRows(config, SFT(config), roles, [Document(tokens, tokens) for _ in range(9)], 1)
     if kind == "reward_model":
-        return RewardModel(config, roles, [PreferencePair(i, tokens, tokens, tokens) for i in range(9)], 1)
-    if kind == "dataflow":
-        flow = Dataflow(roles, Journal(9, 1), prompts, {}, config, 1, None)
-        return CustomDataflow(lambda *_: None, flow)  # type: ignore[arg-type,return-value]
-    return (GRPO if kind == "grpo" else PPO)(config, roles, prompts, scorer, 1)  # type: ignore[arg-type]
+        pairs = [PreferencePair(i, tokens, tokens, tokens) for i in range(9)]
+        return FromRows(config, RewardModel(config), roles, pairs, 1)
+    made: Any = {"grpo": GRPO, "ppo": PPO, "dataflow": Mine}[kind]
+    return OnPolicy(config, made(config), roles, prompts, scorer, 1)
+
+
+class Mine(Dataflow):
+    """Trains on everything once."""
+
+    def updates(self, step: int) -> Sequence[Update]:
+        return (Update("policy", SupervisedObjective),)

@@ -19,19 +19,17 @@ from serving import Served
 pytestmark = pytest.mark.containers
 
 FLOW = """
-from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import SupervisedObjective
-from posttrain.engine.batch import Provenance, TokenBatch
-from posttrain.engine.recipes.recipe import StepReport
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.recipes.algorithm import Update, pack
+from posttrain.engine.recipes.dataflow import Dataflow
 
 
-def flow(flow, step, trace):
-    sampled = flow.sample(step)
-    kept = [min(group.samples, key=lambda one: one.generated) for group in sampled.rollouts.groups]
-    batch = TokenBatch.pack([one.last.document for one in kept], provenance=Provenance(step, "rollout"))
-    update = flow.roles.policy.map(TrainWorker.update, batch, SupervisedObjective(Totals.of(batch)), step=step)
-    return StepReport(sampled.tokens + sum(batch.lengths), update.metrics)
+class flow(Dataflow):
+    def form(self, groups, seed):
+        return pack(groups, lambda group: [min(range(len(group.answers)), key=lambda i: group.answers[i].generated)])
+
+    def updates(self, step):
+        return (Update("policy", SupervisedObjective),)
 """
 HOSTILE = '''
 import ctypes, http.client, json, os, socket

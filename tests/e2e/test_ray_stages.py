@@ -83,7 +83,7 @@ def train(
     if resume:
         controller.resume(resume)
     controller.run()
-    return dict(roles.learner.each(TrainWorker.publish, PolicyVersion())[0].tensors)
+    return dict(roles.made.each(TrainWorker.publish, PolicyVersion())[0].tensors)
 
 
 def belongs_to(ranks: int) -> str:

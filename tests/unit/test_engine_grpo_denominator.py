@@ -104,8 +104,7 @@ def test_dropping_groups_without_signal_changes_nothing(
         scorer = Remembering(live=mini_batches)  # so that every mini-batch has something to learn
         recipe = grpo(scorer=scorer, aggregation=aggregation, **PLAIN | {"mini_batches": mini_batches})
         if keep_all:
-            every = lambda self, rewards, signal: list(range(rewards.numel()))  # noqa: E731
-            monkeypatch.setattr(recipe_module.GRPO, "_members", every)
+            monkeypatch.setattr(recipe_module, "_live", lambda batch: range(len(batch)))
         reports = [recipe.step(step, quiet(step)) for step in range(3)]
         weights = {name: p.clone() for name, p in worker(recipe).learner.parameters().items()}
         return [r.metrics["grad_norm"] for r in reports], sum(r.tokens for r in reports), weights

@@ -16,6 +16,7 @@ from torch import Tensor
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Fact, Sample, Span
 from posttrain.domain.placement import Placement
+from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.config import (
     CriticConfig,
     DataflowConfig,
@@ -31,17 +32,19 @@ from posttrain.engine.controller import Controller, Order, Outcome
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.recording import Recorder
-from posttrain.engine.journal import Journal
 from posttrain.engine.models.chat import PreferencePair
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.scalar_model import ScalarModel, adopt_classifier, put_scalar_head
 from posttrain.engine.models.source import ModelSource
-from posttrain.engine.recipes.dataflow import CustomDataflow, Dataflow, load_dataflow
+from posttrain.engine.recipes.algorithm import Update
+from posttrain.engine.recipes.dataflow import Dataflow, load_dataflow
+from posttrain.engine.recipes.from_rows import FromRows
 from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.on_policy import OnPolicy
 from posttrain.engine.recipes.opening import open_learner, open_roles
 from posttrain.engine.recipes.ppo import PPO
-from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
+from posttrain.engine.recipes.recipe import Recipe, Trace
 from posttrain.engine.recipes.reward_model import RewardModel
 from posttrain.engine.recipes.sampling import Prompt, Scorer
 from posttrain.engine.recipes.scoring import ModelScorer
@@ -91,7 +94,7 @@ def scalar(seed: int = 1) -> ScalarModel:
 
 def ppo(
     recorder: Recorder | None = None, judge: ScalarModel | None = None, scorer: Scorer | None = None, **changes: Any
-) -> PPO:
+) -> OnPolicy:
     options: dict[str, Any] = {
         "data": "d", "steps": 4, "prompts_per_step": 3, "group_size": 2, "max_new_tokens": 4, "mini_batches": 2,
         "ppo_epochs": 2, "critic": CriticConfig(optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2), warmup=1),
@@ -101,30 +104,30 @@ def ppo(
     config = PPOConfig(**options)
     model = adopt_module(initial_model(TINY, TOKENIZER, 0))
     roles = open_roles(config, model, 11, inline(recorder), critic=scalar(), reward_model=judge)
-    if roles.reward_model:
-        scorer = ModelScorer(roles.reward_model, TOKENIZER)
-    return PPO(config, roles, PROMPTS, scorer or EvenTokens(), 11)
+    if judge:
+        scorer = ModelScorer(roles.frozen["reward_model"], TOKENIZER)
+    return OnPolicy(config, PPO(config), roles, PROMPTS, scorer or EvenTokens(), 11)
 
 
-def reward_model(**changes: Any) -> RewardModel:
+def reward_model(**changes: Any) -> FromRows[PreferencePair]:
     options: dict[str, Any] = {
         "data": "d", "steps": 5, "batch_size": 4, "optimizer": OptimizerConfig(learning_rate=2e-2, warmup_steps=1),
         **changes,
     }  # fmt: skip
     config = RewardModelConfig(**options)
-    return RewardModel(config, open_learner(config, scalar(), 11, inline(), "reward_model"), PAIRS, 11)
+    roles = open_learner(config, scalar(), 11, inline(), "reward_model")
+    return FromRows(config, RewardModel(config), roles, PAIRS, 11)
 
 
-def best_of_n(function: Any = None, **changes: Any) -> CustomDataflow:
+def best_of_n(algorithm: Any = None, **changes: Any) -> OnPolicy:
     options: dict[str, Any] = {
-        "recipe": "best_of_n:best_of_n", "data": "d", "reward": "r", "steps": 4, "prompts_per_step": 3, "group_size": 4,
+        "recipe": "best_of_n:BestOfN", "data": "d", "reward": "r", "steps": 4, "prompts_per_step": 3, "group_size": 4,
         "max_new_tokens": 4, "settings": {"accept": 0.5},
         "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=1), **changes,
     }  # fmt: skip
     config = DataflowConfig(**options)
     roles = open_roles(config, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline())
-    flow = Dataflow(roles, Journal(len(PROMPTS), 11), PROMPTS, config.settings, config, 11, EvenTokens())
-    return CustomDataflow(function or _module().best_of_n, flow)
+    return OnPolicy(config, (algorithm or _module().BestOfN)(config), roles, PROMPTS, EvenTokens(), 11)
 
 
 def _module() -> Any:
@@ -156,13 +159,7 @@ def run(recipe: Recipe, folder: Path, *, resume: Path | None = None, stop_after:
 
 def weights(recipe: Any) -> dict[str, Tensor]:
     """Of every learner."""
-    roles, found = recipe.roles, {}
-    if isinstance(recipe, RewardModel):
-        found["reward_model"] = roles.learner.one(_worker).learner.parameters()
-    else:
-        found["policy"] = roles.policy.one(_worker).learner.parameters()
-        if roles.critic:
-            found["critic"] = roles.critic.one(_worker).learner.parameters()
+    found = {role: group.one(_worker).learner.parameters() for role, group in recipe.roles.learners.items()}
     return {f"{role}/{name}": p.clone() for role, parameters in found.items() for name, p in parameters.items()}
 
 
@@ -203,7 +200,7 @@ class TestPPO:
         recipe.step(0, Trace(facts.append, 0))
         spans = [fact for fact in facts if isinstance(fact, Span)]
         phases = {span.name for span in spans if "kind" not in span.attributes}
-        assert phases == {"rollout", "reward", "values", "advantage", "update"}
+        assert phases == {"rollout", "reward", "form", "columns", "advantage", "update"}
         calls = {span.name for span in spans if span.attributes.get("kind") == "call"}
         assert calls == {
             "rollout.generate", "reward_model.fill", "critic.fill", "reference.fill", "critic.update", "policy.update",
@@ -246,8 +243,9 @@ class TestPPO:
         """Warm-up and decay take the policy's own steps: from a third of the peak, over the peak, down to the end."""
         optimizer = PolicyGradientOptimizerConfig(learning_rate=3e-2, warmup_steps=3, final_ratio=0.0)
         recipe = ppo(steps=9, critic=CriticConfig(warmup=3), optimizer=optimizer, kl=None, mini_batches=1, ppo_epochs=1)
-        rates = [recipe.step(step, quiet(step)).metrics["learning_rate"] for step in range(9)]
-        assert rates == pytest.approx([0, 0, 0, 1e-2, 2e-2, 3e-2, 3e-2, 2e-2, 1e-2])
+        rates = [recipe.step(step, quiet(step)).metrics.get("learning_rate") for step in range(9)]
+        assert rates[:3] == [None] * 3, "it has none while it does not learn"
+        assert rates[3:] == pytest.approx([1e-2, 2e-2, 3e-2, 3e-2, 2e-2, 1e-2])
 
     @pytest.mark.parametrize("kl", [PPOKLConfig(estimator=e) for e in ("k1", "k2", "k3")] + [
         PPOKLConfig(place="loss", estimator=e) for e in ("k2", "k3", "k3-corrected")
@@ -261,19 +259,28 @@ class TestPPO:
     def test_a_penalty_without_a_reference_is_refused(self) -> None:
         """It used to go on without the penalty."""
         roles = ppo(kl=None).roles
-        assert roles.reference is None
+        assert "reference" not in roles.frozen
         for kl in (PPOKLConfig(), PPOKLConfig(place="loss", estimator="k3")):
             config = PPOConfig(data="d", reward="r", steps=1, kl=kl)
-            with pytest.raises(InputError, match="a KL penalty needs the reference, got roles without one"):
-                PPO(config, roles, PROMPTS, EvenTokens(), 0)
+            with pytest.raises(InputError, match="PPO needs the role reference for reference_logprobs, got critic"):
+                OnPolicy(config, PPO(config), roles, PROMPTS, EvenTokens(), 0)
         grpo = GRPOConfig(data="d", reward="r", steps=1, kl=KLConfig(coefficient=0.1))
-        with pytest.raises(InputError, match="a KL penalty needs the reference"):
-            GRPO(grpo, roles, PROMPTS, EvenTokens(), 0)
+        with pytest.raises(InputError, match="GRPO needs the role reference"):
+            OnPolicy(grpo, GRPO(grpo), roles, PROMPTS, EvenTokens(), 0)
 
     def test_needs_a_critic(self) -> None:
         recipe = best_of_n()
-        with pytest.raises(InputError, match="PPO needs a critic"):
-            PPO(PPOConfig(data="d", reward="r", steps=1), recipe.roles, PROMPTS, EvenTokens(), 0)
+        config = PPOConfig(data="d", reward="r", steps=1)
+        with pytest.raises(InputError, match="PPO needs the role critic for values, got policy; open the"):
+            OnPolicy(config, PPO(config), recipe.roles, PROMPTS, EvenTokens(), 0)
+
+    def test_needs_who_learns(self) -> None:
+        class Nobody(Dataflow):
+            def updates(self, step: int) -> Sequence[Update]:
+                return (Update("teacher", SupervisedObjective),)
+
+        with pytest.raises(InputError, match="Nobody trains the role teacher, got policy that learn"):
+            best_of_n(Nobody)
 
 
 class TestSleep:
@@ -285,10 +292,9 @@ class TestSleep:
             options: dict[str, Any] = {"placement": Placement.model_validate({"sleep": nap}), "trace": TraceConfig()}
             config = PPOConfig(data="d", reward="r", steps=3, prompts_per_step=3, max_new_tokens=4, **options)
             roles = open_roles(config, ModelSource(tmp_path), 11, inline(), critic=scalar())
-            recipe = PPO(config, roles, PROMPTS, EvenTokens(), 11)
+            recipe = OnPolicy(config, PPO(config), roles, PROMPTS, EvenTokens(), 11)
             found.append([recipe.step(step, quiet(step)).metrics for step in range(3)])
-            assert roles.reference
-            assert (roles.reference.one(FrozenWorker.resident_bytes) == 0) is nap
+            assert (roles.frozen["reference"].one(FrozenWorker.resident_bytes) == 0) is nap
         assert found[0] == found[1]
 
 
@@ -347,18 +353,15 @@ class TestDataflow:
         with pytest.raises(InputError, match="at most 1 were declared; set tokens_per_step"):
             recipe.step(0, quiet(0))
 
-    def test_something_else_than_a_report_is_refused(self) -> None:
-        with pytest.raises(InputError, match="must return a StepReport, got int"):
-            best_of_n(lambda flow, step, trace: 3).step(0, quiet(0))
+    def test_one_that_minimises_nothing_is_refused(self) -> None:
+        with pytest.raises(InputError, match=r"Dataflow must say what it minimises, got no updates\(step\)"):
+            best_of_n(Dataflow)
 
     def test_loading(self, tmp_path: Path) -> None:
-        (tmp_path / "my_dataflow_module.py").write_text("def flow(dataflow, step, trace):\n    return 1\n")
+        (tmp_path / "my_dataflow_module.py").write_text("def flow(config):\n    return 1\n")
         assert callable(load_dataflow(tmp_path / "my_dataflow_module.py", "flow"))
-        with pytest.raises(InputError, match="must define a function other"):
+        with pytest.raises(InputError, match="must define other, got no such class"):
             load_dataflow(tmp_path / "my_dataflow_module.py", "other")
         (tmp_path / "my_broken_module.py").write_text("import nothing_of_this_name\n")
         with pytest.raises(InputError, match="cannot be imported: ModuleNotFoundError"):
             load_dataflow(tmp_path / "my_broken_module.py", "flow")
-
-    def test_a_report_counts(self) -> None:
-        assert best_of_n(lambda flow, step, trace: StepReport(3, {"x": 1.0})).step(0, quiet(0)).tokens == 3

@@ -18,8 +18,10 @@ from posttrain.engine.config import AdvantageConfig, CriticConfig, KLConfig, PPO
 from posttrain.engine.controller import Controller, Limits
 from posttrain.engine.models import token_logprobs
 from posttrain.engine.recipes import grpo as grpo_module
+from posttrain.engine.recipes import learning as learning_module
+from posttrain.engine.recipes import on_policy as on_policy_module
 from posttrain.engine.recipes import ppo as ppo_module
-from posttrain.engine.recipes.sampling import mini_batches
+from posttrain.engine.recipes.learning import mini_batches
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -80,7 +82,7 @@ def test_micro_batches_are_as_large_as_the_stage_says() -> None:
 
 def test_grpo_minimises_what_its_stage_says(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = watched(monkeypatch, grpo_module, "PolicyObjective")
-    sampled = watched(monkeypatch, grpo_module, "SamplingParams")
+    sampled = watched(monkeypatch, on_policy_module, "SamplingParams")
     recipe = grpo(
         kl=KLConfig(coefficient=0.3, estimator="k2"), clip_low=0.11, clip_high=0.37, max_new_tokens=5, temperature=0.7,
         aggregation="seq-mean-token-sum-norm",
@@ -93,7 +95,7 @@ def test_grpo_minimises_what_its_stage_says(monkeypatch: pytest.MonkeyPatch) -> 
         assert (named["aggregation"], named["norm"]) == ("seq-mean-token-sum-norm", 5)
         assert named["kl"] == KLTerm(0.3, "k2")
     assert {(named["max_new_tokens"], named["temperature"]) for _, named in sampled} == {(5, 0.7)}
-    assert len({named["seed"] for _, named in sampled}) == 2, "every step has random numbers of its own"
+    assert len({named["seed"] for _, named in sampled}) == 1, "a prompt's place in the stream names its random numbers"
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
@@ -119,8 +121,9 @@ def test_grpo_takes_as_many_steps_as_mini_batches(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("whiten", [True, False])
 @pytest.mark.parametrize("place", ["reward", "loss"])
 def test_ppo_estimates_what_its_stage_says(monkeypatch: pytest.MonkeyPatch, whiten: bool, place: Any) -> None:
-    names = ("generalized_advantages", "whiten", "kl_rewards", "PolicyObjective", "ValueObjective", "SamplingParams")
+    names = ("generalized_advantages", "whiten", "kl_rewards", "PolicyObjective", "ValueObjective")
     calls = {name: watched(monkeypatch, ppo_module, name) for name in names}
+    calls["SamplingParams"] = watched(monkeypatch, on_policy_module, "SamplingParams")
     recipe = ppo(
         gae=AdvantageConfig(gamma=0.9, lam=0.7, whiten=whiten),
         kl=PPOKLConfig(coefficient=0.3, estimator="k2", place=place),
@@ -143,12 +146,12 @@ def test_ppo_estimates_what_its_stage_says(monkeypatch: pytest.MonkeyPatch, whit
         assert named["kl"] == (KLTerm(0.3, "k2") if place == "loss" else None), (
             "in the reward or in the loss, never both"
         )
-    assert {arguments[1] for arguments, _ in calls["ValueObjective"]} == {0.15}
+    assert {named["clip"] for _, named in calls["ValueObjective"]} == {0.15}
     assert {named["temperature"] for _, named in calls["SamplingParams"]} == {0.7}
 
 
 def test_each_epoch_of_ppo_is_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = watched(monkeypatch, ppo_module, "mini_batches")
+    calls = watched(monkeypatch, learning_module, "mini_batches")
     ppo(ppo_epochs=2).step(1, quiet(1))
     assert len({arguments[2] for arguments, _ in calls}) == 2
 

@@ -28,11 +28,12 @@ from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.recipes.from_rows import FromRows
 from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.on_policy import OnPolicy
 from posttrain.engine.recipes.opening import open_learner, open_roles
 from posttrain.engine.recipes.probe import AccuracyProbe
 from posttrain.engine.recipes.recipe import Recipe, Trace
-from posttrain.engine.recipes.roles import Roles
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.recipes.sft import SFT
@@ -94,15 +95,14 @@ def inline() -> Callable[[str], ResourcePool]:
 
 def worker(recipe: Any) -> TrainWorker:
     """The policy's only worker, which an inline group runs methods on in this process."""
-    group = recipe.roles.policy if isinstance(recipe.roles, Roles) else recipe.roles.learner
-    found: TrainWorker = group.one(lambda worker: worker)
+    found: TrainWorker = recipe.roles.made.one(lambda worker: worker)
     return found
 
 
 def sft(model: LanguageModel | None = None, **changes: Any) -> Recipe:
     options: dict[str, Any] = {"data": "d", "steps": 6, "batch_size": 3, "optimizer": FAST, **changes}
     config = SFTConfig(**options)
-    return SFT(config, open_learner(config, model or tiny(), 11, inline(), "policy"), DOCUMENTS, seed=11)
+    return FromRows(config, SFT(config), open_learner(config, model or tiny(), 11, inline(), "policy"), DOCUMENTS, 11)
 
 
 def grpo(
@@ -120,7 +120,7 @@ def grpo(
     }  # fmt: skip
     config = GRPOConfig(**options)
     roles = open_roles(config, model or tiny(), 11, inline())
-    return GRPO(config, roles, PROMPTS, FixedScorer(scorer), seed=11, probe=probe)
+    return OnPolicy(config, GRPO(config), roles, PROMPTS, FixedScorer(scorer), 11, probe)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -382,7 +382,7 @@ class TestGRPO:
         metrics = [f for f in desk.facts if isinstance(f, Metric)]
         assert [m.step for m in metrics if "probe/accuracy" in m.values] == [0, 3, 4]
         assert {f.name for f in desk.facts if isinstance(f, Span)} == {
-            "rollout", "reward", "advantage", "reference", "update", "weights", "probe", "checkpoint",
+            "rollout", "reward", "form", "columns", "advantage", "update", "weights", "probe", "checkpoint",
         }  # fmt: skip
         assert all(torch.isfinite(torch.tensor(list(m.values.values()))).all() for m in metrics)
         progress = [f for f in desk.facts if isinstance(f, Progress)]

@@ -31,11 +31,12 @@ from posttrain.domain.errors import FailureClass, InputError
 from posttrain.domain.facts import Metric
 from posttrain.domain.jobs import InputBlob
 from posttrain.engine.algorithms.advantages import ESTIMATORS
-from posttrain.engine.recipes.sampling import Prompt, Sampled, rollout_metrics
+from posttrain.engine.recipes.algorithm import ScoredGroup
+from posttrain.engine.recipes.rollout_metrics import rollout_metrics
+from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.rewards.weighted import WeightedReward
-from posttrain.engine.rollout.batches import Rollouts
 from posttrain.engine.samples import Trajectory, groups_of
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
@@ -222,8 +223,7 @@ def test_components_that_a_function_answers_itself_are_recorded_too() -> None:
 def metrics(reward: RewardFunction, count: int) -> dict[str, float]:
     scores = tuple(reward.score(call(count), allowed=1))
     members = [Trajectory.answer((1,), (2,), (-0.5,), truncated=False)] * count
-    sampled = Sampled((Prompt((1,)),), Rollouts(groups_of(members, [0], count)), scores)
-    return rollout_metrics(sampled, torch.ones(1))
+    return rollout_metrics([ScoredGroup(Prompt((1,)), *groups_of(members, [0], count), scores)])
 
 
 def test_the_components_share_one_panel_of_the_report() -> None:
@@ -351,9 +351,9 @@ def test_other_kinds_take_weights(shop: Shop, kind: str) -> None:
         example = Path(__file__).resolve().parents[2] / "examples" / "04-best-of-n" / "best_of_n.py"
         source = shop.blobs.put(example.read_bytes())
         shop.inputs["recipe"] = InputBlob(
-            source, "file", "path:b.py", {"source": "weighing_flow.py", "entry": "best_of_n"}
+            source, "file", "path:b.py", {"source": "weighing_flow.py", "entry": "BestOfN"}
         )
-        options |= {"recipe": "weighing_flow:best_of_n", "settings": {"accept": 0.5}}
+        options |= {"recipe": "weighing_flow:BestOfN", "settings": {"accept": 0.5}}
         slots.append("recipe")
     attempt = shop.attempt(kind, kind, options, slots)
     result = run(attempt)

@@ -165,7 +165,7 @@ class Controller:
 
     def _advance(self) -> None:
         started = time.perf_counter()
-        report = self.recipe.step(self._step, Trace(self.sink, self._step))
+        report = self.recipe.step(self._step, Trace(self.sink, self._step), self._reserve)
         crashpoint("train.step")
         self._step += 1
         self._serve()
@@ -193,6 +193,19 @@ class Controller:
         self.tokens += report.tokens
         self._metrics |= report.metrics
         self.sink(Metric(self._step, {**report.metrics, **extra}, time.time()))
+
+    def _reserve(self, spent: int, more: int) -> None:
+        """Refuse what a step that has begun may cost besides, where that could go past the limit.
+
+        Raises:
+            BudgetExceededError: what it has spent so far is counted; what it began is not trained on.
+        """
+        limit, step = self.limits.tokens, self._step
+        if limit is not None and self.tokens + spent + more > limit:
+            self.tokens += spent
+            short = tokens_short("replacing dropped groups", more, self.tokens, limit, self.limits.tokens_declared)
+            raise BudgetExceededError(f"{short} at step {step} of {self.recipe.steps}; raise budget.tokens")
+        self.meter(self.tokens + spent, more)
 
     def _afford(self) -> None:
         """Refuse what could go past a limit: the coming probe and step at their worst."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posttrain.domain.errors import InputError
 
-Need = Literal["logprobs", "entropy", "values", "scores"]
+Need = Literal["logprobs", "entropy", "values", "scores", "topk"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

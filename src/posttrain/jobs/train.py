@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     from posttrain.engine.controller import Controller, Order
     from posttrain.engine.groups.recording import Recorder
-    from posttrain.engine.recipes.dataflow import Step
+    from posttrain.engine.recipes.algorithm import RolloutAlgorithm
+    from posttrain.engine.recipes.dataflow import Entry
     from posttrain.engine.recipes.opening import PoolOf
     from posttrain.engine.recipes.probe import AccuracyProbe
     from posttrain.engine.recipes.recipe import Recipe
@@ -132,6 +133,7 @@ def _sft(job: Job, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, pool_o
     from posttrain.engine.batch import Document
     from posttrain.engine.models.chat import encode_examples
     from posttrain.engine.models.source import ModelSource
+    from posttrain.engine.recipes.from_rows import FromRows
     from posttrain.engine.recipes.opening import open_learner
     from posttrain.engine.recipes.probe import LossProbe
     from posttrain.engine.recipes.sft import SFT
@@ -139,7 +141,7 @@ def _sft(job: Job, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, pool_o
 
     source = ModelSource(job.input("model"), config.runtime.dtype)
     roles = open_learner(config, source, job.order.seed, pool_of, "policy")
-    context = roles.learner.one(TrainWorker.context_length)
+    context = roles.made.one(TrainWorker.context_length)
     limit = min(config.max_length or context, context)
     name = job.label("data")
     examples = encode_examples(tokenizer, read_rows(job.input("data"), name=name), name=name, limit=limit)
@@ -148,13 +150,15 @@ def _sft(job: Job, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, pool_o
         name, held_out = job.label("probe"), read_rows(job.input("probe"), name=job.label("probe"))
         shown = encode_examples(tokenizer, held_out[: config.probe.items], name=name, limit=limit)
         probe = LossProbe([Document(e.prompt, e.completion) for e in shown])
-    recipe = SFT(config, roles, [Document(e.prompt, e.completion) for e in examples], job.order.seed, probe)
-    return Trained(recipe, lambda folder: roles.learner.each(TrainWorker.save_model, folder), tokenizer)
+    rows = [Document(e.prompt, e.completion) for e in examples]
+    recipe = FromRows(config, SFT(config), roles, rows, job.order.seed, probe)
+    return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
 
 
 def _reward_model(job: Job, config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, pool_of: PoolOf) -> Trained:
     from posttrain.engine.models.chat import encode_preferences
     from posttrain.engine.models.source import ScalarSource
+    from posttrain.engine.recipes.from_rows import FromRows
     from posttrain.engine.recipes.opening import open_learner
     from posttrain.engine.recipes.probe import PairProbe
     from posttrain.engine.recipes.reward_model import RewardModel
@@ -162,7 +166,7 @@ def _reward_model(job: Job, config: RewardModelConfig, tokenizer: PreTrainedToke
 
     source = ScalarSource(job.input("model"), config.runtime.dtype)
     roles = open_learner(config, source, job.order.seed, pool_of, "reward_model")
-    context = roles.learner.one(TrainWorker.context_length)
+    context = roles.made.one(TrainWorker.context_length)
     limit = min(config.max_length or context, context)
     name = job.label("data")
     pairs = encode_preferences(tokenizer, read_rows(job.input("data"), name=name), name=name, limit=limit)
@@ -170,8 +174,8 @@ def _reward_model(job: Job, config: RewardModelConfig, tokenizer: PreTrainedToke
     if config.probe:
         name, held_out = job.label("probe"), read_rows(job.input("probe"), name=job.label("probe"))
         probe = PairProbe(encode_preferences(tokenizer, held_out[: config.probe.items], name=name, limit=limit))
-    recipe = RewardModel(config, roles, pairs, job.order.seed, probe)
-    return Trained(recipe, lambda folder: roles.learner.each(TrainWorker.save_model, folder), tokenizer)
+    recipe = FromRows(config, RewardModel(config), roles, pairs, job.order.seed, probe)
+    return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
 
 
 def _on_policy(
@@ -181,10 +185,9 @@ def _on_policy(
     pool_of: PoolOf,
     stack: ExitStack,
 ) -> Trained:
-    from posttrain.engine.journal import Journal
     from posttrain.engine.models.source import ModelSource, ScalarSource
-    from posttrain.engine.recipes.dataflow import CustomDataflow, Dataflow
     from posttrain.engine.recipes.grpo import GRPO
+    from posttrain.engine.recipes.on_policy import OnPolicy
     from posttrain.engine.recipes.opening import open_roles
     from posttrain.engine.recipes.ppo import PPO
     from posttrain.engine.recipes.scoring import ModelScorer
@@ -201,26 +204,21 @@ def _on_policy(
         critic=ScalarSource(job.input("model"), dtype) if isinstance(config, PPOConfig) else None,
         reward_model=ScalarSource(job.input("reward_model"), dtype) if judged else None,
     )
-    context = roles.policy.one(TrainWorker.context_length)
+    context = roles.made.one(TrainWorker.context_length)
     train = _prompts(job, "data", tokenizer, context, config.max_new_tokens, None)
     scorer: Scorer | None = None
-    if roles.reward_model:
-        scorer = ModelScorer(roles.reward_model, tokenizer)
+    if judged:
+        scorer = ModelScorer(roles.frozen["reward_model"], tokenizer)
     elif config.reward:
         scorer = _reward_function(job, config, config.reward, tokenizer, train, stack)
     probe = _probe(job, config, tokenizer, context)
-    seed = job.order.seed
-    recipe: Recipe
+    algorithm: RolloutAlgorithm
     if isinstance(config, DataflowConfig):
-        flow = Dataflow(roles, Journal(len(train), seed), train, config.settings, config, seed, scorer)
-        recipe = CustomDataflow(_dataflow(job), flow, probe)
+        algorithm = _dataflow(job)(config)
     else:
-        assert scorer is not None  # both configurations name a judge
-        if isinstance(config, PPOConfig):
-            recipe = PPO(config, roles, train, scorer, seed, probe)
-        else:
-            recipe = GRPO(config, roles, train, scorer, seed, probe)
-    return Trained(recipe, lambda folder: roles.policy.each(TrainWorker.save_model, folder), tokenizer)
+        algorithm = PPO(config) if isinstance(config, PPOConfig) else GRPO(config)
+    recipe = OnPolicy(config, algorithm, roles, train, scorer, job.order.seed, probe)
+    return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
 
 
 def _reward_function(
@@ -244,8 +242,8 @@ def _reward_function(
     return scorer
 
 
-def _dataflow(job: Job) -> Step:
-    """The user's function; its source is put under its own name, for this process and the workers' to import."""
+def _dataflow(job: Job) -> Entry:
+    """The user's algorithm; its source is put under its own name, for this process and the workers' to import."""
     from posttrain.engine.recipes.dataflow import load_dataflow
 
     meta = job.order.inputs["recipe"].meta

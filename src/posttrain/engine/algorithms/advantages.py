@@ -62,6 +62,26 @@ def has_signal(rewards: Tensor) -> Tensor:
     return (scored.sum(dim=1) >= 2) & (highest > lowest)
 
 
+def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Rewards of documents, laid out by group: `[groups, members]`, NaN where a group has fewer, and where each stands.
+
+    Args:
+        rewards: [D]
+        groups: [D] the number of each document's group; members of a group may stand anywhere.
+
+    Returns:
+        The matrix, and its row and column for every document: `matrix[place]` are the rewards again.
+    """
+    names, row = torch.unique(groups, return_inverse=True)
+    order = row.argsort(stable=True)
+    counts = torch.bincount(row, minlength=len(names))
+    column = torch.empty_like(row)
+    column[order] = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row[order]]
+    matrix = torch.full((len(names), int(counts.max())), torch.nan, dtype=rewards.dtype)
+    matrix[row, column] = rewards
+    return matrix, (row, column)
+
+
 def _centre(rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards minus their group's mean (0 without score or signal), who is scored, and how many per group [P, 1].
 

@@ -9,7 +9,6 @@ zero may then be dropped without changing anything (`recipes.grpo`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,21 +21,27 @@ MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What one optimiser step sums over: `Totals(tokens=1832, sequences=96)`."""
+    """What one optimiser step sums over: `Totals(tokens=1832, sequences=96, items=96, computed=1832)`.
+
+    Losses are divided by what counts, whether it is computed or not; metrics are means over what is computed.
+    """
 
     tokens: int  # response tokens
     sequences: int  # documents with at least one response token
+    items: int  # units, or documents where there are none
+    computed: int  # response tokens of what has a gradient
 
     @classmethod
-    def of(cls, batch: TokenBatch) -> Totals:
-        """Count a whole mini-batch, before it is split."""
-        return cls.of_lengths(batch.response_lengths.tolist())
+    def of(cls, batch: TokenBatch, computed: TokenBatch | None = None) -> Totals:
+        """Count a whole mini-batch, before it is split.
 
-    @classmethod
-    def of_lengths(cls, lengths: Iterable[int]) -> Totals:
-        """Count documents by their response tokens, whether they are computed or not."""
-        counts = [length for length in lengths if length > 0]
-        return cls(tokens=sum(counts), sequences=len(counts))
+        Args:
+            computed: the part of it that has a gradient; None: all of it.
+        """
+        lengths = batch.response_lengths
+        tokens = int(lengths.sum())
+        part = tokens if computed is None else int(computed.response_mask.sum())
+        return cls(tokens, int((lengths > 0).sum()), len(batch.item_lengths), part)
 
 
 def token_weights(batch: TokenBatch, totals: Totals, mode: str, *, norm: int = 1) -> Tensor:

@@ -98,7 +98,6 @@ class PolicyObjective:
     aggregation: str = "token-mean"
     norm: int = 1  # tokens; the constant length of seq-mean-token-sum-norm
     kl: KLTerm | None = None
-    measured: int | None = None  # response tokens computed, which metrics are means over; None: all of `totals`
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         """See `Objective`."""
@@ -106,7 +105,7 @@ class PolicyObjective:
         logprobs = predicted.of("logprobs")
         tokens = ppo_clip(logprobs, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
         clipped = is_clipped(logprobs, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
-        count = max(self.totals.tokens if self.measured is None else self.measured, 1)
+        count = max(self.totals.computed, 1)
         sums = {
             "clip_fraction": clipped.sum() / count,
             "mismatch_kl": kl_penalty(old, logprobs.detach(), mask, "k3").sum() / count,
@@ -144,13 +143,13 @@ class PreferenceObjective:
     """−log σ(r_chosen − r_rejected), mean over the step's pairs. Source: Bradley and Terry 1952; arXiv 2203.02155."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"scores"})
-    pairs: int  # of the whole step; the chosen and the rejected response of each are one unit, in turn
+    totals: Totals  # the chosen and the rejected response of each pair are one item, in turn
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         """See `Objective`."""
         scores = predicted.of("scores")
         chosen, rejected = scores[0::2], scores[1::2]
-        count = max(self.pairs, 1)
+        count = max(self.totals.items, 1)
         sums = {
             "accuracy": (chosen > rejected).float().sum().detach() / count,
             "margin": (chosen - rejected).sum().detach() / count,

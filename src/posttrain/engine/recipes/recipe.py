@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,13 @@ class Trace:
             self.sink(Span(name, self.step, started, time.perf_counter() - begin, attributes))
 
 
+Reserve = Callable[[int, int], None]  # tokens a step has spent, and may spend besides; refuses what is too much
+
+
+def free(spent: int, more: int) -> None:
+    """Reserves whatever it may cost."""
+
+
 class Learners(Protocol):
     """The roles that a checkpoint must cover, written and read by the ranks themselves."""
 
@@ -71,8 +78,12 @@ class Recipe(Protocol):
     def price(self, step: int) -> int:
         """Tokens the coming step may spend at the most."""
 
-    def step(self, step: int, trace: Trace) -> StepReport:
-        """Do step `step` (0-based)."""
+    def step(self, step: int, trace: Trace, reserve: Reserve = ...) -> StepReport:
+        """Do step `step` (0-based).
+
+        Args:
+            reserve: asked before the step may cost more than `price` said.
+        """
 
     def serve(self, version: PolicyVersion) -> None:
         """Let whoever samples do it with the policy as it is, under this version."""

@@ -1,21 +1,15 @@
-"""What on-policy recipes share: prompts in, groups of scored trajectories out."""
+"""What recipes are given: prompts, whoever scores responses, and measurements on the way."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, final
 
-import torch
-from torch import Tensor
-
 from posttrain.engine.groups.worker_group import WorkerGroup
-from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.recipe import StepReport, Trace
 from posttrain.engine.rewards.port import Score
-from posttrain.engine.rollout.batches import PromptBatch, Rollouts
-from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Trajectory
 from posttrain.engine.settings import LossProbeConfig
@@ -91,117 +85,3 @@ class ProbeSchedule(Generic[W]):
 
     def _due(self, step: int) -> bool:
         return step % self.every == 0 or step == self.last
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The scored groups of one step."""
-
-    prompts: tuple[Prompt, ...]
-    rollouts: Rollouts
-    scores: tuple[Score, ...] = ()  # one per trajectory, prompt by prompt
-
-    @property
-    def trajectories(self) -> tuple[Trajectory, ...]:
-        """All of them, prompt by prompt."""
-        return self.rollouts.trajectories
-
-    @property
-    def rewards(self) -> Tensor:
-        """`[prompts, members]` float64, NaN where there is no score."""
-        values = [float("nan") if score.score is None else score.score for score in self.scores]
-        return torch.tensor(values, dtype=torch.float64).view(len(self.prompts), -1)
-
-    @property
-    def tokens(self) -> int:
-        """Read once per prompt, and generated."""
-        return sum(len(p.tokens) for p in self.prompts) + self.rollouts.tokens
-
-    @property
-    def prompt_of(self) -> list[Prompt]:
-        """The prompt of each trajectory."""
-        pairs = zip(self.prompts, self.rollouts.groups, strict=True)
-        return [prompt for prompt, group in pairs for _ in group.samples]
-
-    def ids(self, step: int) -> list[str]:
-        """`<step>.<prompt's position in the data stream>.<sample>` of each trajectory."""
-        return [f"{step}.{group.key}.{sample.index}" for group in self.rollouts.groups for sample in group.samples]
-
-
-def sample_groups(
-    rollout: WorkerGroup[RolloutWorker],
-    journal: Journal,
-    prompts: Sequence[Prompt],
-    *,
-    count: int,
-    samples: int,
-    sampling: SamplingParams,
-) -> Sampled:
-    """Take the next `count` prompts and sample `samples` responses to each."""
-    taken = journal.take(count)
-    chosen = tuple(prompts[row] for _, row in taken)
-    batch = PromptBatch(tuple(tuple(p.tokens) for p in chosen), tuple(position for position, _ in taken))
-    rollouts = rollout.map(RolloutWorker.generate, batch, sampling, samples)
-    return Sampled(chosen, rollouts)
-
-
-def score_groups(sampled: Sampled, scorer: Scorer) -> Sampled:
-    """Every trajectory with its score."""
-    return replace(sampled, scores=tuple(scorer(sampled.prompt_of, sampled.trajectories)))
-
-
-def rollout_metrics(sampled: Sampled, signal: Tensor) -> dict[str, float]:
-    """Means over the step. `entropy` is the sampled estimate −E[log μ] per token, at the sampling temperature.
-
-    `reward/stderr` is the standard error of `reward/mean`.
-    """
-    trajectories, rewards = sampled.trajectories, sampled.rewards
-    scored = rewards[~rewards.isnan()]
-    tokens = sampled.rollouts.tokens
-    reward = {"reward/mean": float(scored.mean()), "reward/std": float(scored.std(correction=0))} if len(scored) else {}
-    return {
-        **reward,
-        **_standard_error(rewards),
-        **_component_metrics(sampled.scores),
-        "reward/unscored": 1.0 - len(scored) / rewards.numel(),
-        "reward/errors": sum(score.status == "error" for score in sampled.scores) / rewards.numel(),
-        "reward/timeouts": sum(score.status == "timeout" for score in sampled.scores) / rewards.numel(),
-        "groups/zero_std": 1.0 - float(signal.double().mean()),
-        "response_tokens/mean": tokens / len(trajectories),
-        "truncated": sum(t.truncated for t in trajectories) / len(trajectories),
-        "entropy": -sum(float(t.logprobs.sum(dtype="float64")) for t in trajectories) / max(tokens, 1),
-    }
-
-
-def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """`reward/NAME/mean` and `/std` of every component over the completions that have it; of rewards with weights also
-    the shares that failed.
-    """
-    found: dict[str, float] = {}
-    for name in sorted({name for score in scores for name in score.components if _NAMED.fullmatch(name)}):
-        values = torch.tensor([s.components[name] for s in scores if name in s.components], dtype=torch.float64)
-        found |= {f"reward/{name}/mean": float(values.mean()), f"reward/{name}/std": float(values.std(correction=0))}
-    for name in scores[0].parts if scores else ():
-        for word, status in (("errors", "error"), ("timeouts", "timeout")):
-            found[f"reward/{name}/{word}"] = sum(s.parts[name].status == status for s in scores) / len(scores)
-    return found
-
-
-def _standard_error(rewards: Tensor) -> dict[str, float]:
-    """How far a step's mean reward strays by the prompts it happened to draw: deviation of group means / √groups.
-
-    Samples of one prompt are alike, so they do not count as so many independent ones.
-    """
-    means = rewards.nanmean(dim=1)
-    means = means[~means.isnan()]
-    return {"reward/stderr": float(means.std() / len(means) ** 0.5)} if len(means) > 1 else {}
-
-
-def mini_batches(documents: int, count: int, seed: int) -> list[list[int]]:
-    """A seeded shuffle of document numbers cut into `count` parts (fewer when there are fewer documents)."""
-    count = min(count, documents)
-    if count == 1:
-        return [list(range(documents))]
-    order = torch.randperm(documents, generator=torch.Generator().manual_seed(seed)).tolist()
-    return [order[part::count] for part in range(count)]

@@ -1,40 +1,40 @@
 """Best-of-n distillation: sample n answers to each prompt, keep the best one, learn to give it at once.
 
 No critic, no advantages, no ratio: rejection sampling with a judge, then supervised fine-tuning on what was accepted.
-A stage runs it with `kind: dataflow` and `recipe: best_of_n:best_of_n`. Source: WebGPT, arXiv 2112.09332; the
+A stage runs it with `kind: dataflow` and `recipe: best_of_n:BestOfN`. Source: WebGPT, arXiv 2112.09332; the
 distillation: RAFT, arXiv 2304.06767.
 """
 
 from __future__ import annotations
 
-from posttrain.engine.algorithms.aggregation import Totals
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
 from posttrain.engine.algorithms.objectives import SupervisedObjective
-from posttrain.engine.batch import Provenance, TokenBatch
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.recipes.algorithm import ScoredGroup, Update, pack
 from posttrain.engine.recipes.dataflow import Dataflow
-from posttrain.engine.recipes.recipe import StepReport, Trace
-from posttrain.engine.roles.training import TrainWorker
 
 
-def best_of_n(flow: Dataflow, step: int, trace: Trace) -> StepReport:
-    """prompts → n trajectories each → the judge's favourite, if it is good enough → supervised update."""
-    accept = float(flow.settings.get("accept", 1.0))  # the reward a response needs
-    with trace.span("rollout"):
-        sampled = flow.sample(step)
-    rewards = sampled.rewards.nan_to_num(nan=float("-inf"))  # [prompts, n]
-    best = rewards.argmax(1)  # the first of equals
-    n = flow.config.group_size
-    kept = [at * n + int(best[at]) for at in range(len(sampled.prompts)) if rewards[at].amax() >= accept]
-    report = {
-        "reward/mean": float(sampled.rewards.nanmean()),
-        "reward/best": float(rewards.amax(1).mean()),
-        "accepted": len(kept) / len(sampled.prompts),
-        "response_tokens/mean": sampled.rollouts.tokens / len(sampled.trajectories),
-    }
-    if not kept:  # nothing to learn from: the weights stay
-        return StepReport(sampled.tokens, report)
-    documents, ids = [t.document for t in sampled.trajectories], sampled.ids(step)
-    made = Provenance(step, "rollout")
-    batch = TokenBatch.pack([documents[i] for i in kept], provenance=made, sample_ids=[ids[i] for i in kept])
-    with trace.span("update"):
-        update = flow.roles.policy.map(TrainWorker.update, batch, SupervisedObjective(Totals.of(batch)), step=step)
-    return StepReport(sampled.tokens + sum(batch.lengths), {**report, **update.metrics})
+class BestOfN(Dataflow):
+    """The judge's favourite of each group, if it is good enough."""
+
+    def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
+        """None where no answer is accepted: the weights stay."""
+        return pack(groups, self._best)
+
+    def updates(self, step: int) -> Sequence[Update]:
+        """Supervised, on what was accepted."""
+        return (Update("policy", SupervisedObjective),)
+
+    def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        """How good the best answers are, and how many prompts have one that is accepted."""
+        best = [float(np.nanmax(group.rewards)) for group in groups if not np.isnan(group.rewards).all()]
+        accepted = sum(bool(self._best(group)) for group in groups) / len(groups)
+        return {"accepted": accepted, **({"reward/best": sum(best) / len(best)} if best else {})}
+
+    def _best(self, group: ScoredGroup) -> list[int]:
+        rewards = np.nan_to_num(group.rewards, nan=-np.inf)
+        first = int(rewards.argmax())  # of equals
+        return [first] if rewards[first] >= float(self.config.settings.get("accept", 1.0)) else []

@@ -1,0 +1,240 @@
+"""What an algorithm is: it says what it needs, what is worth training on and what is minimised, and nothing else.
+
+::
+
+    groups ─keep─▶ groups ─form─▶ batch ─(columns it requires)─▶ batch ─credit─▶ batch ─updates─▶ optimiser steps
+
+Every method is a function of its arguments and the algorithm's configuration, so that a step can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import Objective
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.predictions import Need
+from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.rewards.port import Score
+from posttrain.engine.samples import Group, Trajectory
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """Learns from responses that its own policy samples: `PromptSource(prompts=32, samples=8, max_tokens=64)`."""
+
+    prompts: int  # groups of one step
+    samples: int  # of each prompt
+    max_tokens: int  # of a response
+    temperature: float = 1.0
+    refills: int = 0  # rounds in which dropped groups are replaced, at the most
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowSource:
+    """Learns from rows as they are: `RowSource(rows=64)`."""
+
+    rows: int  # of one step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column that the loop fills before credit is given: `Column("values", role="critic", need="values")`."""
+
+    name: str
+    role: str
+    need: Need
+    wide: int = 0  # numbers per token that stay on the workers, and travel as a handle; 0: one, in the batch
+
+
+REFERENCE = Column("reference_logprobs", "reference", "logprobs")
+VALUES = Column("values", "critic", "values")
+PROXIMAL = Column("proximal_logprobs", "policy", "logprobs")
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredGroup:
+    """The scored samples of one prompt."""
+
+    prompt: Prompt
+    group: Group
+    scores: tuple[Score, ...]  # one per sample
+    step: int = 0  # that it is to be trained in
+
+    @property
+    def answers(self) -> tuple[Trajectory, ...]:
+        """[samples]"""
+        return tuple(sample.last for sample in self.group.samples)
+
+    @property
+    def ids(self) -> list[str]:
+        """[samples] `<step>.<prompt's position in the data stream>.<sample>`: what a trace finds them by."""
+        return [f"{self.step}.{self.group.key}.{sample.index}" for sample in self.group.samples]
+
+    @property
+    def tokens(self) -> int:
+        """Read once, and generated."""
+        return len(self.prompt.tokens) + sum(sample.generated for sample in self.group.samples)
+
+    @property
+    def rewards(self) -> npt.NDArray[np.float64]:
+        """[samples], NaN where there is no score."""
+        return np.array([np.nan if s.score is None else s.score for s in self.scores], dtype=np.float64)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A group that is not trained on, and is replaced by another: `Drop("all rewards are equal")`."""
+
+    reason: str
+
+
+def every_item(batch: TokenBatch) -> Sequence[int]:
+    """All of them: what an update computes unless it says otherwise."""
+    return range(len(batch.item_lengths))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one role minimises on a step's batch.
+
+    Every mini-batch is divided by totals of all its items, whether they are computed or not; so items without a
+    gradient may be left out of `computes` without changing anything.
+    """
+
+    role: str
+    objective: Callable[[Totals], Objective]  # of one mini-batch
+    epochs: int = 1  # passes over the batch
+    mini_batches: int = 1  # optimiser steps per pass
+    streamable: bool = False  # its gradients may be summed as groups arrive: credit is a group's own affair
+    computes: Callable[[TokenBatch], Sequence[int]] = every_item  # items that have a gradient
+    clip: tuple[float, float] | None = None  # how far its ratio may leave 1, for traces; None: it has no such clip
+
+
+R_contra = TypeVar("R_contra", contravariant=True)
+
+
+class Algorithm(Protocol):
+    """What every algorithm says."""
+
+    def requires(self, step: int) -> Sequence[Column]:
+        """What `credit` and the objectives read besides what was sampled."""
+
+    def credit(self, batch: TokenBatch) -> TokenBatch:
+        """Advantages, returns, labels: whatever the objectives weigh by."""
+
+    def updates(self, step: int) -> Sequence[Update]:
+        """Which roles learn in this step, and from what."""
+
+
+class RolloutAlgorithm(Algorithm, Protocol):
+    """One that learns from what its own policy samples."""
+
+    @property
+    def source(self) -> PromptSource:
+        """How much is sampled."""
+
+    def keep(self, group: ScoredGroup) -> Drop | None:
+        """Why a group is dropped and another one sampled in its place; None: it is trained on."""
+
+    def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
+        """The documents of a step; None where nothing is worth training on."""
+
+    def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        """Metrics of its own, of everything that a step sampled."""
+
+    def unused(self, step: int) -> str:
+        """Why a scored sample may be in no update, for its trace."""
+
+
+class RowAlgorithm(Algorithm, Protocol[R_contra]):
+    """One that learns from rows."""
+
+    @property
+    def source(self) -> RowSource:
+        """How many rows a step takes."""
+
+    def form(self, rows: Sequence[R_contra], seed: int) -> TokenBatch:
+        """The documents of a step."""
+
+    def price(self, row: R_contra) -> int:
+        """Tokens of what is formed of a row."""
+
+
+class RowDefaults:
+    """What a `RowAlgorithm` says that reads nothing but its rows."""
+
+    def requires(self, step: int) -> Sequence[Column]:
+        """Nothing."""
+        return ()
+
+    def credit(self, batch: TokenBatch) -> TokenBatch:
+        """None."""
+        return batch
+
+
+class RolloutDefaults:
+    """What a `RolloutAlgorithm` says unless it says otherwise: every sample is a document, and needs nothing."""
+
+    def requires(self, step: int) -> Sequence[Column]:
+        """Nothing."""
+        return ()
+
+    def keep(self, group: ScoredGroup) -> Drop | None:
+        """Every group."""
+        return None
+
+    def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
+        """Every sample."""
+        return pack(groups)
+
+    def credit(self, batch: TokenBatch) -> TokenBatch:
+        """None."""
+        return batch
+
+    def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        """Nothing besides what every algorithm reports."""
+        return {}
+
+    def unused(self, step: int) -> str:
+        """It was not chosen."""
+        return "not chosen"
+
+
+def every_sample(group: ScoredGroup) -> Sequence[int]:
+    """All of a group."""
+    return range(len(group.scores))
+
+
+def pack(
+    groups: Sequence[ScoredGroup], which: Callable[[ScoredGroup], Sequence[int]] = every_sample
+) -> TokenBatch | None:
+    """Samples as documents, with the document columns `reward` ([D] float64, NaN where there is no score) and `group`.
+
+    Args:
+        which: the samples of a group; by default all of them.
+
+    Returns:
+        None where no sample is taken.
+    """
+    taken = [(at, group, list(which(group))) for at, group in enumerate(groups)]
+    documents = [group.answers[i].document for _, group, chosen in taken for i in chosen]
+    if not documents:
+        return None
+    batch = TokenBatch.pack(documents, sample_ids=[group.ids[i] for _, group, chosen in taken for i in chosen])
+    rewards = np.concatenate([group.rewards[chosen] for _, group, chosen in taken if chosen])
+    numbers = torch.tensor([at for at, _, chosen in taken for _ in chosen])
+    return batch.with_document_columns(reward=torch.from_numpy(rewards), group=numbers)

@@ -1,0 +1,76 @@
+"""The stage of an algorithm that learns from rows as they are: demonstrations, preferences, labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from posttrain.domain.seeds import derive_seed
+from posttrain.engine.config import RewardModelConfig, SFTConfig
+from posttrain.engine.groups.worker_group import WorkerGroup
+from posttrain.engine.journal import Journal
+from posttrain.engine.recipes.algorithm import RowAlgorithm
+from posttrain.engine.recipes.learning import Learning
+from posttrain.engine.recipes.recipe import Reserve, StepReport, Trace, free
+from posttrain.engine.recipes.roles import Roles
+from posttrain.engine.recipes.sampling import Measurement, ProbeSchedule
+from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.weights.view import PolicyVersion
+
+R = TypeVar("R")
+
+
+class FromRows(Generic[R]):
+    """The recipe around an algorithm that reads rows.
+
+    Args:
+        config: the stage's parameters.
+        algorithm: what it does.
+        roles: who learns, and fills columns.
+        rows: all of them.
+        seed: the stage's seed.
+        probe: the held-out measurement, if there is one.
+
+    Raises:
+        InputError: the algorithm needs a role that is not there.
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig | RewardModelConfig,
+        algorithm: RowAlgorithm[R],
+        roles: Roles,
+        rows: Sequence[R],
+        seed: int,
+        probe: Measurement[WorkerGroup[TrainWorker]] | None = None,
+    ) -> None:
+        self.phase, self.steps, self.roles = config.kind, config.steps, roles
+        self.journal = Journal(len(rows), seed)
+        self._algorithm, self._rows, self._seed = algorithm, rows, seed
+        self._learning = Learning(algorithm, roles, config.steps, seed)
+        self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
+
+    def price(self, step: int) -> int:
+        """Exactly the tokens of the coming batch, as often as it is trained on."""
+        rows = self.journal.peek(self._algorithm.source.rows)
+        return self._learning.price(step, sum(self._algorithm.price(self._rows[row]) for row in rows))
+
+    def step(self, step: int, trace: Trace, reserve: Reserve = free) -> StepReport:
+        """One batch."""
+        with trace.span("pack") as span:
+            rows = [self._rows[row] for _, row in self.journal.take(self._algorithm.source.rows)]
+            batch = self._algorithm.form(rows, derive_seed(self._seed, "form", step))
+            span |= {"tokens": sum(batch.lengths), "response_tokens": int(batch.response_mask.sum())}
+        learned = self._learning.learn(batch, step, trace)
+        return StepReport(learned.tokens, learned.metrics)
+
+    def serve(self, version: PolicyVersion) -> None:
+        """Nobody samples."""
+
+    def probe(self, step: int, trace: Trace) -> StepReport | None:
+        """The held-out measurement, where one is due."""
+        return self._probe.measure(step, trace, self.roles.made)
+
+    def probe_price(self, step: int) -> int:
+        """Free: reading without answering or training counts nowhere (`facts.Progress`)."""
+        return self._probe.price(step)

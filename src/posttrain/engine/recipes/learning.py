@@ -1,0 +1,177 @@
+"""From the documents of a step to its optimiser steps: columns, credit, the mini-batches of every role that learns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+
+from posttrain.domain.errors import InputError
+from posttrain.domain.seeds import derive_seed
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.kl import kl_estimate
+from posttrain.engine.batch import Provenance, TokenBatch
+from posttrain.engine.groups.worker_group import Future
+from posttrain.engine.recipes.algorithm import Algorithm, Column, Update
+from posttrain.engine.recipes.recipe import Trace
+from posttrain.engine.recipes.roles import Roles
+from posttrain.engine.recipes.sample_tracer import SampleTracer
+from posttrain.engine.roles.frozen import FrozenWorker
+from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.update import Update as Done
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a step's updates did."""
+
+    metrics: Mapping[str, float]  # means over mini-batches; of another role than the stage's own by its name
+    tokens: int = 0  # trained on, once for each role and pass
+
+
+@final
+class Learning:
+    """Trains the roles of a stage on the documents that its algorithm forms.
+
+    Args:
+        algorithm: what is minimised, and what it reads.
+        roles: who learns, and who fills columns.
+        steps: of the stage.
+        seed: the stage's.
+
+    Raises:
+        InputError: the algorithm needs a role that is not there.
+    """
+
+    def __init__(self, algorithm: Algorithm, roles: Roles, steps: int, seed: int) -> None:
+        self._algorithm, self._roles, self._seed = algorithm, roles, seed
+        for step in {0, steps - 1}:
+            self._refuse_missing(step)
+
+    def price(self, step: int, tokens: int) -> int:
+        """Tokens that are trained on at the most, where the documents have `tokens`."""
+        return tokens * sum(update.epochs for update in self._algorithm.updates(step))
+
+    def learn(self, batch: TokenBatch | None, step: int, trace: Trace, tracer: SampleTracer | None = None) -> Learned:
+        """Fill, credit, update.
+
+        Raises:
+            DivergedError: loss or gradient is NaN or infinite.
+        """
+        if batch is None:
+            return Learned({})
+        batch = replace(batch, provenance=Provenance(step=step))
+        columns = self._algorithm.requires(step)
+        if columns:
+            with trace.span("columns") as span:
+                batch = self._filled(batch, columns)
+                span |= {"columns": [column.name for column in columns]}
+            self._roles.rest()
+        with trace.span("advantage"):
+            batch = self._algorithm.credit(batch)
+        with trace.span("update"):
+            learned = self._updated(batch, step, tracer)
+        return replace(learned, metrics={**_distance(batch), **learned.metrics})
+
+    def _filled(self, batch: TokenBatch, columns: Sequence[Column]) -> TokenBatch:
+        """Every column by its role, side by side where they have devices of their own."""
+        asked: list[tuple[Column, Future[TokenBatch]]] = []
+        for column in columns:
+            words = (batch, column.name, column.need)
+            if column.role in self._roles.frozen:
+                asked.append((column, self._roles.frozen[column.role].nonblocking.map(FrozenWorker.fill, *words)))
+            else:
+                asked.append((column, self._roles.learners[column.role].nonblocking.map(TrainWorker.fill, *words)))
+        for column, answer in asked:
+            found = answer.result().column(column.name)
+            by_document = column.need == "scores"
+            put = batch.with_document_columns if by_document else batch.with_columns
+            batch = put(**{column.name: found})
+        return batch
+
+    def _updated(self, batch: TokenBatch, step: int, tracer: SampleTracer | None) -> Learned:
+        """Every role's mini-batches, those of one number side by side."""
+        updates, main = self._algorithm.updates(step), next(iter(self._roles.learners))
+        plans = [list(self._mini_batches(batch, update, step)) for update in updates]
+        reports: dict[str, list[Mapping[str, float]]] = {update.role: [] for update in updates}
+        trained = 0
+        for part in range(max(map(len, plans), default=0)):
+            begun = []
+            for update, plan in zip(updates, plans, strict=True):
+                found = plan[part] if part < len(plan) else None
+                if found is not None:
+                    follows = tracer if update.role == main else None
+                    begun.append((update, self._begin(update, *found, step=step, part=part, tracer=follows)))
+                    trained += sum(found[0].lengths)
+            for update, answer in begun:
+                done = answer.result()
+                reports[update.role].append(done.metrics)
+                if tracer and update.role == main:
+                    tracer.consumed(done.batch, part)
+        return Learned(_means(reports, main), trained)
+
+    def _begin(
+        self, update: Update, mini: TokenBatch, totals: Totals, *, step: int, part: int, tracer: SampleTracer | None
+    ) -> Future[Done]:
+        record = tracer is not None and tracer.wants(mini)
+        learner = self._roles.learners[update.role].nonblocking
+        return learner.map(TrainWorker.update, mini, update.objective(totals), step=step, part=part, record=record)
+
+    def _mini_batches(self, batch: TokenBatch, update: Update, step: int) -> Iterator[tuple[TokenBatch, Totals] | None]:
+        """What is computed of each mini-batch, and what that is divided by; None where nothing is."""
+        computed, count = set(update.computes(batch)), len(batch.item_lengths)
+        for epoch in range(update.epochs):
+            seed = derive_seed(self._seed, "mini_batches", step, epoch)
+            for items in mini_batches(count, update.mini_batches, seed):
+                mini = batch if len(items) == count else batch.select_items(items)
+                chosen = [place for place, item in enumerate(items) if item in computed]
+                part = mini if len(chosen) == len(items) else mini.select_items(chosen)
+                yield (part, Totals.of(mini, part)) if chosen else None
+
+    def _refuse_missing(self, step: int) -> None:
+        columns, updates = self._algorithm.requires(step), self._algorithm.updates(step)
+        there = self._roles.learners.keys() | self._roles.frozen.keys()
+        name = type(self._algorithm).__name__
+        for column in columns:
+            if column.role not in there:
+                raise InputError(
+                    f"{name} needs the role {column.role} for {column.name}, got {', '.join(sorted(there))}; "
+                    "open the roles with it"
+                )
+        for update in updates:
+            if update.role not in self._roles.learners:
+                trained = ", ".join(self._roles.learners)
+                raise InputError(
+                    f"{name} trains the role {update.role}, got {trained} that learn; open the roles with it"
+                )
+
+
+def mini_batches(items: int, count: int, seed: int) -> list[list[int]]:
+    """A seeded shuffle of item numbers cut into `count` parts (fewer when there are fewer items)."""
+    count = min(count, items)
+    if count <= 1:
+        return [list(range(items))]
+    order = torch.randperm(items, generator=torch.Generator().manual_seed(seed)).tolist()
+    return [order[part::count] for part in range(count)]
+
+
+def _distance(batch: TokenBatch) -> dict[str, float]:
+    """`kl`: how far the policy that sampled is from the reference (k3, mean over tokens), where that is known."""
+    columns = batch.token_columns
+    if "reference_logprobs" not in columns or "behaviour_logprobs" not in columns:
+        return {}
+    mask = batch.response_mask
+    found = kl_estimate(columns["behaviour_logprobs"], columns["reference_logprobs"], mask, "k3")
+    return {"kl": float(found.sum()) / max(int(mask.sum()), 1)}
+
+
+def _means(reports: Mapping[str, Sequence[Mapping[str, float]]], main: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for role, told in reports.items():
+        prefix = "" if role == main else f"{role}/"
+        for name in told[0] if told else ():
+            found[f"{prefix}{name}"] = sum(report[name] for report in told) / len(told)
+    return found

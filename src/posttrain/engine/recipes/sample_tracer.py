@@ -1,0 +1,110 @@
+"""The whole way of a few samples through a step, as facts: what `posttrain trace --sample` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from posttrain.domain.facts import Sample
+from posttrain.engine.algorithms.losses import is_clipped
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.recipes.algorithm import ScoredGroup
+from posttrain.engine.recipes.recipe import Trace
+from posttrain.engine.recipes.sampling import Scorer
+
+
+@final
+@dataclass(slots=True)
+class SampleTracer:
+    """Follows the first groups of a step.
+
+    Args:
+        groups: those that it follows.
+        step: 0-based.
+        unused: why a sample with a score may be in no update.
+        clip: how far a ratio may leave 1, downwards and upwards; None: the loss has no such clip.
+        dropped: why groups were dropped, by their place in the data stream.
+    """
+
+    groups: Sequence[ScoredGroup]
+    step: int
+    unused: str
+    clip: tuple[float, float] | None = None
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    _names: frozenset[str] = frozenset()
+    _consumed: dict[str, tuple[str, TokenBatch]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._names = frozenset(name for group in self.groups for name in group.ids)
+
+    def wants(self, batch: TokenBatch) -> bool:
+        """Whether a mini-batch holds a sample that is followed."""
+        return not self._names.isdisjoint(batch.sample_ids)
+
+    def consumed(self, batch: TokenBatch | None, part: int) -> None:
+        """Note the mini-batch as the update found it; the first update of a sample counts."""
+        if batch is None:
+            return
+        for place, name in enumerate(batch.sample_ids):
+            if name in self._names and name not in self._consumed:
+                self._consumed[name] = (f"update {self.step}, mini-batch {part}", batch.select([place]))
+
+    def report(self, trace: Trace, scorer: Scorer | None) -> None:
+        """Say what became of every sample that is followed."""
+        for fact in self._samples(scorer):
+            trace.sink(fact)
+
+    def _samples(self, scorer: Scorer | None) -> Iterator[Sample]:
+        for group in self.groups:
+            for name, answer, score in zip(group.ids, group.answers, group.scores, strict=True):
+                fate = self.dropped.get(group.group.key, self.unused)
+                if score.score is None:
+                    fate = f"no score{score.message and ': ' + score.message}"
+                known = Sample(
+                    id=name,
+                    step=self.step,
+                    prompt=group.prompt.text,
+                    response=scorer.text(answer) if scorer else "",
+                    prompt_tokens=answer.prompt.tolist(),
+                    tokens=answer.response.tolist(),
+                    behaviour_logprobs=_rounded(answer.logprobs.tolist()),
+                    truncated=answer.truncated,
+                    versions=answer.versions,
+                    reward=score.score,
+                    fate=f"dropped: {fate}",
+                    components=score.components,
+                    status=score.status,
+                )
+                yield self._with_update(known, *self._consumed[name]) if name in self._consumed else known
+
+    def _with_update(self, known: Sample, fate: str, document: TokenBatch) -> Sample:
+        columns, mask = document.token_columns, document.response_mask
+        current, behaviour = document.column("proximal_logprobs"), document.column("behaviour_logprobs")
+        advantages, clipped = columns.get("advantages"), torch.zeros(0, dtype=torch.bool)
+        if self.clip and advantages is not None:
+            low, high = self.clip
+            clipped = is_clipped(current, behaviour, advantages, mask, clip_low=low, clip_high=high)[mask]
+        return replace(
+            known,
+            fate=fate,
+            advantages=_column(advantages, mask),
+            logprobs=_column(current, mask),
+            ratios=_column((current - behaviour).exp(), mask),
+            clipped=[bool(one) for one in clipped.tolist()],
+            reference_logprobs=_column(columns.get("reference_logprobs"), mask),
+            values=_column(columns.get("values"), mask),
+            returns=_column(columns.get("returns"), mask),
+        )
+
+
+def _column(values: Tensor | None, mask: Tensor) -> Sequence[float]:
+    return () if values is None else _rounded(values[mask].to(torch.float64).tolist())
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """Seven digits: what float32 holds."""
+    return [float(f"{value:.7g}") for value in values]
