@@ -282,7 +282,7 @@ class Shop:
             "data": _lines(rows[2:]), "pairs": _lines(pairs[2:]), "probe": _lines(asked[:7]), "reward": "odd",
             "held_out": _lines(rows[3:]), "held_pairs": _lines(pairs[3:]),
         }.items()}  # fmt: skip
-        meta = {"source": "best_of_n_case.py", "entry": "best_of_n"}
+        meta = {"source": "best_of_n_case.py", "entry": "BestOfN"}
         self.inputs["recipe"] = self.put("recipe", FLOW, **meta)
         self.others["recipe"] = self.put("recipe", _spending_more(FLOW), **meta | {"source": "best_of_n_other.py"})
         for seed, shelf in enumerate((self.inputs, self.others)):
@@ -327,8 +327,8 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _spending_more(flow: str) -> str:
     """The same flow, which tells of one more number."""
-    return flow + "\n\n_first = best_of_n\n\n\ndef best_of_n(*given):\n    report = _first(*given)\n" \
-        "    return type(report)(report.tokens, {**report.metrics, 'more': 1.0})\n"  # fmt: skip
+    more = "return {**_First.report(self, groups), 'more': 1.0}"
+    return flow + f"\n\n_First = BestOfN\n\n\nclass BestOfN(_First):\n    def report(self, groups):\n        {more}\n"
 
 
 def _shelf(kind: str, slot: str) -> str:

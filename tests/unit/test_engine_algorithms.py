@@ -238,8 +238,9 @@ class TestAggregation:
     def test_totals_count_documents_with_a_response(self) -> None:
         """Trap 2: whether a document that was dropped is counted is decided by whoever counts."""
         whole = batch((2, 3), (1, 5), (1, 2), (4, 0))
-        assert Totals.of(whole.select([0, 2, 3])) == Totals(tokens=5, sequences=2)
-        assert Totals.of_lengths([3, 5, 2, 0]) == Totals.of(whole) == Totals(tokens=10, sequences=3)
+        assert Totals.of(whole.select([0, 2, 3])) == Totals(tokens=5, sequences=2, items=3, computed=5)
+        assert Totals.of(whole) == Totals(tokens=10, sequences=3, items=4, computed=10)
+        assert Totals.of(whole, whole.select([0, 2])) == Totals(tokens=10, sequences=3, items=4, computed=5)
 
     def test_nothing_to_learn_is_not_a_division_by_zero(self) -> None:
         empty = batch((3, 0))
@@ -248,7 +249,7 @@ class TestAggregation:
 
     def test_unknown_mode(self) -> None:
         with pytest.raises(ValueError, match="token-mean"):
-            token_weights(batch((1, 1)), Totals(1, 1), "mean")
+            token_weights(batch((1, 1)), Totals.of(batch((1, 1))), "mean")
 
 
 class TestSchedule:

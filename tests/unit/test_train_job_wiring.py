@@ -19,7 +19,7 @@ from posttrain.domain.jobs import InputBlob, JobResult
 from posttrain.engine import controller
 from posttrain.engine.controller import Order
 from posttrain.engine.models import source
-from posttrain.engine.recipes import probe, sft
+from posttrain.engine.recipes import from_rows, probe
 from posttrain.engine.rewards import process
 from posttrain.jobs import entry, init_model, train
 from posttrain.store.attempts import AttemptFolder
@@ -196,13 +196,13 @@ class TestMeter:
     ) -> None:
         """What a killed job is billed."""
         attempt, read = shop.sft("metered"), list[int | None]()
-        step = sft.SFT.step
+        step = from_rows.FromRows.step
 
-        def during(self: sft.SFT, number: int, trace: Any) -> Any:
+        def during(self: from_rows.FromRows[Any], number: int, *rest: Any) -> Any:
             read.append(attempt.metered())
-            return step(self, number, trace)
+            return step(self, number, *rest)
 
-        monkeypatch.setattr(sft.SFT, "step", during)
+        monkeypatch.setattr(from_rows.FromRows, "step", during)
         result = run(attempt)
         assert attempt.metered() == result.tokens > 0
         spent = [0, *(fact.tokens for fact in attempt.facts()[0] if isinstance(fact, Progress))]

@@ -149,18 +149,21 @@ def reward_signature(data: bytes, source: str, entry: str | None) -> tuple[str, 
     return name, signature_of(module, name)
 
 
-def inspect_recipe(path: Path, function: str) -> Meta:
-    """`{"entry", "source"}` of a user's dataflow. Parsed, never executed.
+def inspect_recipe(path: Path, entry: str) -> Meta:
+    """`{"entry", "source"}` of a user's algorithm. Parsed, never executed.
 
     Raises:
-        NotFoundError: no such file or function.
+        NotFoundError: no such file or class.
         InputError: not Python (`file:line`).
     """
     if not path.is_file():
         raise NotFoundError(f"recipe source {path} does not exist; put the module beside the run file")
     module = _parsed(path.read_bytes(), path.name)
-    name, _ = _entry_node(module, function, path.name)
-    return {"entry": name, "source": path.name}
+    if entry not in definitions(module):
+        classes = [node.name for node in module.body if isinstance(node, ast.ClassDef)]
+        near = nearest(entry, classes) if get_close_matches(entry, classes, cutoff=0.5) else ""
+        raise NotFoundError(f"{path.name} has no class {entry!r}{near}; it defines {', '.join(classes) or 'none'}")
+    return {"entry": entry, "source": path.name}
 
 
 def _parsed(data: bytes, source: str) -> ast.Module:

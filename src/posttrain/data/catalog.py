@@ -207,13 +207,13 @@ class Catalog:
         return resolve
 
     def _recipe(self, text: str, base: Path) -> InputRef:
-        """A user's dataflow, `my_module:my_dataflow`: the file `my_module.py` beside the run file."""
-        module, _, function = text.partition(":")
-        if not function:
-            raise InputError(f"recipe {text!r} must name a module and its function, got no function; write {text}:NAME")
+        """A user's algorithm, `my_module:MyAlgorithm`: the file `my_module.py` beside the run file."""
+        module, _, entry = text.partition(":")
+        if not entry:
+            raise InputError(f"recipe {text!r} must name a module and its class, got no class; write {text}:NAME")
         path = base / f"{module}.py"
         refuse_elsewhere(f"{module}.py", path)
-        found = inspect_recipe(path, function)
+        found = inspect_recipe(path, entry)
         digest = file_digest(path)
         self._local[digest] = (path, partial(self._put, path, "file"))
         return InputRef(source="asset", name=f"path:{path.name}", digest=digest, form="file", meta=found)

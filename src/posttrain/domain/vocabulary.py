@@ -99,7 +99,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("eval", "test", "benchmark"), "is kind: evaluate"),
         **dict.fromkeys(("finetune", "fine-tune", "finetuning", "train", "supervised"), "is kind: sft"),
         **dict.fromkeys(
-            ("custom", "user", "best_of_n", "rejection_sampling"), "is kind: dataflow, a function of yours"
+            ("custom", "user", "best_of_n", "rejection_sampling"), "is kind: dataflow, an algorithm of yours"
         ),
         **dict.fromkeys(("distill", "gkd", "on_policy_distillation"), "is not there yet"),
     }
