@@ -41,7 +41,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from posttrain.engine.models import LanguageModel, adopt_module
-from posttrain.engine.rollout import RolloutEngine, SamplingParams, open_rollout
+from posttrain.engine.rollout import RolloutEngine, SamplingParams, generate, open_rollout
 from posttrain.engine.rollout.backends.module import ModuleRollout
 
 GROUPS = (1, 8)
@@ -138,7 +138,7 @@ def run_hugging_face(module: PreTrainedModel, work: Workload) -> None:
 def run_engine(engine: RolloutEngine, work: Workload) -> None:
     """The same batch through one of our engines."""
     sampling = SamplingParams(max_new_tokens=LONGEST, batch_size=len(work.limits), ignore_eos=True)
-    out = engine.generate(work.prompts, samples=work.group, sampling=sampling, limits=work.limits)
+    out = generate(engine, work.prompts, samples=work.group, sampling=sampling, limits=work.limits)
     assert sum(t.generated for t in out) == work.tokens
 
 

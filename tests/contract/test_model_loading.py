@@ -24,7 +24,7 @@ from posttrain.engine.models import (
     save_model,
     token_logprobs,
 )
-from posttrain.engine.rollout import SamplingParams, open_rollout
+from posttrain.engine.rollout import SamplingParams, generate, open_rollout
 
 BATCH = TokenBatch.pack([Document((5, 6, 7), (8, 9)), Document((4,), (11, 12, 2))])
 
@@ -55,7 +55,7 @@ def test_a_model_comes_back_as_it_was(family: str, tmp_path: Path) -> None:
 def test_the_same_weights_give_the_same_bytes(family: str, tmp_path: Path) -> None:
     first, second = (adopt_module(families.build(family)) for _ in range(2))
     engine = open_rollout(second)  # lays the weights into shared buffers
-    engine.generate([[3, 4]], samples=1, sampling=SamplingParams(max_new_tokens=2))
+    generate(engine, [[3, 4]], samples=1, sampling=SamplingParams(max_new_tokens=2))
     for name, model in (("a", first), ("b", second)):
         save_model(model, make_tokenizer(), tmp_path / name)
     save_model(load_model(tmp_path / "a"), load_tokenizer(tmp_path / "a"), tmp_path / "c")
@@ -71,7 +71,7 @@ def test_weights_are_restored_in_place(tmp_path: Path) -> None:
     restore_weights(other, copy_weights(model))
     assert torch.equal(token_logprobs(other, BATCH), token_logprobs(model, BATCH))
     greedy = SamplingParams(max_new_tokens=8, greedy=True)
-    sampled = [e.generate([[3, 4]], samples=1, sampling=greedy)[0] for e in (engine, open_rollout(model))]
+    sampled = [generate(e, [[3, 4]], samples=1, sampling=greedy)[0] for e in (engine, open_rollout(model))]
     assert sampled[0].response.tolist() == sampled[1].response.tolist()
     assert sampled[0].logprobs.tolist() == sampled[1].logprobs.tolist()
     with pytest.raises(InputError, match="weights must fit the model, got a mismatch at"):
@@ -83,7 +83,7 @@ def test_bfloat16_is_loaded_as_such(tmp_path: Path) -> None:
     model = load_model(tmp_path, dtype="bfloat16")
     assert model.dtype == torch.bfloat16
     assert token_logprobs(model, BATCH).dtype == torch.float32
-    out = open_rollout(model).generate([[3, 4, 5]], samples=2, sampling=SamplingParams(max_new_tokens=6))
+    out = generate(open_rollout(model), [[3, 4, 5]], samples=2, sampling=SamplingParams(max_new_tokens=6))
     assert len(out) == 2
 
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.models import LanguageModel, adopt_module, copy_weights, restore_weights, token_logprobs
-from posttrain.engine.rollout import RolloutEngine, SamplingParams, ScriptedRollout, open_rollout
+from posttrain.engine.rollout import RolloutEngine, SamplingParams, ScriptedRollout, generate, open_rollout
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.sampling import row_keys, uniforms
@@ -98,7 +98,7 @@ def said(trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(("make", "case"), every_engine())
 def test_answers_come_prompt_by_prompt_and_end_as_promised(make: Any, case: tuple[str, ...]) -> None:
-    out = make(*case).generate(PROMPTS, samples=3, sampling=SAMPLED)
+    out = generate(make(*case), PROMPTS, samples=3, sampling=SAMPLED)
     assert len(out) == 3 * len(PROMPTS)
     for place, t in enumerate(out):
         assert t.prompt.tolist() == list(PROMPTS[place // 3])
@@ -114,8 +114,8 @@ def test_answers_come_prompt_by_prompt_and_end_as_promised(make: Any, case: tupl
 def test_limits_cut_single_responses(make: Any, case: tuple[str, ...]) -> None:
     limits = [1 + (7 * i) % LIMIT for i in range(2 * len(PROMPTS))]
     engine = make(*case)
-    free = engine.generate(PROMPTS, samples=2, sampling=SAMPLED)
-    cut = engine.generate(PROMPTS, samples=2, sampling=SAMPLED, limits=limits)
+    free = generate(engine, PROMPTS, samples=2, sampling=SAMPLED)
+    cut = generate(engine, PROMPTS, samples=2, sampling=SAMPLED, limits=limits)
     assert said(cut) == [words(t)[:limit] for t, limit in zip(free, limits, strict=True)]
     assert [t.truncated for t in cut] == [words(t)[-1] != EOS for t in cut]
 
@@ -135,13 +135,13 @@ def test_limits_cut_single_responses(make: Any, case: tuple[str, ...]) -> None:
 def test_bad_requests_are_refused(make: Any, case: tuple[str, ...], arguments: dict[str, Any], message: str) -> None:
     call = {"prompts": [[3]], "samples": 1, "sampling": SAMPLED, **arguments}
     with pytest.raises(InputError, match=message):
-        make(*case).generate(call.pop("prompts"), **call)
+        generate(make(*case), call.pop("prompts"), **call)
 
 
 @pytest.mark.parametrize(("kind", "family"), CASES)
 def test_greedy_is_what_transformers_generates(kind: str, family: str) -> None:
     sampling = SamplingParams(max_new_tokens=LIMIT, greedy=True, batch_size=5)
-    out = engine_of(kind, family).generate(PROMPTS, samples=1, sampling=sampling)
+    out = generate(engine_of(kind, family), PROMPTS, samples=1, sampling=sampling)
     assert said(out) == [greedy_reference(family, prompt) for prompt in PROMPTS]
 
 
@@ -149,7 +149,7 @@ def test_greedy_is_what_transformers_generates(kind: str, family: str) -> None:
 @pytest.mark.parametrize("greedy", [False, True])
 def test_reported_logprobs_are_those_of_the_trained_module(kind: str, family: str, greedy: bool) -> None:
     sampling = SamplingParams(max_new_tokens=LIMIT, temperature=1.3, seed=3, greedy=greedy)
-    out = engine_of(kind, family).generate(PROMPTS, samples=2, sampling=sampling)
+    out = generate(engine_of(kind, family), PROMPTS, samples=2, sampling=sampling)
     batch = TokenBatch.pack([t.document for t in out])
     scored = token_logprobs(model_of(family), batch, temperature=1.3, response_only=True)
     torch.testing.assert_close(scored, batch.column("behaviour_logprobs"), atol=1e-4, rtol=0)
@@ -159,10 +159,10 @@ def test_reported_logprobs_are_those_of_the_trained_module(kind: str, family: st
 def test_responses_do_not_depend_on_the_batch(kind: str, family: str) -> None:
     engine = engine_of(kind, family)
     keys = [11, 2**40, -3, 7, 0, 5, 6]
-    together = engine.generate(PROMPTS, samples=4, sampling=SAMPLED, prompt_keys=keys)
+    together = generate(engine, PROMPTS, samples=4, sampling=SAMPLED, prompt_keys=keys)
     small = SamplingParams(max_new_tokens=LIMIT, temperature=1.3, seed=3, batch_size=3)
-    backwards = engine.generate(PROMPTS[::-1], samples=4, sampling=small, prompt_keys=keys[::-1])
-    alone = engine.generate([PROMPTS[2]], samples=2, sampling=SAMPLED, prompt_keys=[keys[2]])
+    backwards = generate(engine, PROMPTS[::-1], samples=4, sampling=small, prompt_keys=keys[::-1])
+    alone = generate(engine, [PROMPTS[2]], samples=2, sampling=SAMPLED, prompt_keys=[keys[2]])
     forwards = [backwards[4 * (6 - i) + sample] for i in range(7) for sample in range(4)]
     assert_same_draws(model_of(family), SAMPLED, together, forwards, 4, keys)
     assert_same_draws(model_of(family), SAMPLED, together[8:10], alone, 2, [keys[2]])
@@ -173,7 +173,7 @@ def test_responses_do_not_depend_on_the_batch(kind: str, family: str) -> None:
 def test_native_and_module_draw_the_same(family: str) -> None:
     sampling = SamplingParams(max_new_tokens=LIMIT, temperature=0.9, seed=21)
     native, module = (
-        engine_of(kind, family).generate(PROMPTS, samples=5, sampling=sampling) for kind in ("native", "module")
+        generate(engine_of(kind, family), PROMPTS, samples=5, sampling=sampling) for kind in ("native", "module")
     )
     assert_same_draws(model_of(family), sampling, native, module, 5)
 
@@ -190,9 +190,9 @@ def test_native_and_module_draw_the_same(family: str) -> None:
 )
 def test_native_equals_module_on_any_batch(prompts: list[list[int]], samples: int, batch_size: int, seed: int) -> None:
     sampling = SamplingParams(max_new_tokens=9, seed=seed, batch_size=batch_size)
-    native = engine_of("native", "qwen3").generate(prompts, samples=samples, sampling=sampling)
-    module = engine_of("module", "qwen3").generate(
-        prompts, samples=samples, sampling=SamplingParams(max_new_tokens=9, seed=seed)
+    native = generate(engine_of("native", "qwen3"), prompts, samples=samples, sampling=sampling)
+    module = generate(
+        engine_of("module", "qwen3"), prompts, samples=samples, sampling=SamplingParams(max_new_tokens=9, seed=seed)
     )
     assert_same_draws(model_of("qwen3"), sampling, native, module, samples)
 
@@ -201,7 +201,7 @@ def test_native_equals_module_on_any_batch(prompts: list[list[int]], samples: in
 def test_random_numbers_do_not_repeat_in_a_long_response(kind: str) -> None:
     """At so high a temperature a token tells its random number; numbers are made 64 tokens at a time."""
     sampling = SamplingParams(max_new_tokens=90, temperature=1e6, seed=3)
-    said = engine_of(kind, "qwen3").generate([[3, 4]], samples=48, sampling=sampling)
+    said = generate(engine_of(kind, "qwen3"), [[3, 4]], samples=48, sampling=sampling)
     long = [words(t) for t in said if len(words(t)) >= 84]
     assert len(long) >= 4
     for tokens in long:
@@ -210,7 +210,7 @@ def test_random_numbers_do_not_repeat_in_a_long_response(kind: str) -> None:
 
 def test_generation_is_bit_equal_when_repeated() -> None:
     engine = engine_of("native", "qwen3")
-    first, second = (engine.generate(PROMPTS, samples=3, sampling=SAMPLED) for _ in range(2))
+    first, second = (generate(engine, PROMPTS, samples=3, sampling=SAMPLED) for _ in range(2))
     assert said(first) == said(second)
     assert all(np.array_equal(a.logprobs, b.logprobs) for a, b in zip(first, second, strict=True))
 
@@ -219,14 +219,14 @@ def test_generation_is_bit_equal_when_repeated() -> None:
 def test_an_end_in_the_first_place_is_a_response(kind: str) -> None:
     model = adopt_module(families.build("llama"))
     engine = NativeRollout(model) if kind == "native" else ModuleRollout(model)
-    free = engine.generate(PROMPTS, samples=1, sampling=SamplingParams(max_new_tokens=4, greedy=True, ignore_eos=True))
+    free = generate(engine, PROMPTS, samples=1, sampling=SamplingParams(max_new_tokens=4, greedy=True, ignore_eos=True))
     first = words(free[0])[0]
     model.module.generation_config.eos_token_id = [first, EOS]
-    out = engine.generate(PROMPTS[:1], samples=2, sampling=SamplingParams(max_new_tokens=4, greedy=True))
+    out = generate(engine, PROMPTS[:1], samples=2, sampling=SamplingParams(max_new_tokens=4, greedy=True))
     assert [(words(t), t.truncated) for t in out] == [((first,), False)] * 2
     model.module.generation_config.eos_token_id = None
     model.module.config.eos_token_id = None
-    endless = engine.generate(PROMPTS, samples=1, sampling=SamplingParams(max_new_tokens=4, greedy=True))
+    endless = generate(engine, PROMPTS, samples=1, sampling=SamplingParams(max_new_tokens=4, greedy=True))
     assert said(endless) == said(free)
     assert all(t.truncated for t in endless)
 
@@ -238,16 +238,16 @@ def test_zero_copy_reads_what_the_optimiser_wrote(family: str) -> None:
     optimiser = torch.optim.AdamW(model.module.parameters(), lr=0.05)
     engine = open_rollout(model)
     assert engine.name == "native"
-    before = said(engine.generate(PROMPTS, samples=1, sampling=SAMPLED))
-    batch = TokenBatch.pack([t.document for t in engine.generate(PROMPTS, samples=2, sampling=SAMPLED)])
+    before = said(generate(engine, PROMPTS, samples=1, sampling=SAMPLED))
+    batch = TokenBatch.pack([t.document for t in generate(engine, PROMPTS, samples=2, sampling=SAMPLED)])
     for _ in range(3):
         optimiser.zero_grad()
         token_logprobs(model, batch).mean().backward()
         optimiser.step()
-    after = engine.generate(PROMPTS, samples=1, sampling=SAMPLED)
+    after = generate(engine, PROMPTS, samples=1, sampling=SAMPLED)
     copied = adopt_module(copy.deepcopy(families.build(family)))
     restore_weights(copied, copy_weights(model))
-    assert said(after) == said(ModuleRollout(copied).generate(PROMPTS, samples=1, sampling=SAMPLED))
+    assert said(after) == said(generate(ModuleRollout(copied), PROMPTS, samples=1, sampling=SAMPLED))
     assert said(after) != before
     assert [name for name, _ in model.module.named_parameters()] == names
     scored = token_logprobs(model, TokenBatch.pack([t.document for t in after]), temperature=1.3, response_only=True)
@@ -257,8 +257,8 @@ def test_zero_copy_reads_what_the_optimiser_wrote(family: str) -> None:
 def test_a_second_native_engine_shares_the_buffers_of_the_first() -> None:
     model = adopt_module(families.build("qwen2"))
     first, second = NativeRollout(model), NativeRollout(model)
-    assert said(first.generate(PROMPTS, samples=1, sampling=SAMPLED)) == said(
-        second.generate(PROMPTS, samples=1, sampling=SAMPLED)
+    assert said(generate(first, PROMPTS, samples=1, sampling=SAMPLED)) == said(
+        generate(second, PROMPTS, samples=1, sampling=SAMPLED)
     )
 
 
@@ -268,7 +268,7 @@ def test_re_pointed_weights_are_noticed() -> None:
     weight = model.module.model.layers[1].self_attn.k_proj.weight
     weight.data = weight.data.clone()
     with pytest.raises(IntegrityError, match=r"layers\.1\.self_attn\.k_proj\.weight .* re-pointed"):
-        engine.generate(PROMPTS, samples=1, sampling=SAMPLED)
+        generate(engine, PROMPTS, samples=1, sampling=SAMPLED)
 
 
 @pytest.mark.parametrize("kind", ["native", "module"])
@@ -279,7 +279,7 @@ def test_a_diverged_policy_is_reported(kind: str) -> None:
         model.module.model.norm.weight[0] = float("nan")
     for greedy in (False, True):
         with pytest.raises(JobFailedError, match="must be finite"):
-            engine.generate(PROMPTS, samples=1, sampling=SamplingParams(max_new_tokens=4, greedy=greedy))
+            generate(engine, PROMPTS, samples=1, sampling=SamplingParams(max_new_tokens=4, greedy=greedy))
 
 
 def _alter(name: str) -> LanguageModel:
@@ -338,8 +338,8 @@ def test_any_cache_will_do(kind: type[LlamaForCausalLM]) -> None:
     module.load_state_dict(source.state_dict())
     engine = open_rollout(adopt_module(module))
     assert engine.name == "module"
-    found = engine.generate(PROMPTS, samples=3, sampling=SAMPLED)
-    assert said(found) == said(engine_of("module", "llama").generate(PROMPTS, samples=3, sampling=SAMPLED))
+    found = generate(engine, PROMPTS, samples=3, sampling=SAMPLED)
+    assert said(found) == said(generate(engine_of("module", "llama"), PROMPTS, samples=3, sampling=SAMPLED))
 
 
 @pytest.mark.gpu
@@ -348,8 +348,8 @@ def test_any_cache_will_do(kind: type[LlamaForCausalLM]) -> None:
 def test_cuda_computes_what_the_cpu_computes(family: str) -> None:
     model = adopt_module(families.build(family).to("cuda"))
     assert model.packing == "packed"
-    out = open_rollout(model).generate(PROMPTS, samples=3, sampling=SAMPLED)
-    assert said(out) == said(open_rollout(model_of(family)).generate(PROMPTS, samples=3, sampling=SAMPLED))
+    out = generate(open_rollout(model), PROMPTS, samples=3, sampling=SAMPLED)
+    assert said(out) == said(generate(open_rollout(model_of(family)), PROMPTS, samples=3, sampling=SAMPLED))
     batch = TokenBatch.pack([t.document for t in out])
     on_cuda = token_logprobs(model, batch.to("cuda"), temperature=1.3)
     torch.testing.assert_close(

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
-from posttrain.engine.rollout.decoding import Rows, decode_request
-from posttrain.engine.rollout.port import SamplingParams, check_request
+from posttrain.engine.rollout.decoding import Rows, decode_batch
+from posttrain.engine.rollout.generating import plan_generations
+from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.sampling import draw, row_keys, uniforms
 from posttrain.engine.samples import Trajectory
 
@@ -41,8 +42,8 @@ def decode(limits: list[int], *, samples: int = 1, bad: float = 0.0, **sampling:
     """Responses to prompts of one token, `samples` for each."""
     given = SamplingParams(**{"max_new_tokens": max(limits), "seed": 5, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
     prompts = [[1]] * (len(limits) // samples)
-    request = check_request(prompts, samples, given, None, limits, context_length=1000)
-    return decode_request(request, lambda rows: Indifferent(rows, bad), [END], CPU)
+    work = plan_generations(prompts, samples, given, None, limits, context_length=1000)
+    return decode_batch(work, lambda rows: Indifferent(rows, bad), [END], CPU)
 
 
 def words(answer: Trajectory) -> list[int]:

@@ -43,6 +43,7 @@ from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
+from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Trajectory
@@ -354,7 +355,7 @@ class TestSeveralEndsOfSequence:
 
     def test_the_reward_does_not_see_it(self) -> None:
         reward = ScriptedReward(lambda call: [0.0] * len(call))
-        found = self.rollout().generate([[1]], samples=2, sampling=SamplingParams(max_new_tokens=4))
+        found = generate(self.rollout(), [[1]], samples=2, sampling=SamplingParams(max_new_tokens=4))
         RewardScorer(reward, TOKENIZER)([PROMPTS[0]] * 2, found)
         assert list(reward.calls[0].completions) == ["1", "1"]
 

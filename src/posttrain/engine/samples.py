@@ -76,6 +76,10 @@ class Trajectory:
         marked = tuple(replace(s, version=version) if s.source == "sampled" else s for s in self.segments)
         return replace(self, segments=marked)
 
+    def ended(self, status: Status) -> Trajectory:
+        """The same, with this status."""
+        return replace(self, status=status)
+
     def __len__(self) -> int:
         return sum(len(segment.tokens) for segment in self.segments)
 

@@ -26,6 +26,7 @@ def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     from posttrain.engine.models.chat import decode_response, encode_prompts
     from posttrain.engine.models.loading import load_tokenizer
     from posttrain.engine.models.source import ModelSource
+    from posttrain.engine.rollout.generating import generate
     from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
     from posttrain.engine.rollout.port import SamplingParams
 
@@ -46,7 +47,7 @@ def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         chunk = prompts[start : start + step]
         keys = range(start, start + len(chunk))
         room = [min(most, model.context_length - len(prompt)) for prompt in chunk for _ in range(samples)]
-        answers = rollout.generate(chunk, samples=samples, sampling=sampling, prompt_keys=keys, limits=room)
+        answers = generate(rollout, chunk, samples=samples, sampling=sampling, prompt_keys=keys, limits=room)
         for at, found in enumerate(answers):
             yield {
                 "prompt": start + at // samples,

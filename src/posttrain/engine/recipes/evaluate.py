@@ -27,6 +27,7 @@ from posttrain.engine.config import SuiteConfig
 from posttrain.engine.models.chat import decode_response, encode_prompts
 from posttrain.engine.recipes.answers import Extractor, is_correct, reference_answer
 from posttrain.engine.rewards.port import Score
+from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.samples import Trajectory
 
@@ -220,7 +221,7 @@ def evaluate_suite(
             read = sum(len(item.prompt) for item in chunk)
             meter.admit(read + len(chunk) * samples * limit)
             keys = [derive_seed(0, item.id) for item in chunk]
-            found = rollout.generate([i.prompt for i in chunk], samples=samples, sampling=sampling, prompt_keys=keys)
+            found = generate(rollout, [i.prompt for i in chunk], samples=samples, sampling=sampling, prompt_keys=keys)
             meter.add(read + sum(t.generated for t in found))
             said = [read_back(chunk[at // samples], kind, at % samples, t) for at, t in enumerate(found)]
             responses += _judged(said, found, judge) if judge else said

@@ -1,7 +1,16 @@
 """Engines that generate."""
 
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
+from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.opening import open_rollout
-from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams
 
-__all__ = ["RolloutEngine", "SamplingParams", "ScriptedRollout", "open_rollout"]
+__all__ = [
+    "Completion",
+    "Generation",
+    "RolloutEngine",
+    "SamplingParams",
+    "ScriptedRollout",
+    "generate",
+    "open_rollout",
+]

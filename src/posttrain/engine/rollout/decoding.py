@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
-from posttrain.engine.rollout.port import Request
+from posttrain.engine.rollout.port import Generation, SamplingParams
 from posttrain.engine.rollout.sampling import draw, most_likely, row_keys, uniforms
 from posttrain.engine.samples import Floats, Ints, Trajectory
 
@@ -48,36 +48,31 @@ class Rows:
     limits: tuple[int, ...]
 
 
-def decode_request(
-    request: Request,
+def decode_batch(
+    work: Sequence[Generation],
     open_session: Callable[[Rows], DecodingSession],
     eos_token_ids: Sequence[int],
     device: torch.device,
 ) -> list[Trajectory]:
-    """Decode every row of a request; trajectories in prompt-major order.
+    """Decode generations of one sampling to their ends; trajectories in their order.
 
     Raises:
         JobFailedError: logits that are not finite.
     """
-    answers: list[Trajectory | None] = [None] * request.rows
-    for chunk in request.chunks():
-        numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(row // request.samples for row in chunk))}
-        rows = Rows(
-            prompts=tuple(request.prompts[prompt] for prompt in numbers),
-            prompt_of_row=tuple(numbers[row // request.samples] for row in chunk),
-            limits=tuple(request.limits[row] for row in chunk),
-        )
-        keys = row_keys(
-            request.sampling.seed,
-            [request.keys[row // request.samples] for row in chunk],
-            [row % request.samples for row in chunk],
-            device,
-        )
-        outcome = _Outcome.empty(len(chunk), max(rows.limits), device)
-        _decode(open_session(rows), rows, keys, request, eos_token_ids, outcome)
-        for row, answer in zip(chunk, outcome.read(), strict=True):
-            answers[row] = request.trajectory(row, answer[0], answer[1], ended=answer[2])
-    return [answer for answer in answers if answer is not None]
+    sampling = work[0].sampling
+    numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(generation.tokens for generation in work))}
+    rows = Rows(
+        prompts=tuple(numbers),
+        prompt_of_row=tuple(numbers[generation.tokens] for generation in work),
+        limits=tuple(generation.limit for generation in work),
+    )
+    keys = row_keys(sampling.seed, [g.key for g in work], [g.sample for g in work], device)
+    outcome = _Outcome.empty(len(work), max(rows.limits), device)
+    _decode(open_session(rows), rows, keys, sampling, eos_token_ids, outcome)
+    return [
+        Trajectory.answer(generation.tokens, tokens, logprobs, truncated=not ended)
+        for generation, (tokens, logprobs, ended) in zip(work, outcome.read(), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,11 +113,10 @@ def _decode(
     session: DecodingSession,
     rows: Rows,
     keys: Tensor,
-    request: Request,
+    sampling: SamplingParams,
     eos_token_ids: Sequence[int],
     outcome: _Outcome,
 ) -> None:
-    sampling = request.sampling
     limits = torch.tensor(rows.limits, device=keys.device)
     stops = torch.tensor([] if sampling.ignore_eos else list(eos_token_ids), dtype=torch.int64, device=keys.device)
     slots = torch.arange(len(keys), device=keys.device)  # the row in each slot

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.samples import Floats, Ints, Trajectory
+from posttrain.engine.samples import Trajectory
+
+InFlight = Literal["finish", "recompute", "keep_kv"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,106 +37,98 @@ class SamplingParams:
             )
 
 
-class RolloutEngine(Protocol):
-    """Samples responses from a policy.
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One response that is asked for: `Generation("388.2", tokens=(1, 5, 9), key=388, sample=2, …)`.
 
-    Every implementation: draws token t of sample s of a prompt with key k from random numbers that depend on (seed,
-    k, s, t) only, so neither the other prompts nor their order nor `batch_size` changes a response (up to rounding of
-    the logits); reads the weights as they are when `generate` is called; reports log-probabilities under the sampling
-    temperature; ends a response after the first end-of-sequence token, which it keeps, or at the limit.
+    Raises:
+        InputError: no tokens, or a limit outside 1..max_new_tokens.
+    """
+
+    id: str  # what the answer is known by; unique among those not yet answered
+    tokens: tuple[int, ...]  # what the response continues
+    key: int  # position in the data stream: the prompt's name in the random numbers
+    sampling: SamplingParams
+    limit: int  # tokens of the response at most
+    sample: int = 0  # among the samples of its prompt
+    policy: str = ""  # whose response: "" the policy in training; names adapters, opponents, older versions
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise InputError(f"generation {self.id} must continue at least one token, got none; give it a prompt")
+        if not 1 <= self.limit <= self.sampling.max_new_tokens:
+            raise InputError(
+                f"the limit of generation {self.id} must be in 1..{self.sampling.max_new_tokens}, got {self.limit}"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """The answer to the generation of that id."""
+
+    id: str
+    trajectory: Trajectory
+
+
+class RolloutEngine(Protocol):
+    """Samples responses from a policy; work goes in and comes out as a stream.
+
+    Every implementation:
+
+    - draws token t of sample s of a prompt with key k from random numbers that depend on (seed, k, s, t) only, so
+      neither the company of a generation nor its order nor an interruption changes a response (up to rounding of the
+      logits; the native engine on the CPU: not by a bit);
+    - reports log-probabilities of the whole distribution at the sampling temperature;
+    - ends a response after the first end-of-sequence token, which it keeps, or at its limit (status `truncated`);
+    - answers every generation once, each sampled segment with the version that sampled it.
+
+    `contract.RolloutEngineContract` is this list as tests, for an engine of your own.
     """
 
     @property
     def name(self) -> str:
         """Which implementation this is."""
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        samples: int,
-        sampling: SamplingParams,
-        prompt_keys: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Trajectory]:
-        """`samples` responses to every prompt, prompt by prompt.
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and response together that it takes."""
 
-        Args:
-            prompts: token ids.
-            prompt_keys: [prompts] the names of the prompts in the random numbers; 0, 1, 2 … by default. Give stable
-                keys, and a prompt gets the same responses in any batch.
-            limits: [prompts * samples] tokens at most for each response, at most `max_new_tokens`.
+    def submit(self, work: Sequence[Generation]) -> None:
+        """Take generations on, in the order of the stream; returns at once.
 
         Raises:
-            InputError: no prompt, an empty prompt, a prompt that does not fit the context together with its response,
-                counts that do not match.
+            InputError: an id that is in work already, a policy that it does not serve, a prompt that does not fit
+                the context with its limit. None of `work` is taken then.
+        """
+
+    def completed(self, timeout: float) -> list[Completion]:
+        """What has ended since the last call, in the order in which it ended; waits for the first of them.
+
+        Returns an empty list after `timeout` seconds, and at once where nothing is in work or the engine is paused.
+
+        Raises:
             JobFailedError: the model gave logits that are not finite.
             IntegrityError: somebody re-pointed weights that a zero-copy engine reads.
         """
 
+    def abort(self, ids: Collection[str]) -> None:
+        """End these where they are: they complete with what they have, status `aborted`. Others are passed over."""
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A checked call of `generate`, laid out by rows: one row per response, prompt-major."""
+    def pause(self) -> None:
+        """Compute nothing until `resume`; what is in work stays."""
 
-    prompts: tuple[tuple[int, ...], ...]
-    keys: tuple[int, ...]  # [prompts]
-    samples: int
-    limits: tuple[int, ...]  # [rows]
-    sampling: SamplingParams
+    def resume(self) -> None:
+        """Go on."""
 
-    @property
-    def rows(self) -> int:
-        """Responses asked for."""
-        return len(self.prompts) * self.samples
+    def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
+        """From now on `version` of `policy` samples. Weights that are read in place have changed already.
 
-    def chunks(self) -> list[list[int]]:
-        """Rows decoded together: at most `batch_size`, prompts of similar length side by side."""
-        order = sorted(range(self.rows), key=lambda row: len(self.prompts[row // self.samples]))
-        size = self.sampling.batch_size
-        return [order[start : start + size] for start in range(0, len(order), size)]
+        Args:
+            in_flight: what becomes of responses that have begun. `finish`: the old version ends them, which an engine
+                that reads weights in place cannot do; `recompute`: they go on under the new weights, what they have
+                said is computed again; `keep_kv`: they go on with keys and values of the old weights.
 
-    def trajectory(
-        self, row: int, tokens: Sequence[int] | Ints, logprobs: Sequence[float] | Floats, *, ended: bool
-    ) -> Trajectory:
-        """The answer for one row; `ended`: by an end-of-sequence token."""
-        return Trajectory.answer(self.prompts[row // self.samples], tokens, logprobs, truncated=not ended)
-
-
-def check_request(
-    prompts: Sequence[Sequence[int]],
-    samples: int,
-    sampling: SamplingParams,
-    prompt_keys: Sequence[int] | None,
-    limits: Sequence[int] | None,
-    *,
-    context_length: int,
-) -> Request:
-    """Check the arguments of `generate`.
-
-    Raises:
-        InputError: see `RolloutEngine.generate`.
-    """
-    if not prompts:
-        raise InputError("generate needs at least one prompt, got none")
-    if samples < 1:
-        raise InputError(f"samples per prompt must be >= 1, got {samples}")
-    keys = tuple(range(len(prompts))) if prompt_keys is None else tuple(prompt_keys)
-    if len(keys) != len(prompts):
-        raise InputError(f"prompt keys must be one per prompt ({len(prompts)}), got {len(keys)}")
-    rows = len(prompts) * samples
-    bounds = (sampling.max_new_tokens,) * rows if limits is None else tuple(limits)
-    if len(bounds) != rows or not all(1 <= bound <= sampling.max_new_tokens for bound in bounds):
-        raise InputError(
-            f"limits must be {rows} numbers in 1..{sampling.max_new_tokens}, got {len(bounds)} numbers: {bounds[:4]}…"
-        )
-    for index, prompt in enumerate(prompts):
-        longest = max(bounds[index * samples : (index + 1) * samples])
-        if len(prompt) == 0:
-            raise InputError(f"prompt {index} must hold at least one token, got none")
-        if len(prompt) + longest > context_length:
-            raise InputError(
-                f"prompt {index} and its response must fit the context of {context_length} tokens, "
-                f"got {len(prompt)} + {longest}; shorten the prompt or max_new_tokens"
-            )
-    return Request(tuple(tuple(p) for p in prompts), keys, samples, bounds, sampling)
+        Raises:
+            InputError: weights are read in place and it is not paused, or `finish` with begun responses; a policy that
+                it does not serve.
+        """

@@ -11,6 +11,7 @@ from posttrain.engine.groups.port import Stored
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
+from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.samples import groups_of
@@ -39,6 +40,7 @@ class RolloutWorker:
         self._engine = engine or open_rollout(model)
         self._fallbacks = {} if engine else decoding_fallbacks(model)
         self._rank, self._version = place.rank, PolicyVersion()
+        self._say(self._version)
 
     def view(self) -> str:
         """`alias`: reads the policy's weights where they are; `gathered`: a copy that `load` brings up to date."""
@@ -50,7 +52,7 @@ class RolloutWorker:
 
     def serve(self, version: PolicyVersion) -> str:
         """From now on say that `version` samples; for `alias` views, whose weights change in place."""
-        self._version = version
+        self._say(version)
         return str(version)
 
     def load(self, weights: Stored[Weights]) -> str:
@@ -70,18 +72,31 @@ class RolloutWorker:
                 f"rollout rank {self._rank} must serve policy {arrived.version} ({arrived.version.digest[:19]}…), "
                 f"got {found[:19]}…; the weights were altered on the way"
             )
-        self._version = arrived.version
+        self._say(arrived.version)
         return found
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Rollouts:
         """`samples` responses to every prompt.
 
         Raises:
-            InputError, JobFailedError, IntegrityError: see `RolloutEngine.generate`.
+            InputError, JobFailedError, IntegrityError: see `generating.generate`.
         """
         provenance = Provenance(role="rollout", rank=self._rank)
         if not len(prompts):
             return Rollouts((), provenance)
-        found = self._engine.generate(prompts.tokens, samples=samples, sampling=sampling, prompt_keys=prompts.keys)
-        answers = [answer.sampled_by(str(self._version)) for answer in found]
+        answers = generate(
+            self._engine,
+            prompts.tokens,
+            samples=samples,
+            sampling=sampling,
+            prompt_keys=prompts.keys,
+            version=str(self._version),
+        )
         return Rollouts(groups_of(answers, prompts.keys, samples), provenance)
+
+    def _say(self, version: PolicyVersion) -> None:
+        """From now on this version samples; nothing is in work between two calls."""
+        self._engine.pause()
+        self._engine.update("", str(version))
+        self._engine.resume()
+        self._version = version

@@ -10,41 +10,28 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.models import LanguageModel
-from posttrain.engine.rollout.decoding import Rows, decode_request
-from posttrain.engine.rollout.port import SamplingParams, check_request
+from posttrain.engine.rollout.batched import BatchedEngine
+from posttrain.engine.rollout.decoding import Rows, decode_batch
+from posttrain.engine.rollout.port import Generation
 from posttrain.engine.samples import Trajectory
 
 _DROP_SHARE = 0.15  # the cache is copied when rows are dropped, so it pays for several at a time
 
 
-class ModuleRollout:
+class ModuleRollout(BatchedEngine):
     """`RolloutEngine` over the module of a `LanguageModel`."""
 
     def __init__(self, model: LanguageModel) -> None:
+        super().__init__("module", model.context_length, self._decode_all)
         self._model = model
 
-    @property
-    def name(self) -> str:
-        """Which implementation this is."""
-        return "module"
-
     @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        samples: int,
-        sampling: SamplingParams,
-        prompt_keys: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Trajectory]:
-        """See `RolloutEngine.generate`."""
+    def _decode_all(self, work: Sequence[Generation]) -> list[Trajectory]:
         model = self._model
-        request = check_request(prompts, samples, sampling, prompt_keys, limits, context_length=model.context_length)
         training = model.module.training
         model.module.eval()
         try:
-            return decode_request(request, lambda rows: _ModuleSession(model, rows), model.eos_token_ids, model.device)
+            return decode_batch(work, lambda rows: _ModuleSession(model, rows), model.eos_token_ids, model.device)
         finally:
             model.module.train(training)
 

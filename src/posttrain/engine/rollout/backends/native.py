@@ -16,7 +16,8 @@ from torch import Tensor
 from posttrain.domain.errors import InputError
 from posttrain.engine.models import LanguageModel
 from posttrain.engine.models.attention import PackingPlan, attend_packed, plan_packing
-from posttrain.engine.rollout.decoding import Rows, decode_request
+from posttrain.engine.rollout.batched import BatchedEngine
+from posttrain.engine.rollout.decoding import Rows, decode_batch
 from posttrain.engine.rollout.fused_weights import (
     FusedLinear,
     FusedWeights,
@@ -24,11 +25,11 @@ from posttrain.engine.rollout.fused_weights import (
     fuse_weights,
     why_not_fusable,
 )
-from posttrain.engine.rollout.port import SamplingParams, check_request
+from posttrain.engine.rollout.port import Generation
 from posttrain.engine.samples import Trajectory
 
 
-class NativeRollout:
+class NativeRollout(BatchedEngine):
     """`RolloutEngine` over the weights of a `LanguageModel`, read where they are.
 
     Opening it re-points the module's parameters at fused buffers; their values, names and shapes stay.
@@ -43,31 +44,15 @@ class NativeRollout:
             raise InputError(
                 f"native rollout must have a plain Llama, Qwen2 or Qwen3 model, got {reason}; use the module rollout"
             )
+        super().__init__("native", model.context_length, self._decode_all)
         self._model = model
         self._weights = fuse_weights(model.module)
 
-    @property
-    def name(self) -> str:
-        """Which implementation this is."""
-        return "native"
-
     @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        samples: int,
-        sampling: SamplingParams,
-        prompt_keys: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Trajectory]:
-        """See `RolloutEngine.generate`."""
-        model = self._model
-        request = check_request(prompts, samples, sampling, prompt_keys, limits, context_length=model.context_length)
+    def _decode_all(self, work: Sequence[Generation]) -> list[Trajectory]:
         self._weights.check()
-        return decode_request(
-            request, lambda rows: _NativeSession(self._weights, rows), model.eos_token_ids, model.device
-        )
+        model = self._model
+        return decode_batch(work, lambda rows: _NativeSession(self._weights, rows), model.eos_token_ids, model.device)
 
 
 class _NativeSession:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from posttrain.engine.rollout.port import SamplingParams, check_request
+from posttrain.engine.rollout.batched import BatchedEngine
+from posttrain.engine.rollout.port import Generation
 from posttrain.engine.samples import Trajectory
 
 Script = Callable[[tuple[int, ...], int], Sequence[int]]
 
 
-class ScriptedRollout:
+class ScriptedRollout(BatchedEngine):
     """`RolloutEngine` whose responses are `script(prompt, sample)`; it ends them as a sampling engine would.
 
     Args:
@@ -21,33 +22,14 @@ class ScriptedRollout:
     def __init__(
         self, script: Script, *, eos_token_id: int | None = None, logprob: float = -1.0, context_length: int = 4096
     ) -> None:
+        super().__init__("scripted", context_length, lambda work: [self._answer(asked) for asked in work])
         self._script = script
         self._eos = eos_token_id
         self._logprob = logprob
-        self._context_length = context_length
 
-    @property
-    def name(self) -> str:
-        """Which implementation this is."""
-        return "scripted"
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        samples: int,
-        sampling: SamplingParams,
-        prompt_keys: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Trajectory]:
-        """See `RolloutEngine.generate`."""
-        request = check_request(prompts, samples, sampling, prompt_keys, limits, context_length=self._context_length)
-        answers: list[Trajectory] = []
-        for row in range(request.rows):
-            prompt, sample = divmod(row, samples)
-            tokens = list(self._script(request.prompts[prompt], sample))[: request.limits[row]]
-            ended = self._eos in tokens and not sampling.ignore_eos
-            if ended:
-                tokens = tokens[: tokens.index(self._eos or 0) + 1]
-            answers.append(request.trajectory(row, tokens, [self._logprob] * len(tokens), ended=ended))
-        return answers
+    def _answer(self, asked: Generation) -> Trajectory:
+        tokens = list(self._script(asked.tokens, asked.sample))[: asked.limit]
+        ended = self._eos in tokens and not asked.sampling.ignore_eos
+        if ended:
+            tokens = tokens[: tokens.index(self._eos or 0) + 1]
+        return Trajectory.answer(asked.tokens, tokens, [self._logprob] * len(tokens), truncated=not ended)

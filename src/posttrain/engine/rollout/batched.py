@@ -1,0 +1,78 @@
+"""The port over an engine that decodes one batch to its end: what it is asked meanwhile waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from posttrain.engine.rollout.port import Completion, Generation, InFlight
+from posttrain.engine.rollout.queueing import Intake
+from posttrain.engine.samples import Trajectory
+
+Decode = Callable[[Sequence[Generation]], list[Trajectory]]  # all with the same sampling; answers in their order
+
+
+class BatchedEngine:
+    """`RolloutEngine` by a function that answers a batch.
+
+    `completed` takes what waits with the same sampling, shortest prompts first, at most `batch_size`, and answers it
+    all. So responses never go on under other weights than they began with.
+    """
+
+    def __init__(self, name: str, context_length: int, decode: Decode) -> None:
+        self._name, self._context_length, self._decode = name, context_length, decode
+        self._intake = Intake(name, context_length)
+        self._waiting: list[Generation] = []
+        self._done: list[Completion] = []
+
+    @property
+    def name(self) -> str:
+        """Which implementation this is."""
+        return self._name
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and response together that it takes."""
+        return self._context_length
+
+    def submit(self, work: Sequence[Generation]) -> None:
+        """See `RolloutEngine.submit`."""
+        self._intake.take(work)
+        self._waiting += work
+
+    def completed(self, timeout: float) -> list[Completion]:
+        """See `RolloutEngine.completed`; a batch is decoded to its end, whatever the time."""
+        if not self._done and self._waiting and not self._intake.paused:
+            self._answer_batch()
+        done, self._done = self._done, []
+        self._intake.give(completion.id for completion in done)
+        return done
+
+    def abort(self, ids: Collection[str]) -> None:
+        """See `RolloutEngine.abort`; what it can still abort has not begun."""
+        for generation in self._waiting:
+            if generation.id in ids:
+                none = Trajectory.answer(generation.tokens, [], [], truncated=False, version=self._intake.version)
+                self._done.append(Completion(generation.id, none.ended("aborted")))
+        self._waiting = [generation for generation in self._waiting if generation.id not in ids]
+
+    def pause(self) -> None:
+        """See `RolloutEngine.pause`."""
+        self._intake.paused = True
+
+    def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._intake.paused = False
+
+    def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
+        """See `RolloutEngine.update`."""
+        self._intake.update(policy, version, in_flight, begun=0)
+
+    def _answer_batch(self) -> None:
+        sampling = self._waiting[0].sampling
+        alike = sorted((g for g in self._waiting if g.sampling == sampling), key=lambda g: len(g.tokens))
+        batch = alike[: sampling.batch_size]
+        answers = self._decode(batch)
+        taken = {generation.id for generation in batch}
+        self._waiting = [generation for generation in self._waiting if generation.id not in taken]
+        version = self._intake.version
+        self._done += [Completion(g.id, a.sampled_by(version)) for g, a in zip(batch, answers, strict=True)]

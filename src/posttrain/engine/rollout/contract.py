@@ -1,0 +1,190 @@
+"""What the port promises, as tests that an engine of anybody's can run against itself.
+
+In a test file of yours::
+
+    class TestMyEngine(RolloutEngineContract):
+        def open_engine(self) -> RolloutEngine:
+            return MyEngine(...)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams
+from posttrain.engine.samples import Trajectory
+
+_WAIT = 300.0  # seconds for the next answer, before an engine counts as one that never answers
+
+
+class RolloutEngineContract:
+    """Subclass it, give `open_engine`; pytest collects the tests.
+
+    The engine's policy may be anything that speaks about the tokens in `prompts` and does not end at once.
+    """
+
+    prompts: Sequence[tuple[int, ...]] = ((5, 4, 3), (7, 8), (9,), (4, 4, 6, 5, 8, 9, 7))
+    limit = 7
+    tolerance = 1e-4  # by how much a log-probability may differ in other company; 0: not by a bit
+
+    def open_engine(self) -> RolloutEngine:
+        """A new engine, idle and not paused.
+
+        Raises:
+            NotImplementedError: always; a subclass gives it.
+        """
+        raise NotImplementedError
+
+    def work(self, samples: int = 3, mark: str = "") -> list[Generation]:
+        """Every prompt `samples` times."""
+        params = SamplingParams(self.limit, seed=7)
+        return [
+            Generation(f"{mark}{key}.{sample}", prompt, 100 + key, params, self.limit, sample)
+            for key, prompt in enumerate(self.prompts)
+            for sample in range(samples)
+        ]
+
+    def drain(self, engine: RolloutEngine, count: int) -> dict[str, Trajectory]:
+        """The next `count` answers; none may come twice."""
+        found: dict[str, Trajectory] = {}
+        while len(found) < count:
+            done = engine.completed(_WAIT)
+            _require(bool(done), f"{count - len(found)} generations were not answered")
+            for completion in done:
+                _require(completion.id not in found, f"{completion.id} was answered twice")
+                found[completion.id] = completion.trajectory
+        _require(engine.completed(0) == [], "more was answered than was asked for")
+        return found
+
+    def test_every_generation_is_answered_once_and_as_promised(self) -> None:
+        """Prompt, length, log-probabilities, status."""
+        engine = self.open_engine()
+        work = self.work()
+        engine.submit(work)
+        found = self.drain(engine, len(work))
+        for asked in work:
+            answer = found[asked.id]
+            _require(tuple(answer.prompt.tolist()) == asked.tokens, f"{asked.id} continues another prompt")
+            _require(1 <= answer.generated <= asked.limit, f"{asked.id} has {answer.generated} tokens")
+            _require(bool(np.isfinite(answer.logprobs).all()), f"{asked.id} has log-probabilities that are no numbers")
+            _require(bool((answer.logprobs <= 1e-3).all()), f"{asked.id} has log-probabilities above 0")
+            _require(answer.status in ("ok", "truncated"), f"{asked.id} ended as {answer.status}")
+            if answer.status == "truncated":
+                _require(answer.generated == asked.limit, f"{asked.id} was cut before its limit")
+
+    def test_company_and_order_change_nothing(self) -> None:
+        """The same generations, backwards and in two parts."""
+        engine = self.open_engine()
+        work = self.work()
+        engine.submit(work)
+        together = self.drain(engine, len(work))
+        engine.submit(work[: len(work) // 2][::-1])
+        apart = self.drain(engine, len(work) // 2)
+        engine.submit(work[len(work) // 2 :][::-1])
+        apart |= self.drain(engine, len(work) - len(work) // 2)
+        for name, answer in together.items():
+            _same(name, answer, apart[name], self.tolerance)
+
+    def test_a_limit_is_kept(self) -> None:
+        """A shorter limit gives the beginning of the same response."""
+        engine = self.open_engine()
+        work = self.work(samples=1)
+        engine.submit(work)
+        whole = self.drain(engine, len(work))
+        short = [Generation(g.id, g.tokens, g.key, g.sampling, 2, g.sample) for g in work]
+        engine.submit(short)
+        for name, answer in self.drain(engine, len(work)).items():
+            kept = min(2, whole[name].generated)
+            _require(answer.response.tolist() == whole[name].response.tolist()[:kept], f"{name} is another response")
+
+    def test_what_is_aborted_completes_with_what_it_has(self) -> None:
+        """An aborted response is the beginning of what it would have been; the others go on."""
+        engine = self.open_engine()
+        work = self.work()
+        engine.submit(work)
+        whole = self.drain(engine, len(work))
+        engine.submit(work)
+        aborted = {generation.id for generation in work[::2]}
+        engine.abort([*aborted, "nobody"])
+        found = self.drain(engine, len(work))
+        for name, answer in found.items():
+            if name in aborted and answer.status == "aborted":
+                beginning = whole[name].response.tolist()[: answer.generated]
+                _require(answer.response.tolist() == beginning, f"{name} is not the beginning of its response")
+            else:
+                _same(name, answer, whole[name], self.tolerance)
+        engine.submit(work)  # ids are free again
+        self.drain(engine, len(work))
+
+    def test_a_paused_engine_computes_nothing_and_goes_on(self) -> None:
+        """Pause before the first token."""
+        engine = self.open_engine()
+        work = self.work()
+        engine.pause()
+        engine.submit(work)
+        _require(engine.completed(0) == [], "a paused engine answered")
+        engine.resume()
+        self.drain(engine, len(work))
+
+    def test_an_update_is_on_every_answer_after_it(self) -> None:
+        """The version of each sampled segment."""
+        engine = self.open_engine()
+        for version in ("0.1", "0.2"):
+            engine.pause()
+            engine.update("", version)
+            engine.resume()
+            work = self.work()
+            engine.submit(work)
+            for name, answer in self.drain(engine, len(work)).items():
+                _require(answer.versions == (version,), f"{name} was sampled by {answer.versions}, not {version}")
+
+    def test_what_cannot_be_answered_is_refused_as_a_whole(self) -> None:
+        """An id twice, a context that is too small, a policy that nobody serves: nothing of it is taken."""
+        engine = self.open_engine()
+        good = self.work(samples=1)
+        first = good[0]
+        long = SamplingParams(engine.context_length)
+        bad = [
+            Generation(first.id, first.tokens, 0, first.sampling, 1),
+            Generation("long", first.tokens, 0, long, engine.context_length),
+            Generation("other", first.tokens, 0, first.sampling, 1, policy="opponent"),
+        ]
+        for wrong in bad:
+            _require(_refuses(partial(engine.submit, [*good, wrong])), f"{wrong.id} was not refused")
+        engine.submit(good)
+        _require(_refuses(partial(engine.submit, [first])), "an id in work was taken again")
+        self.drain(engine, len(good))
+
+    def test_an_idle_engine_answers_at_once(self) -> None:
+        """However long one is willing to wait."""
+        engine = self.open_engine()
+        found: list[list[Completion]] = []
+        asking = threading.Thread(target=lambda: found.append(list(engine.completed(_WAIT))), daemon=True)
+        asking.start()
+        asking.join(_WAIT / 2)
+        _require(found == [[]], "an idle engine waited for work")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
+
+
+def _refuses(call: Callable[[], None]) -> bool:
+    try:
+        call()
+    except InputError:
+        return True
+    return False
+
+
+def _same(name: str, one: Trajectory, other: Trajectory, tolerance: float) -> None:
+    _require(one.response.tolist() == other.response.tolist(), f"{name} became another response")
+    apart = float(np.abs(one.logprobs - other.logprobs).max(initial=0.0))
+    _require(apart <= tolerance, f"the log-probabilities of {name} differ by {apart:g}, allowed {tolerance:g}")
+    _require(one.status == other.status, f"{name} ended as {one.status} and as {other.status}")

@@ -1,0 +1,167 @@
+"""Prompts in, trajectories out: one call over any engine, which is believed nothing that can be checked.
+
+What an engine of somebody else's gets wrong would otherwise be trained on: an answer of other weights, one that is
+too long, log-probabilities that are no numbers. Each ends the call in one line that names the sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from posttrain.domain.errors import InputError, IntegrityError, JobFailedError
+from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams
+from posttrain.engine.samples import Trajectory
+
+PATIENCE = 3600.0  # seconds without any answer after which an engine is given up
+_ROUNDING = 1e-3  # a log-probability may lie above 0 by that much
+
+
+def generate(
+    engine: RolloutEngine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    samples: int,
+    sampling: SamplingParams,
+    prompt_keys: Sequence[int] | None = None,
+    limits: Sequence[int] | None = None,
+    version: str = "",
+    patience: float = PATIENCE,
+) -> list[Trajectory]:
+    """`samples` responses to every prompt, prompt by prompt.
+
+    Args:
+        prompts: token ids.
+        prompt_keys: [prompts] the names of the prompts in the random numbers; 0, 1, 2 … by default. Give stable keys,
+            and a prompt gets the same responses in any batch.
+        limits: [prompts * samples] tokens at most for each response, at most `max_new_tokens`.
+        version: of the policy that must have sampled.
+
+    Raises:
+        InputError: no prompt, an empty prompt, a prompt that does not fit the context together with its response,
+            counts that do not match.
+        JobFailedError: logits that are not finite; an answer that was not asked for, came twice, is too long, empty
+            or no numbers; no answer at all.
+        IntegrityError: another version answered; somebody re-pointed weights that a zero-copy engine reads.
+    """
+    work = plan_generations(prompts, samples, sampling, prompt_keys, limits, context_length=engine.context_length)
+    engine.submit(work)
+    waiting = {generation.id: generation for generation in work}
+    answers: dict[str, Trajectory] = {}
+    try:
+        while waiting:
+            for done in _next(engine, waiting, patience):
+                _check(engine.name, done, waiting, answers, version)
+                del waiting[done.id]
+                answers[done.id] = done.trajectory
+    finally:
+        if waiting:
+            engine.abort(list(waiting))
+            engine.completed(0)
+    return [answers[generation.id] for generation in work]
+
+
+def plan_generations(
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    sampling: SamplingParams,
+    prompt_keys: Sequence[int] | None,
+    limits: Sequence[int] | None,
+    *,
+    context_length: int,
+) -> list[Generation]:
+    """The generations that such a call means, prompt by prompt.
+
+    Raises:
+        InputError: see `generate`.
+    """
+    if not prompts:
+        raise InputError("generate needs at least one prompt, got none")
+    if samples < 1:
+        raise InputError(f"samples per prompt must be >= 1, got {samples}")
+    keys = tuple(range(len(prompts))) if prompt_keys is None else tuple(prompt_keys)
+    if len(keys) != len(prompts):
+        raise InputError(f"prompt keys must be one per prompt ({len(prompts)}), got {len(keys)}")
+    rows = len(prompts) * samples
+    bounds = (sampling.max_new_tokens,) * rows if limits is None else tuple(limits)
+    if len(bounds) != rows or not all(1 <= bound <= sampling.max_new_tokens for bound in bounds):
+        raise InputError(
+            f"limits must be {rows} numbers in 1..{sampling.max_new_tokens}, got {len(bounds)} numbers: {bounds[:4]}…"
+        )
+    for index, prompt in enumerate(prompts):
+        longest = max(bounds[index * samples : (index + 1) * samples])
+        if len(prompt) == 0:
+            raise InputError(f"prompt {index} must hold at least one token, got none")
+        if len(prompt) + longest > context_length:
+            raise InputError(
+                f"prompt {index} and its response must fit the context of {context_length} tokens, "
+                f"got {len(prompt)} + {longest}; shorten the prompt or max_new_tokens"
+            )
+    return [
+        Generation(f"{place}.{sample}", tokens, keys[place], sampling, bounds[place * samples + sample], sample)
+        for place, tokens in enumerate(tuple(prompt) for prompt in prompts)
+        for sample in range(samples)
+    ]
+
+
+def _next(engine: RolloutEngine, waiting: dict[str, Generation], patience: float) -> list[Completion]:
+    """The next answers.
+
+    Raises:
+        JobFailedError: none in `patience` seconds.
+    """
+    end = time.monotonic() + patience
+    while True:
+        found = engine.completed(max(0.0, end - time.monotonic()))
+        if found:
+            return found
+        if time.monotonic() >= end:
+            first = next(iter(waiting.values()))
+            raise JobFailedError(
+                f"rollout engine {engine.name} must answer every sample, got none in {patience:g} s with "
+                f"{len(waiting)} waiting, first {_sample(first)}; see its log"
+            )
+
+
+def _check(
+    engine: str, done: Completion, waiting: dict[str, Generation], answers: dict[str, Trajectory], version: str
+) -> None:
+    """Hold an answer against what was asked for.
+
+    Raises:
+        JobFailedError, IntegrityError: see `generate`.
+    """
+    if done.id not in waiting:
+        what = "twice" if done.id in answers else "without being asked"
+        raise JobFailedError(f"rollout engine {engine} must answer every sample once, got {done.id} {what}; mend it")
+    asked = waiting[done.id]
+    reason = _fault(done.trajectory, asked)
+    if reason is not None:
+        raise JobFailedError(f"rollout engine {engine}: the answer to {_sample(asked)} {reason}; mend the engine")
+    found = {segment.version for segment in done.trajectory.segments if segment.source == "sampled"}
+    if found != {version}:
+        raise IntegrityError(
+            f"rollout engine {engine}: the answer to {_sample(asked)} must be sampled by policy {version or '(any)'}, "
+            f"got {', '.join(sorted(found)) or 'none'}; its weights were not brought up to date"
+        )
+
+
+def _fault(answer: Trajectory, asked: Generation) -> str | None:
+    """What is wrong with an answer by itself."""
+    if not np.array_equal(answer.prompt, asked.tokens):
+        return f"must continue its {len(asked.tokens)} tokens, got another beginning"
+    if not 1 <= answer.generated <= asked.limit:
+        return f"must have 1..{asked.limit} tokens, got {answer.generated}"
+    if answer.status not in ("ok", "truncated"):
+        return f"must have ended by itself or at its limit, got {answer.status}"
+    if not np.isfinite(answer.logprobs).all():
+        return f"must have finite log-probabilities, got {answer.logprobs[~np.isfinite(answer.logprobs)][0]}"
+    if (answer.logprobs > _ROUNDING).any():
+        return f"must have log-probabilities <= 0, got {answer.logprobs.max():g}"
+    return None
+
+
+def _sample(asked: Generation) -> str:
+    return f"sample {asked.sample} of prompt {asked.key}"

@@ -1,0 +1,147 @@
+"""The streaming port: every engine of ours runs the suite that others can run, and a hostile engine is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import families
+import pytest
+
+from posttrain.domain.errors import InputError, IntegrityError, JobFailedError, PosttrainError
+from posttrain.engine.groups.place import Place
+from posttrain.engine.models import LanguageModel, adopt_module
+from posttrain.engine.rollout import Completion, RolloutEngine, SamplingParams, ScriptedRollout, generate
+from posttrain.engine.rollout.backends.module import ModuleRollout
+from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.batches import PromptBatch
+from posttrain.engine.rollout.contract import RolloutEngineContract
+from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Trajectory
+from posttrain.engine.weights.view import PolicyVersion
+
+PROMPTS = [[5, 4], [7, 8, 9]]
+SAMPLING = SamplingParams(max_new_tokens=4)
+
+
+@cache
+def model_of(family: str) -> LanguageModel:
+    return adopt_module(families.build(family))
+
+
+class TestScripted(RolloutEngineContract):
+    tolerance = 0.0
+
+    def open_engine(self) -> RolloutEngine:
+        return ScriptedRollout(lambda prompt, sample: [*prompt, *[9] * sample, families.EOS], eos_token_id=families.EOS)
+
+
+class TestModule(RolloutEngineContract):
+    def open_engine(self) -> RolloutEngine:
+        return ModuleRollout(model_of("qwen3"))
+
+
+class TestNative(RolloutEngineContract):
+    def open_engine(self) -> RolloutEngine:
+        return NativeRollout(model_of("qwen3"))
+
+
+Twist = Callable[[list[Completion]], list[Completion]]
+
+
+class HostileRollout(ScriptedRollout):
+    """Answers as it should, and then something is done to the answers."""
+
+    def __init__(self, twist: Twist) -> None:
+        super().__init__(lambda prompt, sample: [9, 8, 7, 6, 5, 4])
+        self._twist = twist
+        self.aborted: list[str] = []
+
+    def completed(self, timeout: float) -> list[Completion]:
+        return self._twist(super().completed(timeout))
+
+    def abort(self, ids: Collection[str]) -> None:
+        self.aborted += ids
+        super().abort(ids)
+
+
+def changed(**fields: Any) -> Twist:
+    """The third answer, built with other tokens or log-probabilities."""
+
+    def twist(done: list[Completion]) -> list[Completion]:
+        given = {"prompt": PROMPTS[1], "tokens": [9, 8, 7, 6], "logprobs": [-1.0] * 4, "truncated": True, **fields}
+        return [*done[:2], *(replace(c, trajectory=Trajectory.answer(**given)) for c in done[2:3]), *done[3:]]
+
+    return twist
+
+
+def never(done: Sequence[Completion]) -> list[Completion]:
+    return []
+
+
+ATTACKS: list[tuple[Twist, type[PosttrainError], str]] = [
+    (changed(version="0.7"), IntegrityError, r"sample 0 of prompt 1 must be sampled by policy \(any\), got 0\.7"),
+    (
+        changed(tokens=[9] * 5, logprobs=[-1.0] * 5),
+        JobFailedError,
+        r"sample 0 of prompt 1 must have 1\.\.4 tokens, got 5",
+    ),
+    (changed(tokens=[], logprobs=[]), JobFailedError, r"sample 0 of prompt 1 must have 1\.\.4 tokens, got 0"),
+    (changed(logprobs=[-1.0, float("nan"), -1.0, -1.0]), JobFailedError, "sample 0 of prompt 1 .* finite .* got nan"),
+    (changed(logprobs=[-1.0, float("-inf"), -1.0, -1.0]), JobFailedError, "sample 0 of prompt 1 .* finite .* got -inf"),
+    (changed(logprobs=[0.5, -1.0, -1.0, -1.0]), JobFailedError, "sample 0 of prompt 1 .* <= 0, got 0.5"),
+    (changed(prompt=[7, 8]), JobFailedError, "sample 0 of prompt 1 must continue its 3 tokens, got another beginning"),
+    (lambda done: [*done[:1], *done], JobFailedError, r"every sample once, got 0\.0 twice"),
+    (lambda done: [replace(c, id=f"{c.id}9") for c in done], JobFailedError, r"got 0\.09 without being asked"),
+    (never, JobFailedError, "every sample, got none in 0 s with 4 waiting, first sample 0 of prompt 0"),
+    (
+        lambda done: [replace(c, trajectory=c.trajectory.ended("aborted")) for c in done],
+        JobFailedError,
+        "sample 0 of prompt 0 must have ended by itself or at its limit, got aborted",
+    ),
+]
+
+
+@pytest.mark.parametrize(("twist", "kind", "message"), ATTACKS)
+def test_a_hostile_engine_is_ended_in_one_line_with_the_sample(
+    twist: Twist, kind: type[PosttrainError], message: str
+) -> None:
+    engine = HostileRollout(twist)
+    with pytest.raises(kind, match=message) as caught:
+        generate(engine, PROMPTS, samples=2, sampling=SAMPLING, patience=0)
+    assert "\n" not in str(caught.value)
+    assert engine.aborted, "what was left in work goes on"
+
+
+def test_an_honest_engine_is_believed() -> None:
+    found = generate(HostileRollout(list), PROMPTS, samples=2, sampling=SAMPLING)
+    assert [answer.response.tolist() for answer in found] == [[9, 8, 7, 6]] * 4
+
+
+def test_a_worker_refuses_answers_of_another_version_than_it_serves() -> None:
+    class Stale(ScriptedRollout):
+        def update(self, policy: str, version: str, *, in_flight: Any = "finish") -> None:
+            super().update(policy, "0.0.0" if version.endswith("4") else version, in_flight=in_flight)
+
+    engine = Stale(lambda prompt, sample: [9, 8, 7])
+    place = Place()
+    place.lend(model_of("qwen3"))
+    worker = RolloutWorker(place, engine=engine)
+    batch = PromptBatch(((5, 4),), (388,))
+    served = PolicyVersion(0, 3, "")
+    worker.serve(served)
+    assert worker.generate(batch, SAMPLING, 1).trajectories[0].versions == (str(served),)
+    worker.serve(PolicyVersion(0, 4, ""))
+    with pytest.raises(IntegrityError, match=r"sample 0 of prompt 388 must be sampled by policy .*4"):
+        worker.generate(batch, SAMPLING, 1)
+
+
+def test_weights_that_are_read_in_place_change_only_while_paused() -> None:
+    engine = ModuleRollout(model_of("qwen3"))
+    with pytest.raises(InputError, match=r"reads weights in place and must be paused to update to 0\.3"):
+        engine.update("", "0.3")
+    engine.pause()
+    with pytest.raises(InputError, match="serves one policy, got opponent"):
+        engine.update("opponent", "0.3")
