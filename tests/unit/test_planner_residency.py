@@ -14,11 +14,11 @@ from posttrain.domain.contracts import Load
 from posttrain.domain.placement import Placement
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig
+from posttrain.engine.loads import DECODED_TOGETHER
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.rollout.port import SamplingParams
-from posttrain.execution.trainers import native
 from posttrain.planner.residency import Residency, Shape, resident, shared_weights
 
 N = 1000
@@ -235,4 +235,4 @@ def test_activations_are_what_autograd_keeps_to_a_fifth(model: LanguageModel) ->
 
 
 def test_the_rows_decoded_together_are_the_engines() -> None:
-    assert SamplingParams(max_new_tokens=1, seed=0).batch_size == native._DECODED_TOGETHER
+    assert SamplingParams(max_new_tokens=1, seed=0).batch_size == DECODED_TOGETHER

@@ -50,17 +50,18 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
             _origin(ahead.cached[stage.name]),
             ahead.estimates[stage.name],
             planned.contracts[stage.name].load if stage.name in planned.contracts else None,
-            found.get(stage.name, (None, []))[0],
+            found[stage.name].residency if stage.name in found else None,
             planned.passes.get(stage.name),
             stall_after(planned.manifest, stage.name) if kind_of(stage.kind).driver is Driver.JOB else None,
             tuple(_packages(stage, workspace)),
+            found[stage.name].sizes if stage.name in found else (),
         )
         for stage in planned.manifest.stages
     )
     warnings = [*ahead.warnings, *planned.warnings]
     warnings += [*repeated(planned, ahead.datasets), *seen_in_training(planned, ahead.datasets)]
     warnings += wide_steps(planned, ahead.datasets)
-    warnings += [f"{name}: {warning}" for name, (_, warned) in found.items() for warning in warned]
+    warnings += [f"{name}: {warning}" for name, seen in found.items() for warning in seen.warnings]
     warnings += slower(planned, spec, workspace, path)
     run = existing[0] if existing else None
     trackers = tuple(describe(planned.trackers or of_workspace(workspace)))

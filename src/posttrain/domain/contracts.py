@@ -30,13 +30,18 @@ class Load:
     placement: Placement
     device: str  # cpu | cuda | auto
     dtype: str  # float32 | bfloat16 | auto
-    micro_batch_tokens: int | None  # None: the engine's own for the device
-    activation_checkpointing: bool = False
+    micro_batch_tokens: int | None  # None: chosen (`planner.sizes`)
+    activation_checkpointing: bool | None = None  # None: chosen
     sequence_parallel: int = 1
     documents: int = 0  # of one optimiser step; 0: not known, so micro-batches are taken to be full
     rows: int = 0  # responses decoded together
     response_tokens: int = 0
     ray_address: str | None = None
+    samples: int = 0  # responses of one step, or of one batch of an evaluation
+    kv_cache: int | None = None  # bytes of one rollout rank; None: chosen
+    object_store: int | None = None  # bytes; None: chosen
+    reward_timeout: float | None = None  # seconds; None: chosen
+    scored: bool = False  # by a reward function
 
 
 @dataclass(frozen=True, slots=True)

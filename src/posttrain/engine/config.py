@@ -125,7 +125,8 @@ class _OnPolicyConfig(_TrainingConfig):
     temperature: Temperature = 1.0
     mini_batches: Rows = 1  # optimiser steps per rollout batch (and epoch)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    reward_timeout: Seconds = 10.0  # seconds for one batch of completions
+    # seconds for one batch of completions; auto: 10, or 20 µs for each token that they may have
+    reward_timeout: Seconds | Literal["auto"] = "auto"
     reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions that may fail
     probe: ProbeConfig | None = None
     trace: TraceConfig = TraceConfig()
@@ -241,7 +242,8 @@ class DataflowConfig(_TrainingConfig):
     tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
         None  # what a step may spend; None: each response trained on once, at the most
     )
-    reward_timeout: Seconds = 10.0  # seconds for one batch of completions
+    # seconds for one batch of completions; auto: 10, or 20 µs for each token that they may have
+    reward_timeout: Seconds | Literal["auto"] = "auto"
     reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions that may fail
     probe: ProbeConfig | None = None
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
@@ -284,7 +286,8 @@ class SuiteConfig(Frozen):
     max_new_tokens: Tokens = 64
     reward: Reward | None = None  # scores every response; then rows may be without an answer
     reward_range: tuple[Worth, Worth] = (0.0, 1.0)  # the least and the most that a response may be worth
-    reward_timeout: Seconds = 10.0  # seconds for one batch of responses
+    # seconds for one batch of responses; auto: 10, or 20 µs for each token that they may have
+    reward_timeout: Seconds | Literal["auto"] = "auto"
 
     @model_validator(mode="after")
     def _rewards_have_a_range(self) -> SuiteConfig:

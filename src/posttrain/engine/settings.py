@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from posttrain.domain.amounts import Amount, ParsedAmount
 from posttrain.domain.durations import StallAfter
 from posttrain.domain.validation import Frozen
 
@@ -23,6 +24,7 @@ Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Width = Annotated[int, Field(ge=1, le=10**7)]  # of a layer
 Few = Annotated[int, Field(ge=1, le=10**5)]  # layers, heads, threads, ranks
+Memory = Annotated[Amount | Literal["auto"], ParsedAmount]  # bytes
 Worth = Annotated[float, Field(ge=-1e9, le=1e9)]  # of a response to a reward
 Seconds = Annotated[float, Field(gt=0, le=MOST_TIMEOUT)]
 Temperature = Annotated[float, Field(gt=0, le=1000)]
@@ -70,24 +72,38 @@ class InferenceRuntimeConfig(Frozen):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bf16 on CUDA, fp32 on CPU
     threads: Few = 1  # one thread is fastest for models under ~10 M parameters (measured)
     stall_after: StallAfter | None = None  # seconds without progress until the job is taken for hung; None: the run's
+    # bytes of keys and values that one rollout rank may hold, which bounds the rows decoded at once; auto: what the
+    # rank's device has left beside all else (`planner.sizes`)
+    kv_cache: Memory = "auto"
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what is left to others: equal requests have equal digests, also beside releases that knew less."""
         said: dict[str, Any] = handler(self)
-        if self.stall_after is None:
-            said.pop("stall_after", None)
-        return said
+        left = {"stall_after": None, "kv_cache": "auto", "object_store": "auto"}
+        return {name: value for name, value in said.items() if name not in left or value != left[name]}
 
 
 class RuntimeConfig(InferenceRuntimeConfig):
     """Where and how a training job computes."""
 
-    micro_batch_tokens: Positive | Literal["auto"] = "auto"  # per forward; auto: 4096 on CPU (caches), 16384 on CUDA
+    # per forward; auto: 4096 on CPU (caches), 16384 on CUDA, and less where that does not fit (`planner.sizes`)
+    micro_batch_tokens: Positive | Literal["auto"] = "auto"
     checkpoint_every: Positive = 50  # steps
     save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the model that is left; auto: what it computed in
-    activation_checkpointing: bool = False  # recompute the layers in backward: memory for time
+    # recompute the layers in backward: memory for time; auto: where a micro-batch does not fit without it
+    activation_checkpointing: bool | Literal["auto"] = "auto"
     sequence_parallel: Few = 1  # ranks that share the tokens of one batch (Ulysses); divides the pool's ranks
     ray_address: Word | None = None  # of a Ray cluster that runs already; None: one on this machine, where needed
+    # bytes of shared memory of a Ray cluster that the job starts; auto: a tenth of the machine's, at most 8 GiB, or
+    # twice the weights that go to rollouts where that is more
+    object_store: Memory = "auto"
+
+    @model_validator(mode="after")
+    def _one_cluster(self) -> Self:
+        if self.object_store != "auto" and self.ray_address is not None:
+            raise ValueError("object_store is of a cluster that the job starts, got ray_address too; remove one")
+        return self
 
 
 class LossProbeConfig(Frozen):

@@ -16,6 +16,7 @@ from posttrain.domain.errors import InputError
 from posttrain.execution.executors.local.devices import Devices
 from posttrain.execution.trainers.native import gpu_visible
 from posttrain.planner.feasibility import ACCELERATOR
+from posttrain.planner.sizes import Room
 
 DEVICES_VARIABLE = "POSTTRAIN_DEVICES"
 _ASK_SECONDS = 60.0
@@ -66,6 +67,11 @@ def this_machine() -> Machine:
     limits = [int(text) for text in map(_read, _MEMORY_LIMITS) if text.isdigit()]
     gpus = visible(_asked(), os.environ)[: allowed()] if gpu_visible() else ()
     return Machine(cpus, min([psutil.virtual_memory().total, *limits]), gpus)
+
+
+def room_of(machine: Machine) -> Room:
+    """What the sizes of a stage are chosen from."""
+    return Room(machine.gpu_memory, machine.memory, bool(machine.gpus))
 
 
 def allowed() -> int | None:

@@ -23,6 +23,8 @@ from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.jobs.entry import Job, failed, main
 from posttrain.jobs.pools import settled_device
 from posttrain.jobs.rewards import open_rewards
+from posttrain.jobs.sizing import choose, tell_sizes
+from posttrain.planner.sizes import reward_seconds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +43,8 @@ def body(job: Job) -> JobResult:
     from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 
     config = EvaluateConfig.model_validate(dict(job.order.params))
+    sizes = choose(job, config)
+    tell_sizes(job, sizes)
     model, tokenizer = open_model(job, config.runtime)
     slower = job.tell_fallbacks(decoding_fallbacks(model))
     suites: dict[str, list[Item]] = {}
@@ -59,7 +63,7 @@ def body(job: Job) -> JobResult:
     try:
         with ExitStack() as stack:
             judges = _judges(job, config, suites, stack)
-            results = _answer(job, config, suites, open_rollout(model), tokenizer, meter, judges)
+            results = _answer(job, config, suites, open_rollout(model, sizes.load.kv_cache), tokenizer, meter, judges)
     except Exception as error:
         return failed(error, meter.tokens)
     if results is None:
@@ -77,12 +81,16 @@ def _judges(
     Raises:
         RewardError, InputError: see `open_rewards` and `RewardJudge.rehearse`.
     """
+    from posttrain.engine.recipes.evaluate import ROWS_PER_CALL
     from posttrain.engine.recipes.judging import RewardJudge
 
     judges: dict[str, Judge] = {}
     for name, suite in config.suites.items():
         if suite.reward:
-            reward = open_rewards(job, f"{JUDGES}{name}", suite.reward, stack, timeout=suite.reward_timeout)
+            timeout = suite.reward_timeout
+            if timeout == "auto":
+                timeout = reward_seconds(ROWS_PER_CALL, suite.max_new_tokens)
+            reward = open_rewards(job, f"{JUDGES}{name}", suite.reward, stack, timeout=timeout)
             judge = RewardJudge(reward, name, suite.worth)
             judge.rehearse(suites[name])
             judges[name] = judge

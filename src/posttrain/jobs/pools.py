@@ -68,7 +68,9 @@ def _open_cluster_pools(
     roles, address = roles_of(config), config.runtime.ray_address
     pools = config.placement.pools(roles)
     cpus = sum(pool.resources.cpus or 0 for pool in pools.values())
-    cluster = stack.enter_context(open_cluster(address, cpus=None if address else max(cpus, 1)))
+    store = config.runtime.object_store
+    size = None if store == "auto" else store
+    cluster = stack.enter_context(open_cluster(address, cpus=None if address else max(cpus, 1), store_bytes=size))
     lines = infeasible(config.placement, cluster.resources(), roles=roles, where="the Ray cluster")
     if lines:
         raise InputError("; ".join(lines))

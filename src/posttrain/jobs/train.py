@@ -29,6 +29,7 @@ from posttrain.engine.config import (
 )
 from posttrain.jobs.entry import Job, failed, main
 from posttrain.jobs.rewards import open_rewards
+from posttrain.jobs.sizing import settled
 from posttrain.pacing.balancing import TOKENS, CostModel
 from posttrain.planner.residency import Shape
 from posttrain.store.trees import materialise
@@ -71,6 +72,7 @@ def body(job: Job) -> JobResult:
     config = stage_config(job.order.kind, dict(job.order.params))
     if not isinstance(config, TrainingConfig):
         raise InputError(f"posttrain.jobs.train trains models, got a stage of kind {job.order.kind}")
+    config, sizes = settled(job, config)
     recorder = Recorder(job.sink)
     with ExitStack() as stack:
         pool_of = stack.enter_context(open_pools(config, recorder, _costs(job)))
@@ -86,7 +88,7 @@ def body(job: Job) -> JobResult:
                 best = _leave_best(job, controller)
         except Exception as error:
             return failed(error, controller.tokens)
-    metrics = outcome.metrics | slower
+    metrics = outcome.metrics | slower | sizes
     if outcome.status != "succeeded":
         return JobResult(outcome.status, metrics=metrics, tokens=outcome.tokens)
     outputs = {"model": Output("outputs/model", "tree"), **best}
@@ -232,7 +234,8 @@ def _reward_function(
     from posttrain.engine.recipes.scoring import RewardScorer
 
     ranks = config.placement.pool_of("reward").resources.rank_count if config.placement.reward else 1
-    opened = open_rewards(job, "reward", reward, stack, timeout=config.reward_timeout, ranks=ranks)
+    timeout = float(config.reward_timeout)  # settled (`jobs.sizing`)
+    opened = open_rewards(job, "reward", reward, stack, timeout=timeout, ranks=ranks)
 
     def tell(line: str) -> None:
         job.sink(Note(line, time.time(), "warning"))

@@ -16,7 +16,8 @@ Training takes 16 N in float32 and 20 N in mixed precision with float32 accumula
 al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. Before it is sharded, a model is loaded whole
 by every rank and made float32: 4 N in the phase `start`, one role after the other. A frozen role holds b N on every
 rank. A rollout that shares a pool of one rank with the policy reads its weights where they are; elsewhere it holds a
-copy. Its key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the rows decoded together.
+copy. Its key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the rows decoded together, of which
+there are as many as `runtime.kv_cache` holds.
 
 Activations are estimated, not certain: what autograd keeps of one layer, per token, is about 7 hidden + 5 (heads +
 kv_heads) × head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the
@@ -40,8 +41,10 @@ from posttrain.domain.contracts import Load
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.placement import Pool
 
+MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # 16384 on a CPU is 15 % slower at 1 M parameters: out of its caches
 CHUNKED_LOGITS = 2**25  # above, the engine computes logits in chunks and again in backward
 CHUNK_BYTES = (2**27, 2**31)  # of a chunk's temporaries, which take what the head's gradient takes within these bounds
+_WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
 _TRAINED = ("policy", "critic", "reward_model")  # in the phase named `update`
 _ANY: Mapping[str, tuple[str, ...]] = {"rollout": ("rollout",), "reward": ("reward",), "update": _TRAINED}
 
@@ -86,11 +89,22 @@ class Shape:
         outside = shape.hidden * shape.vocabulary * (1 if shape.tied else 2) + shape.hidden
         return shape if parameters else replace(shape, parameters=outside + shape.layers * shape.layer_parameters)
 
+    @classmethod
+    def of_files(cls, config: Mapping[str, Any], stored: int) -> Shape | None:
+        """Of a model on disk, whose weights take so many bytes."""
+        width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")))
+        return cls.of_config(config, stored // width if width else None)
+
     @property
     def layer_parameters(self) -> int:
         """Of one decoder layer: query, key, value and output projections, gate, up and down, two norms."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def kv_values(self) -> int:
+        """Keys and values of one token, in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
 
     @property
     def unit_parameters(self) -> int:
@@ -179,6 +193,17 @@ def shared_weights(load: Load) -> bool:
     return "rollout" in home.roles and home.ranks == 1
 
 
+def device_of(load: Load, pool: Pool, *, gpu_there: bool) -> str:
+    """What `device: auto` is in a pool: cpu | cuda."""
+    gpu = pool.resources.gpus > 0 or (gpu_there and load.placement.is_inline and load.ray_address is None)
+    return "cuda" if load.device == "cuda" or (load.device == "auto" and gpu) else "cpu"
+
+
+def width_of(load: Load, device: str) -> int:
+    """Bytes of a value that is computed in."""
+    return 4 if load.dtype == "float32" or (load.dtype == "auto" and device == "cpu") else 2
+
+
 def _phases(load: Load) -> dict[str, tuple[str, ...]]:
     """Phases with the roles that work in them; without those in which no role of the stage has anything to do."""
     known = kind_of(load.kind).phases or _ANY
@@ -195,16 +220,15 @@ class _Pool:
 
     def __init__(self, load: Load, pool: Pool, gpu_there: bool, prompt_tokens: int) -> None:
         self._load, self.pool = load, pool
-        gpu = pool.resources.gpus > 0 or (gpu_there and load.placement.is_inline and load.ray_address is None)
-        self.device = "cuda" if load.device == "cuda" or (load.device == "auto" and gpu) else "cpu"
-        wide = load.dtype == "float32" or (load.dtype == "auto" and self.device == "cpu")
-        self._width, self._ranks = 4 if wide else 2, pool.ranks
+        self.device = device_of(load, pool, gpu_there=gpu_there)
+        self._width, self._ranks = width_of(load, self.device), pool.ranks
         sleep = load.placement.sleep
         self._sleeps = (self.device == "cuda" if sleep == "auto" else sleep) and len(pool.roles) > 1
         self._context = prompt_tokens + load.response_tokens
-        tokens = load.micro_batch_tokens or (16384 if self.device == "cuda" else 4096)
+        tokens = load.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device]
         if prompt_tokens and load.documents:
             tokens = min(tokens, load.documents * self._context)
+        tokens = max(tokens, load.response_tokens)  # a document is never cut
         self._tokens = math.ceil(tokens / load.sequence_parallel)
         self._trained = _trained(load)
 
@@ -238,9 +262,11 @@ class _Pool:
     def _transient(self, phase: str, role: str, shape: Shape) -> Iterator[tuple[str, int, bool]]:
         width = self._width
         if role == "rollout" and phase == "rollout":
+            row = self._context * shape.kv_values * width
             rows = math.ceil(self._load.rows / self._ranks)
-            per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * width
-            yield "kv cache", rows * self._context * per_token, True
+            if self._load.kv_cache is not None and row:
+                rows = max(1, min(rows, self._load.kv_cache // row))
+            yield "kv cache", rows * row, True
             yield "logits", 2 * 4 * rows * shape.vocabulary, True
         elif role in self._trained and phase != "rollout":
             if self._ranks > 1:

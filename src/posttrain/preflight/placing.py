@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,29 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.runspec import RunSpec
-from posttrain.execution.machine import Machine, this_machine
+from posttrain.execution.machine import Machine, room_of, this_machine
 from posttrain.execution.trainers.native import gpu_visible
 from posttrain.planner.fallbacks import expected
 from posttrain.planner.feasibility import gib, infeasible, too_large, unfit
 from posttrain.planner.residency import Residency, Shape, resident
+from posttrain.planner.sizes import Room, Settled, Size, settle
 from posttrain.preflight.datasets import Dataset
 from posttrain.preflight.fitting import model_files, origin
 from posttrain.preflight.outlook import workload
 from posttrain.preflight.rewarding import bytes_of
 from posttrain.workspace.opened import OpenWorkspace
 
-_WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
 _LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"
 _SPECIAL_TOKENS = 7  # of a model that `init_model` makes, beside its characters
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a plan sees of the memory of one stage."""
+
+    residency: Residency
+    sizes: tuple[Size, ...]
+    warnings: tuple[str, ...]
 
 
 def refuse_infeasible(
@@ -58,8 +68,10 @@ def refuse_infeasible(
         found = unfit(load, shapes.get("policy") or shapes.get("reward_model"))
         if load.ray_address is None:
             found = infeasible(load.placement, machine.resources(), roles=load.roles) + found
-            peaks = stage_residency(load, shapes, machine).peaks
+            settled = settle(load, shapes, room_of(machine))
+            peaks = stage_residency(settled.load, shapes, machine).peaks
             found += too_large(peaks, device=machine.gpu_memory, machine=machine.memory)
+            found += [settled.short] if settled.short else []
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise InputError(f"{source}: stages.{name}: {found[0]}{more}")
@@ -96,10 +108,12 @@ def stage_residency(
     return resident(load, shapes, prompt_tokens=round(prompt_tokens or 0), gpu_there=bool(machine.gpus))
 
 
-def memory_warnings(load: Load, residency: Residency, machine: Machine) -> list[str]:
-    """Where estimates say that memory will not do; the certain part was refused already."""
-    if load.ray_address is not None:
-        return []
+def memory_warnings(settled: Settled, residency: Residency, machine: Machine) -> list[str]:
+    """Where estimates say that memory will not do; the certain part was refused already. Of a cluster only the kinds of
+    its GPUs are known, so nothing of it is refused.
+    """
+    if settled.load.ray_address is not None:
+        return [settled.short] if settled.short else []
     room, memory = machine.gpu_memory, machine.memory
     found = [
         f"{peak.pool} will need about {gib(peak.bytes)} on a GPU that has {gib(room)} (phase {peak.phase}); {_LOWER}"
@@ -114,8 +128,8 @@ def memory_warnings(load: Load, residency: Residency, machine: Machine) -> list[
 
 def residencies(
     planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path, datasets: Mapping[str, Dataset]
-) -> Iterator[tuple[str, tuple[Residency | None, list[str]]]]:
-    """Training stage → what is resident when, and warnings of estimates that go beyond the memory there is."""
+) -> Iterator[tuple[str, Seen]]:
+    """Stage with a model at work → what is chosen for it, what is resident when, what that goes beyond."""
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     machine = this_machine() if loads else None
     for name, load in loads.items():
@@ -123,8 +137,13 @@ def residencies(
         shapes = role_shapes(planned.manifest, stage, load, workspace, path, spec.model)
         if shapes and machine:
             prompt = workload(stage, planned.contracts[name].work, datasets).characters
-            residency = stage_residency(load, shapes, machine, prompt)
-            yield name, (residency, memory_warnings(load, residency, machine))
+            settled = settle(load, shapes, _room(load, machine), prompt_tokens=round(prompt or 0))
+            residency = stage_residency(settled.load, shapes, machine, prompt)
+            yield name, Seen(residency, settled.sizes, tuple(memory_warnings(settled, residency, machine)))
+
+
+def _room(load: Load, machine: Machine) -> Room:
+    return Room() if load.ray_address is not None else room_of(machine)
 
 
 def slower(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path) -> Iterator[str]:
@@ -157,8 +176,7 @@ def _shape(
     if isinstance(found, StageManifest):
         return _made_from_nothing(found.params) if kind_of(found.kind).from_nothing else None
     config, stored = _stored_config(found, workspace, source, model)
-    width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")))
-    return Shape.of_config(config, stored // width if width else None)
+    return Shape.of_files(config, stored)
 
 
 def _stored_config(

@@ -12,6 +12,7 @@ from posttrain.domain.passes import Passes
 from posttrain.domain.records import RunRecord
 from posttrain.planner.estimate import Estimate
 from posttrain.planner.residency import Residency
+from posttrain.planner.sizes import Size
 
 _INPUT = ("slot", "name", "digest")
 
@@ -30,6 +31,7 @@ class StagePlan:
     passes: Passes | None = None  # `epochs` as steps, where the file says them
     stall_after: float | None = None  # seconds without progress until its job is taken for hung; None: it has none
     packages: tuple[str, ...] = ()  # installed ones that its kind and its trainer come from, with versions
+    sizes: tuple[Size, ...] = ()  # what its job will take for micro-batches, caches and time-outs
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
         **({"passes": asdict(stage.passes)} if stage.passes else {}),
         **({"stall_after": stage.stall_after} if stage.stall_after else {}),
         **({"packages": list(stage.packages)} if stage.packages else {}),
+        **({"sizes": [asdict(size) for size in stage.sizes]} if stage.sizes else {}),
     }
     if stage.load is None:
         return plain

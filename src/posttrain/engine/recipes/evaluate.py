@@ -31,7 +31,7 @@ from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.samples import Trajectory
 
-_ROWS_PER_CALL = 512  # responses between two looks at budget and stop orders
+ROWS_PER_CALL = 512  # responses between two looks at budget and stop orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def evaluate_suite(
     read_back = _Reader(tokenizer, Extractor(config.extract))
     responses: list[Response] = []
     for kind, samples, sampling in (("greedy", 1, greedy), ("sample", config.samples, sampled)):
-        size = max(1, _ROWS_PER_CALL // max(1, samples))
+        size = max(1, ROWS_PER_CALL // max(1, samples))
         for start in range(0, len(items) if samples else 0, size):
             chunk = items[start : start + size]
             read = sum(len(item.prompt) for item in chunk)

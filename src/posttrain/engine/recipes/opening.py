@@ -68,7 +68,8 @@ def open_roles(
     )
     learners, frozen = {"policy": policy}, {}
     source = model if isinstance(model, ModelSource) else None
-    rollout = pool_of("rollout").by_rank().start("rollout", RolloutWorker, source, engine)
+    cache = None if config.runtime.kv_cache == "auto" else config.runtime.kv_cache
+    rollout = pool_of("rollout").by_rank().start("rollout", RolloutWorker, source, engine, kv_cache=cache)
     tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
     if isinstance(config, GRPOConfig | PPOConfig) and config.kl:
         pool = pool_of("reference").by_rank()

@@ -309,6 +309,6 @@ def _like(parameter: Tensor, value: Tensor, *, whole: bool) -> Tensor:
 
 def open_sharding(place: Place, module: nn.Module, runtime: RuntimeConfig) -> Sharding:
     """Whole on one rank, fully sharded on several; with activations checkpointed where that is asked for."""
-    if runtime.activation_checkpointing:
+    if runtime.activation_checkpointing is True:  # a job has settled what `auto` is (`planner.sizes`)
         checkpoint_activations(module)
     return Unsharded(module) if place.size == 1 else FullySharded(module, place.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from posttrain.domain.errors import InputError
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.rollout.queueing import Intake
 from posttrain.engine.samples import Trajectory
@@ -14,11 +15,24 @@ Decode = Callable[[Sequence[Generation]], list[Trajectory]]  # all with the same
 class BatchedEngine:
     """`RolloutEngine` by a function that answers a batch.
 
-    `completed` takes what waits with the same sampling, shortest prompts first, at most `batch_size`, and answers it
-    all. So responses never go on under other weights than they began with.
+    `completed` takes what waits with the same sampling, shortest prompts first, at most `batch_size` and what the cache
+    holds, and answers it all. So responses never go on under other weights than they began with.
+
+    Args:
+        kv_cache: bytes that keys and values of a batch may take; None: not bounded.
+        token_bytes: of one token's keys and values in all layers; None: not known, so `kv_cache` is not looked at.
     """
 
-    def __init__(self, name: str, context_length: int, decode: Decode) -> None:
+    def __init__(
+        self,
+        name: str,
+        context_length: int,
+        decode: Decode,
+        *,
+        kv_cache: int | None = None,
+        token_bytes: int | None = None,
+    ) -> None:
+        self._cached = None if kv_cache is None or token_bytes is None else (kv_cache, token_bytes)
         self._name, self._context_length, self._decode = name, context_length, decode
         self._intake = Intake(name, context_length)
         self._waiting: list[Generation] = []
@@ -36,6 +50,8 @@ class BatchedEngine:
 
     def submit(self, work: Sequence[Generation]) -> None:
         """See `RolloutEngine.submit`."""
+        for generation in work:
+            self._refuse_longer(generation)
         self._intake.take(work)
         self._waiting += work
 
@@ -70,9 +86,29 @@ class BatchedEngine:
     def _answer_batch(self) -> None:
         sampling = self._waiting[0].sampling
         alike = sorted((g for g in self._waiting if g.sampling == sampling), key=lambda g: len(g.tokens))
-        batch = alike[: sampling.batch_size]
+        batch = self._holding(alike[: sampling.batch_size])
         answers = self._decode(batch)
         taken = {generation.id for generation in batch}
         self._waiting = [generation for generation in self._waiting if generation.id not in taken]
         version = self._intake.version
         self._done += [Completion(g.id, a.sampled_by(version)) for g, a in zip(batch, answers, strict=True)]
+
+    def _refuse_longer(self, generation: Generation) -> None:
+        tokens = len(generation.tokens) + generation.limit
+        if self._cached is not None and tokens * self._cached[1] > self._cached[0]:
+            raise InputError(
+                f"generation {generation.id} of {tokens} tokens must fit runtime.kv_cache ({self._cached[0]} bytes), got "
+                f"{tokens * self._cached[1]}; raise it, or lower max_new_tokens"
+            )
+
+    def _holding(self, batch: list[Generation]) -> list[Generation]:
+        """The first of a batch, the shortest prompts first, whose rectangle of keys and values the cache holds."""
+        if self._cached is None:
+            return batch
+        budget, token_bytes = self._cached
+        longest = limit = 0
+        for count, generation in enumerate(batch):
+            longest, limit = max(longest, len(generation.tokens)), max(limit, generation.limit)
+            if count and (count + 1) * (longest + limit) * token_bytes > budget:
+                return batch[:count]
+        return batch

@@ -26,9 +26,17 @@ class RolloutWorker:
         place: where it stands; a `LanguageModel` lent there is decoded from in place (an `alias` view of the policy).
         source: where it loads a copy of its own from otherwise (`gathered` views arrive by `load`).
         engine: instead of the one that fits the model, in the controller's process.
+        kv_cache: bytes that keys and values may take; None: not bounded.
     """
 
-    def __init__(self, place: Place, source: ModelSource | None = None, engine: RolloutEngine | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        source: ModelSource | None = None,
+        engine: RolloutEngine | None = None,
+        *,
+        kv_cache: int | None = None,
+    ) -> None:
         lent = place.borrow(LanguageModel)
         model = source.open(place.device) if lent is None and source else lent
         if model is None:
@@ -37,7 +45,7 @@ class RolloutWorker:
             )
         self._view: Literal["alias", "gathered"] = "gathered" if lent is None else "alias"
         self._module = model.module
-        self._engine = engine or open_rollout(model)
+        self._engine = engine or open_rollout(model, kv_cache)
         self._fallbacks = {} if engine else decoding_fallbacks(model)
         self._rank, self._version = place.rank, PolicyVersion()
         self._say(self._version)

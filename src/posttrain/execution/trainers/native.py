@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ValidationError
 
 from posttrain.domain.canonical import digest_bytes, digest_json
-from posttrain.domain.contracts import Length, Load, RowNeeds, StageContract, refuse_malformed
+from posttrain.domain.contracts import Length, RowNeeds, StageContract, refuse_malformed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
 from posttrain.domain.kinds import OWN, installed_kind, kind_names, kind_of
@@ -37,18 +37,20 @@ from posttrain.engine.config import (
     TrainingConfig,
     stage_config,
 )
+from posttrain.engine.loads import load_of
 from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
 _DECIDING_ROOMS = (
-    *("engine", "jobs", "data/files.py", "data/rows.py", "domain/canonical.py", "domain/kinds.py"),
+    *("engine", "jobs", "data/files.py", "data/rows.py", "domain/amounts.py"),
+    *("domain/canonical.py", "domain/kinds.py"),
     *("domain/measures.py", "domain/placement.py", "domain/rewards.py", "domain/seeds.py", "domain/weights.py"),
     *("pacing/balancing.py", "planner/feasibility.py", "planner/residency.py"),
+    *("planner/sizes.py",),
 )
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
 # Parquet rows, regex reads answers.
 _DECIDING_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "jinja2", "pyarrow", "regex")
-_DECODED_TOGETHER = 256  # rows; `rollout.port.SamplingParams.batch_size`, which a test compares
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 _CHOSEN_BY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _CHOOSES = re.compile(r"\d|GPU-|MIG-")  # how a list begins that leaves at least one device visible
@@ -83,7 +85,7 @@ class NativeTrainer:
             metrics=_metrics(config),
             work=_work(config),
             rows=_row_needs(config),
-            load=_load(config),
+            load=load_of(config),
             length=_length(config),
         )
 
@@ -246,61 +248,6 @@ def _length(config: StageConfig) -> Length | None:
         return None
     per_step = int(getattr(config, config.per_step))
     return Length("data", config.per_step, per_step, config.epochs, turns=isinstance(config, SFTConfig))
-
-
-def _load(config: object) -> Load | None:
-    """What memory and devices see of a training stage.
-
-    Raises:
-        InputError: a role is placed that the stage does not have.
-    """
-    if not isinstance(config, TrainingConfig):
-        return None
-    runtime, samples, longest = config.runtime, 0, 0
-    if isinstance(config, GRPOConfig | PPOConfig | DataflowConfig):
-        samples, longest = config.prompts_per_step * config.group_size, config.max_new_tokens
-        documents = samples if isinstance(config, DataflowConfig) else -(-samples // config.mini_batches)
-    else:
-        documents = config.batch_size * (2 if isinstance(config, RewardModelConfig) else 1)
-    roles = _roles(config)
-    return Load(
-        kind=config.kind,
-        roles=roles,
-        placement=config.placement.for_roles(roles, _described(config)),
-        device=runtime.device,
-        dtype=runtime.dtype,
-        micro_batch_tokens=None if runtime.micro_batch_tokens == "auto" else runtime.micro_batch_tokens,
-        activation_checkpointing=runtime.activation_checkpointing,
-        sequence_parallel=runtime.sequence_parallel,
-        documents=documents,
-        rows=min(samples, _DECODED_TOGETHER),
-        response_tokens=longest,
-        ray_address=runtime.ray_address,
-    )
-
-
-def _roles(config: TrainingConfig) -> tuple[str, ...]:
-    if isinstance(config, RewardModelConfig):
-        return ("reward_model",)
-    if isinstance(config, SFTConfig):
-        return ("policy",)
-    if isinstance(config, DataflowConfig):
-        return ("policy", "rollout", *(["reward"] if config.reward else []))
-    reference = ("reference",) if config.kl else ()
-    if isinstance(config, GRPOConfig):
-        return ("policy", *reference, "rollout", "reward")
-    judge = "reward" if config.reward else "reward_model"
-    return ("policy", "critic", *reference, "rollout", judge)
-
-
-def _described(config: TrainingConfig) -> str:
-    """The stage in an error: what its configuration leaves out decides which roles it has."""
-    words = [config.kind]
-    if isinstance(config, PPOConfig):
-        words.append("with a reward function" if config.reward else "with a reward model")
-    if isinstance(config, GRPOConfig | PPOConfig) and config.kl is None:
-        words.append("without kl")
-    return " ".join(words)
 
 
 def _sure_steps(config: TrainingConfig) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.models import LanguageModel
+from posttrain.engine.models.costs import key_value_bytes
 from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.decoding import Rows, decode_batch
 from posttrain.engine.rollout.port import Generation
@@ -19,10 +20,17 @@ _DROP_SHARE = 0.15  # the cache is copied when rows are dropped, so it pays for 
 
 
 class ModuleRollout(BatchedEngine):
-    """`RolloutEngine` over the module of a `LanguageModel`."""
+    """`RolloutEngine` over the module of a `LanguageModel`.
 
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__("module", model.context_length, self._decode_all)
+    Args:
+        kv_cache: bytes that keys and values may take; None: as many as a batch needs.
+    """
+
+    def __init__(self, model: LanguageModel, kv_cache: int | None = None) -> None:
+        token_bytes = key_value_bytes(model.module)
+        super().__init__(
+            "module", model.context_length, self._decode_all, kv_cache=kv_cache, token_bytes=token_bytes
+        )
         self._model = model
 
     @torch.inference_mode()

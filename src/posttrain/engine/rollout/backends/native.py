@@ -16,6 +16,7 @@ from torch import Tensor
 from posttrain.domain.errors import InputError
 from posttrain.engine.models import LanguageModel
 from posttrain.engine.models.attention import PackingPlan, attend_packed, plan_packing
+from posttrain.engine.models.costs import key_value_bytes
 from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.decoding import Rows, decode_batch
 from posttrain.engine.rollout.fused_weights import (
@@ -34,17 +35,23 @@ class NativeRollout(BatchedEngine):
 
     Opening it re-points the module's parameters at fused buffers; their values, names and shapes stay.
 
+    Args:
+        kv_cache: bytes that keys and values may take; None: as many as a batch needs.
+
     Raises:
         InputError: a model for which `why_not_fusable` has a reason.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, kv_cache: int | None = None) -> None:
         reason = why_not_fusable(model.module)
         if reason is not None:
             raise InputError(
                 f"native rollout must have a plain Llama, Qwen2 or Qwen3 model, got {reason}; use the module rollout"
             )
-        super().__init__("native", model.context_length, self._decode_all)
+        token_bytes = key_value_bytes(model.module)
+        super().__init__(
+            "native", model.context_length, self._decode_all, kv_cache=kv_cache, token_bytes=token_bytes
+        )
         self._model = model
         self._weights = fuse_weights(model.module)
 

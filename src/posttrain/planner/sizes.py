@@ -1,0 +1,278 @@
+"""What `auto` comes to: micro-batches, activation checkpointing, key-value cache, object store, reward time-out.
+
+Pure arithmetic over `residency`, and the only place that chooses: a plan asks it of the machine that it is made on, the
+job of the machine that it runs on. What is written in run.yaml is taken as it is; the rest is chosen so that every
+phase of a step stays within what is usable of a device:
+
+======================  ================================================================================================
+usable of a GPU         0.9 of its memory, less 1 GiB: CUDA's context, the libraries' workspaces, fragments
+usable of a CPU rank    0.8 of the machine's memory less half a GiB for each process, in equal parts
+micro_batch_tokens      16384 on CUDA, 4096 on a CPU; halved, down to 1024, while a phase does not fit
+activation_             off where a micro-batch of that many tokens fits without; else on, before tokens are halved:
+checkpointing           a third more computation costs less than many small micro-batches
+kv_cache                on a GPU all that is left in the phase `rollout`, on a CPU half of it, in whole 16 MiB
+object_store            a tenth of the machine's memory, at most 8 GiB; twice the weights that are sent to rollouts (the
+                        version before goes late), where that is more, at most three tenths of the memory
+reward_timeout          10 s, or 20 µs for each token that a batch of responses may hold, where that is more
+======================  ================================================================================================
+
+A cluster that is named cannot be looked at before the job asks it: the memory of its GPUs is what their `kind` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from posttrain.domain.contracts import Load
+from posttrain.domain.placement import Pool
+from posttrain.planner.feasibility import gib
+from posttrain.planner.residency import MICRO_BATCH_TOKENS, Shape, device_of, resident, shared_weights, width_of
+
+LEAST_TOKENS = 1024  # of a micro-batch that is chosen
+_GIB = 2**30
+_KV_STEP = 2**24  # so that a few bytes of a file's header change nothing
+_OF_GPU, _CONTEXT = 0.9, _GIB
+_OF_MEMORY, _PROCESS = 0.8, _GIB // 2
+_STORE_SHARE, _STORE_USUAL, _STORE_MOST = 0.1, 8 * _GIB, 0.3
+_SCORED_AT_LEAST, _SCORED_TOKEN = 10.0, 20e-6  # seconds
+# GB of the smallest device of its name: what a cluster's `kind` promises
+_KINDS = {
+    **{"t4": 16, "v100": 16, "l4": 24, "a10": 24, "a10g": 24, "a30": 24, "rtx4090": 24, "a40": 48, "l40": 48},
+    **{"l40s": 48, "a100": 40, "h100": 80, "h200": 141, "b200": 180, "gh200": 96, "mi250x": 128, "mi300x": 192},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is to fill: `Room(gpu=85_520_809_984, memory=2 * 2**40, gpu_there=True)`."""
+
+    gpu: int | None = None  # bytes of the smallest GPU; None: there is none, or nobody knows
+    memory: int | None = None  # bytes of the machine
+    gpu_there: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One setting of a stage: `Size("kv_cache", 44023414784, "bytes", True, "…")`."""
+
+    name: str  # as in run.yaml
+    value: float
+    unit: str  # tokens | switch | bytes | seconds
+    chosen: bool  # else it was written
+    why: str  # its arithmetic
+
+    @property
+    def said(self) -> str:
+        """As a person reads it: `16384 tokens`, `on`, `41.0 GiB`, `51.2 s`."""
+        if self.unit == "switch":
+            return "on" if self.value else "off"
+        return gib(int(self.value)) if self.unit == "bytes" else f"{self.value:g} {self.unit.replace('seconds', 's')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A stage without anything left to choose."""
+
+    load: Load
+    sizes: tuple[Size, ...]
+    short: str = ""  # why it cannot be done even so, in one line with the next action
+
+    def values(self) -> dict[str, float]:
+        """By name, as a job tells them."""
+        return {size.name: size.value for size in self.sizes}
+
+
+def settle(load: Load, shapes: Mapping[str, Shape], room: Room, *, prompt_tokens: int = 0) -> Settled:
+    """Choose what the stage leaves open.
+
+    Args:
+        shapes: of the model behind each role; without any nothing is held against memory.
+        prompt_tokens: of a typical prompt. It chooses nothing (a job knows another number than its plan) and only says
+            how many rows a cache holds.
+    """
+    stage = _Stage(load, shapes, room)
+    sizes: list[Size] = []
+    short = ""
+    if any(role in load.roles for role in ("policy", "critic", "reward_model")):
+        chosen = stage.micro_batches()
+        sizes += chosen.sizes
+        load, short = chosen.load, chosen.short
+    if "rollout" in load.roles:
+        cached = _Stage(load, shapes, room).kv_cache(prompt_tokens)
+        load, short = cached.load, short or cached.short
+        sizes += cached.sizes
+    store, timeout = _object_store(load, shapes, room), _reward_timeout(load)
+    if store is not None:
+        load = replace(load, object_store=int(store.value))
+    if timeout is not None:
+        load = replace(load, reward_timeout=timeout.value)
+    return Settled(load, (*sizes, *filter(None, (store, timeout))), short)
+
+
+class _Stage:
+    def __init__(self, load: Load, shapes: Mapping[str, Shape], room: Room) -> None:
+        self._load, self._shapes, self._room = load, shapes, room
+        self._pools = load.placement.pools(load.roles)
+
+    def micro_batches(self) -> Settled:
+        """Tokens of a micro-batch, and whether layers are computed again."""
+        written = self._load.micro_batch_tokens, self._load.activation_checkpointing
+        tried = None
+        for tokens, again in self._candidates():
+            load = replace(self._load, micro_batch_tokens=tokens, activation_checkpointing=again)
+            tried = load, *self._tightest(load)
+            if tried[1] <= 0:
+                break
+        assert tried is not None
+        load, over, why = tried
+        again = bool(load.activation_checkpointing)
+        sizes = (
+            Size("micro_batch_tokens", float(load.micro_batch_tokens or 0), "tokens", written[0] is None, why),
+            Size("activation_checkpointing", float(again), "switch", written[1] is None, "as above"),
+        )
+        return Settled(load, sizes, self._too_much(load, why) if over > 0 and None in written else "")
+
+    def _candidates(self) -> Iterator[tuple[int, bool]]:
+        tokens, again = self._load.micro_batch_tokens, self._load.activation_checkpointing
+        trained = next(role for role in ("policy", "critic", "reward_model") if role in self._load.roles)
+        home = next(pool for pool in self._pools.values() if trained in pool.roles)
+        usual = tokens or MICRO_BATCH_TOKENS[self._device(home)]
+        yield from ((usual, way) for way in ((False, True) if again is None else (again,)))
+        while tokens is None and usual > LEAST_TOKENS:
+            usual //= 2
+            yield usual, again is not False
+
+    def _tightest(self, load: Load) -> tuple[int, str]:
+        """Bytes by which the fullest phase of any pool exceeds what is usable there (negative: that are left), in words
+        too.
+        """
+        found = resident(load, self._shapes, gpu_there=self._room.gpu_there)
+        worst: tuple[int, str] | None = None
+        for name, pool in self._pools.items():
+            usable = self._usable(pool)
+            mine = {
+                phase: sum(h.bytes for h in found.held if (h.phase, h.pool) == (phase, name) and h.part != "kv cache")
+                for phase in found.phases
+            }
+            if usable is None or not any(mine.values()):
+                continue
+            phase = max(mine, key=mine.__getitem__)
+            words = f"{gib(mine[phase])} in {phase} of {gib(usable)} usable on {self._place(pool)}"
+            if worst is None or mine[phase] - usable > worst[0]:
+                worst = mine[phase] - usable, words
+        return worst or (0, self._unknown())
+
+    def _too_much(self, load: Load, why: str) -> str:
+        """Why the smallest micro-batches do not fit; empty where an estimate only says that it will be tight."""
+        found = resident(load, self._shapes, gpu_there=self._room.gpu_there)
+        for peak in found.peaks:
+            whole = self._whole(self._pools[peak.pool])
+            if whole is not None and peak.bytes > whole:
+                return (
+                    f"memory: {why} with micro-batches of {max(load.micro_batch_tokens or 0, load.response_tokens)} "
+                    "tokens, the smallest; use more ranks, a smaller model, or give roles pools of their own"
+                )
+        return ""
+
+    def kv_cache(self, prompt_tokens: int) -> Settled:
+        """Bytes of keys and values of one rollout rank."""
+        pool = next(pool for pool in self._pools.values() if "rollout" in pool.roles)
+        shape, written = self._shapes.get("rollout"), self._load.kv_cache
+        usable = self._usable(pool)
+        if shape is None or (usable is None and written is None):
+            return Settled(self._load, ())
+        row = shape.kv_values * width_of(self._load, self._device(pool))
+        longest = max(1, prompt_tokens + self._load.response_tokens)
+        value, why = (written, "") if written is not None else self._left(pool, usable or 0)
+        rows = value // (row * longest)
+        counted = f"{rows} rows of {longest} tokens at {_binary(row)}"
+        load = replace(self._load, kv_cache=value)
+        short = "" if rows or written is not None else self._no_row(pool, row * longest, longest, value)
+        if not rows and written is not None:
+            short = (
+                f"runtime.kv_cache must hold one row of {longest} tokens ({gib(row * longest)}), got {gib(written)}; "
+                "raise it, or leave it out"
+            )
+        size = Size("kv_cache", float(value), "bytes", written is None, ": ".join(filter(None, (why, counted))))
+        return Settled(load, (size,), short)
+
+    def _left(self, pool: Pool, usable: int) -> tuple[int, str]:
+        found = resident(self._load, self._shapes, gpu_there=self._room.gpu_there)
+        held = sum(h.bytes for h in found.held if (h.phase, h.pool) == ("rollout", pool.name) and h.part != "kv cache")
+        cuda = self._device(pool) == "cuda"
+        left = max(0, usable - held) // (1 if cuda else 2)
+        share = "" if cuda else "half of what is left: "
+        words = f"{share}{gib(usable)} usable on {self._place(pool)} less {gib(held)}"
+        return left // _KV_STEP * _KV_STEP, words
+
+    def _no_row(self, pool: Pool, row: int, longest: int, value: int) -> str:
+        return (
+            f"memory: the key-value cache of one row of {longest} tokens takes {gib(row)}, {gib(value)} are left for "
+            f"it on {self._place(pool)}; lower max_new_tokens, or give the rollout a pool of its own"
+        )
+
+    def _device(self, pool: Pool) -> str:
+        return device_of(self._load, pool, gpu_there=self._room.gpu_there)
+
+    def _whole(self, pool: Pool) -> int | None:
+        """Bytes of one rank's device; of a CPU its share of the machine's."""
+        named = self._load.ray_address is not None
+        if self._device(pool) == "cuda":
+            kind = pool.resources.kind or ""
+            return (_KINDS[kind] * 10**9 if kind in _KINDS else None) if named else self._room.gpu
+        ranks = sum(other.ranks for other in self._pools.values() if self._device(other) == "cpu")
+        return None if named or self._room.memory is None else self._room.memory // ranks
+
+    def _usable(self, pool: Pool) -> int | None:
+        whole = self._whole(pool)
+        if whole is None:
+            return None
+        cuda = self._device(pool) == "cuda"
+        return max(0, int(_OF_GPU * whole) - _CONTEXT if cuda else int(_OF_MEMORY * whole) - _PROCESS)
+
+    def _place(self, pool: Pool) -> str:
+        if self._device(pool) == "cuda":
+            return f"a GPU of {gib(self._whole(pool) or 0)}"
+        return "this machine's CPUs" if pool.ranks == 1 else f"each of {pool.ranks} ranks on CPUs"
+
+    def _unknown(self) -> str:
+        if not self._shapes:
+            return "held against nothing: the model's sizes are not known"
+        return "held against nothing: the devices' memory is not known" + (
+            " (name their kind in placement)" if self._load.ray_address else ""
+        )
+
+
+def _object_store(load: Load, shapes: Mapping[str, Shape], room: Room) -> Size | None:
+    if load.ray_address is not None or load.placement.is_inline or room.memory is None:
+        return None
+    if load.object_store is not None:
+        return Size("object_store", float(load.object_store), "bytes", False, "")
+    sent, policy = 0, shapes.get("policy")
+    if policy is not None and "rollout" in load.roles and not shared_weights(load):
+        home = load.placement.pools(load.roles)[load.placement.pool_of("policy").name]
+        sent = policy.parameters * width_of(load, device_of(load, home, gpu_there=room.gpu_there))
+    usual = min(int(_STORE_SHARE * room.memory), _STORE_USUAL)
+    value = max(usual, min(2 * sent, int(_STORE_MOST * room.memory)))
+    why = f"twice the {gib(sent)} of weights sent to rollouts" if value > usual else "a tenth of memory, at most 8 GiB"
+    return Size("object_store", float(value), "bytes", True, why)
+
+
+def _reward_timeout(load: Load) -> Size | None:
+    if not load.scored:
+        return None
+    if load.reward_timeout is not None:
+        return Size("reward_timeout", load.reward_timeout, "seconds", False, "")
+    value = reward_seconds(load.samples, load.response_tokens)
+    tokens = load.samples * load.response_tokens
+    return Size("reward_timeout", value, "seconds", True, f"10 s, or 20 µs for each of at most {tokens} tokens")
+
+
+def reward_seconds(samples: int, response_tokens: int) -> float:
+    """The time-out of one batch of responses to a reward function."""
+    return max(_SCORED_AT_LEAST, round(_SCORED_TOKEN * samples * response_tokens, 1))
+
+
+def _binary(size: int) -> str:
+    return f"{size / 1024:.0f} KiB" if size >= 1024 else f"{size} B"
