@@ -97,9 +97,11 @@ def test_a_model_that_cannot_fit_is_refused_and_one_that_may_not_is_a_warning(
     assert "stages.sft: memory: ranks on CPUs need at least 1.3 GiB (main 1 × 1.3 GiB), this machine has 1.0 GiB" in (
         result.stderr
     )
-    written = file(world, "placement: collocated, runtime: {micro_batch_tokens: 4096, activation_checkpointing: false}")
+    full = "steps: 4, batch_size: 9000, runtime: {micro_batch_tokens: 65536}"
+    text = RUN.replace("steps: 4", full).replace("HIDDEN", "768").replace("PLACED", "placement: collocated")
+    written = world.write("placed.yaml", text)
     machine.append(Machine(4, 4 * 2**30))
-    shown = " ".join(world.ok("plan", written, "--set", "sft.runtime.micro_batch_tokens=65536").split())
+    shown = " ".join(world.ok("plan", written).split())
     assert "sft: ranks on CPUs will need about" in shown  # what is written is taken, and told
     machine.append(Machine(4, 2**40, (Gpu("NVIDIA T4", 2**30),)))
     assert "one rank of collocated needs at least" in world("plan", name).stderr

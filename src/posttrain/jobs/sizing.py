@@ -20,11 +20,7 @@ from posttrain.planner.sizes import Room, Settled, settle
 
 
 def settled(job: Job, config: TrainingConfig) -> tuple[TrainingConfig, dict[str, float]]:
-    """The stage's configuration with every size settled, which the job's facts tell; and the metrics `sizes/NAME`.
-
-    Raises:
-        InputError: it cannot be done on this machine, whatever is chosen.
-    """
+    """The stage's configuration with every size settled, which the job's facts tell; and the metrics `sizes/NAME`."""
     found = choose(job, config)
     load, runtime = found.load, config.runtime
     chosen: dict[str, Any] = {"activation_checkpointing": bool(load.activation_checkpointing)}

@@ -22,7 +22,9 @@ there are as many as `runtime.kv_cache` holds.
 Activations are estimated, not certain: what autograd keeps of one layer, per token, is about 7 hidden + 5 (heads +
 kv_heads) × head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the
 approach is that of Korthikanti et al. 2022, section 4, without the scores, which fused attention never stores). With
-checkpointing it is one layer of these and `hidden` values for each other. The logits count twice, in float32; above
+checkpointing it is one layer of these and `hidden` values for each other. In the backward pass gradients of one layer's
+values are there besides. Of a process that trains on a CPU, what is said here is within a factor of 1.5 of the resident
+memory that it took at the most (a test measures it). The logits count twice, in float32; above
 `CHUNKED_LOGITS` of them, a chunk's temporaries and the head's gradient in float32.
 
 Asleep, a frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; what is trained, and a
@@ -290,6 +292,8 @@ class _Pool:
             saved = shape.hidden if self._load.activation_checkpointing else layer
             kept = layer + (shape.layers - 1) * saved
         yield "activations", self._tokens * kept * self._width, True
+        if backward:
+            yield "backward", self._tokens * layer * self._width, True
         if head:
             yield "logits", _logits(self._tokens, shape, backward=backward), True
 

@@ -88,14 +88,14 @@ def settle(load: Load, shapes: Mapping[str, Shape], room: Room, *, prompt_tokens
 
     Args:
         shapes: of the model behind each role; without any nothing is held against memory.
-        prompt_tokens: of a typical prompt. It chooses nothing (a job knows another number than its plan) and only says
-            how many rows a cache holds.
+        prompt_tokens: of a typical prompt. It chooses nothing (a job knows another number than its plan): it says how
+            many rows a cache holds, and whether a batch fills a micro-batch, where a stage is refused.
     """
     stage = _Stage(load, shapes, room)
     sizes: list[Size] = []
     short = ""
     if any(role in load.roles for role in ("policy", "critic", "reward_model")):
-        chosen = stage.micro_batches()
+        chosen = stage.micro_batches(prompt_tokens)
         sizes += chosen.sizes
         load, short = chosen.load, chosen.short
     if "rollout" in load.roles:
@@ -115,7 +115,7 @@ class _Stage:
         self._load, self._shapes, self._room = load, shapes, room
         self._pools = load.placement.pools(load.roles)
 
-    def micro_batches(self) -> Settled:
+    def micro_batches(self, prompt_tokens: int) -> Settled:
         """Tokens of a micro-batch, and whether layers are computed again."""
         written = self._load.micro_batch_tokens, self._load.activation_checkpointing
         tried = None
@@ -131,7 +131,7 @@ class _Stage:
             Size("micro_batch_tokens", float(load.micro_batch_tokens or 0), "tokens", written[0] is None, why),
             Size("activation_checkpointing", float(again), "switch", written[1] is None, "as above"),
         )
-        return Settled(load, sizes, self._too_much(load, why) if over > 0 and None in written else "")
+        return Settled(load, sizes, self._too_much(load, prompt_tokens) if over > 0 and written[0] is None else "")
 
     def _candidates(self) -> Iterator[tuple[int, bool]]:
         tokens, again = self._load.micro_batch_tokens, self._load.activation_checkpointing
@@ -158,20 +158,25 @@ class _Stage:
             if usable is None or not any(mine.values()):
                 continue
             phase = max(mine, key=mine.__getitem__)
-            words = f"{gib(mine[phase])} in {phase} of {gib(usable)} usable on {self._place(pool)}"
+            words = f"{gib(mine[phase])} in {phase}, {gib(usable)} of {gib(self._whole(pool) or 0)} usable on "
+            words += self._place(pool)
             if worst is None or mine[phase] - usable > worst[0]:
                 worst = mine[phase] - usable, words
         return worst or (0, self._unknown())
 
-    def _too_much(self, load: Load, why: str) -> str:
+    def _too_much(self, load: Load, prompt_tokens: int) -> str:
         """Why the smallest micro-batches do not fit; empty where an estimate only says that it will be tight."""
-        found = resident(load, self._shapes, gpu_there=self._room.gpu_there)
+        alone = replace(load, kv_cache=0)  # of rows there may be one
+        found = resident(alone, self._shapes, prompt_tokens=prompt_tokens, gpu_there=self._room.gpu_there)
+        again = ", and layers computed again" if load.activation_checkpointing else ""
         for peak in found.peaks:
             whole = self._whole(self._pools[peak.pool])
             if whole is not None and peak.bytes > whole:
                 return (
-                    f"memory: {why} with micro-batches of {max(load.micro_batch_tokens or 0, load.response_tokens)} "
-                    "tokens, the smallest; use more ranks, a smaller model, or give roles pools of their own"
+                    f"memory: {peak.phase} takes about {gib(peak.bytes)} with the smallest micro-batches, "
+                    f"{max(load.micro_batch_tokens or 0, load.response_tokens)} tokens{again}; "
+                    f"{self._place(self._pools[peak.pool])} has {gib(whole)}; use more ranks, a smaller model, or "
+                    "give roles pools of their own"
                 )
         return ""
 
@@ -203,7 +208,7 @@ class _Stage:
         cuda = self._device(pool) == "cuda"
         left = max(0, usable - held) // (1 if cuda else 2)
         share = "" if cuda else "half of what is left: "
-        words = f"{share}{gib(usable)} usable on {self._place(pool)} less {gib(held)}"
+        words = f"{share}{gib(usable)} of {gib(self._whole(pool) or 0)} usable on {self._place(pool)} less {gib(held)}"
         return left // _KV_STEP * _KV_STEP, words
 
     def _no_row(self, pool: Pool, row: int, longest: int, value: int) -> str:
@@ -233,7 +238,7 @@ class _Stage:
 
     def _place(self, pool: Pool) -> str:
         if self._device(pool) == "cuda":
-            return f"a GPU of {gib(self._whole(pool) or 0)}"
+            return f"one GPU of {pool.name}" if len(self._pools) > 1 else "one GPU"
         return "this machine's CPUs" if pool.ranks == 1 else f"each of {pool.ranks} ranks on CPUs"
 
     def _unknown(self) -> str:
