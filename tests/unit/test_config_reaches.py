@@ -127,6 +127,8 @@ VALUES: dict[str, Any] = {
     "runtime.sequence_parallel": 2,
     "runtime.ray_address": "127.0.0.1:6379",
     "runtime.micro_batch_tokens": 9,
+    "runtime.kv_cache": "4MiB",
+    "runtime.object_store": "1GiB",
 }
 BESIDE: dict[str, dict[str, Any]] = {
     "ppo kl.estimator=k3-corrected": {"kl.place": "loss"},
@@ -134,7 +136,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 # In the plan only: where and how large, which a result does not depend on but for rounding.
 PLANNED = ("epochs", "placement", "runtime.sequence_parallel", "runtime.ray_address", "runtime.micro_batch_tokens",
-           "runtime.activation_checkpointing")  # fmt: skip
+           "runtime.activation_checkpointing", "runtime.kv_cache", "runtime.object_store")  # fmt: skip
 UNMOVED: dict[str, str] = {
     "runtime.device=cpu": "auto is cpu where there is no GPU",
     "runtime.device=cuda": "needs a GPU; the gpu tests compare it with the CPU",

@@ -107,6 +107,16 @@ def test_the_smallest_micro_batch_is_an_answer_and_an_answer_can_be_too_long() -
     assert "the key-value cache of one row of 60000 tokens takes 7.3 GiB" in no_row.short or "memory:" in no_row.short
 
 
+def test_long_answers_and_large_weights_have_time_and_room() -> None:
+    found = settled(load("grpo", **LONG, reward="exact", placement=APART))
+    assert size(found, "reward_timeout") == pytest.approx(32 * 8 * 10_000 * 20e-6)
+    assert size(found, "object_store") == 2 * 2 * shape().parameters
+    little = Machine(64, 64 * 2**30, NODE.gpus)  # whose memory a store must not fill
+    assert size(settled(load("grpo", **LONG, reward="exact", placement=APART), machine=little), "object_store") == (
+        int(0.3 * 64 * 2**30)
+    )
+
+
 def test_what_is_written_is_taken_and_the_rest_is_chosen_around_it() -> None:
     found = settled(load("sft", placement=TOGETHER, runtime={"activation_checkpointing": False}))
     assert size(found, "activation_checkpointing") == 0.0

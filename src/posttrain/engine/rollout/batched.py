@@ -97,8 +97,8 @@ class BatchedEngine:
         tokens = len(generation.tokens) + generation.limit
         if self._cached is not None and tokens * self._cached[1] > self._cached[0]:
             raise InputError(
-                f"generation {generation.id} of {tokens} tokens must fit runtime.kv_cache ({self._cached[0]} bytes), got "
-                f"{tokens * self._cached[1]}; raise it, or lower max_new_tokens"
+                f"runtime.kv_cache must hold generation {generation.id} of {tokens} tokens "
+                f"({tokens * self._cached[1]} bytes), got {self._cached[0]}; raise it, or lower max_new_tokens"
             )
 
     def _holding(self, batch: list[Generation]) -> list[Generation]:

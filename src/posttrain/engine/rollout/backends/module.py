@@ -28,9 +28,7 @@ class ModuleRollout(BatchedEngine):
 
     def __init__(self, model: LanguageModel, kv_cache: int | None = None) -> None:
         token_bytes = key_value_bytes(model.module)
-        super().__init__(
-            "module", model.context_length, self._decode_all, kv_cache=kv_cache, token_bytes=token_bytes
-        )
+        super().__init__("module", model.context_length, self._decode_all, kv_cache=kv_cache, token_bytes=token_bytes)
         self._model = model
 
     @torch.inference_mode()

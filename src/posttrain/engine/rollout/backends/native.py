@@ -49,9 +49,7 @@ class NativeRollout(BatchedEngine):
                 f"native rollout must have a plain Llama, Qwen2 or Qwen3 model, got {reason}; use the module rollout"
             )
         token_bytes = key_value_bytes(model.module)
-        super().__init__(
-            "native", model.context_length, self._decode_all, kv_cache=kv_cache, token_bytes=token_bytes
-        )
+        super().__init__("native", model.context_length, self._decode_all, kv_cache=kv_cache, token_bytes=token_bytes)
         self._model = model
         self._weights = fuse_weights(model.module)
 
