@@ -12,7 +12,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-SUITES = ("rollout", "training", "dispatch", "controller", "tracing", "ledger", "transitions", "starting", "serving")
+SUITES = (
+    "rollout",
+    "training",
+    "dispatch",
+    "controller",
+    "tracing",
+    "weights",
+    "ledger",
+    "transitions",
+    "starting",
+    "serving",
+)
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ class BadGradient(torch.autograd.Function):
 
 def diverge(policy: TrainWorker, mine: TokenBatch, objective: PolicyObjective, place: Place) -> None:
     """A mini-batch with a finite loss and a gradient that is none, on one rank only: nothing is left of it."""
-    held = lambda: {**policy.learner.parameters(), **policy.learner.moments()}  # noqa: E731
+    held = lambda: {**policy.engine.learner.parameters(), **policy.engine.learner.moments()}  # noqa: E731
     before = {name: value.clone() for name, value in held().items()}
 
     class Bad:
@@ -120,10 +120,10 @@ def dropout_draws(place: Place) -> list[list[float]]:
 
     def forward(micro: TokenBatch) -> LossParts:
         drawn.append(torch.rand(4).tolist())
-        return LossParts(policy._predict(micro, {"logprobs"}).of("logprobs").sum() * 0.0, {})
+        return LossParts(policy.engine.predict(micro, {"logprobs"}).of("logprobs").sum() * 0.0, {})
 
     for step in (0, 0, 1):
-        policy.learner.step([make_batch()], make_batch().dummy(), forward, step=step)
+        policy.engine.learner.step([make_batch()], make_batch().dummy(), forward, step=step)
     return drawn
 
 
@@ -136,7 +136,7 @@ def train(place: Place, family: str, mine: TokenBatch, pairs: TokenBatch) -> tup
     critic = TrainWorker(place, scalar, OPTIMIZER, runtime, name="critic", steps=STEPS, seed=0)
     scoring = adopt_classifier(put_scalar_head(families.build(family)))
     judge = TrainWorker(place, scoring, OPTIMIZER, runtime, name="reward_model", steps=STEPS, seed=0)
-    begun = {name: tensor.clone() for name, tensor in policy.learner.parameters().items()}
+    begun = {name: tensor.clone() for name, tensor in policy.engine.learner.parameters().items()}
     first = policy.fill(mine, "now", "logprobs").column("now")
     for step in range(STEPS):
         surrogate = PolicyObjective(totals, clip_low=0.2, clip_high=0.2)
@@ -146,16 +146,16 @@ def train(place: Place, family: str, mine: TokenBatch, pairs: TokenBatch) -> tup
         metrics |= {
             f"critic/{k}": v for k, v in critic.update(mine, ValueObjective(totals, 0.2), step=step).metrics.items()
         }
-        preferring = PreferenceObjective(len(PAIRS["ragged"]))
+        preferring = PreferenceObjective(Totals.of(make_pairs()))
         metrics |= {f"judge/{k}": v for k, v in judge.update(pairs, preferring, step=step).metrics.items()}
     # frozen passes are collective as well
     assert judge.fill(pairs, "now", "scores").column("now").shape == (len(pairs),)
     assert len(policy.fill(mine, "now", "logprobs")) == len(critic.fill(mine, "now", "values")) == len(mine)
     weights = {}
     for role, worker in (("policy", policy), ("critic", critic), ("judge", judge)):
-        gathered = worker.learner.sharding.gathered() if place.size > 1 else worker.learner.parameters()
+        gathered = worker.engine.learner.sharding.gathered() if place.size > 1 else worker.engine.learner.parameters()
         weights |= {f"{role}/{name}": tensor.detach().cpu().clone() for name, tensor in gathered.items()}
-    policy.learner.restore(begun, {})  # what the frozen pass above gathered must not outlive it
+    policy.engine.learner.restore(begun, {})  # what the frozen pass above gathered must not outlive it
     torch.testing.assert_close(policy.fill(mine, "now", "logprobs").column("now"), first, atol=0, rtol=0)
     return weights, metrics
 

@@ -198,7 +198,7 @@ def test_a_value_is_stored_and_handed_on(shared: Opening, pools: Opening) -> Non
     size = 500_000
     policy = shared(Recorder(sink)).start("policy", gw.Policy)
     rollout = pools(1, "rollout", Recorder(sink)).start("rollout", gw.Engine)
-    weights = policy.stored(gw.Policy.weights, size)
+    weights = policy.each_stored(gw.Policy.weights, size)[0]
     assert rollout.each(gw.Engine.load, 3, {"policy": weights}) == [(3, 1.0, size)]
     assert weights.value()["w"].numel() == size
     assert all(int(str(span.attributes["bytes_in"])) < 10_000 for span in spans)

@@ -97,6 +97,15 @@ def test_two_ranks_of_one_pool_and_a_second_pool(jobs: Jobs) -> None:
         ranks = span.attributes["ranks"]
         assert isinstance(ranks, list)
         assert [rank for rank, _, _ in ranks] == [0, 1]
-    published = [f for f in sharded.facts()[0] if isinstance(f, Span) and f.name == "policy.publish"]
-    assert published
+    published = [f for f in sharded.facts()[0] if isinstance(f, Span) and f.name == "policy.bucket"]
+    assert len(published) == 3
     assert all(int(str(span.attributes["bytes_in"])) < 1000 for span in published), "weights pass the controller by"
+
+
+@pytest.mark.ray
+def test_a_rollout_beside_the_shards_of_the_policy_gets_them_from_rank_to_rank(jobs: Jobs) -> None:
+    folder = jobs.run("beside", {"collocated": {"ranks": 2}})
+    calls = [f for f in folder.facts()[0] if isinstance(f, Span) and f.attributes.get("kind") == "call"]
+    assert len([f for f in calls if f.name == "rollout.exchange"]) == 3
+    assert len([f for f in calls if f.name == "rollout.attest"]) == 3
+    assert not [f for f in calls if f.name == "policy.bucket"], "nothing goes through the object store"

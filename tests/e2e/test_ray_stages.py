@@ -27,13 +27,14 @@ from posttrain.engine.config import InitModelConfig, SFTConfig
 from posttrain.engine.controller import Controller, Order
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.worker_group import WorkerGroup
+from posttrain.engine.models.exported import Shard, put
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.opening import open_learner
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
-from posttrain.engine.weights.view import PolicyVersion
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import materialise
 
@@ -83,7 +84,21 @@ def train(
     if resume:
         controller.resume(resume)
     controller.run()
-    return dict(roles.made.each(TrainWorker.publish, PolicyVersion())[0].tensors)
+    return whole_weights(roles.made)
+
+
+def whole_weights(policy: WorkerGroup[TrainWorker]) -> dict[str, Tensor]:
+    """Put together from what every rank holds."""
+    shards = [shard for held in policy.each(exported) for shard in held]
+    found = {shard.name: torch.zeros(shard.shape) for shard in shards}
+    for shard in shards:
+        put(found, shard)
+    return found
+
+
+def exported(worker: TrainWorker) -> list[Shard]:
+    """What a rank holds, on its way to another process."""
+    return list(worker.engine.export())
 
 
 def belongs_to(ranks: int) -> str:

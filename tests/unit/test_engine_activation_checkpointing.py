@@ -43,7 +43,7 @@ def test_the_same_weights_from_fewer_saved_bytes() -> None:
         for step in range(3):
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 worker.update(BATCH, SupervisedObjective(Totals.of(BATCH)), step=step)
-        weights.append({name: p.clone() for name, p in worker.learner.parameters().items()})
+        weights.append({name: p.clone() for name, p in worker.engine.learner.parameters().items()})
         saved.append(kept)
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():

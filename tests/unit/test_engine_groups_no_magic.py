@@ -26,7 +26,7 @@ DECORATORS = {
 }
 FORBIDDEN_CALLS = {"setattr", "delattr", "exec", "eval", "compile", "__import__", "globals", "vars"}
 FORBIDDEN_METHODS = {"__getattr__", "__getattribute__", "__setattr__", "__init_subclass__", "__class_getitem__"}
-DISPATCHING = {"map", "each", "one", "stored"}
+DISPATCHING = {"map", "each", "one", "each_stored"}
 PLACED = ("roles", "rollout")  # where worker classes live
 
 

@@ -62,8 +62,8 @@ CASES = [
     ),
     (
         "a stored value taken for the value",
-        "d1: dict[str, float] = group.stored(Worker.step, 0.1)",
-        "d: Stored[dict[str, float]] = group.stored(Worker.step, 0.1)",
+        "d1: list[dict[str, float]] = group.each_stored(Worker.step, 0.1)",
+        "d: list[Stored[dict[str, float]]] = group.each_stored(Worker.step, 0.1)",
     ),
     ("method of another class", "group.each(Other.step, 0.1)", "group.each(Worker.step, 0.1)"),
     ("method by name", "group.each('step', 0.1)", "group.within(3).each(Worker.step, 0.1)"),

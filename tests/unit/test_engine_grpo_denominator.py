@@ -84,7 +84,7 @@ def by_hand(seen: Sequence[Trajectory], scores: Sequence[float | None], mode: st
 def test_the_gradient_is_that_of_everything_sampled(aggregation: str, advantage: str) -> None:
     scorer = Remembering()
     recipe = grpo(scorer=scorer, aggregation=aggregation, advantage=advantage, **PLAIN)
-    found = gradients(worker(recipe).learner)
+    found = gradients(worker(recipe).engine.learner)
     recipe.step(0, quiet(0))
     expected = by_hand(scorer.seen, scorer.scores, aggregation, advantage)
     assert found.keys() == expected.keys()
@@ -106,7 +106,7 @@ def test_dropping_groups_without_signal_changes_nothing(
         if keep_all:
             monkeypatch.setattr(recipe_module, "_live", lambda batch: range(len(batch)))
         reports = [recipe.step(step, quiet(step)) for step in range(3)]
-        weights = {name: p.clone() for name, p in worker(recipe).learner.parameters().items()}
+        weights = {name: p.clone() for name, p in worker(recipe).engine.learner.parameters().items()}
         return [r.metrics["grad_norm"] for r in reports], sum(r.tokens for r in reports), weights
 
     dropped, whole = train(False), train(True)
@@ -131,7 +131,7 @@ def test_the_other_denominator_counts_groups_with_signal_only() -> None:
 def test_a_kl_term_reads_no_reward(denominator: str, trained: int) -> None:
     """So under the default every sampled response is computed: one without advantage is still held to the reference."""
     recipe = grpo(scorer=Remembering(), denominator=denominator, **PLAIN | {"kl": KLConfig(coefficient=0.1)})
-    learner, batches = worker(recipe).learner, []
+    learner, batches = worker(recipe).engine.learner, []
     split = learner.split
 
     def counting(batch: Any) -> Any:
@@ -149,7 +149,7 @@ def test_metrics_are_means_over_what_was_computed() -> None:
     for denominator in ("sampled", "signal"):
         scorer = Remembering()
         recipe = grpo(scorer=scorer, denominator=denominator, **PLAIN)
-        scorer.moves = worker(recipe).learner.parameters()
+        scorer.moves = worker(recipe).engine.learner.parameters()
         found.append(recipe.step(0, quiet(0)).metrics["mismatch_kl"])
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     assert found[0] > 1e-6

@@ -21,7 +21,7 @@ from posttrain.engine.settings import OptimizerConfig
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_is_not_applied_though_its_gradient_is_finite(odd: float) -> None:
     policy, batch = worker(sft()), TokenBatch.pack(DOCUMENTS)
-    before = {name: p.clone() for name, p in policy.learner.parameters().items()}
+    before = {name: p.clone() for name, p in policy.engine.learner.parameters().items()}
 
     def objective(micro: TokenBatch, logprobs: Tensor) -> LossParts:
         return LossParts(mean_loss(batch).function(micro, logprobs).loss + odd, {})
@@ -29,13 +29,13 @@ def test_a_loss_that_is_no_number_is_not_applied_though_its_gradient_is_finite(o
     update: Any = policy.update
     with pytest.raises(DivergedError, match="training diverged at step 1"):
         update(batch, LossOf(objective), step=0)
-    assert all(torch.equal(p, before[name]) for name, p in policy.learner.parameters().items())
-    assert policy.learner.moments() == {}
+    assert all(torch.equal(p, before[name]) for name, p in policy.engine.learner.parameters().items())
+    assert policy.engine.learner.moments() == {}
 
 
 @pytest.mark.parametrize("odd", ["name", "shape"])
 def test_parameters_of_another_model_are_refused(odd: str) -> None:
-    learner = worker(sft()).learner
+    learner = worker(sft()).engine.learner
     given = dict(learner.parameters())
     name = min(given)
     given[name if odd == "shape" else "nobody"] = torch.zeros(1)

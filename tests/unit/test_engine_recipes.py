@@ -159,7 +159,7 @@ def run(recipe: Recipe, folder: Path, *, resume: Path | None = None, stop_after:
 
 def weights(recipe: Any) -> dict[str, Tensor]:
     """Of every learner."""
-    found = {role: group.one(_worker).learner.parameters() for role, group in recipe.roles.learners.items()}
+    found = {role: group.one(_worker).engine.learner.parameters() for role, group in recipe.roles.learners.items()}
     return {f"{role}/{name}": p.clone() for role, parameters in found.items() for name, p in parameters.items()}
 
 

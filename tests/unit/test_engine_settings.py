@@ -68,7 +68,7 @@ def test_an_optimiser_step_is_adamw_with_every_setting(schedule: Any, after: flo
             group["lr"] = rate
         reference.step()
         reference.zero_grad()
-    trained = dict(policy.model.module.named_parameters())
+    trained = dict(policy.engine.model.module.named_parameters())
     for name, expected in parameters.items():
         assert torch.allclose(trained[name], expected, atol=2e-6), name
 
@@ -76,8 +76,8 @@ def test_an_optimiser_step_is_adamw_with_every_setting(schedule: Any, after: flo
 def test_micro_batches_are_as_large_as_the_stage_says() -> None:
     small, large = worker(sft(runtime={"micro_batch_tokens": 9})), worker(sft(runtime={"micro_batch_tokens": 900}))
     batch = TokenBatch.pack(DOCUMENTS)
-    assert len(large.learner.split(batch)[1]) == 1
-    assert len(small.learner.split(batch)[1]) > 3
+    assert len(large.engine.learner.split(batch)[1]) == 1
+    assert len(small.engine.learner.split(batch)[1]) > 3
 
 
 def test_grpo_minimises_what_its_stage_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ class Desk:
         return self.controller.run()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.clone() for name, p in worker(self.recipe).learner.parameters().items()}
+        return {name: p.clone() for name, p in worker(self.recipe).engine.learner.parameters().items()}
 
     def latest(self) -> Path:
         return max(self.folder.glob("step-*"))
@@ -266,11 +266,11 @@ def test_incomplete_moments_are_refused(key: str) -> None:
     policy = worker(sft())
     batch = TokenBatch.pack(DOCUMENTS)
     policy.update(batch, mean_loss(batch), step=0)
-    learner = policy.learner
+    learner = policy.engine.learner
     odd = {name: value for name, value in learner.moments().items() if name != key}
     odd |= {key: torch.zeros(())} if key not in learner.moments() else {}
     with pytest.raises(IntegrityError, match=f"moment {key} is odd"):
-        worker(sft()).learner.restore(learner.parameters(), odd)
+        worker(sft()).engine.learner.restore(learner.parameters(), odd)
 
 
 def test_a_checkpoint_of_another_stage_is_refused(tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ class TestGRPO:
 
     def test_no_signal_changes_nothing(self) -> None:
         recipe = grpo(scorer=lambda prompts, trajectories: [1.0] * len(trajectories), kl=None)
-        learner = worker(recipe).learner
+        learner = worker(recipe).engine.learner
         before = {name: p.clone() for name, p in learner.parameters().items()}
         assert recipe.step(0, quiet(0)).metrics["groups/zero_std"] == 1.0
         assert equal(before, learner.parameters())
@@ -478,12 +478,12 @@ class TestPolicy:
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
     def test_divergence_is_named_and_updates_nothing(self, poison: float) -> None:
         policy = self.policy()
-        before = {name: p.clone() for name, p in policy.learner.parameters().items()}
+        before = {name: p.clone() for name, p in policy.engine.learner.parameters().items()}
         with pytest.raises(DivergedError, match="diverged at step 4: loss") as caught:
             policy.update(TokenBatch.pack(DOCUMENTS), LossOf(lambda m, lp: LossParts((lp * poison).sum(), {})), step=3)
         assert caught.value.failure_class is FailureClass.DIVERGED
-        assert equal(before, policy.learner.parameters())
-        assert policy.learner.moments() == {}
+        assert equal(before, policy.engine.learner.parameters())
+        assert policy.engine.learner.moments() == {}
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_a_bad_gradient_under_a_finite_loss_leaves_no_trace(self, dtype: torch.dtype) -> None:
@@ -497,19 +497,19 @@ class TestPolicy:
             policy = self.policy(model, micro_batch_tokens=12)
             policy.update(batch, good, step=0)
             if disturbed:
-                before = policy.learner.parameters() | policy.learner.moments()
+                before = policy.engine.learner.parameters() | policy.engine.learner.moments()
                 before = {name: value.clone() for name, value in before.items()}
-                live = {name: p.clone() for name, p in policy.model.module.named_parameters()}
+                live = {name: p.clone() for name, p in policy.engine.model.module.named_parameters()}
                 for poison in (float("nan"), float("inf")):
                     bad = LossOf(partial(poisoned, good, poison))
                     with pytest.raises(DivergedError, match=r"loss 3\.\d+, gradient norm (nan|inf) must be finite"):
                         policy.update(batch, bad, step=0, part=1)
-                    assert equal(before, {**policy.learner.parameters(), **policy.learner.moments()})
-                    assert equal(live, dict(policy.model.module.named_parameters()))
-                    assert all(p.grad is None for p in policy.model.module.parameters())
+                    assert equal(before, {**policy.engine.learner.parameters(), **policy.engine.learner.moments()})
+                    assert equal(live, dict(policy.engine.model.module.named_parameters()))
+                    assert all(p.grad is None for p in policy.engine.model.module.parameters())
             policy.update(batch, good, step=1)
             policies.append(policy)
-        one, two = (policy.learner for policy in policies)
+        one, two = (policy.engine.learner for policy in policies)
         assert equal(one.parameters(), two.parameters())
         assert equal(one.moments(), two.moments())
 
@@ -520,17 +520,17 @@ class TestPolicy:
         nothing = LossOf(lambda m, lp: LossParts((lp * 0.0).sum(), {}))
 
         def moved(policy: TrainWorker, step: int) -> set[str]:
-            before = {name: p.clone() for name, p in policy.learner.parameters().items()}
+            before = {name: p.clone() for name, p in policy.engine.learner.parameters().items()}
             policy.update(batch, nothing, step=step)
-            after = policy.learner.parameters()
+            after = policy.engine.learner.parameters()
             return {name for name in before if not torch.equal(before[name], after[name])}
 
         one, two = (TrainWorker(Place(), gpt2(), options, RuntimeConfig(), steps=10, seed=0) for _ in range(2))
-        names = set(one.learner.parameters())
+        names = set(one.engine.learner.parameters())
         vectors = {name for name in names if name.endswith(".bias") or ".ln_" in name}
         assert len(vectors) == 10
         assert moved(one, 0) == names - vectors
-        two.learner.restore(one.learner.parameters(), one.learner.moments())
+        two.engine.learner.restore(one.engine.learner.parameters(), one.engine.learner.moments())
         assert moved(two, 1) == names - vectors
 
     def test_low_precision_weights_learn_through_masters(self) -> None:
@@ -543,18 +543,18 @@ class TestPolicy:
             slow = OptimizerConfig(learning_rate=1e-5, warmup_steps=0, schedule="constant")
             policies.append(TrainWorker(Place(), model, slow, RuntimeConfig(), steps=10, seed=0))
         one, two = policies
-        start = {name: p.clone() for name, p in one.learner.parameters().items()}
+        start = {name: p.clone() for name, p in one.engine.learner.parameters().items()}
         for step in range(3):
             one.update(batch, mean_loss(batch), step=step)
-        moved = [(one.learner.parameters()[name] - p).abs().max().item() for name, p in start.items()]
+        moved = [(one.engine.learner.parameters()[name] - p).abs().max().item() for name, p in start.items()]
         assert 0 < max(moved) < 1e-4
-        assert all(p.dtype == torch.float32 for p in one.learner.parameters().values())
-        live = dict(one.model.module.named_parameters())
-        assert all(torch.equal(live[name], p.bfloat16()) for name, p in one.learner.parameters().items())
-        two.learner.restore(one.learner.parameters(), one.learner.moments())
+        assert all(p.dtype == torch.float32 for p in one.engine.learner.parameters().values())
+        live = dict(one.engine.model.module.named_parameters())
+        assert all(torch.equal(live[name], p.bfloat16()) for name, p in one.engine.learner.parameters().items())
+        two.engine.learner.restore(one.engine.learner.parameters(), one.engine.learner.moments())
         for policy in policies:
             policy.update(batch, mean_loss(batch), step=3)
-        assert equal(one.learner.parameters(), two.learner.parameters())
+        assert equal(one.engine.learner.parameters(), two.engine.learner.parameters())
 
     def test_dropout_leaves_the_global_generator_alone(self) -> None:
         policy = TrainWorker(Place(), gpt2(), FAST, RuntimeConfig(), steps=10, seed=0, dropout=True)

@@ -116,12 +116,14 @@ class NonBlocking(Generic[W]):
         calls = reach.backend.submit(reach.role, (0,), method, args, kwargs)
         return self._future(calls, method, begun, lambda answers: answers[0])
 
-    def stored(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[Stored[R]]:
-        """As `WorkerGroup.stored`."""
+    def each_stored(
+        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[Stored[R]]]:
+        """As `WorkerGroup.each_stored`."""
         reach = self._reach
         begun = (time.time(), time.perf_counter())
         calls = reach.backend.submit_stored(reach.role, range(reach.backend.ranks), method, args, kwargs)
-        return self._future(calls, method, begun, lambda answers: answers[0])
+        return self._future(calls, method, begun, list)
 
     def _future(
         self,
@@ -213,6 +215,6 @@ class WorkerGroup(Generic[W]):
         """Rank 0 alone. The method must not communicate with the other ranks."""
         return self.nonblocking.one(method, *args, **kwargs).result()
 
-    def stored(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Stored[R]:
-        """Every rank; what rank 0 returns stays there, to be handed to other workers by reference."""
-        return self.nonblocking.stored(method, *args, **kwargs).result()
+    def each_stored(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[Stored[R]]:
+        """Every rank; what they return stays there, to be handed to other workers by reference."""
+        return self.nonblocking.each_stored(method, *args, **kwargs).result()

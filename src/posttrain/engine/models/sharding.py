@@ -5,7 +5,7 @@ Losses are weighted by totals of the whole step, so gradients are *summed* over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, final
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.objectives import LossParts
+from posttrain.engine.models.exported import Shard
 
 M = TypeVar("M")
 
@@ -60,6 +61,9 @@ class Sharding(Protocol):
     def write_back(self) -> None:
         """After an optimiser step: bring the module up to date with `parameters`."""
 
+    def export(self) -> Iterator[Shard]:
+        """The pieces of the module's parameters that this rank holds, as the optimiser keeps them. Not copies."""
+
     def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Whole parameters by name, in the precision the module computes in or another, to which those of the optimiser
         are rounded once; empty but on rank 0. Collective.
@@ -73,6 +77,7 @@ class Unsharded:
     rank, ranks = 0, 1
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._trained = {n: p if p.dtype == torch.float32 else p.detach().float() for n, p in self._live.items()}
 
@@ -114,6 +119,12 @@ class Unsharded:
         for name, trained in self._trained.items():
             if trained is not self._live[name]:
                 self._live[name].copy_(trained)
+
+    def export(self) -> Iterator[Shard]:
+        """See `Sharding`."""
+        for name, parameter in self._module.named_parameters():
+            held = self._trained.get(name, parameter).detach()
+            yield Shard(name, tuple(parameter.shape), held, frozen=name not in self._trained)
 
     def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """See `Sharding`; not copies where nothing is rounded."""
@@ -160,20 +171,17 @@ class FullySharded:
         self._root = _Root(module)
         self._sharded_root: FSDPModule = fully_shard(self._root, **options)
         self._module, self._device = module, torch.device(device)
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        # kept: after a forward without backward the module has whole ones in their place
+        self._held = dict(module.named_parameters())
+        self._parameters = {name: p for name, p in self._held.items() if p.requires_grad}
 
     def parameters(self) -> Mapping[str, Tensor]:
         """See `Sharding`."""
         return self._parameters
 
     def rows(self) -> Mapping[str, tuple[int, int]]:
-        """See `Sharding`; torch.chunk's arithmetic, which FSDP2 shards by."""
-        found = {}
-        for name, parameter in self._parameters.items():
-            chunk = -(-parameter.shape[0] // self.ranks)
-            start = min(self.rank * chunk, parameter.shape[0])
-            found[name] = (start, min(start + chunk, parameter.shape[0]))
-        return found
+        """See `Sharding`."""
+        return {name: self._rows(parameter) for name, parameter in self._parameters.items()}
 
     def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
         """See `Sharding`. FSDP averages over ranks, so the loss is scaled up to make that a sum."""
@@ -209,6 +217,20 @@ class FullySharded:
     def write_back(self) -> None:
         """The shards are the module's own; what a forward without backward left gathered of the old ones is dropped."""
         self._sharded_root.reshard()
+
+    def export(self) -> Iterator[Shard]:
+        """See `Sharding`; a rank that has no row of a parameter gives none."""
+        for name, parameter in self._held.items():
+            start, stop = self._rows(parameter)
+            if start < stop:
+                frozen = name not in self._parameters
+                yield Shard(name, tuple(parameter.shape), local(parameter.detach()), start, frozen=frozen)
+
+    def _rows(self, parameter: Tensor) -> tuple[int, int]:
+        """torch.chunk's arithmetic, which FSDP2 shards by."""
+        chunk = -(-parameter.shape[0] // self.ranks)
+        start = min(self.rank * chunk, parameter.shape[0])
+        return start, min(start + chunk, parameter.shape[0])
 
     def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """See `Sharding`; one parameter at a time."""

@@ -12,6 +12,7 @@ from typing import final
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.groups.worker_group import WorkerGroup
+from posttrain.engine.recipes.publishing import transport
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
@@ -70,17 +71,13 @@ class Roles:
         return found
 
     def publish(self, version: PolicyVersion) -> None:
-        """From now on the rollout samples with the policy as it is; proven by digest where weights are copied.
+        """From now on the rollout samples with the policy as it is, which is attested.
 
         Raises:
-            IntegrityError: a rollout rank serves other weights than were published.
+            IntegrityError: a rollout rank decodes with other weights than were published.
         """
-        if self.rollout is None:
-            return
-        if self.rollout.one(RolloutWorker.view) == "alias":
-            self.rollout.each(RolloutWorker.serve, version)
-        else:
-            self.rollout.each(RolloutWorker.load, self.made.stored(TrainWorker.publish, version))
+        if self.rollout is not None:
+            transport(self.made, self.rollout).publish(version)
 
     def save(self, path: Path) -> Mapping[str, str]:
         """Write every learner's part of a checkpoint; file name → digest."""

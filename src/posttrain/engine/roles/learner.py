@@ -161,10 +161,10 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(
-        self, micros: Sequence[TokenBatch], dummy: TokenBatch, forward: Callable[[TokenBatch], Tensor]
-    ) -> list[Tensor]:
-        """What `forward` gives for this rank's micro-batches, without gradients and dropout; every rank calls it
-        as often.
+        self, micros: Sequence[TokenBatch], dummy: TokenBatch, forward: Callable[[TokenBatch], Mapping[str, Tensor]]
+    ) -> list[Mapping[str, Tensor]]:
+        """What `forward` gives for each of this rank's micro-batches, by name, without gradients and dropout; every
+        rank calls it as often.
         """
         self._module.eval()
         try:
@@ -173,17 +173,17 @@ class Learner:
             self._module.train(self._dropout)
 
     def _evaluated(
-        self, micros: Sequence[TokenBatch], dummy: TokenBatch, forward: Callable[[TokenBatch], Tensor]
-    ) -> list[Tensor]:
-        found: list[Tensor] = []
+        self, micros: Sequence[TokenBatch], dummy: TokenBatch, forward: Callable[[TokenBatch], Mapping[str, Tensor]]
+    ) -> list[Mapping[str, Tensor]]:
+        found: list[Mapping[str, Tensor]] = []
         for index in range(self.sharding.rounds(len(micros))):
             idle = index >= len(micros)
             parts = self.sharding.compute(
-                lambda micro: LossParts(torch.zeros(()), {"predicted": forward(micro)}),
+                lambda micro: LossParts(torch.zeros(()), forward(micro)),
                 dummy if idle else micros[index],
             )
             if not idle:
-                found.append(parts.sums["predicted"])
+                found.append(parts.sums)
         return found
 
     def parameters(self) -> dict[str, Tensor]:

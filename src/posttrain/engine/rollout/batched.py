@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
@@ -47,6 +49,10 @@ class BatchedEngine:
     def context_length(self) -> int:
         """Tokens of prompt and response together that it takes."""
         return self._context_length
+
+    def views(self) -> Iterable[tuple[str, Tensor]] | None:
+        """See `RolloutEngine.views`; a function has no weights that anybody could look at."""
+        return None
 
     def submit(self, work: Sequence[Generation]) -> None:
         """See `RolloutEngine.submit`."""

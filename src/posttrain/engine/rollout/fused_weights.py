@@ -8,8 +8,9 @@ update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ class FusedLinear:
 
     weight: Tensor  # [outputs, inputs]
     bias: Tensor | None
+
+    def views(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+        """The layers that it is made of, by their names: `sizes` rows each."""
+        for part, held in (("weight", self.weight), ("bias", self.bias)):
+            ends = accumulate(sizes)
+            for name, rows, end in zip(names, sizes, ends, strict=True):
+                if held is not None:
+                    yield f"{name}.{part}", held[end - rows : end]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +77,28 @@ class FusedWeights:
                     f"parameter {name} must stay where the zero-copy decoder reads it, but it was re-pointed; "
                     "reopen the rollout engine"
                 )
+
+    def views(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that the decoder reads, cut into those of the module and called by their names."""
+        yield "model.embed_tokens.weight", self.embedding
+        for index, (layer, held) in enumerate(zip(self.module.model.layers, self.layers, strict=True)):
+            prefix, attention, mlp = f"model.layers.{index}", layer.self_attn, layer.mlp
+            yield f"{prefix}.input_layernorm.weight", held.input_norm
+            yield f"{prefix}.post_attention_layernorm.weight", held.mlp_norm
+            for name, norm in (("q_norm", held.query_norm), ("k_norm", held.key_norm)):
+                if norm is not None:
+                    yield f"{prefix}.self_attn.{name}.weight", norm
+            for fused, part, names in (
+                (held.qkv, attention, ("q_proj", "k_proj", "v_proj")),
+                (held.output, attention, ("o_proj",)),
+                (held.gate_up, mlp, ("gate_proj", "up_proj")),
+                (held.down, mlp, ("down_proj",)),
+            ):
+                place = f"{prefix}.{'self_attn' if part is attention else 'mlp'}"
+                sizes = [getattr(part, name).out_features for name in names]
+                yield from fused.views([f"{place}.{name}" for name in names], sizes)
+        yield "model.norm.weight", self.final_norm
+        yield "lm_head.weight" if "lm_head.weight" in self.addresses else "model.embed_tokens.weight", self.head
 
 
 def why_not_fusable(module: PreTrainedModel) -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.samples import Trajectory
@@ -92,6 +94,11 @@ class RolloutEngine(Protocol):
     @property
     def context_length(self) -> int:
         """Tokens of prompt and response together that it takes."""
+
+    def views(self) -> Iterable[tuple[str, Tensor]] | None:
+        """The very tensors it decodes with, unfused, by the names of the Hugging Face module's parameters (of a tied
+        one, its first name, once for each place that it is read from); None: it cannot say.
+        """
 
     def submit(self, work: Sequence[Generation]) -> None:
         """Take generations on, in the order of the stream; returns at once.

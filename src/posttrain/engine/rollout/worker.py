@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from collections.abc import Sequence
+from typing import final
 
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.engine.batch import Provenance
 from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.port import Stored
+from posttrain.engine.models.exported import Layout, layout_of, put
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
@@ -15,7 +17,9 @@ from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.samples import groups_of
-from posttrain.engine.weights.view import PolicyVersion, Weights, fingerprint, load_weights
+from posttrain.engine.weights.attestation import Attestation, attest_views, differing_aliases
+from posttrain.engine.weights.stream import Bucket, WeightSource, exchange
+from posttrain.engine.weights.view import PolicyVersion, Standing, View
 
 
 @final
@@ -23,8 +27,9 @@ class RolloutWorker:
     """One rank of the rollout role.
 
     Args:
-        place: where it stands; a `LanguageModel` lent there is decoded from in place (an `alias` view of the policy).
-        source: where it loads a copy of its own from otherwise (`gathered` views arrive by `load`).
+        place: where it stands; a `LanguageModel` lent there is decoded from in place, a `WeightSource` alone is a
+            neighbour whose shards are gathered.
+        source: where it loads a copy of its own from, where no model is lent.
         engine: instead of the one that fits the model, in the controller's process.
         kv_cache: bytes that keys and values may take; None: not bounded.
     """
@@ -43,45 +48,79 @@ class RolloutWorker:
             raise InputError(
                 f"rollout rank {place.rank} needs a model, got none lent and no source; place it by policy"
             )
-        self._view: Literal["alias", "gathered"] = "gathered" if lent is None else "alias"
+        self._neighbour = place.borrow(WeightSource)
+        beside: View = "copy" if self._neighbour is None else "neighbour"
+        self._view: View = beside if lent is None else "alias"
         self._module = model.module
         self._engine = engine or open_rollout(model, kv_cache)
         self._fallbacks = {} if engine else decoding_fallbacks(model)
         self._rank, self._version = place.rank, PolicyVersion()
+        self._served: tuple[str, Attestation] | None = None
         self._say(self._version)
 
-    def view(self) -> str:
-        """`alias`: reads the policy's weights where they are; `gathered`: a copy that `load` brings up to date."""
+    def view(self) -> View:
+        """See `View`."""
         return self._view
+
+    def layout(self) -> Layout:
+        """What it decodes with: names, shapes and types that a publication has to have."""
+        return layout_of(self._module)
 
     def fallbacks(self) -> dict[str, str]:
         """See `Backbone.fallbacks`."""
         return dict(self._fallbacks)
 
     def serve(self, version: PolicyVersion) -> str:
-        """From now on say that `version` samples; for `alias` views, whose weights change in place."""
+        """From now on say that `version` samples. An alias looks first whether it still reads the policy's memory.
+
+        Raises:
+            IntegrityError: the engine decodes with a tensor that is neither the policy's own nor equal to it.
+        """
+        views = self._engine.views() if self._view == "alias" else None
+        if views is not None and self._neighbour is not None:
+            odd = differing_aliases(self._neighbour.export(), views)
+            if odd:
+                raise IntegrityError(
+                    f"rollout rank {self._rank} must decode with the policy's weights as they are, got {len(odd)} "
+                    f"tensors that are not version {version}'s: {odd[0]}; reopen the rollout engine"
+                )
         self._say(version)
         return str(version)
 
-    def load(self, weights: Stored[Weights]) -> str:
-        """Copy a version of the policy into this engine, and prove that it arrived.
+    def take(self, arriving: Sequence[Stored[Bucket]]) -> None:
+        """Copy one bucket of every rank of the policy to where it belongs."""
+        for stored in arriving:
+            self._put(stored.value())
 
-        Returns:
-            The digest of what this engine now samples with.
+    def exchange(self, count: int) -> None:
+        """Copy what the policy's ranks hold to where it belongs, `count` buckets from each. Collective."""
+        if self._neighbour is None:
+            raise InputError(f"rollout rank {self._rank} must stand beside a policy, has no neighbour; send it buckets")
+        exchange(self._neighbour, count, self._put)
+
+    def attest(self) -> Standing:
+        """What this engine decodes with now, by the views that it decodes from.
 
         Raises:
-            IntegrityError: the digest is not the one that was published.
+            InputError: an engine that cannot say.
         """
-        arrived = weights.value()
-        load_weights(self._module, arrived.tensors)
-        found = fingerprint(self._module)
-        if found != arrived.version.digest:
-            raise IntegrityError(
-                f"rollout rank {self._rank} must serve policy {arrived.version} ({arrived.version.digest[:19]}…), "
-                f"got {found[:19]}…; the weights were altered on the way"
+        views = self._engine.views()
+        if views is None:
+            raise InputError(
+                f"rollout engine {self._engine.name} of rank {self._rank} must attest its weights, and cannot; use one "
+                "that can, or place it beside the policy"
             )
-        self._say(arrived.version)
-        return found
+        found = attest_views(views)
+        if self._served is None:
+            return Standing(found, None, changed=True)
+        version, before = self._served
+        return Standing(found, version, changed=found != before)
+
+    def accept(self, version: PolicyVersion, found: Attestation) -> str:
+        """What was attested is what `version` is: from now on it samples."""
+        self._served = (str(version), found)
+        self._say(version)
+        return str(version)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Rollouts:
         """`samples` responses to every prompt.
@@ -108,3 +147,9 @@ class RolloutWorker:
         self._engine.update("", str(version))
         self._engine.resume()
         self._version = version
+
+    def _put(self, bucket: Bucket) -> None:
+        """In a call of its own, so that nothing of a bucket is left when the next one comes."""
+        held = dict(self._module.named_parameters())
+        for shard in bucket.shards():
+            put(held, shard)

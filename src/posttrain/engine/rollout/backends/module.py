@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posttrain.engine.models import LanguageModel
 from posttrain.engine.models.costs import key_value_bytes
+from posttrain.engine.models.exported import module_views
 from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.decoding import Rows, decode_batch
 from posttrain.engine.rollout.port import Generation
@@ -30,6 +31,10 @@ class ModuleRollout(BatchedEngine):
         token_bytes = key_value_bytes(model.module)
         super().__init__("module", model.context_length, self._decode_all, kv_cache=kv_cache, token_bytes=token_bytes)
         self._model = model
+
+    def views(self) -> Iterator[tuple[str, Tensor]]:
+        """See `RolloutEngine.views`."""
+        return module_views(self._model.module)
 
     @torch.inference_mode()
     def _decode_all(self, work: Sequence[Generation]) -> list[Trajectory]:

@@ -7,7 +7,7 @@ a key-value head form a matrix, so that keys and values are never repeated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,10 @@ class NativeRollout(BatchedEngine):
         super().__init__("native", model.context_length, self._decode_all, kv_cache=kv_cache, token_bytes=token_bytes)
         self._model = model
         self._weights = fuse_weights(model.module)
+
+    def views(self) -> Iterator[tuple[str, Tensor]]:
+        """See `RolloutEngine.views`."""
+        return self._weights.views()
 
     @torch.inference_mode()
     def _decode_all(self, work: Sequence[Generation]) -> list[Trajectory]:

@@ -1,0 +1,75 @@
+"""What a role that learns asks of the engine that holds its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Protocol
+
+from posttrain.engine.algorithms.objectives import Objective
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.models.exported import Shard
+from posttrain.engine.models.predicting import Model
+from posttrain.engine.predictions import Need, Predictions
+from posttrain.engine.roles.update import Update
+
+
+class TrainEngine(Protocol):
+    """One rank of a model in training, with its optimiser.
+
+    Every implementation:
+
+    * is called by all ranks in the same order (`forward`, `step` and `write_model` are collective, whatever a rank's
+      shard; one may be empty), and predicts and updates what one rank with all shards would, up to rounding;
+    * sums gradients over ranks and micro-batches: the objective has divided them by the totals of the whole;
+    * changes nothing, weights, moments and gradients, where a step diverges;
+    * exports each element of each tensor from exactly one rank, under the names and in the layout of the Hugging Face
+      module, tied tensors once: what is fused, transposed or split inside comes out as it was read;
+    * goes on from a checkpoint bit for bit, and from another number of ranks' up to rounding.
+
+    `tests/contract/train_engine.py` holds an engine against this, its own or anybody's.
+    """
+
+    def forward(self, batch: TokenBatch, needs: Set[Need]) -> Predictions:
+        """What the model predicts as it is, without gradients and dropout, in the order of the batch.
+
+        Raises:
+            InputError: it predicts no such thing.
+        """
+
+    def step(
+        self, batch: TokenBatch, objective: Objective, *, step: int, part: int = 0, record: bool = False
+    ) -> Update:
+        """One optimiser step of all ranks on a mini-batch, of which this rank has a shard.
+
+        Args:
+            batch: the shard.
+            objective: knows the totals of the whole mini-batch.
+            step: 0-based stage step, for the schedule and the dropout key.
+            part: which mini-batch of the step.
+            record: also return the batch with the log-probabilities that the step found, as `proximal_logprobs`.
+
+        Raises:
+            DivergedError: loss or gradient is NaN or infinite on any rank.
+            InputError: the model predicts nothing of what the objective needs.
+        """
+
+    def export(self) -> Iterator[Shard]:
+        """The pieces that this rank holds, as the optimiser keeps them. Not copies, and not collective."""
+
+    def save(self, path: Path, role: str) -> dict[str, str]:
+        """Write this rank's part of a checkpoint, on the disk when it returns; file name → digest."""
+
+    def restore(self, path: Path, role: str) -> None:
+        """Go on from a verified checkpoint, whatever number of ranks wrote it.
+
+        Raises:
+            IntegrityError: it does not fit the model.
+        """
+
+    def write_model(self, folder: Path) -> None:
+        """Write weights and configuration in the Hugging Face format, in the type that the stage asks for."""
+
+    @property
+    def model(self) -> Model:
+        """What it found out about the model; whole weights, to be read in place, where this is the only rank."""
