@@ -59,7 +59,7 @@ def teach(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: in
         documents.append(Document(render(tokenizer, row["question"]), response))
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=20)
     config = SFTConfig(data="x", steps=steps, batch_size=32, optimizer=optimizer)
-    roles = open_learner(config, adopt_module(module), 0, one_process(), "policy")
+    roles = open_learner(config, adopt_module(module), 0, one_process())
     recipe = FromRows(config, SFT(config), roles, documents, 0)
     for step in range(steps):
         recipe.step(step, Trace(lambda fact: None, step))

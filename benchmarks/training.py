@@ -169,7 +169,7 @@ def sft_documents(vocabulary: int, scale: Scale) -> list[Document]:
 def sft_ours(module: PreTrainedModel, documents: Sequence[Document], scale: Scale) -> Run:
     config = SFTConfig(data="x", steps=scale.sft_steps + 1, batch_size=scale.documents, optimizer=OPTIMIZER)
     model = adopt_module(copy.deepcopy(module))
-    recipe = FromRows(config, SFT(config), open_learner(config, model, 0, one_process(), "policy"), documents, 0)
+    recipe = FromRows(config, SFT(config), open_learner(config, model, 0, one_process()), documents, 0)
     seconds, reports = timed_steps(recipe, scale.sft_steps)
     return Run(seconds, statistics.mean(r["loss"] for r in reports))
 

@@ -31,7 +31,8 @@ _FLATTENED = {(StageSpec, "params")}  # written beside `kind`: the tables of the
 def documented() -> dict[str, type[BaseModel]]:
     """Title → model of every section of the page, in its order."""
     found: dict[str, type[BaseModel]] = {title: model for model, title in _PLACES.items()}
-    found |= {f"kind: {kind}": config for kind, config in STAGE_CONFIGS.items()}
+    for config in dict.fromkeys(STAGE_CONFIGS.values()):  # kinds of one family share theirs
+        found["kind: " + ", ".join(kind for kind, model in STAGE_CONFIGS.items() if model is config)] = config
     waiting = list(found.values())
     for model in waiting:
         for field in model.model_fields.values():

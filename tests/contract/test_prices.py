@@ -7,21 +7,18 @@ from typing import Any
 
 import pytest
 
+from posttrain.domain.kinds import OWN
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document
-from posttrain.engine.config import stage_config
+from posttrain.engine.config import RowsConfig, named, stage_config
 from posttrain.engine.models.chat import PreferencePair
 from posttrain.engine.recipes.algorithm import Update
 from posttrain.engine.recipes.dataflow import Dataflow
 from posttrain.engine.recipes.from_rows import FromRows
-from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.recipes.recipe import Recipe
-from posttrain.engine.recipes.reward_model import RewardModel
 from posttrain.engine.recipes.roles import Roles
 from posttrain.engine.recipes.sampling import Prompt
-from posttrain.engine.recipes.sft import SFT
 from posttrain.execution.trainers.native import NativeTrainer
 
 SAMPLED = {"prompts_per_step": 3, "max_new_tokens": 5}
@@ -30,6 +27,11 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {"batch_size": 4}),
     "reward model": ("reward_model", {"batch_size": 4}),
     "grpo": ("grpo", {**JUDGED, "group_size": 4}),
+    "dpo": ("dpo", {"batch_size": 4}),
+    "rloo": ("rloo", {**JUDGED, "group_size": 4}),
+    "dr grpo": ("dr_grpo", {**JUDGED, "group_size": 4}),
+    "dapo, which replaces nothing yet": ("dapo", {**JUDGED, "group_size": 4}),
+    "reinforce++": ("reinforce_plus_plus", {**JUDGED, "kl": None}),
     "ppo": ("ppo", {**JUDGED, "kl": None}),
     "ppo of one sample in three epochs": ("ppo", {**JUDGED, "kl": None, "group_size": 1, "ppo_epochs": 3}),
     "ppo that warms its critic up": ("ppo", {**JUDGED, "kl": None, "critic": {"warmup": 1}, "steps": 2}),
@@ -46,7 +48,7 @@ def test_the_least_of_one_step_is_its_price_with_documents_of_one_token(name: st
     least = NativeTrainer().check(kind, {**params, "steps": max(1, params["steps"])}).work["least"]
     before = (params["steps"] - 1) * (3 + 3 * 4)  # prompts and samples of one token
     assert least - before <= prices[0] <= prices[1]
-    if kind in ("grpo", "ppo", "dataflow"):  # of other kinds a document has at least two tokens
+    if kind not in ("sft", "dpo", "reward_model"):  # of those a document has at least two tokens
         assert least - before == prices[0]
 
 
@@ -54,15 +56,14 @@ def recipe(kind: str, params: dict[str, Any], length: int) -> Recipe:
     """A recipe over rows of so many tokens, with roles that do nothing."""
     config: Any = stage_config(kind, params)
     nothing: Any = object()
-    roles = Roles({"reward_model" if kind == "reward_model" else "policy": nothing, "critic": nothing})
+    roles = Roles({config.roles()[0]: nothing, "critic": nothing}, {"reference": nothing})
+    made: Any = Mine if kind == "dataflow" else named(OWN[kind].algorithm.algorithm)  # type: ignore[union-attr]
     tokens = tuple(range(1, length + 1))
     prompts, scorer = [Prompt(tokens) for _ in range(9)], nothing
-    if kind == "sft":
-        return FromRows(config, SFT(config), roles, [Document(tokens, tokens) for _ in range(9)], 1)
-    if kind == "reward_model":
-        pairs = [PreferencePair(i, tokens, tokens, tokens) for i in range(9)]
-        return FromRows(config, RewardModel(config), roles, pairs, 1)
-    made: Any = {"grpo": GRPO, "ppo": PPO, "dataflow": Mine}[kind]
+    if isinstance(config, RowsConfig):
+        pairs = config.reads == "pairs"
+        row = PreferencePair(0, tokens, tokens, tokens) if pairs else Document(tokens, tokens)
+        return FromRows(config, made(config), roles, [row] * 9, 1)
     return OnPolicy(config, made(config), roles, prompts, scorer, 1)
 
 

@@ -1,5 +1,5 @@
-"""docs/howto/plugin.md promises that a package adds a kind of stage, a trainer and an executor: its files become a
-wheel, pip installs it into an environment, and its run file is run there by real processes.
+"""docs/howto/plugin.md promises that a package adds a kind of stage, an algorithm, a trainer and an executor: its files
+become a wheel, pip installs it into an environment, and its run file is run there by real processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pip(python: Path, *words: str) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
 
 
-def test_a_wheel_adds_a_kind_a_trainer_and_an_executor(empty: Workbench, python: Path, tmp_path: Path) -> None:
+def test_a_wheel_adds_one_of_each(empty: Workbench, python: Path, tmp_path: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [str(python), "-P", "-m", "posttrain", *words]
         return subprocess.run(
@@ -53,7 +53,13 @@ def test_a_wheel_adds_a_kind_a_trainer_and_an_executor(empty: Workbench, python:
             check=False,
         )
 
-    text = run_of(PAGE).replace("dataset:sort-train", "dataset:train").replace("model:tiny-sort", "model:tiny")
+    text = (
+        run_of(PAGE)
+        .replace("dataset:sort-train", "dataset:train")
+        .replace("model:tiny-sort", "model:tiny")
+        .replace("reward:sort", "reward:length")
+        .replace("accept: 0.1", "accept: -0.9")
+    )
     empty.write("run.yaml", text)
     before = run("plan", "run.yaml")
     assert before.returncode == 2
@@ -65,6 +71,7 @@ def test_a_wheel_adds_a_kind_a_trainer_and_an_executor(empty: Workbench, python:
     assert "words (posttrain-words 1.0)" in planned.stdout
     told = run("doctor", "-o", "json").stdout
     assert "kind 'words' of posttrain-words 1.0" in told
+    assert "kind 'raft' of posttrain-words 1.0" in told
     assert "trainer 'copying' of posttrain-words 1.0" in told
     assert "executor 'plain' of posttrain-words 1.0" in told
     nearly = run("init", "--executor", "plian")
@@ -82,6 +89,9 @@ def test_a_wheel_adds_a_kind_a_trainer_and_an_executor(empty: Workbench, python:
         count = json.loads(workspace.blobs.get(stages["words"].outputs["count"]["digest"]))
     assert {a.stage: (a.executor, a.state) for a in attempts} == dict.fromkeys(stages, ("plain", "succeeded"))
     assert stages["copy"].outputs["model"]["digest"] == base.digest, "the model that it began with"
+    assert stages["raft"].outputs["model"]["digest"] != base.digest, "it learnt"
+    [raft] = [one for one in json.loads(run("get", run_id, "-o", "json").stdout)["stages"] if one["name"] == "raft"]
+    assert {"loss", "reward/mean"} <= raft["metrics"].keys()
     rows = [json.loads(line) for line in (empty.folder / "train.jsonl").read_text().splitlines()]
     assert count["rows"] == len(rows)
     assert count["words"] >= 2 * len(rows)

@@ -71,7 +71,7 @@ def train(
     pool: ResourcePool, source: ModelSource, folder: Path, *, stop_after: int | None = None, resume: Path | None = None
 ) -> dict[str, Tensor]:
     """The weights after four steps, or after a stop."""
-    roles = open_learner(CONFIG, source, 1, lambda role: pool, "policy")
+    roles = open_learner(CONFIG, source, 1, lambda role: pool)
     asked = iter([Order.GO_ON] * (99 if stop_after is None else stop_after))
     controller = Controller(
         SFT(CONFIG, roles, DOCUMENTS, 1),

@@ -53,6 +53,11 @@ BASES: dict[str, dict[str, Any]] = {
         **ON_POLICY, "reward": "reward", "mini_batches": 2, "ppo_epochs": 2, "critic": CRITIC,
         "kl": {"coefficient": 0.2, "estimator": "k3"},
     },
+    "dr_grpo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "kl": {"coefficient": 0.2}},
+    "rloo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "kl": {"coefficient": 0.2}},
+    "dapo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "overlong": {"buffer": 3, "penalty": 0.5}},
+    "reinforce_plus_plus": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "kl": {"coefficient": 0.2}},
+    "dpo": {"data": "pairs", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER, "probe": LOSS},
     "dataflow": {
         **ON_POLICY, "recipe": "flow:flow", "reward": "reward", "settings": {"accept": 0.4}, "tokens_per_step": 9999,
     },
@@ -106,6 +111,13 @@ VALUES: dict[str, Any] = {
     "gae.gamma": 0.5,
     "gae.lam": 0.2,
     "critic.clip": 0.001,
+    "refills": 0,
+    "overlong": None,
+    "overlong.buffer": 5,
+    "overlong.penalty": 0.9,
+    "gamma": 0.5,
+    "beta": 2.0,
+    "label_smoothing": 0.3,
     "critic.warmup": 2,
     "settings": {"accept": 0.9},
     "tokens_per_step": 1,  # spends more: refused
@@ -133,6 +145,15 @@ VALUES: dict[str, Any] = {
 BESIDE: dict[str, dict[str, Any]] = {
     "ppo kl.estimator=k3-corrected": {"kl.place": "loss"},
     "optimizer.schedule=constant": {},
+}
+# Of kinds that share a class with another one, these; the others are tried there.
+_CLIPPED = ("clip_low", "clip_high", "mini_batches", "group_size", "kl")
+OWN_FIELDS: dict[str, tuple[str, ...]] = {
+    "dr_grpo": _CLIPPED,
+    "rloo": _CLIPPED,
+    "dapo": (*_CLIPPED, "refills", "overlong"),
+    "reinforce_plus_plus": (*_CLIPPED, "baseline", "gamma"),
+    "dpo": ("data", "batch_size", "max_length", "probe", "beta", "label_smoothing"),
 }
 # In the plan only: where and how large, which a result does not depend on but for rounding.
 PLANNED = ("epochs", "placement", "runtime.sequence_parallel", "runtime.ray_address", "runtime.micro_batch_tokens",
@@ -222,10 +243,12 @@ def cases() -> tuple[list[Case], list[Case], list[str]]:
         slots = stage_config(kind, BASES[kind]).inputs()
         words = {WRITTEN.get(slot, slot) for slot in slots}
         for path, annotation in leaves(model):
+            if kind in OWN_FIELDS and path.split(".")[0] not in OWN_FIELDS[kind]:
+                continue
             if path in words:
                 moved.append(Case(kind, path, None, swap=True))
                 continue
-            if kind == "ppo" and path == "reward_model":  # in the place of `reward`
+            if path == "reward_model":  # in the place of `reward`
                 moved.append(Case(kind, path, "reward_model", alone={"reward": None}))
                 continue
             options = choices(annotation)
@@ -251,7 +274,7 @@ def cases() -> tuple[list[Case], list[Case], list[str]]:
 
 
 MOVED, UNMOVED_CASES, FORGOTTEN = cases()
-SLOW = ("reward_model", "ppo", "dataflow")  # beside sft and grpo
+SLOW = ("reward_model", "ppo", "dataflow", *OWN_FIELDS)  # beside sft and grpo
 
 
 def tried(case: Case) -> Any:
@@ -335,8 +358,8 @@ def _spending_more(flow: str) -> str:
 
 def _shelf(kind: str, slot: str) -> str:
     name = slot.removeprefix("suites.")
-    learnt = "pairs" if kind == "reward_model" else "data"
-    if kind in ("sft", "reward_model") and name == "probe":  # other rows of what is learnt
+    learnt = "pairs" if kind in ("reward_model", "dpo") else "data"
+    if kind in ("sft", "reward_model", "dpo") and name == "probe":  # other rows of what is learnt
         return "held_out" if kind == "sft" else "held_pairs"
     return {"rewards.held": "reward", "held": "probe", "data": learnt}.get(name, name)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.engine.algorithms.advantages import ESTIMATORS
 from posttrain.engine.algorithms.aggregation import MODES
 from posttrain.engine.config import KLConfig
-from posttrain.engine.recipes import grpo as recipe_module
+from posttrain.engine.recipes import policy_gradient
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.samples import Trajectory
 
@@ -104,7 +104,7 @@ def test_dropping_groups_without_signal_changes_nothing(
         scorer = Remembering(live=mini_batches)  # so that every mini-batch has something to learn
         recipe = grpo(scorer=scorer, aggregation=aggregation, **PLAIN | {"mini_batches": mini_batches})
         if keep_all:
-            monkeypatch.setattr(recipe_module, "_live", lambda batch: range(len(batch)))
+            monkeypatch.setattr(policy_gradient, "with_advantage", lambda batch: range(len(batch)))
         reports = [recipe.step(step, quiet(step)) for step in range(3)]
         weights = {name: p.clone() for name, p in worker(recipe).engine.learner.parameters().items()}
         return [r.metrics["grad_norm"] for r in reports], sum(r.tokens for r in reports), weights

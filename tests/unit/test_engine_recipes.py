@@ -115,7 +115,7 @@ def reward_model(**changes: Any) -> FromRows[PreferencePair]:
         **changes,
     }  # fmt: skip
     config = RewardModelConfig(**options)
-    roles = open_learner(config, scalar(), 11, inline(), "reward_model")
+    roles = open_learner(config, scalar(), 11, inline())
     return FromRows(config, RewardModel(config), roles, PAIRS, 11)
 
 

@@ -12,7 +12,7 @@ from test_engine_recipes import EvenTokens, ppo, weights
 from test_engine_training import DOCUMENTS, grpo, mean_loss, quiet, sft, tiny, worker
 
 from posttrain.domain.errors import BudgetExceededError
-from posttrain.engine.algorithms.objectives import KLTerm
+from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, ValueObjective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import AdvantageConfig, CriticConfig, KLConfig, PPOKLConfig
 from posttrain.engine.controller import Controller, Limits
@@ -22,6 +22,7 @@ from posttrain.engine.recipes import learning as learning_module
 from posttrain.engine.recipes import on_policy as on_policy_module
 from posttrain.engine.recipes import ppo as ppo_module
 from posttrain.engine.recipes.learning import mini_batches
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -80,8 +81,21 @@ def test_micro_batches_are_as_large_as_the_stage_says() -> None:
     assert len(small.engine.learner.split(batch)[1]) > 3
 
 
+def minimised(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The objectives of every update from now on."""
+    found: list[Any] = []
+    real = TrainWorker.update
+
+    def update(self: TrainWorker, batch: Any, objective: Any, **named: Any) -> Any:
+        found.append(objective)
+        return real(self, batch, objective, **named)
+
+    monkeypatch.setattr(TrainWorker, "update", update)
+    return found
+
+
 def test_grpo_minimises_what_its_stage_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = watched(monkeypatch, grpo_module, "PolicyObjective")
+    calls = minimised(monkeypatch)
     sampled = watched(monkeypatch, on_policy_module, "SamplingParams")
     recipe = grpo(
         kl=KLConfig(coefficient=0.3, estimator="k2"), clip_low=0.11, clip_high=0.37, max_new_tokens=5, temperature=0.7,
@@ -90,10 +104,10 @@ def test_grpo_minimises_what_its_stage_says(monkeypatch: pytest.MonkeyPatch) -> 
     recipe.step(0, quiet(0))
     recipe.step(1, quiet(1))
     assert calls
-    for _, named in calls:
-        assert (named["clip_low"], named["clip_high"]) == (0.11, 0.37)
-        assert (named["aggregation"], named["norm"]) == ("seq-mean-token-sum-norm", 5)
-        assert named["kl"] == KLTerm(0.3, "k2")
+    for objective in calls:
+        assert (objective.clip_low, objective.clip_high) == (0.11, 0.37)
+        assert (objective.aggregation, objective.norm) == ("seq-mean-token-sum-norm", 5)
+        assert objective.kl == KLTerm(0.3, "k2")
     assert {(named["max_new_tokens"], named["temperature"]) for _, named in sampled} == {(5, 0.7)}
     assert len({named["seed"] for _, named in sampled}) == 1, "a prompt's place in the stream names its random numbers"
 
@@ -111,7 +125,7 @@ def test_grpo_takes_the_advantage_that_its_stage_names(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_grpo_takes_as_many_steps_as_mini_batches(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
-    calls = watched(monkeypatch, grpo_module, "PolicyObjective")
+    calls = minimised(monkeypatch)
     grpo(mini_batches=parts, scorer=lambda prompts, answers: [float(i % 2) for i in range(len(answers))]).step(
         0, quiet(0)
     )
@@ -121,7 +135,8 @@ def test_grpo_takes_as_many_steps_as_mini_batches(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("whiten", [True, False])
 @pytest.mark.parametrize("place", ["reward", "loss"])
 def test_ppo_estimates_what_its_stage_says(monkeypatch: pytest.MonkeyPatch, whiten: bool, place: Any) -> None:
-    names = ("generalized_advantages", "whiten", "kl_rewards", "PolicyObjective", "ValueObjective")
+    names = ("generalized_advantages", "whiten", "kl_rewards")
+    objectives = minimised(monkeypatch)
     calls = {name: watched(monkeypatch, ppo_module, name) for name in names}
     calls["SamplingParams"] = watched(monkeypatch, on_policy_module, "SamplingParams")
     recipe = ppo(
@@ -140,13 +155,13 @@ def test_ppo_estimates_what_its_stage_says(monkeypatch: pytest.MonkeyPatch, whit
     assert len(calls["whiten"]) == (2 if whiten else 0)
     in_reward = [(named["coefficient"], named["estimator"]) for _, named in calls["kl_rewards"]]
     assert in_reward == ([(0.3, "k2")] * 2 if place == "reward" else [])
-    assert len(calls["PolicyObjective"]) == len(calls["ValueObjective"]) == 2 * 3 * 2
-    for _, named in calls["PolicyObjective"]:
-        assert (named["clip_low"], named["clip_high"]) == (0.11, 0.37)
-        assert named["kl"] == (KLTerm(0.3, "k2") if place == "loss" else None), (
-            "in the reward or in the loss, never both"
-        )
-    assert {named["clip"] for _, named in calls["ValueObjective"]} == {0.15}
+    policy = [one for one in objectives if isinstance(one, PolicyObjective)]
+    critic = [one for one in objectives if isinstance(one, ValueObjective)]
+    assert len(policy) == len(critic) == 2 * 3 * 2
+    for objective in policy:
+        assert (objective.clip_low, objective.clip_high) == (0.11, 0.37)
+        assert objective.kl == (KLTerm(0.3, "k2") if place == "loss" else None), "in reward or loss, never both"
+    assert {objective.clip for objective in critic} == {0.15}
     assert {named["temperature"] for _, named in calls["SamplingParams"]} == {0.7}
 
 

@@ -103,7 +103,7 @@ def worker(recipe: Any) -> TrainWorker:
 def sft(model: LanguageModel | None = None, **changes: Any) -> Recipe:
     options: dict[str, Any] = {"data": "d", "steps": 6, "batch_size": 3, "optimizer": FAST, **changes}
     config = SFTConfig(**options)
-    return FromRows(config, SFT(config), open_learner(config, model or tiny(), 11, inline(), "policy"), DOCUMENTS, 11)
+    return FromRows(config, SFT(config), open_learner(config, model or tiny(), 11, inline()), DOCUMENTS, 11)
 
 
 def grpo(
@@ -121,7 +121,7 @@ def grpo(
     }  # fmt: skip
     config = GRPOConfig(**options)
     roles = open_roles(config, model or tiny(), 11, inline())
-    return OnPolicy(config, GRPO(config), roles, PROMPTS, FixedScorer(scorer), 11, probe)
+    return OnPolicy(config, GRPO(config), roles, PROMPTS, FixedScorer(scorer), 11, probe, phase="grpo")
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {

@@ -25,7 +25,7 @@ PAGE = "docs/howto/plugin.md"
 POINTS = "[posttrain.kinds]\n{name} = {module}:KIND\n"
 SOURCE = """
     from posttrain.domain.contracts import StageContract
-    from posttrain.domain.kinds import Driver, StageKind
+    from posttrain.domain.kinds import Driver, StageKind, algorithm_kind
     from posttrain.domain.measures import RATE
 
     def contract(params):
@@ -74,6 +74,9 @@ def check(kind: str, **params: Any) -> Any:
     return NativeTrainer().check(kind, params)
 
 
+LACKS = "must have an algorithm, or a contract and the module of a job"
+
+
 # --- Posttrain's own --------------------------------------------------------------------------------------------------
 
 
@@ -88,8 +91,8 @@ def test_a_stage_leaves_what_its_kind_says() -> None:
     written: dict[str, dict[str, Any]] = {
         "sft": data,
         "reward_model": data,
-        "grpo": data | reward,
-        "ppo": data | reward,
+        "dpo": data,
+        **dict.fromkeys(("grpo", "dr_grpo", "rloo", "dapo", "reinforce_plus_plus", "ppo"), data | reward),
         "dataflow": data | {"recipe": "f"},
         "evaluate": {"suites": {"h": data}},
         "init_model": {},
@@ -134,14 +137,15 @@ def test_an_unknown_kind_is_told_of_those_that_are_installed(site: Path) -> None
             'StageKind("distil", contract, Driver.CONTROL, module="m")',
             "driver must be job, got control: only a job runs a package's code",
         ),
-        ('StageKind("distil", contract)', "must have a contract and the module of a job"),
-        ('StageKind("distil", None, module="m")', "must have a contract and the module of a job"),
-        ('StageKind("distil", contract, module="m; rm")', "must have a contract and the module of a job"),
+        ('StageKind("distil", contract)', LACKS),
+        ('StageKind("distil", None, module="m")', LACKS),
+        ('StageKind("distil", contract, module="m; rm")', LACKS),
+        ('algorithm_kind("distil", "no path", "a:b")', LACKS),
         ('StageKind("distil", contract, ships=True, module="m")', "must ship nothing"),
         ('StageKind("distil", contract, from_nothing=True, module="m")', "must say its models' sizes"),
         ("1 / 0", "loading kind_bad_{}:KIND raised ZeroDivisionError: division by zero; mend or uninstall it"),
     ],
-    ids=["number", "name", "driver", "no-module", "no-contract", "module", "ships", "nothing", "raises"],
+    ids=["number", "name", "driver", "no-module", "no-contract", "module", "path", "ships", "nothing", "raises"],
 )
 def test_a_kind_that_is_none_is_one_line(site: Path, kind: str, says: str, request: pytest.FixtureRequest) -> None:
     one = request.node.callspec.id.replace("-", "_")
@@ -290,6 +294,7 @@ def test_the_package_of_the_documentation_is_planned(world: World, site: Path) -
     stages = {stage["name"]: stage for stage in world.json("plan", "run.yaml")["stages"]}
     assert {name: stage["packages"] for name, stage in stages.items()} == {
         "words": ["posttrain-words 1.0"],
+        "raft": ["posttrain-words 1.0"],
         "copy": ["posttrain-words 1.0"],
     }
 

@@ -1,6 +1,7 @@
 """Nothing but the registry knows a kind of stage by its name: the sources are read for comparisons and tables.
 
-`foreign` is left out: its words are the trainers of other tools, and what it writes is a run file.
+`foreign` is left out: its words are the trainers of other tools, and what it writes is a run file. So is
+`engine.algorithms`: its words are estimators, some of which are called as the algorithms that they come from.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from posttrain.domain import kinds
 from posttrain.domain.kinds import OWN
 
 ROOT = Path(kinds.__file__).parents[1]
-LEFT_OUT = ("domain/kinds.py", "foreign/")
+LEFT_OUT = ("domain/kinds.py", "foreign/", "engine/algorithms/")
 
 
 def words(node: ast.expr) -> Iterator[str]:

@@ -60,8 +60,11 @@ def contents(world: World) -> dict[str, bytes]:
     ("placed", "words"),
     [
         ("placement: {polcy: {gpus: 1}}", ("placement.polcy", "policy")),
-        ("placement: {critic: {gpus: 1}}", ("placement.critic", "grpo without kl has no critic", "policy, rollout")),
-        ("placement: {reference: {with: policy}}", ("grpo without kl has no reference",)),
+        (
+            "placement: {critic: {gpus: 1}}",
+            ("placement.critic", "function without kl has no critic", "policy, rollout"),
+        ),
+        ("placement: {reference: {with: policy}}", ("grpo with a reward function without kl has no reference",)),
         ("placement: {policy: {gpus: 3, ranks: 2}}", ("placement.policy", "multiple of ranks (2)", "3")),
         ("placement: {policy: {gpus: 2}}", ("policy asks for 2 gpus", "this machine has 0", "ray_address")),
         ("placement: {policy: {cpus: 3}, reward: {cpus: 2}}", ("policy 3, reward 2", "this machine has 4")),

@@ -38,8 +38,12 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         ("steps: 6,", "steps: 6, gradient_checkpointing: true,", "'activation_checkpointing' under 'runtime'"),
         ("steps: 4,", "steps: 4, train_batch_size: 8,", "(did you mean 'batch_size'?)"),
         ("steps: 6,", "steps: 6, train_batch_size: 8,", "(did you mean 'prompts_per_step'?)"),
-        ("kind: sft", "kind: dpo", "unknown stage kind 'dpo': it is not there yet; train a judge from pairs"),
-        ("kind: grpo", "kind: RLOO", "unknown stage kind 'RLOO': it is kind: grpo with advantage: rloo (kinds: sft,"),
+        ("kind: sft", "kind: kto", "unknown stage kind 'kto': it is not there yet; kind: dpo is nearest"),
+        (
+            "kind: grpo",
+            "kind: GSPO",
+            "unknown stage kind 'GSPO': it is not there yet; kind: grpo is nearest (kinds: sft,",
+        ),
         ("kind: grpo", "kind: gpro", "unknown stage kind 'gpro' (did you mean 'grpo'?)"),
         ("model: model:tiny", "model: Qwen/Qwen3-0.6B", "write hf:Qwen/Qwen3-0.6B@REVISION for the hub's"),
         ("dataset:train,", "openai/gsm8k,", "write hf:openai/gsm8k@REVISION for the hub's"),
@@ -64,5 +68,5 @@ def fields(model: type[BaseModel]) -> Iterator[str]:
 def test_every_hint_is_a_field_that_there_is_and_no_word_is_one_of_ours_already() -> None:
     known = {name for model in (RunSpec, *STAGE_CONFIGS.values()) for name in fields(model)}
     assert {word for words in FIELDS.values() for word in words} - known == set()
-    assert FIELDS.keys() & known == {"warmup", "ppo_epochs"}  # the critic's, and PPO's
+    assert FIELDS.keys() & known == {"warmup", "ppo_epochs", "beta"}  # the critic's, PPO's, DPO's
     assert KINDS.keys() & STAGE_CONFIGS.keys() == set()

@@ -20,8 +20,10 @@ from posttrain.domain.plugins import Plugin, find_plugin, plugin_names
 KINDS: Final = "posttrain.kinds"  # the group of entry points
 CONTROL: Final = "control"  # the "trainer" of stages that need no process, and of those that wait
 _MODULE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
+_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _STEPS = "lower steps or batch_size of {}"
 _SAMPLES = "lower steps, prompts_per_step or max_new_tokens of {}"
+_FLOW = "lower steps or tokens_per_step of {}"
 _BATCHES = "lower runtime.micro_batch_tokens"
 
 
@@ -34,10 +36,21 @@ class Driver(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class AlgorithmSpec:
+    """What the engine trains by: `AlgorithmSpec("words.config:WordsConfig", "words.algorithm:Words")`.
+
+    Both are `module:Name`. The first is imported where runs are planned, so it needs no torch; the second in the job.
+    """
+
+    config: str  # its parameters: a `TrainingConfig` of `posttrain.engine.config`
+    algorithm: str  # made of them: an algorithm of `posttrain.engine.recipes.algorithm`
+
+
+@dataclass(frozen=True, slots=True)
 class StageKind:
     """What a kind of stage is: `StageKind("words", contract, Driver.JOB, {}, {"metrics": "file"}, module="words.job")`.
 
-    Of an installed package's kind `contract` and `module` are needed, and `driver` is a job.
+    Of an installed package's kind either `algorithm` or `contract` and `module` are needed, and `driver` is a job.
     """
 
     name: str
@@ -53,6 +66,7 @@ class StageKind:
     sizes: Mapping[str, float] = field(default_factory=dict)  # column → share of it that is read besides the prompt
     cheaper: str = "make {} smaller"  # what to do so that a stage of it costs less
     fitting: str = "make it smaller"  # what to do when memory did not do
+    algorithm: AlgorithmSpec | None = None  # that the engine's own job trains by
 
     @property
     def measures(self) -> bool:
@@ -66,66 +80,70 @@ class StageKind:
 
 
 _MODEL, _TRAIN = {MODEL: "tree"}, "posttrain.jobs.train"
+_SAMPLED: Mapping[str, tuple[str, ...]] = {
+    "rollout": ("rollout",),
+    "reward": ("reward", "reward_model"),
+    "reference": ("reference",),
+    "update": ("policy",),
+    "weights": ("policy", "rollout"),
+}
+_CRITICAL: Mapping[str, tuple[str, ...]] = {
+    **{phase: roles for phase, roles in _SAMPLED.items() if phase not in ("update", "weights")},
+    "values": ("critic",),
+    "update critic": ("critic",),
+    "update policy": ("policy",),
+    "weights": ("policy", "rollout"),
+}
+_PAIRS: Mapping[str, float] = {"chosen": 0.5, "rejected": 0.5}
+
+
+def algorithm_kind(
+    name: str, config: str, algorithm: str, phases: Mapping[str, tuple[str, ...]] = _SAMPLED, **more: Any
+) -> StageKind:
+    """A kind of training: `algorithm_kind("words", "words.config:WordsConfig", "words.algorithm:Words")`.
+
+    Args:
+        config, algorithm: see `AlgorithmSpec`.
+        phases: of a step; by default those of an algorithm that samples and has no critic.
+        more: other fields of `StageKind`.
+    """
+    spec = AlgorithmSpec(config, algorithm)
+    words = {"cheaper": _SAMPLES, "fitting": _BATCHES, "outputs": _MODEL, "module": _TRAIN, **more}
+    return StageKind(name, algorithm=spec, phases=phases, **words)
+
+
+def _own(name: str, config: str, algorithm: str, **more: Any) -> StageKind:
+    room = "posttrain.engine"
+    return algorithm_kind(name, f"{room}.config.{config}", f"{room}.recipes.{algorithm}", **more)
+
+
+def _from_rows(name: str, config: str, algorithm: str, **more: Any) -> StageKind:
+    return _own(name, f"rows:{config}", algorithm, **{"phases": {"update": ("policy",)}, "cheaper": _STEPS, **more})
+
+
+# Every algorithm: a row here, a configuration, a file in `engine.recipes`.
+_ALGORITHMS = (
+    _from_rows("sft", "SFTConfig", "sft:SFT", sizes={"completion": 1.0}),
+    _from_rows(
+        *("reward_model", "RewardModelConfig", "reward_model:RewardModel"),
+        phases={"update": ("reward_model",)}, scores=True, sizes=_PAIRS,
+    ),
+    _from_rows(
+        *("dpo", "DPOConfig", "dpo:DPO"), phases={"reference": ("reference",), "update": ("policy",)}, sizes=_PAIRS
+    ),
+    _own("grpo", "sampling:GRPOConfig", "grpo:GRPO"),
+    _own("dr_grpo", "sampling:GroupConfig", "dr_grpo:DrGRPO"),
+    _own("rloo", "sampling:GroupConfig", "rloo:RLOO"),
+    _own("dapo", "sampling:DAPOConfig", "dapo:DAPO"),
+    _own("reinforce_plus_plus", "sampling:ReinforcePlusPlusConfig", "reinforce_plus_plus:ReinforcePlusPlus"),
+    _own("ppo", "sampling:PPOConfig", "ppo:PPO", phases=_CRITICAL),
+    _own("dataflow", "sampling:DataflowConfig", "dataflow:Dataflow", phases={}, cheaper=_FLOW),
+)  # fmt: skip
 GATE: Final = StageKind("gate", driver=Driver.CONTROL, outputs={REPORT: "file"})
 RELEASE: Final = StageKind("release", driver=Driver.CONTROL, ships=True)
 WAIT: Final = StageKind("wait", driver=Driver.WAIT)  # its parameters: `domain.waits`
 _OWN = (
-    StageKind(
-        name="sft",
-        phases={"update": ("policy",)},
-        outputs=_MODEL,
-        module=_TRAIN,
-        sizes={"completion": 1.0},
-        cheaper=_STEPS,
-        fitting=_BATCHES,
-    ),
-    StageKind(
-        name="reward_model",
-        phases={"update": ("reward_model",)},
-        outputs=_MODEL,
-        module=_TRAIN,
-        scores=True,
-        sizes={"chosen": 0.5, "rejected": 0.5},
-        cheaper=_STEPS,
-        fitting=_BATCHES,
-    ),
-    StageKind(
-        name="grpo",
-        phases={
-            "rollout": ("rollout",),
-            "reward": ("reward",),
-            "reference": ("reference",),
-            "update": ("policy",),
-            "weights": ("policy", "rollout"),
-        },
-        outputs=_MODEL,
-        module=_TRAIN,
-        cheaper=_SAMPLES,
-        fitting=_BATCHES,
-    ),
-    StageKind(
-        name="ppo",
-        phases={
-            "rollout": ("rollout",),
-            "reward": ("reward", "reward_model"),
-            "reference": ("reference",),
-            "values": ("critic",),
-            "update critic": ("critic",),
-            "update policy": ("policy",),
-            "weights": ("policy", "rollout"),
-        },
-        outputs=_MODEL,
-        module=_TRAIN,
-        cheaper=_SAMPLES,
-        fitting=_BATCHES,
-    ),
-    StageKind(
-        name="dataflow",
-        outputs=_MODEL,
-        module=_TRAIN,
-        cheaper="lower steps or tokens_per_step of {}",
-        fitting=_BATCHES,
-    ),
+    *_ALGORITHMS,
     StageKind(
         name="evaluate",
         outputs={METRICS: "file", "items": "file"},
@@ -168,7 +186,9 @@ class InstalledKind:
 
     def code_digest(self) -> str:
         """Digest of its sources, its version and what it requires: part of the cache key of its stages."""
-        return self.plugin.code_digest(self.kind.module)
+        spec = self.kind.algorithm
+        parts = (spec.config, spec.algorithm) if spec else (self.kind.module,)
+        return self.plugin.code_digest(*dict.fromkeys(part.partition(":")[0] for part in parts))
 
 
 def kind_of(name: str) -> StageKind:
@@ -213,7 +233,11 @@ def _loaded(plugin: Plugin) -> InstalledKind:
     wrong = {
         "ship nothing": kind.ships,
         "say its models' sizes, so none is from_nothing": kind.from_nothing,
-        "have a contract and the module of a job": not (callable(kind.contract) and _MODULE.match(kind.module)),
+        "have an algorithm, or a contract and the module of a job": not (
+            _PATH.match(kind.algorithm.config) and _PATH.match(kind.algorithm.algorithm) and kind.module == _TRAIN
+            if isinstance(kind.algorithm, AlgorithmSpec)
+            else callable(kind.contract) and _MODULE.match(kind.module)
+        ),
     }
     for what, is_so in wrong.items():
         if is_so:

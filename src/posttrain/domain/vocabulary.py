@@ -82,17 +82,15 @@ UNITS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_BY_PAIRS = "train a judge from pairs (kind: reward_model) and a policy with it (kind: ppo)"
+_BY_PAIRS = "is not there yet; kind: dpo is nearest, or a judge from pairs (kind: reward_model) and kind: ppo"
 # kinds that people know → what there is instead
 KINDS: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("dpo", "ipo", "orpo", "simpo", "cpo", "kto"), f"is not there yet; {_BY_PAIRS}"),
-        "rloo": "is kind: grpo with advantage: rloo",
-        "dr_grpo": "is kind: grpo with advantage: dr_grpo and aggregation: seq-mean-token-sum-norm",
-        "dapo": "is kind: grpo, which has its higher clip and token mean; its dynamic sampling is not there yet",
+        **dict.fromkeys(("ipo", "orpo", "simpo", "cpo", "kto"), _BY_PAIRS),
         "vapo": "is not there yet; kind: ppo is nearest",
-        "reinforce": "is not there yet; kind: grpo with advantage: rloo is nearest",
-        "reinforce++": "is not there yet; kind: grpo with advantage: rloo is nearest",
+        "reinforce": "is kind: rloo with a group's baseline, or kind: reinforce_plus_plus without groups",
+        **dict.fromkeys(("reinforce++", "reinforce-plus-plus"), "is kind: reinforce_plus_plus"),
+        "dr-grpo": "is kind: dr_grpo",
         "gspo": "is not there yet; kind: grpo is nearest",
         **dict.fromkeys(("rl", "rlvr", "online"), "is kind: grpo, or kind: ppo with a critic"),
         **dict.fromkeys(("rm", "reward", "reward-model"), "is kind: reward_model"),

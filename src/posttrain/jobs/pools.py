@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.config import DataflowConfig, PPOConfig, RewardModelConfig, SFTConfig, TrainingConfig
+from posttrain.engine.config import TrainingConfig
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.pacing.balancing import TOKENS, CostModel
 from posttrain.planner.feasibility import infeasible
@@ -95,13 +95,4 @@ def _open_cluster_pools(
 
 def roles_of(config: TrainingConfig) -> tuple[str, ...]:
     """The roles of a stage that live in pools."""
-    if isinstance(config, SFTConfig):
-        return ("policy",)
-    if isinstance(config, RewardModelConfig):
-        return ("reward_model",)
-    roles = ["policy", "rollout"]
-    if not isinstance(config, DataflowConfig) and config.kl:
-        roles.append("reference")
-    if isinstance(config, PPOConfig):
-        roles += ["critic", *(["reward_model"] if config.reward_model else [])]
-    return tuple(roles)
+    return tuple(role for role in config.roles() if role != "reward")

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from posttrain.domain.facts import Metric
-from posttrain.engine.config import DataflowConfig, EvaluateConfig, GRPOConfig, PPOConfig, TrainingConfig
+from posttrain.engine.config import EvaluateConfig, SamplingConfig, TrainingConfig
 from posttrain.engine.loads import load_of
 from posttrain.execution.machine import room_of, this_machine
 from posttrain.jobs.entry import Job
@@ -28,7 +28,7 @@ def settled(job: Job, config: TrainingConfig) -> tuple[TrainingConfig, dict[str,
         if getattr(load, name) is not None:
             chosen[name] = getattr(load, name)
     changes: dict[str, Any] = {"runtime": runtime.model_copy(update=chosen)}
-    if isinstance(config, GRPOConfig | PPOConfig | DataflowConfig) and load.reward_timeout is not None:
+    if isinstance(config, SamplingConfig) and load.reward_timeout is not None:
         changes["reward_timeout"] = load.reward_timeout
     return config.model_copy(update=changes), tell_sizes(job, found)
 
@@ -44,7 +44,7 @@ def tell_sizes(job: Job, found: Settled) -> dict[str, float]:
 
 def choose(job: Job, config: TrainingConfig | EvaluateConfig) -> Settled:
     """What `planner.sizes` makes of this machine."""
-    load = load_of(config)
+    load = load_of(job.order.kind, config)
     assert load is not None
     room = Room() if load.ray_address is not None else room_of(this_machine())
     if room.gpu_there and settled_device(config.runtime) != "cuda":  # torch does not see what the machine has

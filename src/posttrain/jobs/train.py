@@ -12,19 +12,20 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.data.rows import prompt_text, read_rows, uniform
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
 from posttrain.domain.jobs import JobResult, Output
+from posttrain.domain.kinds import kind_of
 from posttrain.engine.config import (
     DataflowConfig,
-    GRPOConfig,
     PPOConfig,
-    RewardModelConfig,
-    SFTConfig,
+    RowsConfig,
+    SamplingConfig,
     TrainingConfig,
+    named,
     stage_config,
 )
 from posttrain.jobs.entry import Job, failed, main
@@ -39,15 +40,12 @@ if TYPE_CHECKING:
 
     from posttrain.engine.controller import Controller, Order
     from posttrain.engine.groups.recording import Recorder
-    from posttrain.engine.recipes.algorithm import RolloutAlgorithm
+    from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
     from posttrain.engine.recipes.dataflow import Entry
     from posttrain.engine.recipes.opening import PoolOf
     from posttrain.engine.recipes.probe import AccuracyProbe
     from posttrain.engine.recipes.recipe import Recipe
     from posttrain.engine.recipes.sampling import Prompt, Scorer
-
-
-OnPolicyConfig = GRPOConfig | PPOConfig | DataflowConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,74 +122,65 @@ def _open(job: Job, config: TrainingConfig, pool_of: PoolOf, stack: ExitStack) -
     from posttrain.engine.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(job.input("model"))
-    if isinstance(config, SFTConfig):
-        return _sft(job, config, tokenizer, pool_of)
-    if isinstance(config, RewardModelConfig):
-        return _reward_model(job, config, tokenizer, pool_of)
-    return _on_policy(job, config, tokenizer, pool_of, stack)
+    algorithm = _algorithm(job, config)
+    if isinstance(config, RowsConfig):
+        return _from_rows(job, config, algorithm, tokenizer, pool_of)
+    assert isinstance(config, SamplingConfig)
+    return _on_policy(job, config, algorithm, tokenizer, pool_of, stack)
 
 
-def _sft(job: Job, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, pool_of: PoolOf) -> Trained:
+def _algorithm(job: Job, config: TrainingConfig) -> Any:
+    """What the stage trains by: a user's own, or that of its kind."""
+    spec = kind_of(job.order.kind).algorithm
+    if isinstance(config, DataflowConfig):
+        return _dataflow(job)(config)
+    assert spec is not None, "a kind with a training configuration has an algorithm"
+    return named(spec.algorithm)(config)
+
+
+def _from_rows(
+    job: Job, config: RowsConfig, algorithm: RowAlgorithm[Any], tokenizer: PreTrainedTokenizerBase, pool_of: PoolOf
+) -> Trained:
+    from posttrain.engine.models.source import ModelSource, ScalarSource
+    from posttrain.engine.recipes.from_rows import FromRows
+    from posttrain.engine.recipes.opening import open_learner
+    from posttrain.engine.roles.training import TrainWorker
+
+    source = ScalarSource if kind_of(job.order.kind).scores else ModelSource
+    roles = open_learner(config, source(job.input("model"), config.runtime.dtype), job.order.seed, pool_of)
+    context = roles.made.one(TrainWorker.context_length)
+    limit = min(config.max_length or context, context)
+    rows = _rows(job, config, "data", tokenizer, limit, None)
+    held_out = _rows(job, config, "probe", tokenizer, limit, config.probe.items) if config.probe else []
+    recipe = FromRows(config, algorithm, roles, rows, job.order.seed, held_out, phase=job.order.kind)
+    return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
+
+
+def _rows(
+    job: Job, config: RowsConfig, slot: str, tokenizer: PreTrainedTokenizerBase, limit: int, items: int | None
+) -> list[Any]:
+    """What an algorithm that reads rows is given: documents, or pairs."""
     from posttrain.engine.batch import Document
-    from posttrain.engine.models.chat import encode_examples
-    from posttrain.engine.models.source import ModelSource
-    from posttrain.engine.recipes.from_rows import FromRows
-    from posttrain.engine.recipes.opening import open_learner
-    from posttrain.engine.recipes.probe import LossProbe
-    from posttrain.engine.recipes.sft import SFT
-    from posttrain.engine.roles.training import TrainWorker
+    from posttrain.engine.models.chat import encode_examples, encode_preferences
 
-    source = ModelSource(job.input("model"), config.runtime.dtype)
-    roles = open_learner(config, source, job.order.seed, pool_of, "policy")
-    context = roles.made.one(TrainWorker.context_length)
-    limit = min(config.max_length or context, context)
-    name = job.label("data")
-    examples = encode_examples(tokenizer, read_rows(job.input("data"), name=name), name=name, limit=limit)
-    probe: LossProbe | None = None
-    if config.probe:
-        name, held_out = job.label("probe"), read_rows(job.input("probe"), name=job.label("probe"))
-        shown = encode_examples(tokenizer, held_out[: config.probe.items], name=name, limit=limit)
-        probe = LossProbe([Document(e.prompt, e.completion) for e in shown])
-    rows = [Document(e.prompt, e.completion) for e in examples]
-    recipe = FromRows(config, SFT(config), roles, rows, job.order.seed, probe)
-    return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
-
-
-def _reward_model(job: Job, config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, pool_of: PoolOf) -> Trained:
-    from posttrain.engine.models.chat import encode_preferences
-    from posttrain.engine.models.source import ScalarSource
-    from posttrain.engine.recipes.from_rows import FromRows
-    from posttrain.engine.recipes.opening import open_learner
-    from posttrain.engine.recipes.probe import PairProbe
-    from posttrain.engine.recipes.reward_model import RewardModel
-    from posttrain.engine.roles.training import TrainWorker
-
-    source = ScalarSource(job.input("model"), config.runtime.dtype)
-    roles = open_learner(config, source, job.order.seed, pool_of, "reward_model")
-    context = roles.made.one(TrainWorker.context_length)
-    limit = min(config.max_length or context, context)
-    name = job.label("data")
-    pairs = encode_preferences(tokenizer, read_rows(job.input("data"), name=name), name=name, limit=limit)
-    probe: PairProbe | None = None
-    if config.probe:
-        name, held_out = job.label("probe"), read_rows(job.input("probe"), name=job.label("probe"))
-        probe = PairProbe(encode_preferences(tokenizer, held_out[: config.probe.items], name=name, limit=limit))
-    recipe = FromRows(config, RewardModel(config), roles, pairs, job.order.seed, probe)
-    return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
+    name = job.label(slot)
+    rows = read_rows(job.input(slot), name=name)[:items]
+    if config.reads == "pairs":
+        return list(encode_preferences(tokenizer, rows, name=name, limit=limit))
+    return [Document(e.prompt, e.completion) for e in encode_examples(tokenizer, rows, name=name, limit=limit)]
 
 
 def _on_policy(
     job: Job,
-    config: OnPolicyConfig,
+    config: SamplingConfig,
+    algorithm: RolloutAlgorithm,
     tokenizer: PreTrainedTokenizerBase,
     pool_of: PoolOf,
     stack: ExitStack,
 ) -> Trained:
     from posttrain.engine.models.source import ModelSource, ScalarSource
-    from posttrain.engine.recipes.grpo import GRPO
     from posttrain.engine.recipes.on_policy import OnPolicy
     from posttrain.engine.recipes.opening import open_roles
-    from posttrain.engine.recipes.ppo import PPO
     from posttrain.engine.recipes.scoring import ModelScorer
     from posttrain.engine.roles.training import TrainWorker
 
@@ -214,18 +203,13 @@ def _on_policy(
     elif config.reward:
         scorer = _reward_function(job, config, config.reward, tokenizer, train, stack)
     probe = _probe(job, config, tokenizer, context)
-    algorithm: RolloutAlgorithm
-    if isinstance(config, DataflowConfig):
-        algorithm = _dataflow(job)(config)
-    else:
-        algorithm = PPO(config) if isinstance(config, PPOConfig) else GRPO(config)
-    recipe = OnPolicy(config, algorithm, roles, train, scorer, job.order.seed, probe)
+    recipe = OnPolicy(config, algorithm, roles, train, scorer, job.order.seed, probe, phase=job.order.kind)
     return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
 
 
 def _reward_function(
     job: Job,
-    config: OnPolicyConfig,
+    config: SamplingConfig,
     reward: str | Mapping[str, float],
     tokenizer: PreTrainedTokenizerBase,
     train: list[Prompt],
@@ -257,7 +241,7 @@ def _dataflow(job: Job) -> Entry:
     return load_dataflow(file, str(meta["entry"]))
 
 
-def _probe(job: Job, config: OnPolicyConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> AccuracyProbe | None:
+def _probe(job: Job, config: SamplingConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> AccuracyProbe | None:
     from posttrain.engine.recipes.probe import AccuracyProbe
 
     if not config.probe:

@@ -48,7 +48,21 @@ def rloo(rewards: Tensor) -> Tensor:
     return (centred * count / (count - 1).clamp(min=1)).float()
 
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+Estimator = Callable[[Tensor], Tensor]  # [prompts, members] → [prompts, members]
+ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+
+
+def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
+    """0 up to `limit − buffer` tokens, then linear up to 1 at the limit.
+
+    Args:
+        lengths: `[documents]` generated tokens, at most `limit`.
+        buffer: tokens before the limit, at least 1.
+
+    Returns:
+        `[documents]` float64. Source: DAPO, arXiv 2503.14476, eq. 13, with the sign turned.
+    """
+    return ((lengths.double() - (limit - buffer)) / buffer).clamp(0.0, 1.0)
 
 
 def has_signal(rewards: Tensor) -> Tensor:

@@ -18,26 +18,17 @@ from pathlib import Path
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.config import DataflowConfig
-from posttrain.engine.recipes.algorithm import PromptSource, RolloutAlgorithm, RolloutDefaults, Update
+from posttrain.engine.recipes.algorithm import RolloutAlgorithm, Update
+from posttrain.engine.recipes.policy_gradient import Sampling
 
 Entry = Callable[[DataflowConfig], RolloutAlgorithm]
 
 
-class Dataflow(RolloutDefaults):
+class Dataflow(Sampling[DataflowConfig]):
     """What a user's algorithm begins with: samples as its stage says, and everything else as the defaults have it.
 
-    Args:
-        config: the stage's; what the algorithm's author wants to be told is in `config.settings`.
+    What its author wants to be told is in `config.settings`.
     """
-
-    def __init__(self, config: DataflowConfig) -> None:
-        self.config = config
-
-    @property
-    def source(self) -> PromptSource:
-        """Prompts and samples of a step."""
-        c = self.config
-        return PromptSource(c.prompts_per_step, c.group_size, c.max_new_tokens, c.temperature)
 
     def updates(self, step: int) -> Sequence[Update]:
         """What is minimised.

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from posttrain.domain.seeds import derive_seed
-from posttrain.engine.config import RewardModelConfig, SFTConfig
-from posttrain.engine.groups.worker_group import WorkerGroup
+from posttrain.engine.config import RowsConfig
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.algorithm import RowAlgorithm
 from posttrain.engine.recipes.learning import Learning
+from posttrain.engine.recipes.probe import LossProbe
 from posttrain.engine.recipes.recipe import Reserve, StepReport, Trace, free
 from posttrain.engine.recipes.roles import Roles
-from posttrain.engine.recipes.sampling import Measurement, ProbeSchedule
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.recipes.sampling import ProbeSchedule
 from posttrain.engine.weights.view import PolicyVersion
 
 R = TypeVar("R")
@@ -29,7 +28,8 @@ class FromRows(Generic[R]):
         roles: who learns, and fills columns.
         rows: all of them.
         seed: the stage's seed.
-        probe: the held-out measurement, if there is one.
+        held_out: rows that its objective is measured on meanwhile.
+        phase: what its progress is called.
 
     Raises:
         InputError: the algorithm needs a role that is not there.
@@ -37,17 +37,20 @@ class FromRows(Generic[R]):
 
     def __init__(
         self,
-        config: SFTConfig | RewardModelConfig,
+        config: RowsConfig,
         algorithm: RowAlgorithm[R],
         roles: Roles,
         rows: Sequence[R],
         seed: int,
-        probe: Measurement[WorkerGroup[TrainWorker]] | None = None,
+        held_out: Sequence[R] = (),
+        *,
+        phase: str = "train",
     ) -> None:
-        self.phase, self.steps, self.roles = config.kind, config.steps, roles
+        self.phase, self.steps, self.roles = phase, config.steps, roles
         self.journal = Journal(len(rows), seed)
         self._algorithm, self._rows, self._seed = algorithm, rows, seed
         self._learning = Learning(algorithm, roles, config.steps, seed)
+        probe = LossProbe(algorithm.form(held_out, derive_seed(seed, "probe"))) if held_out else None
         self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
 
     def price(self, step: int) -> int:
@@ -69,7 +72,7 @@ class FromRows(Generic[R]):
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
         """The held-out measurement, where one is due."""
-        return self._probe.measure(step, trace, self.roles.made)
+        return self._probe.measure(step, trace, self._learning)
 
     def probe_price(self, step: int) -> int:
         """Free: reading without answering or training counts nowhere (`facts.Progress`)."""

@@ -14,6 +14,7 @@ from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.kl import kl_estimate
 from posttrain.engine.batch import Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
+from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import Algorithm, Column, Update
 from posttrain.engine.recipes.recipe import Trace
 from posttrain.engine.recipes.roles import Roles
@@ -75,6 +76,19 @@ class Learning:
         with trace.span("update"):
             learned = self._updated(batch, step, tracer)
         return replace(learned, metrics={**_distance(batch), **learned.metrics})
+
+    def measure(self, batch: TokenBatch) -> dict[str, float]:
+        """`probe/loss` of the stage's own model on a batch, and what its objective reports besides; nothing learns."""
+        role = next(iter(self._roles.learners))
+        batch = replace(batch, provenance=Provenance(role=role))
+        batch = self._algorithm.credit(self._filled(batch, self._algorithm.requires(0)))
+        [update] = (update for update in self._algorithm.updates(0) if update.role == role)
+        objective = update.objective(Totals.of(batch))
+        asked = self._filled(batch, [Column(f"predicted_{need}", role, need) for need in sorted(objective.needs)])
+        found = Predictions(**{need: asked.column(f"predicted_{need}") for need in objective.needs})
+        parts = objective(batch, found)
+        values = {"loss": parts.loss, **parts.sums}
+        return {f"probe/{name}": float(value) for name, value in values.items()}
 
     def _filled(self, batch: TokenBatch, columns: Sequence[Column]) -> TokenBatch:
         """Every column by its role, side by side where they have devices of their own."""

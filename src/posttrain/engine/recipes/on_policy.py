@@ -15,7 +15,7 @@ from itertools import islice
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.seeds import derive_seed
-from posttrain.engine.config import DataflowConfig, GRPOConfig, PPOConfig, TraceConfig
+from posttrain.engine.config import DataflowConfig, OnPolicyConfig, SamplingConfig, TraceConfig
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, ScoredGroup
 from posttrain.engine.recipes.learning import Learning
@@ -42,6 +42,7 @@ class OnPolicy:
         scorer: whoever scores responses; None: nobody does.
         seed: the stage's seed.
         probe: the held-out measurement, if there is one.
+        phase: what its progress is called.
 
     Raises:
         InputError: the algorithm needs a role that is not there.
@@ -49,20 +50,22 @@ class OnPolicy:
 
     def __init__(
         self,
-        config: GRPOConfig | PPOConfig | DataflowConfig,
+        config: SamplingConfig,
         algorithm: RolloutAlgorithm,
         roles: Roles,
         prompts: Sequence[Prompt],
         scorer: Scorer | None,
         seed: int,
         probe: Probe | None = None,
+        *,
+        phase: str = "train",
     ) -> None:
-        self.phase, self.steps, self.roles = config.kind, config.steps, roles
+        self.phase, self.steps, self.roles = phase, config.steps, roles
         self.journal = Journal(len(prompts), seed)
         self._algorithm, self._prompts, self._scorer, self._seed = algorithm, prompts, scorer, seed
         self._learning = Learning(algorithm, roles, config.steps, seed)
         self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
-        self._trace = TraceConfig(groups=0) if isinstance(config, DataflowConfig) else config.trace
+        self._trace = config.trace if isinstance(config, OnPolicyConfig) else TraceConfig(groups=0)
         self._most = config.tokens_per_step if isinstance(config, DataflowConfig) else None
 
     def price(self, step: int) -> int:

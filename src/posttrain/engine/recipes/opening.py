@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from posttrain.engine.config import DataflowConfig, GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from posttrain.engine.config import PPOConfig, RowsConfig, SamplingConfig, TrainingConfig
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.predicting import Model
@@ -21,8 +21,9 @@ PoolOf = Callable[[str], ResourcePool]  # role → the pool it lives in
 Source = ModelSource | ScalarSource | Model
 
 
-def open_learner(config: SFTConfig | RewardModelConfig, model: Source, seed: int, pool_of: PoolOf, role: str) -> Roles:
-    """The role of plain training: the policy on demonstrations, a reward model on preferences."""
+def open_learner(config: RowsConfig, model: Source, seed: int, pool_of: PoolOf) -> Roles:
+    """The roles of an algorithm that reads rows: who learns, and what it began as where that is its reference."""
+    role, *others = config.roles()
     learner = pool_of(role).start(
         role,
         TrainWorker,
@@ -32,13 +33,18 @@ def open_learner(config: SFTConfig | RewardModelConfig, model: Source, seed: int
         name=role,
         steps=config.steps,
         seed=seed,
-        dropout=True,
+        dropout=config.dropout,
     )
-    return Roles({role: learner})
+    frozen = {}
+    if "reference" in others:
+        tokens = micro_batch_tokens(config.runtime, pool_of(role).processes[0].device)
+        pool = pool_of("reference").by_rank()
+        frozen["reference"] = pool.start("reference", FrozenWorker, model, micro_batch_tokens=tokens)
+    return Roles({role: learner}, frozen, sleeps=_sleeps(config, pool_of))
 
 
 def open_roles(
-    config: GRPOConfig | PPOConfig | DataflowConfig,
+    config: SamplingConfig,
     model: ModelSource | LanguageModel,
     seed: int,
     pool_of: PoolOf,
@@ -71,7 +77,7 @@ def open_roles(
     cache = None if config.runtime.kv_cache == "auto" else config.runtime.kv_cache
     rollout = pool_of("rollout").by_rank().start("rollout", RolloutWorker, source, engine, kv_cache=cache)
     tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
-    if isinstance(config, GRPOConfig | PPOConfig) and config.kl:
+    if "reference" in config.roles():
         pool = pool_of("reference").by_rank()
         frozen["reference"] = pool.start(
             "reference", FrozenWorker, model, temperature=config.temperature, micro_batch_tokens=tokens
@@ -92,6 +98,9 @@ def open_roles(
         frozen["reward_model"] = pool.start(
             "reward_model", FrozenWorker, reward_model, name="reward_model", micro_batch_tokens=tokens
         )
+    return Roles(learners, frozen, rollout, sleeps=_sleeps(config, pool_of))
+
+
+def _sleeps(config: TrainingConfig, pool_of: PoolOf) -> bool:
     nap = config.placement.sleep
-    on_gpu = pool_of("policy").processes[0].device.startswith("cuda")
-    return Roles(learners, frozen, rollout, sleeps=on_gpu if nap == "auto" else bool(nap))
+    return pool_of(config.roles()[0]).processes[0].device.startswith("cuda") if nap == "auto" else bool(nap)

@@ -8,11 +8,9 @@ PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; its use with a reward model: Instr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import final
-
-import numpy as np
 
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.gae import generalized_advantages, whiten
@@ -20,38 +18,17 @@ from posttrain.engine.algorithms.kl import kl_rewards, score_rewards
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, ValueObjective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import PPOConfig
-from posttrain.engine.recipes.algorithm import (
-    REFERENCE,
-    VALUES,
-    Column,
-    PromptSource,
-    RolloutDefaults,
-    ScoredGroup,
-    Update,
-    pack,
-)
+from posttrain.engine.recipes.algorithm import VALUES, Column, Update
+from posttrain.engine.recipes.policy_gradient import PolicyGradient
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class PPO(RolloutDefaults):
+class PPO(PolicyGradient[PPOConfig]):
     """Over every response that has a score."""
-
-    config: PPOConfig
-
-    @property
-    def source(self) -> PromptSource:
-        """Prompts and samples of a step."""
-        c = self.config
-        return PromptSource(c.prompts_per_step, c.group_size, c.max_new_tokens, c.temperature)
 
     def requires(self, step: int) -> Sequence[Column]:
         """Values; the reference, with a KL penalty."""
-        return (VALUES, REFERENCE) if self.config.kl else (VALUES,)
-
-    def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
-        """What has a score."""
-        return pack(groups, lambda group: np.flatnonzero(~np.isnan(group.rewards)).tolist())
+        return (VALUES, *super().requires(step))
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
         """Rewards per token, returns, advantages."""
@@ -75,13 +52,14 @@ class PPO(RolloutDefaults):
         critic = over("critic", partial(ValueObjective, clip=c.critic.clip))
         if step < c.critic.warmup:
             return (critic,)
-        return (critic, over("policy", self._objective, clip=(c.clip_low, c.clip_high)))
+        return (critic, over("policy", self.objective, clip=(c.clip_low, c.clip_high)))
 
     def unused(self, step: int) -> str:
         """The policy does not learn yet."""
         return "critic warm-up"
 
-    def _objective(self, totals: Totals) -> PolicyObjective:
+    def objective(self, totals: Totals) -> PolicyObjective:
+        """With the KL penalty where that is in the loss."""
         c = self.config
         kl = KLTerm(c.kl.coefficient, c.kl.estimator) if c.kl and c.kl.place == "loss" else None
-        return PolicyObjective(totals, clip_low=c.clip_low, clip_high=c.clip_high, kl=kl)
+        return replace(super().objective(totals), kl=kl)

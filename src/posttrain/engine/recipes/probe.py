@@ -4,19 +4,17 @@ No gate reads them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.engine.batch import Document, Provenance, TokenBatch
+from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.chat import decode_response
 from posttrain.engine.recipes.answers import Extractor, is_correct, reference_answer
+from posttrain.engine.recipes.learning import Learning
 from posttrain.engine.recipes.recipe import StepReport
-from posttrain.engine.recipes.reward_model import Preference, paired
 from posttrain.engine.recipes.sampling import Prompt
-from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
@@ -24,46 +22,20 @@ from posttrain.engine.samples import Trajectory
 
 
 class LossProbe:
-    """Supervised fine-tuning's: the loss of held-out demonstrations, token mean, without dropout.
+    """That of what learns from rows: its own objective on held-out ones, without dropout.
 
     Args:
-        documents: prompt and completion tokens; at least one.
+        batch: they.
     """
 
     price = 0  # nothing is answered or trained on
 
-    def __init__(self, documents: Sequence[Document]) -> None:
-        self._documents = documents
+    def __init__(self, batch: TokenBatch) -> None:
+        self._batch = batch
 
-    def __call__(self, policy: WorkerGroup[TrainWorker], /) -> StepReport:
-        """`probe/loss` of the weights as they are, in nats per completion token."""
-        batch = TokenBatch.pack(self._documents, provenance=Provenance(role="policy"))
-        found = policy.map(TrainWorker.fill, batch, "logprobs", "logprobs")
-        mask = found.response_mask
-        total = float(found.column("logprobs")[mask].double().sum())
-        return StepReport(self.price, {"probe/loss": -total / int(mask.sum())})
-
-
-class PairProbe:
-    """A reward model's: how many held-out pairs it ranks as they were labelled, and its loss on them.
-
-    Args:
-        pairs: at least one.
-    """
-
-    price = 0
-
-    def __init__(self, pairs: Sequence[Preference]) -> None:
-        self._pairs = pairs
-
-    def __call__(self, reward_model: WorkerGroup[TrainWorker], /) -> StepReport:
-        """`probe/accuracy` (a tie is no success, as while training) and `probe/loss`."""
-        batch = paired(self._pairs, Provenance(role="reward_model"))
-        scores = reward_model.map(TrainWorker.fill, batch, "scores", "scores").column("scores")
-        margins = (scores[0::2] - scores[1::2]).double().tolist()
-        right = sum(margin > 0 for margin in margins)
-        loss = sum(math.log1p(math.exp(-abs(m))) + max(-m, 0.0) for m in margins)  # -log sigma(m), stable
-        return StepReport(self.price, {"probe/accuracy": right / len(margins), "probe/loss": loss / len(margins)})
+    def __call__(self, learning: Learning, /) -> StepReport:
+        """`probe/loss` of the weights as they are, and what the objective reports besides."""
+        return StepReport(self.price, learning.measure(self._batch))
 
 
 class AccuracyProbe:

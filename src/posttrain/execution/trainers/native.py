@@ -26,16 +26,14 @@ from posttrain.domain.placement import COLLOCATED, Placement
 from posttrain.domain.rewards import JUDGES
 from posttrain.domain.validation import explain, unknown_kind
 from posttrain.engine.config import (
-    STAGE_CONFIGS,
     DataflowConfig,
     EvaluateConfig,
-    GRPOConfig,
-    PPOConfig,
-    RewardModelConfig,
+    RowsConfig,
+    SamplingConfig,
     SFTConfig,
     StageConfig,
     TrainingConfig,
-    stage_config,
+    config_class,
 )
 from posttrain.engine.loads import load_of
 from posttrain.store.attempts import AttemptFolder
@@ -71,12 +69,13 @@ class NativeTrainer:
         Raises:
             InputError: an unknown kind or parameter, a value out of range, a role placed that the stage does not have.
         """
-        if kind not in STAGE_CONFIGS:
+        model = config_class(kind)
+        if model is None:
             return _installed_contract(kind, params)
         try:
-            config = stage_config(kind, dict(params))
+            config: StageConfig = model.model_validate(dict(params))
         except ValidationError as error:
-            raise explain(error, kind, STAGE_CONFIGS[kind]) from error
+            raise explain(error, kind, model) from error
         inputs = config.inputs()
         return StageContract(
             params=_name_by_slot(config),
@@ -85,7 +84,7 @@ class NativeTrainer:
             metrics=_metrics(config),
             work=_work(config),
             rows=_row_needs(config),
-            load=load_of(config),
+            load=load_of(kind, config),
             length=_length(config),
         )
 
@@ -220,27 +219,21 @@ def _metrics(config: StageConfig) -> dict[str, ItemRange | None]:
 
 
 def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
-    if isinstance(config, SFTConfig):
-        return _with_probe(config, RowNeeds(learn=True, max_length=config.max_length))
+    if isinstance(config, RowsConfig):
+        pairs = config.reads == "pairs"
+        needs = RowNeeds(learn=not pairs, pairs=pairs, max_length=config.max_length)
+        return {"data": needs, **({"probe": replace(needs, first=config.probe.items)} if config.probe else {})}
     if isinstance(config, EvaluateConfig):
         return {
             f"suites.{n}": RowNeeds(reserve=s.max_new_tokens, answer=not s.reward, distinct=True, whole=bool(s.reward))
             for n, s in config.suites.items()
         }
-    if isinstance(config, RewardModelConfig):
-        return _with_probe(config, RowNeeds(pairs=True, max_length=config.max_length))
-    if not isinstance(config, GRPOConfig | PPOConfig | DataflowConfig):
+    if not isinstance(config, SamplingConfig):
         return {}
-    needs = {"data": RowNeeds(reserve=config.max_new_tokens)}
+    found = {"data": RowNeeds(reserve=config.max_new_tokens)}
     if config.probe:
-        needs["probe"] = RowNeeds(reserve=config.max_new_tokens, answer=True, first=config.probe.items)
-    return needs
-
-
-def _with_probe(config: SFTConfig | RewardModelConfig, needs: RowNeeds) -> dict[str, RowNeeds]:
-    """What is probed is what is learnt, on other rows."""
-    probe = {"probe": replace(needs, first=config.probe.items)} if config.probe else {}
-    return {"data": needs, **probe}
+        found["probe"] = RowNeeds(reserve=config.max_new_tokens, answer=True, first=config.probe.items)
+    return found
 
 
 def _length(config: StageConfig) -> Length | None:
@@ -265,19 +258,15 @@ def _work(config: StageConfig) -> dict[str, float]:
     """
     if isinstance(config, TrainingConfig) and not config.steps:
         return {}  # the plan asks again once it knows
-    if isinstance(config, SFTConfig):
-        size = config.batch_size
+    if isinstance(config, RowsConfig):
+        size = config.documents
         return {"steps": config.steps, "documents": config.steps * size, "least": _sure_steps(config) * size}
-    if isinstance(config, RewardModelConfig):
-        size = 2 * config.batch_size
-        return {"steps": config.steps, "documents": config.steps * size, "least": _sure_steps(config) * size}
-    if isinstance(config, GRPOConfig | PPOConfig | DataflowConfig):
-        samples = config.prompts_per_step * config.group_size
-        passes = 2 * config.ppo_epochs if isinstance(config, PPOConfig) else 1
+    if isinstance(config, SamplingConfig):
+        samples, passes = config.samples, config.passes
         prompts, generated = config.prompts_per_step, samples * config.max_new_tokens
         last = prompts + generated + passes * (samples + generated)
         before = (_sure_steps(config) - 1) * (prompts + samples)
-        if isinstance(config, DataflowConfig):  # what its function does is its own affair
+        if isinstance(config, DataflowConfig):  # what its algorithm trains on is its own affair
             last, before = config.tokens_per_step or last, 0
         return {
             "steps": config.steps,

@@ -1,0 +1,88 @@
+"""What a stage measures of a model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.domain.measures import RATE, SHARE, ItemRange
+from posttrain.domain.rewards import JUDGES, reward_slots
+from posttrain.domain.validation import Frozen
+from posttrain.domain.weights import Reward
+from posttrain.engine.settings import (
+    MOST_ROWS,
+    Extract,
+    InferenceRuntimeConfig,
+    Positive,
+    Seconds,
+    SuiteName,
+    Temperature,
+    Tokens,
+    Word,
+    Worth,
+)
+
+
+class SuiteConfig(Frozen):
+    """One evaluation suite: rows with a prompt and an answer, or with a prompt and a reward that scores responses."""
+
+    data: Word
+    extract: Extract = r"(?s)(.*)"
+    samples: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0  # sampled responses per item beside the greedy one
+    temperature: Temperature = 1.0  # of the sampled responses
+    pass_at: tuple[Positive, ...] = ()  # k values, each <= samples
+    max_new_tokens: Tokens = 64
+    reward: Reward | None = None  # scores every response; then rows may be without an answer
+    reward_range: tuple[Worth, Worth] = (0.0, 1.0)  # the least and the most that a response may be worth
+    # seconds for one batch of responses; auto: 10, or 20 µs for each token that they may have
+    reward_timeout: Seconds | Literal["auto"] = "auto"
+
+    @model_validator(mode="after")
+    def _rewards_have_a_range(self) -> SuiteConfig:
+        low, high = self.reward_range
+        if not low < high:
+            raise ValueError(f"reward_range must be the least and the greatest value, got [{low:g}, {high:g}]")
+        for name in ("reward_range", "reward_timeout"):
+            if self.reward is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs a reward, got one without; name the suite's reward")
+        return self
+
+    @model_validator(mode="after")
+    def _sampling_is_consumed(self) -> SuiteConfig:
+        if not self.samples and self.temperature != 1.0:
+            raise ValueError(f"temperature needs samples >= 1, got {self.temperature} with samples: 0; set samples")
+        for k in self.pass_at:
+            if k > self.samples:
+                raise ValueError(f"pass_at must be <= samples ({self.samples}), got {k}")
+        return self
+
+    @property
+    def worth(self) -> ItemRange:
+        """What a response may be worth."""
+        return ItemRange(*self.reward_range)
+
+    def metrics(self, suite: str) -> dict[str, ItemRange]:
+        """Metric name → what one item can be. A response has at least its end, so one token."""
+        ranges = {"accuracy": RATE, "response_tokens": ItemRange(1.0, self.max_new_tokens), "truncated": RATE}
+        if self.samples:
+            ranges["sampled_accuracy"] = SHARE
+        ranges |= {f"pass@{k}": SHARE for k in self.pass_at}
+        if self.reward:
+            ranges |= dict.fromkeys(["reward", *(["sampled_reward"] if self.samples else [])], self.worth)
+        return {f"{suite}/{name}": possible for name, possible in ranges.items()}
+
+
+class EvaluateConfig(Frozen):
+    """Greedy and sampled evaluation of one model on suites; per-item results as Parquet."""
+
+    model: Word
+    suites: dict[SuiteName, SuiteConfig] = Field(min_length=1)
+    runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        slots = {"model": ("model", self.model)} | {f"suites.{n}": ("dataset", s.data) for n, s in self.suites.items()}
+        for name, suite in self.suites.items():
+            slots |= reward_slots(f"{JUDGES}{name}", suite.reward)
+        return slots

@@ -1,0 +1,265 @@
+"""What is trained on responses that its own policy samples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from posttrain.domain.rewards import reward_slots
+from posttrain.domain.validation import Frozen
+from posttrain.domain.weights import Reward
+from posttrain.engine.config.training import TrainingConfig
+from posttrain.engine.settings import (
+    MOST_ROWS,
+    Few,
+    NonNegative,
+    PolicyGradientOptimizerConfig,
+    ProbeConfig,
+    Rows,
+    Seconds,
+    Temperature,
+    Tokens,
+    Word,
+)
+
+
+class TraceConfig(Frozen):
+    """Which samples leave their whole way in the trace (`posttrain trace RUN --sample ID`)."""
+
+    groups: NonNegative | Literal["all"] = 1  # prompts per step, with all their samples
+
+    def followed(self, prompts: int) -> int:
+        """Groups to follow of a step with so many prompts."""
+        return prompts if self.groups == "all" else min(self.groups, prompts)
+
+
+class KLConfig(Frozen):
+    """KL penalty against the frozen starting policy, in the loss. k1 as a loss has no expected gradient."""
+
+    coefficient: float = Field(gt=0, le=1e6)
+    # k3 (TRL's and verl's default): its value is KL(policy ‖ reference), its gradient that of KL(reference ‖ policy).
+    # k3-corrected (k3 times the ratio): value and gradient of KL(policy ‖ reference). k2: that gradient, on-policy
+    estimator: Literal["k2", "k3", "k3-corrected"] = "k3"
+
+
+class RewardKLConfig(Frozen):
+    """KL penalty against the frozen starting policy, in the reward: a number without a gradient."""
+
+    coefficient: float = Field(default=0.01, gt=0, le=1e6)
+    estimator: Literal["k1", "k2", "k3"] = "k1"  # unbiased, and may be negative
+
+
+class PPOKLConfig(Frozen):
+    """KL penalty against the frozen starting policy: in the reward of every token (PPO's own place) or in the loss."""
+
+    coefficient: float = Field(default=0.01, gt=0, le=1e6)
+    estimator: Literal["k1", "k2", "k3", "k3-corrected"] = (
+        "k1"  # in the reward k1 is unbiased; in the loss see KLConfig
+    )
+    place: Literal["reward", "loss"] = "reward"
+
+    @model_validator(mode="after")
+    def _has_a_gradient(self) -> PPOKLConfig:
+        if self.place == "loss" and self.estimator == "k1":
+            raise ValueError("kl.estimator must be k2 or k3 in the loss, got k1, whose expected gradient is zero there")
+        if self.place == "reward" and self.estimator == "k3-corrected":
+            raise ValueError(
+                "kl.estimator must be k1, k2 or k3 in the reward, got k3-corrected: there is no gradient there"
+            )
+        return self
+
+
+class AdvantageConfig(Frozen):
+    """Generalised advantage estimation (arXiv 1506.02438)."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1)  # per token; below 1 a long response is worth less
+    lam: float = Field(default=0.95, ge=0, le=1)  # 1: Monte Carlo returns; 0: one-step temporal difference
+    whiten: bool = True  # advantages of a rollout batch to mean 0 and standard deviation 1
+
+
+class CriticConfig(Frozen):
+    """The value model: the starting policy's backbone under a head that begins at zero."""
+
+    optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
+    clip: float | None = Field(default=0.2, gt=0, le=1e6)  # how far a value may move in one rollout batch; None: freely
+    warmup: NonNegative = 0  # first steps in which only the critic learns; the policy's schedule begins after them
+
+
+class SamplingConfig(TrainingConfig):
+    """How much a step samples, and who scores it."""
+
+    per_step: ClassVar[str] = "prompts_per_step"
+    prompts_per_step: Rows = 32
+    group_size: Rows = 8  # samples per prompt
+    max_new_tokens: Tokens = 64
+    temperature: Temperature = 1.0
+    reward: Reward | None = None
+    # seconds for one batch of completions; auto: 10, or 20 µs for each token that they may have
+    reward_timeout: Seconds | Literal["auto"] = "auto"
+    reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions that may fail
+    probe: ProbeConfig | None = None
+    optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
+
+    @property
+    def samples(self) -> int:
+        """Of a step."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def documents(self) -> int:
+        """Of one optimiser step, at the most."""
+        return self.samples
+
+    @property
+    def passes(self) -> int:
+        """How often a response is trained on at the most, by all roles together."""
+        return 1
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        return super().inputs() | reward_slots("reward", self.reward)
+
+    def roles(self) -> tuple[str, ...]:
+        """The policy, who samples from it, and the reward where there is one."""
+        return ("policy", "rollout", *(["reward"] if self.reward else []))
+
+
+class OnPolicyConfig(SamplingConfig):
+    """A policy gradient over what was sampled, scored by a reward function, or by a model that a `reward_model` stage
+    trained.
+    """
+
+    reward_model: Word | None = None  # that scores in the place of `reward`
+    mini_batches: Rows = 1  # optimiser steps per rollout batch (and epoch)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0, le=1e6)
+    trace: TraceConfig = TraceConfig()
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Self:
+        if (self.reward is None) == (self.reward_model is None):
+            given = "neither" if self.reward is None else "both"
+            raise ValueError(f"exactly one of reward and reward_model must be given, got {given}")
+        return self
+
+    @property
+    def documents(self) -> int:
+        """Of one optimiser step, at the most."""
+        return -(-self.samples // self.mini_batches)
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        return super().inputs() | ({"reward_model": ("model", self.reward_model)} if self.reward_model else {})
+
+    def roles(self) -> tuple[str, ...]:
+        """The policy, the reference of a KL penalty, who samples, and the judge."""
+        reference = ("reference",) if getattr(self, "kl", None) else ()
+        return ("policy", *reference, "rollout", "reward" if self.reward else "reward_model")
+
+    def described(self, kind: str) -> str:
+        """See `TrainingConfig.described`."""
+        judge = "a reward function" if self.reward else "a reward model"
+        return f"{kind} with {judge}" + ("" if getattr(self, "kl", None) else " without kl")
+
+
+class GroupConfig(OnPolicyConfig):
+    """A baseline from the other samples of the same prompt, and a KL penalty in the reward where one is asked for."""
+
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
+    kl: RewardKLConfig | None = None
+
+
+class GRPOConfig(OnPolicyConfig):
+    """GRPO with clip-higher (DAPO); groups without reward spread have no policy gradient and are not computed."""
+
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
+    clip_high: float = Field(default=0.28, gt=0, le=1e6)
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    # what the loss is divided by: all that a step sampled (GRPO's paper, TRL), or only the groups with a signal, whose
+    # gradient then does not shrink as the others are solved
+    denominator: Literal["sampled", "signal"] = "sampled"
+    kl: KLConfig | None = None
+
+
+class OverlongConfig(Frozen):
+    """A response that comes near the limit is worth less (DAPO, arXiv 2503.14476, eq. 13)."""
+
+    buffer: Tokens  # tokens before the limit, over which the penalty grows
+    penalty: float = Field(default=1.0, gt=0, le=1e6)  # at the limit
+
+
+class DAPOConfig(OnPolicyConfig):
+    """DAPO: clip-higher, token mean, groups without reward spread replaced by others, overlong responses dearer."""
+
+    group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 16  # samples per prompt
+    clip_high: float = Field(default=0.28, gt=0, le=1e6)
+    refills: NonNegative = 3  # rounds in which dropped groups are replaced, at the most
+    overlong: OverlongConfig | None = None  # None: a response is worth its reward, however long
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> Self:
+        if self.overlong and self.overlong.buffer > self.max_new_tokens:
+            raise ValueError(
+                f"overlong.buffer must be <= max_new_tokens ({self.max_new_tokens}), got {self.overlong.buffer}"
+            )
+        return self
+
+
+class ReinforcePlusPlusConfig(OnPolicyConfig):
+    """REINFORCE++: no critic; returns of penalised rewards, normalised over the whole step."""
+
+    group_size: Rows = 1  # samples per prompt
+    baseline: Literal["none", "group"] = "none"  # group: the reward minus its group's mean, before it is normalised
+    gamma: float = Field(default=1.0, gt=0, le=1)  # per token
+    kl: RewardKLConfig | None = RewardKLConfig()
+
+    @model_validator(mode="after")
+    def _baseline_has_members(self) -> Self:
+        if self.baseline == "group" and self.group_size < 2:
+            raise ValueError(f"baseline: group needs group_size >= 2, got {self.group_size}")
+        return self
+
+
+class PPOConfig(OnPolicyConfig):
+    """PPO with a critic."""
+
+    more_passes: ClassVar[str] = "; epochs are passes over the prompts, and those over a rollout batch are ppo_epochs"
+    group_size: Rows = 4  # samples per prompt; no baseline comes from them, so one is enough
+    ppo_epochs: Few = 1  # passes over a rollout batch
+    gae: AdvantageConfig = AdvantageConfig()
+    kl: PPOKLConfig | None = PPOKLConfig()
+    critic: CriticConfig = CriticConfig()
+
+    @model_validator(mode="after")
+    def _policy_learns(self) -> Self:
+        if self.steps and self.critic.warmup >= self.steps:
+            raise ValueError(
+                f"critic.warmup must be < steps ({self.steps}), got {self.critic.warmup}: the policy would never learn"
+            )
+        return self
+
+    @property
+    def passes(self) -> int:
+        """By the policy and the critic."""
+        return 2 * self.ppo_epochs
+
+    def roles(self) -> tuple[str, ...]:
+        """And a critic."""
+        policy, *others = super().roles()
+        return (policy, "critic", *others)
+
+
+class DataflowConfig(SamplingConfig):
+    """An algorithm of the user's own: a class (`recipes.dataflow.Dataflow`)."""
+
+    recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:MyAlgorithm, beside run.yaml
+    settings: dict[str, Any] = Field(default_factory=dict)  # for the class; nothing else reads them
+    tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
+        None  # what a step may spend; None: each response trained on once, at the most
+    )
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        return super().inputs() | {"recipe": ("recipe", self.recipe)}

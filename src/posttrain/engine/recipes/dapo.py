@@ -1,0 +1,42 @@
+"""DAPO: GRPO with a wider upper clip and a token mean; groups that say nothing are replaced, long responses dearer.
+
+Source: Yu et al., arXiv 2503.14476: clip-higher (3.1), dynamic sampling (3.2), token-level loss (3.3), soft overlong
+punishment (3.4, eq. 13).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from posttrain.engine.algorithms.advantages import Estimator, grpo, overlong_penalty
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.config import DAPOConfig
+from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup
+from posttrain.engine.recipes.policy_gradient import GroupBaseline, with_signal
+
+
+@final
+class DAPO(GroupBaseline[DAPOConfig]):
+    """Over groups of samples whose rewards differ."""
+
+    estimator: ClassVar[Estimator] = staticmethod(grpo)
+
+    @property
+    def source(self) -> PromptSource:
+        """Prompts and samples of a step, and how often dropped ones are replaced."""
+        return replace(super().source, refills=self.config.refills)
+
+    def keep(self, group: ScoredGroup) -> Drop | None:
+        """Dynamic sampling: a group whose rewards are equal has no gradient. Its length has no say in this."""
+        return None if with_signal(group) else Drop("group without signal")
+
+    def rewards(self, batch: TokenBatch) -> Tensor:
+        """Less the punishment of what comes near the token limit."""
+        rewards, c = super().rewards(batch), self.config
+        if c.overlong is None:
+            return rewards
+        grown = overlong_penalty(batch.response_lengths, c.max_new_tokens, c.overlong.buffer)
+        return rewards - c.overlong.penalty * grown

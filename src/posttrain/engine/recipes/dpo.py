@@ -1,0 +1,76 @@
+"""DPO: the policy is its own reward model; it learns to prefer the chosen response by more than its reference does.
+
+Source: Rafailov et al., arXiv 2305.18290, eq. 7; labels that may be wrong: its conservative form, where a share ε of
+them is taken for the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, final
+
+import torch
+import torch.nn.functional as F
+
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import LossParts
+from posttrain.engine.batch import Provenance, TokenBatch
+from posttrain.engine.config import DPOConfig
+from posttrain.engine.predictions import Need, Predictions
+from posttrain.engine.recipes.algorithm import REFERENCE, Column, RowDefaults, RowSource, Update
+from posttrain.engine.recipes.reward_model import Preference, paired
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DPO(RowDefaults):
+    """Over preference pairs."""
+
+    config: DPOConfig
+
+    @property
+    def source(self) -> RowSource:
+        """Pairs of a step."""
+        return RowSource(self.config.batch_size)
+
+    def price(self, row: Preference) -> int:
+        """The prompt is read with each response."""
+        return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)
+
+    def form(self, rows: Sequence[Preference], seed: int) -> TokenBatch:
+        """See `paired`."""
+        return paired(rows, Provenance())
+
+    def requires(self, step: int) -> Sequence[Column]:
+        """What the starting policy says of the responses."""
+        return (REFERENCE,)
+
+    def updates(self, step: int) -> Sequence[Update]:
+        """The policy."""
+        objective = partial(DPOObjective, beta=self.config.beta, smoothing=self.config.label_smoothing)
+        return (Update("policy", objective, streamable=True),)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DPOObjective:
+    """−(1−ε)·log σ(m) − ε·log σ(−m), mean over the step's pairs, with m = β·(Δ log π/π_ref of chosen and rejected)."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+    totals: Totals  # the chosen and the rejected response of each pair are one item, in turn
+    beta: float
+    smoothing: float
+
+    def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
+        """See `Objective`."""
+        logprobs, mask = predicted.of("logprobs"), micro.response_mask
+        zero = logprobs.new_zeros(())
+        gained = torch.where(mask, logprobs, zero) - torch.where(mask, micro.column("reference_logprobs"), zero)
+        rewards = self.beta * micro.sum_by_document(gained)
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        margin, count = chosen - rejected, max(self.totals.items, 1)
+        loss = -(1 - self.smoothing) * F.logsigmoid(margin) - self.smoothing * F.logsigmoid(-margin)
+        told = {"accuracy": (margin > 0).float(), "margin": margin, "chosen": chosen, "rejected": rejected}
+        return LossParts(loss.sum() / count, {name: value.detach().sum() / count for name, value in told.items()})

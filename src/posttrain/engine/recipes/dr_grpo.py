@@ -1,0 +1,28 @@
+"""Dr. GRPO: the advantage is not divided by the group's deviation, the loss not by a response's own length.
+
+Both divisions favour some questions and some lengths over others. Source: Liu et al., arXiv 2503.20783, eq. 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, final
+
+from posttrain.engine.algorithms.advantages import Estimator, dr_grpo
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import PolicyObjective
+from posttrain.engine.config import GroupConfig
+from posttrain.engine.recipes.policy_gradient import GroupBaseline
+
+
+@final
+class DrGRPO(GroupBaseline[GroupConfig]):
+    """Over groups of samples."""
+
+    estimator: ClassVar[Estimator] = staticmethod(dr_grpo)
+
+    def objective(self, totals: Totals) -> PolicyObjective:
+        """The mean over responses of token sums, divided by the token limit."""
+        return replace(
+            super().objective(totals), aggregation="seq-mean-token-sum-norm", norm=self.config.max_new_tokens
+        )

@@ -1,0 +1,126 @@
+"""What clipped policy gradients have in common, and those whose baseline is a response's own group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.engine.algorithms.advantages import Estimator, by_group, has_signal
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.kl import kl_estimate
+from posttrain.engine.algorithms.objectives import PolicyObjective
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.config import OnPolicyConfig, RewardKLConfig, SamplingConfig
+from posttrain.engine.recipes.algorithm import (
+    REFERENCE,
+    Column,
+    PromptSource,
+    RolloutDefaults,
+    ScoredGroup,
+    Update,
+    pack,
+)
+
+S = TypeVar("S", bound=SamplingConfig)
+C = TypeVar("C", bound=OnPolicyConfig)
+
+
+class Sampling(RolloutDefaults, Generic[S]):
+    """Samples as much as its stage says.
+
+    Args:
+        config: the stage's.
+    """
+
+    def __init__(self, config: S) -> None:
+        self.config = config
+
+    @property
+    def source(self) -> PromptSource:
+        """Prompts and samples of a step."""
+        c = self.config
+        return PromptSource(c.prompts_per_step, c.group_size, c.max_new_tokens, c.temperature)
+
+
+class PolicyGradient(Sampling[C]):
+    """Trains the policy on every scored response that has an advantage; `credit` is left to say.
+
+    Others have no gradient and are not computed; the loss is divided by all of them all the same.
+    """
+
+    def requires(self, step: int) -> Sequence[Column]:
+        """The reference, with a KL penalty."""
+        return (REFERENCE,) if "reference" in self.config.roles() else ()
+
+    def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
+        """What has a score."""
+        return pack(groups, scored)
+
+    def updates(self, step: int) -> Sequence[Update]:
+        """The policy."""
+        c = self.config
+        clip = (c.clip_low, c.clip_high)
+        return (Update("policy", self.objective, mini_batches=c.mini_batches, computes=with_advantage, clip=clip),)
+
+    def unused(self, step: int) -> str:
+        """It has no gradient."""
+        return "no advantage"
+
+    def objective(self, totals: Totals) -> PolicyObjective:
+        """Token mean."""
+        return PolicyObjective(totals, clip_low=self.config.clip_low, clip_high=self.config.clip_high)
+
+
+class GroupBaseline(PolicyGradient[C]):
+    """Advantages over the other samples of a prompt; a penalty in the reward comes first."""
+
+    estimator: ClassVar[Estimator]
+
+    def credit(self, batch: TokenBatch) -> TokenBatch:
+        """One advantage for each response."""
+        rewards, place = by_group(self.rewards(batch), batch.column("group"))
+        return batch.with_columns(advantages=batch.spread(type(self).estimator(rewards)[place]))
+
+    def rewards(self, batch: TokenBatch) -> Tensor:
+        """[D] float64: what each response is worth."""
+        return penalised(batch, getattr(self.config, "kl", None))
+
+    def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        """The share of groups without a signal."""
+        return {"groups/zero_std": sum(not with_signal(group) for group in groups) / len(groups)}
+
+    def unused(self, step: int) -> str:
+        """Its group's rewards are equal."""
+        return "group without signal"
+
+
+def scored(group: ScoredGroup) -> list[int]:
+    """The samples of a group that have a score."""
+    found: list[int] = np.flatnonzero(~np.isnan(group.rewards)).tolist()
+    return found
+
+
+def with_signal(group: ScoredGroup) -> list[int]:
+    """They, where their rewards differ; none otherwise."""
+    return scored(group) if bool(has_signal(torch.from_numpy(group.rewards)[None])[0]) else []
+
+
+def with_advantage(batch: TokenBatch) -> list[int]:
+    """The items that have a policy gradient: some response token's advantage is not 0."""
+    item = torch.arange(len(batch.item_lengths)).repeat_interleave(torch.tensor(batch.item_lengths))
+    live = batch.response_mask & (batch.column("advantages") != 0)
+    return sorted(set(item[live].tolist()))
+
+
+def penalised(batch: TokenBatch, kl: RewardKLConfig | None) -> Tensor:
+    """[D] float64: rewards less β times the sum over a response of how far it is from the reference."""
+    rewards: Tensor = batch.column("reward").double()
+    if kl is None:
+        return rewards
+    old, anchor = batch.column("behaviour_logprobs"), batch.column("reference_logprobs")
+    penalty = kl_estimate(old, anchor, batch.response_mask, kl.estimator).double()
+    return rewards - kl.coefficient * batch.sum_by_document(penalty)

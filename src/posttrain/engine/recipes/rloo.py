@@ -1,0 +1,27 @@
+"""RLOO: REINFORCE over whole responses, with the mean of the other samples as the baseline.
+
+The penalty for leaving the reference is in a response's reward, before baselines are taken. Source: Ahmadian et al.,
+arXiv 2402.14740, section 3; the ratio's clip matters only where a step has several mini-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, final
+
+from posttrain.engine.algorithms.advantages import Estimator, rloo
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import PolicyObjective
+from posttrain.engine.config import GroupConfig
+from posttrain.engine.recipes.policy_gradient import GroupBaseline
+
+
+@final
+class RLOO(GroupBaseline[GroupConfig]):
+    """Over groups of samples."""
+
+    estimator: ClassVar[Estimator] = staticmethod(rloo)
+
+    def objective(self, totals: Totals) -> PolicyObjective:
+        """The mean over responses of A · Σ log π: a response is one action."""
+        return replace(super().objective(totals), aggregation="seq-mean-token-sum-norm")
