@@ -139,6 +139,7 @@ VALUES: dict[str, Any] = {
     "runtime.sequence_parallel": 2,
     "runtime.ray_address": "127.0.0.1:6379",
     "runtime.micro_batch_tokens": 9,
+    "runtime.activation_checkpointing": True,
     "runtime.kv_cache": "4MiB",
     "runtime.object_store": "1GiB",
 }

@@ -267,7 +267,11 @@ def test_weights_that_are_all_zero_are_told(world: World) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [
-        ("dpo.sh", "trl dpo --beta 0.1", "trains by DPO, which is not there yet; train a judge from pairs"),
+        (
+            "dpo.sh",
+            "trl dpo --beta 0.1",
+            "trains by DPO, which is kind: dpo here, and not read from there yet; write the stage by hand",
+        ),
         ("kto.py", "from trl import KTOTrainer\nKTOTrainer(model='m', beta=1)", "trains by KTO"),
         ("a.yaml", "learning_rate: fast", "learning_rate must be a number, got 'fast'"),
         ("a.yaml", "- 1\n- 2\n", "must be a map of settings, got list"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.kinds import OWN
 from posttrain.domain.passes import passes_of
 from posttrain.domain.vocabulary import KINDS
 from posttrain.foreign.draft import Draft, plainly, share_of_steps
@@ -105,7 +106,9 @@ def _trainer(settings: Settings) -> str:
     named = classes | set(words) | {Path(word).stem for word in words if word.endswith(".py")}
     for other in _OTHERS:
         if other in named:
-            told = KINDS.get(other.removeprefix("online_"), "is not there yet")
+            kind = other.removeprefix("online_")
+            by_hand = f"is kind: {kind} here, and not read from there yet; write the stage by hand"
+            told = by_hand if other in OWN else KINDS.get(kind, "is not there yet")
             raise InputError(f"{settings.source}: trains by {other.upper()}, which {told}")
     found = next((kind for kind in _TRAINERS if kind in named), None)
     if found:
