@@ -31,6 +31,7 @@ from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights import stream
 from posttrain.engine.weights.stream import AdapterOnly, Bucket, Everything, carried
 from posttrain.engine.weights.view import PolicyVersion
+from posttrain.planner import residency
 
 BATCH = TokenBatch.pack([Document([5, 9, 3], [7, 8, 2]), Document([4], [6, 6])])
 FAST = OptimizerConfig(learning_rate=5e-2, warmup_steps=0)
@@ -269,23 +270,24 @@ class TestAdapters:
         assert carried(families.build("qwen3")) == Everything()
 
 
+def test_the_planner_counts_on_buckets_of_that_size() -> None:
+    assert residency.BUCKET_BYTES == stream.BUCKET_BYTES
+
+
 def test_no_more_than_a_bucket_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model of 4.3 MB in buckets of 128 KiB; in one process sender and reader hold the same one."""
-    limit = 1 << 17
+    """In one process sender and reader hold the same one."""
+    limit = 1 << 12
     monkeypatch.setattr(stream, "BUCKET_BYTES", limit)
     apart = Apart(tmp_path, "qwen3", "float32")
     size = sum(p.numel() * p.element_size() for p in apart.trained().values())
-    apart.policy._source._limit = 1 << 12
-    assert size > 16 * (1 << 12)
+    assert size > 16 * limit
     layout = apart.rollout.layout()
     _, count = apart.policy.attest(layout)
-    assert count >= size // (1 << 12)
+    assert count >= size // limit
     with HeldBytes() as held:
         for _ in range(count):
-            apart.roles.rollout and apart.roles.rollout.each(
-                RolloutWorker.take, apart.roles.made.each_stored(TrainWorker.bucket)
-            )
-    assert 0 < held.peak <= 1 << 12
+            apart.roles.sampler.each(RolloutWorker.take, apart.roles.made.each_stored(TrainWorker.bucket))
+    assert 0 < held.peak <= limit
     assert held.now == 0
 
 

@@ -70,12 +70,12 @@ def test_shards_are_a_share_of_everything_and_a_unit_is_gathered() -> None:
     assert "masters" not in held
 
 
-def test_every_rank_loads_a_whole_model_before_it_is_sharded() -> None:
+def test_every_rank_opens_a_model_in_the_type_it_computes_in_before_it_is_sharded() -> None:
     spread = load("ppo", PPO, {"policy": {"gpus": 32}})
     shapes = dict.fromkeys(PPO, SHAPE)
     found = resident(spread, {**shapes, "critic": replace(SHAPE, parameters=3 * N)})
     assert found.phases[0] == "start"
-    assert [(h.role, h.bytes) for h in found.held if h.phase == "start"] == [("critic", 12 * N)]  # one after the other
+    assert [(h.role, h.bytes) for h in found.held if h.phase == "start"] == [("critic", 6 * N)]  # one after the other
     assert "start" not in table(load()).phases
 
 

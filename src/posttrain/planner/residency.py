@@ -13,8 +13,9 @@ gathered              none                                                      
 ====================  ========================================================  =======================================
 
 Training takes 16 N in float32 and 20 N in mixed precision with float32 accumulation: the 16 N of ZeRO (Rajbhandari et
-al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. Before it is sharded, a model is loaded whole
-by every rank and made float32: 4 N in the phase `start`, one role after the other. A frozen role holds b N on every
+al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. A model that is to be sharded is opened
+whole by every rank, in the type that it computes in, and made float32 layer by layer as it is sharded: b N in the phase
+`start`, one role after the other. A frozen role holds b N on every
 rank. A rollout that shares a pool of one rank with the policy reads its weights where they are; elsewhere it holds a
 copy. Its key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the rows decoded together, of which
 there are as many as `runtime.kv_cache` holds.
@@ -45,6 +46,7 @@ from posttrain.domain.placement import Pool
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # 16384 on a CPU is 15 % slower at 1 M parameters: out of its caches
 CHUNKED_LOGITS = 2**25  # above, the engine computes logits in chunks and again in backward
+BUCKET_BYTES = 2**26  # of weights that are carried to a rollout at a time (`engine.weights.stream`)
 CHUNK_BYTES = (2**27, 2**31)  # of a chunk's temporaries, which take what the head's gradient takes within these bounds
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
 _TRAINED = ("policy", "critic", "reward_model")  # in the phase named `update`
@@ -239,7 +241,7 @@ class _Pool:
         if phase == "start":
             mine = [role for role in self.pool.roles if role in active and role in shapes]
             for role in sorted(mine, key=lambda role: shapes[role].parameters)[-1:]:
-                yield Held(phase, self.pool.name, role, "whole", 4 * shapes[role].parameters, estimated=False)
+                yield Held(phase, self.pool.name, role, "whole", self._width * shapes[role].parameters, estimated=False)
             return
         for role in self.pool.roles:
             if role in shapes:
@@ -270,11 +272,13 @@ class _Pool:
                 rows = max(1, min(rows, self._load.kv_cache // row))
             yield "kv cache", rows * row, True
             yield "logits", 2 * 4 * rows * shape.vocabulary, True
+        elif role == "rollout" and phase == "weights":
+            yield "bucket", min(width * shape.parameters, BUCKET_BYTES), False
         elif role in self._trained and phase != "rollout":
             if self._ranks > 1:
                 yield "gathered", width * min(shape.parameters, shape.unit_parameters), False
-            if phase == "weights" and self.device == "cpu":
-                yield "copy", width * shape.parameters, False  # whole, on its way to the rollout
+            if phase == "weights":
+                yield "bucket", min(width * shape.parameters, BUCKET_BYTES), False  # on its way to the rollout
             if phase.startswith("update"):
                 own = 4 * math.ceil(shape.parameters / self._ranks)
                 last = 2 * shape.parameters if self._ranks == 1 and width == 2 else 0

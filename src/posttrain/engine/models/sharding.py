@@ -129,8 +129,8 @@ class Unsharded:
     def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """See `Sharding`; not copies where nothing is rounded."""
         if dtype is None:
-            return {name: p.detach() for name, p in self._live.items()}
-        return {name: p.detach().to(dtype) for name, p in self._trained.items()}
+            return {name: p.detach() for name, p in self._module.named_parameters()}
+        return {shard.name: shard.tensor.to(dtype) for shard in self.export()}
 
 
 class _Root(nn.Module):
@@ -148,7 +148,8 @@ class _Root(nn.Module):
 class FullySharded:
     """FSDP2 over the process group: every decoder layer is gathered when it computes, the rest with the root.
 
-    Parameters are float32 shards; on CUDA the layers compute in bfloat16.
+    What is trained are float32 shards; what is frozen keeps its type. On CUDA, and over a frozen base, the layers
+    compute in the module's own type. A layer is widened when it is sharded, so no rank holds the whole in float32.
 
     Raises:
         InputError: a model whose decoder layers cannot be found.
@@ -160,16 +161,17 @@ class FullySharded:
         if not isinstance(layers, nn.ModuleList):
             raise InputError(f"{type(module).__name__} cannot be sharded: it has no list of decoder layers; use 1 rank")
         self._dtype = next(module.parameters()).dtype
-        module.float()
         kind = torch.device(device).type
         mesh = init_device_mesh(kind, (self.ranks,))
         options: dict[str, Any] = {"mesh": mesh}
-        if kind == "cuda":
+        if kind == "cuda" or not all(p.requires_grad for p in module.parameters()):
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         for layer in layers:
             fully_shard(layer, **options)
+            _widen(layer)
         self._root = _Root(module)
         self._sharded_root: FSDPModule = fully_shard(self._root, **options)
+        _widen(module)
         self._module, self._device = module, torch.device(device)
         # kept: after a forward without backward the module has whole ones in their place
         self._held = dict(module.named_parameters())
@@ -235,12 +237,19 @@ class FullySharded:
     def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """See `Sharding`; one parameter at a time."""
         whole: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._held.items():
             held: Any = parameter.detach()
             full: Tensor = held.full_tensor() if isinstance(held, DTensor) else held
             if self.rank == 0:
                 whole[name] = full.to("cpu", dtype or self._dtype)
         return whole
+
+
+def _widen(module: nn.Module) -> None:
+    """Make what is trained float32, and buffers, of which rotary frequencies must not be rounded."""
+    buffers = {id(buffer) for buffer in module.buffers()}
+    trained = lambda t: t.is_floating_point() and (t.requires_grad or id(t) in buffers)  # noqa: E731
+    module._apply(lambda t: t.float() if trained(t) else t)  # type: ignore[no-untyped-call]
 
 
 def local(tensor: Tensor) -> Tensor:
