@@ -9,9 +9,12 @@ arithmetic.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 import torch
 from torch import Tensor
+
+from posttrain.engine.rollout.port import Generation, SamplingParams
 
 _WORD = 2**64
 _GAMMA = 0x9E3779B97F4A7C15
@@ -20,6 +23,7 @@ _SHIFTS = (30, 27, 31)
 # 32 bits, so that u * total stays below total in float64 and no token beyond the distribution can be drawn.
 _LARGEST = 1.0 - 2.0**-32
 _BLOCK = 32
+_AHEAD = 16  # tokens whose random numbers are made at a time
 
 
 def _signed(word: int) -> int:
@@ -50,9 +54,13 @@ def row_keys(seed: int, prompt_keys: Sequence[int], samples: Sequence[int], devi
     return _absorb(_absorb(start, prompts), sample)
 
 
-def uniforms(keys: Tensor, first: int, count: int) -> Tensor:
-    """[rows, count] float64 in [0, 1): the numbers for tokens `first` … `first + count - 1` of each row."""
-    tokens = torch.arange(first, first + count, device=keys.device)
+def uniforms(keys: Tensor, first: int | Tensor, count: int) -> Tensor:
+    """[rows, count] float64 in [0, 1): the numbers for tokens `first` … `first + count - 1` of each row.
+
+    Args:
+        first: of every row, or [rows] of each.
+    """
+    tokens = torch.arange(count, device=keys.device) + (first[:, None] if isinstance(first, Tensor) else first)
     bits = (_absorb(keys[:, None], tokens) >> 32) & 0xFFFFFFFF
     return bits.double() * 2.0**-32
 
@@ -101,3 +109,61 @@ def most_likely(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     token = scaled.argmax(-1)
     return token, scaled.log_softmax(-1).gather(1, token[:, None])[:, 0]
+
+
+def choose(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """One token per row as `sampling` asks, and its log-probability."""
+    if sampling.greedy:
+        return most_likely(logits, sampling.temperature)
+    return draw(logits, uniform, sampling.temperature)
+
+
+def generation_keys(work: Sequence[Generation]) -> list[int]:
+    """The key of each generation's random numbers."""
+    if all(asked.sampling.seed == work[0].sampling.seed for asked in work):
+        seed, cpu = work[0].sampling.seed, torch.device("cpu")
+        found: list[int] = row_keys(seed, [asked.key for asked in work], [asked.sample for asked in work], cpu).tolist()
+        return found
+    return [key for asked in work for key in generation_keys([asked])]
+
+
+@final
+class RowDraws:
+    """Draws token after token for rows that may differ in their sampling and in how far they are.
+
+    Args:
+        sampling: [rows].
+        keys: [rows] of their random numbers, see `generation_keys`.
+        first: [rows] number of the next token in its response.
+    """
+
+    def __init__(
+        self, sampling: Sequence[SamplingParams], keys: Sequence[int], first: Sequence[int], device: torch.device
+    ) -> None:
+        self._alike: list[tuple[SamplingParams, Tensor | None]] = [(sampling[0], None)]
+        if any(other is not sampling[0] for other in sampling):
+            alike: dict[SamplingParams, list[int]] = {}
+            for row, params in enumerate(sampling):
+                alike.setdefault(params, []).append(row)
+            self._alike = [(params, torch.tensor(rows, device=device)) for params, rows in alike.items()]
+        both = torch.tensor([keys, first], device=device)
+        self._numbers = uniforms(both[0], both[1], _AHEAD)
+        self._used = 0
+
+    @property
+    def left(self) -> int:
+        """How many tokens more it can draw."""
+        return _AHEAD - self._used
+
+    def next(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The next token of every row, and its log-probability."""
+        uniform = self._numbers[:, self._used]
+        self._used += 1
+        if len(self._alike) == 1:
+            return choose(logits, uniform, self._alike[0][0])
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        for sampling, rows in self._alike:
+            where = slice(None) if rows is None else rows
+            tokens[where], logprobs[where] = choose(logits[where], uniform[where], sampling)
+        return tokens, logprobs

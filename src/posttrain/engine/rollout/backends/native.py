@@ -1,236 +1,400 @@
-"""A hand-written decoder for Llama, Qwen2 and Qwen3 weights: zero-copy, packed prompts, ended rows dropped.
+"""A decoder of our own for Llama, Qwen2 and Qwen3 weights: zero-copy, continuous batching, memory as it is needed.
 
-It computes what the module computes, in fewer and larger operations: one product for query, key and value and one for
-gate and up; the residual added inside the product; scores and mask in one batched product in which the query heads of
-a key-value head form a matrix, so that keys and values are never repeated.
+The loop of `completed`, until a row has ended::
+
+    ┌─▶ admit from the head of the queue while the budget has room: compute the prompt, once for all who share it,
+    │   long ones in chunks; draw the first token
+    │   make room for the next tokens: rows that outgrow their slot move, the youngest are preempted if need be
+    │   decode a token for every row, or n before looking where looking is dear; what lies behind an end is dropped
+    └── rows that ended give their slots back
+
+A preempted row waits at the head of the queue. When its turn comes its prompt is computed again, and the model reads
+what the row had said token by token in the same steps as the others: so it goes on as if nothing had happened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.models import LanguageModel
-from posttrain.engine.models.attention import PackingPlan, attend_packed, plan_packing
-from posttrain.engine.models.costs import key_value_bytes
-from posttrain.engine.rollout.batched import BatchedEngine
-from posttrain.engine.rollout.decoding import Rows, decode_batch
-from posttrain.engine.rollout.fused_weights import (
-    FusedLinear,
-    FusedWeights,
-    LayerWeights,
-    fuse_weights,
-    why_not_fusable,
-)
-from posttrain.engine.rollout.port import Generation
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.rollout.fused_weights import fuse_weights, why_not_fusable
+from posttrain.engine.rollout.kv_slots import SlotStore
+from posttrain.engine.rollout.llama_decoder import LlamaDecoder, Prefix
+from posttrain.engine.rollout.port import Completion, Generation, InFlight
+from posttrain.engine.rollout.queueing import Intake
+from posttrain.engine.rollout.sampling import RowDraws, generation_keys
+from posttrain.engine.rollout.scheduling import Row, Schedule
+
+_PREFILL_TOKENS = 8192  # of prompts between two decoding steps
+_RESERVE_SHARE = 16  # a 16th of the budget is left to rows that grow
 
 
-class NativeRollout(BatchedEngine):
+@dataclass(slots=True)
+class RolloutCounters:
+    """What an engine has computed since it was opened."""
+
+    prefilled_tokens: int = 0  # of prompts
+    decoded_tokens: int = 0  # rows times steps
+    discarded_tokens: int = 0  # decoded behind the end of a row
+    recomputed_tokens: int = 0  # read again after a preemption or an update
+    preemptions: int = 0
+    steps: int = 0
+
+
+class NativeRollout:
     """`RolloutEngine` over the weights of a `LanguageModel`, read where they are.
 
-    Opening it re-points the module's parameters at fused buffers; their values, names and shapes stay.
+    Opening it re-points the module's parameters at fused buffers; their values, names and shapes stay. On the CPU in
+    float32 a response does not depend on its company, by no bit of a log-probability, nor on preemptions.
 
     Args:
-        kv_cache: bytes that keys and values may take; None: as many as a batch needs.
+        kv_cache: bytes that keys and values may take; by default half of the memory that is free when work comes. One
+            row is always decoded, also where its slots, which come in sizes, take somewhat more.
+        read_every: steps between two looks at which rows have ended, at most 16; by default 1 on the CPU, else 16.
 
     Raises:
-        InputError: a model for which `why_not_fusable` has a reason.
+        InputError: a model for which `why_not_fusable` has a reason; `read_every` outside 1..16.
     """
 
-    def __init__(self, model: LanguageModel, kv_cache: int | None = None) -> None:
+    def __init__(self, model: LanguageModel, kv_cache: int | None = None, *, read_every: int | None = None) -> None:
         reason = why_not_fusable(model.module)
         if reason is not None:
             raise InputError(
                 f"native rollout must have a plain Llama, Qwen2 or Qwen3 model, got {reason}; use the module rollout"
             )
-        token_bytes = key_value_bytes(model.module)
-        super().__init__("native", model.context_length, self._decode_all, kv_cache=kv_cache, token_bytes=token_bytes)
+        if read_every is not None and not 1 <= read_every <= 16:
+            raise InputError(f"native rollout must look at rows every 1..16 steps, got {read_every}; set read_every")
         self._model = model
         self._weights = fuse_weights(model.module)
+        self._decoder = LlamaDecoder(self._weights)
+        self._read_every = read_every or (1 if model.device.type == "cpu" else 16)
+        self._given_bytes, self._budget = kv_cache, kv_cache or 0
+        self._intake = Intake("native", model.context_length)
+        self._schedule = Schedule()
+        self._store = SlotStore(self._decoder.shape, self._budget)
+        self._prefixes: dict[tuple[int, ...], tuple[Prefix, int]] = {}
+        self._partial: tuple[tuple[int, ...], Prefix] | None = None
+        self._done: list[Completion] = []
+        self._fresh = False  # the weights are those that were looked at
+        self._draws: RowDraws | None = None
+        self.counters = RolloutCounters()
+
+    @property
+    def name(self) -> str:
+        """Which implementation this is."""
+        return "native"
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and response together that it takes."""
+        return self._model.context_length
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """See `RolloutEngine.views`."""
         return self._weights.views()
 
+    def submit(self, work: Sequence[Generation]) -> None:
+        """See `RolloutEngine.submit`.
+
+        Raises:
+            InputError: also, a generation whose keys and values alone exceed `kv_cache`.
+        """
+        for asked in work:
+            self._refuse_longer(asked)
+        self._intake.take(work)
+        idle = not (self._schedule.running or self._schedule.waiting)
+        if idle:
+            self._budget = self._given_bytes or _free_bytes(self._model.device) // 2
+            self._store = SlotStore(self._decoder.shape, self._budget)
+            self._fresh = False
+        longest = max((len(asked.tokens) + asked.limit + self._read_every for asked in work), default=1)
+        self._store.reach(longest)
+        if work:
+            self._budget = max(self._budget, *(self._bytes_alone(asked) for asked in work))
+            self._store.allow(self._budget)
+            self._schedule.submit(work, generation_keys(work), self._model.eos_token_ids)
+
     @torch.inference_mode()
-    def _decode_all(self, work: Sequence[Generation]) -> list[Trajectory]:
-        self._weights.check()
-        model = self._model
-        return decode_batch(work, lambda rows: _NativeSession(self._weights, rows), model.eos_token_ids, model.device)
+    def completed(self, timeout: float) -> list[Completion]:
+        """See `RolloutEngine.completed`."""
+        end = time.monotonic() + timeout
+        schedule = self._schedule
+        try:
+            while not self._done and not self._intake.paused and (schedule.running or schedule.waiting):
+                self._look_at_weights()
+                self._admit()
+                if schedule.running:
+                    self._decode()
+                if time.monotonic() >= end:
+                    break
+        except BaseException:
+            self._forget_all()
+            raise
+        if not (schedule.running or schedule.waiting):
+            self._forget_all()
+        done, self._done = self._done, []
+        self._intake.give(completion.id for completion in done)
+        return done
 
+    @torch.inference_mode()
+    def abort(self, ids: Collection[str]) -> None:
+        """See `RolloutEngine.abort`."""
+        names = set(ids)
+        running = set(self._schedule.running)
+        taken = self._schedule.take(lambda row: row.asked.id in names)
+        self._store.remove([row.number for row in taken if row.number in running])
+        self._draws = None
+        self._done += [row.completion(self._intake.version, aborted=True) for row in taken]
+        self._drop_prefixes()
 
-class _NativeSession:
-    """Rows with a key-value cache [2 * layers, rows, kv_heads, time, head_dim].
+    def pause(self) -> None:
+        """See `RolloutEngine.pause`."""
+        self._intake.paused = True
 
-    Prompts are aligned right in the cache, so that every row writes its next key at the same time index.
-    """
+    def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._intake.paused, self._fresh = False, False
 
-    drop_share: float | None = 0.0
+    @torch.inference_mode()
+    def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
+        """See `RolloutEngine.update`."""
+        begun = [row for row in (*self._schedule.running.values(), *self._schedule.waiting) if row.tokens]
+        self._intake.update(policy, version, in_flight, len(begun))
+        self._prefixes, self._partial = {}, None
+        if in_flight == "recompute":
+            self._preempt(list(self._schedule.running.values()))
 
-    def __init__(self, weights: FusedWeights, rows: Rows) -> None:
-        config = weights.module.config
-        self._weights = weights
-        self._rows = rows
-        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
-        self._eps = config.rms_norm_eps
-        device, dtype = weights.embedding.device, weights.embedding.dtype
-        self._eps_tensor = torch.tensor(self._eps, device=device)
-        lengths = torch.tensor([len(p) for p in rows.prompts], device=device)
-        self._prompt_of_row = torch.tensor(rows.prompt_of_row, device=device)
-        self._positions = lengths[self._prompt_of_row]  # [slots] of the next token
-        self._time = max(len(p) for p in rows.prompts)
-        capacity = self._time + max(rows.limits) - 1
-        shape = (2 * len(weights.layers), len(self._prompt_of_row), self._kv_heads, capacity, self._head_dim)
-        self._cache = torch.empty(shape, device=device, dtype=dtype)
-        # Masked out by the bias, but a NaN left in memory would pass through any weight, 0 included.
-        self._cache[:, :, :, : self._time - int(self._positions.min())] = 0
-        self._views = self._cache_views(len(self._prompt_of_row))
-        self._cosine, self._sine = self._rotations(self._time + max(rows.limits))
-        self._bias = self._padding_bias(capacity)
-        self._factors = [self._head_factors(layer) for layer in weights.layers]
+    def _look_at_weights(self) -> None:
+        """They may have changed while nothing was in work, or the engine was paused.
 
-    def _cache_views(self, count: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Of each layer: keys and values of the first `count` slots, and both with slots and heads as one axis."""
-        used = self._cache[:, :count]
-        merged = used.view(len(used), count * self._kv_heads, *used.shape[3:])
-        return [(used[i], used[i + 1], merged[i], merged[i + 1]) for i in range(0, len(used), 2)]
+        Raises:
+            IntegrityError: somebody re-pointed them.
+        """
+        if not self._fresh:
+            self._weights.check()
+            self._decoder.refresh()
+            self._fresh = True
 
-    def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
-        """Two [count, 1, head_dim] tables; the sign of the rotated half is in the sine."""
-        rotary = self._weights.module.model.rotary_emb
-        angles = torch.outer(torch.arange(count, device=rotary.inv_freq.device).float(), rotary.inv_freq.float())
-        cosine, sine = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
-        tables = (torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1))
-        return tables[0].to(self._cache.dtype)[:, None], tables[1].to(self._cache.dtype)[:, None]
+    def _refuse_longer(self, asked: Generation) -> None:
+        tokens = len(asked.tokens) + asked.limit
+        needed = tokens * self._decoder.shape.position_bytes
+        if self._given_bytes is not None and needed > self._given_bytes:
+            raise InputError(
+                f"runtime.kv_cache must hold generation {asked.id} of {tokens} tokens ({needed} bytes), "
+                f"got {self._given_bytes}; raise it, or lower max_new_tokens"
+            )
 
-    def _padding_bias(self, capacity: int) -> Tensor | None:
-        """[slots * kv_heads, 1, capacity] to add to the scores; None when no prompt is padded."""
-        if bool((self._positions == self._time).all()):
+    def _bytes_alone(self, asked: Generation) -> int:
+        """What one row takes at the most: its prompt, and two slots while it moves into the last."""
+        whole = self._store.row_bytes(len(asked.tokens) + asked.limit + self._read_every)
+        return whole + whole // 2 + self._decoder.shape.position_bytes * len(asked.tokens)
+
+    def _admit(self) -> None:
+        """Begin rows from the head of the queue."""
+        count = self._admissible()
+        if not count:
+            return
+        rows = self._schedule.admit(count)
+        hidden = torch.cat([self._prefix_hidden(row) for row in rows])
+        fresh = [(i, row) for i, row in enumerate(rows) if not row.tokens]
+        ended: set[int] = set()
+        if fresh:
+            logits = self._decoder.logits(hidden)[[i for i, _ in fresh]]
+            draws = self._draw([row for _, row in fresh], [0] * len(fresh))
+            tokens, logprobs = draws.next(logits)
+            for (_, row), token, logprob in zip(fresh, tokens.tolist(), logprobs.tolist(), strict=True):
+                if row.say(token, logprob, self._intake.version):
+                    ended.add(row.number)
+        going = [row for row in rows if row.number not in ended]
+        self._store.add({row.number: self._first_length(row) for row in going})
+        self._fill(going)
+        self._complete(ended)
+        self._drop_prefixes()
+        self._draws = None
+
+    def _prefix_hidden(self, row: Row) -> Tensor:
+        prefix, at = self._prefixes[row.asked.tokens]
+        return prefix.hidden[at : at + 1]
+
+    def _fill(self, rows: Sequence[Row]) -> None:
+        """Copy computed prompts into the slots of their rows."""
+        spans: dict[int, tuple[Prefix, dict[int, tuple[int, int]]]] = {}
+        for row in rows:
+            prefix, at = self._prefixes[row.asked.tokens]
+            spans.setdefault(id(prefix), (prefix, {}))[1][row.number] = prefix.spans[at]
+        for prefix, places in spans.values():
+            self._store.fill(places, prefix.pairs)
+
+    def _first_length(self, row: Row) -> int:
+        return len(row.asked.tokens) + max(1, len(row.tokens)) + self._read_every
+
+    def _admissible(self) -> int:
+        """How many rows of the queue's head begin now: their prompts are computed, and there is room for them."""
+        schedule, store = self._schedule, self._store
+        planned, tokens, count = store.used + self._prefix_bytes(), 0, 0
+        missing: dict[tuple[int, ...], None] = {}
+        for row in list(schedule.waiting)[: schedule.refill()]:
+            prompt = row.asked.tokens
+            new = prompt not in self._prefixes and prompt not in missing
+            planned += store.row_bytes(self._first_length(row))
+            planned += self._decoder.shape.position_bytes * len(prompt) if new else 0
+            alone = not schedule.running and not count
+            if alone and planned > self._budget:
+                self._prefixes = {kept: held for kept, held in self._prefixes.items() if kept == prompt}
+            if not alone and planned > self._budget - self._budget // _RESERVE_SHARE:
+                break
+            if new and len(prompt) > self._decoder.chunk(0):
+                if count or not self._advance(prompt):
+                    break
+            elif new:
+                tokens += len(prompt)
+                if tokens > _PREFILL_TOKENS and count:
+                    break
+                missing[prompt] = None
+            count += 1
+        self._compute(list(missing))
+        return count
+
+    def _compute(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        if prompts:
+            prefix = self._decoder.prefill(prompts)
+            self.counters.prefilled_tokens += sum(len(prompt) for prompt in prompts)
+            self._prefixes |= {prompt: (prefix, at) for at, prompt in enumerate(prompts)}
+
+    def _advance(self, prompt: tuple[int, ...]) -> bool:
+        """Compute the next chunk of a long prompt; whether it was the last."""
+        past = self._partial[1] if self._partial is not None and self._partial[0] == prompt else None
+        begin = past.spans[0][1] if past is not None else 0
+        piece = prompt[begin : begin + self._decoder.chunk(begin)]
+        prefix = self._decoder.prefill([piece], past)
+        self.counters.prefilled_tokens += len(piece)
+        if begin + len(piece) < len(prompt):
+            self._partial = (prompt, prefix)
+            return False
+        self._partial = None
+        self._prefixes[prompt] = (prefix, 0)
+        return True
+
+    def _prefix_bytes(self) -> int:
+        held = {id(prefix): prefix for prefix, _ in self._prefixes.values()}
+        if self._partial is not None:
+            held[0] = self._partial[1]
+        return sum(self._decoder.shape.position_bytes * len(prefix.pairs[0]) for prefix in held.values())
+
+    def _drop_prefixes(self) -> None:
+        """Keep prompts that waiting rows share, without those computed beside them."""
+        kept = {prompt: held for prompt, held in self._prefixes.items() if self._schedule.wanted(prompt)}
+        self._prefixes = {
+            prompt: (prefix.only(at), 0) if len(prefix.spans) > 1 else (prefix, at)
+            for prompt, (prefix, at) in kept.items()
+        }
+
+    def _decode(self) -> None:
+        """A few tokens for every row, and what follows from them."""
+        self._make_room()
+        order = [self._schedule.running[number] for number in self._store.order]
+        if not order:
+            return
+        count = min(self._read_every, max(row.replays + row.asked.limit - len(row.tokens) for row in order))
+        forced = self._forced(order, count)
+        tokens: Sequence[int] | Tensor = [row.tokens[row.fed] for row in order]
+        positions = [row.position for row in order]
+        if self._draws is None or self._draws.left < count:
+            self._draws = self._draw(order, [row.fed + 1 for row in order])
+        said: list[tuple[Tensor, Tensor]] = []
+        for step in range(count):
+            logits = self._decoder.step(self._store, tokens, [position + step for position in positions])
+            chosen, logprobs = self._draws.next(logits)
+            said.append((chosen, logprobs))
+            tokens = chosen if forced is None else torch.where(forced[step] < 0, chosen, forced[step])
+        self.counters.steps += count
+        self.counters.decoded_tokens += count * len(order)
+        self._read(order, said)
+
+    def _draw(self, rows: Sequence[Row], first: Sequence[int]) -> RowDraws:
+        """The draws of these rows, from the token `first` on."""
+        return RowDraws([row.asked.sampling for row in rows], [row.key for row in rows], first, self._model.device)
+
+    def _forced(self, order: Sequence[Row], count: int) -> Tensor | None:
+        """[count, rows] what rows that are read anew have said already, -1 where a token is drawn."""
+        if count == 1 or not any(row.replays for row in order):
             return None
-        padded = torch.arange(capacity, device=self._cache.device) < (self._time - self._positions)[:, None]
-        bias = self._cache.new_zeros(padded.shape).masked_fill_(padded, float("-inf"))
-        return bias.repeat_interleave(self._kv_heads, 0)[:, None]
+        known = [[*row.tokens[row.fed + 1 : row.fed + 1 + count], *[-1] * count][:count] for row in order]
+        return torch.tensor(known, device=self._model.device).t()
 
-    def _head_factors(self, layer: LayerWeights) -> Tensor:
-        """[heads + kv_heads, head_dim or 1]: norm weights of query and key heads, the query's over sqrt(head_dim)."""
-        query, key = layer.query_norm, layer.key_norm
-        if query is None or key is None:
-            query = key = layer.input_norm.new_ones(1)
-        return torch.cat([(query * self._head_dim**-0.5).expand(self._heads, -1), key.expand(self._kv_heads, -1)])
+    def _read(self, order: Sequence[Row], said: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Note what was drawn; what lies behind the end of a row is dropped."""
+        version, ended = self._intake.version, set[int]()
+        for chosen, logprobs in said:
+            for row, token, logprob in zip(order, chosen.tolist(), logprobs.tolist(), strict=True):
+                if row.number in ended:
+                    self.counters.discarded_tokens += 1
+                    continue
+                row.fed += 1
+                if row.fed < len(row.tokens):
+                    self.counters.recomputed_tokens += 1
+                elif row.say(token, logprob, version):
+                    ended.add(row.number)
+        if ended:
+            self._store.remove(ended)
+            self._complete(ended)
+            self._draws = None
 
-    def prefill(self) -> Tensor:
-        """[rows, vocabulary]: every distinct prompt computed once, packed."""
-        device = self._cache.device
-        lengths = [len(p) for p in self._rows.prompts]
-        tokens = torch.tensor([t for p in self._rows.prompts for t in p], device=device)
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
-        plan = plan_packing(lengths, device)
-        slot, source, time = self._scatter_indices(lengths)
-        x = F.embedding(tokens, self._weights.embedding)
-        cosine, sine = self._cosine[positions], self._sine[positions]
-        for index, layer in enumerate(self._weights.layers):
-            query_key, value = self._project(x, index, cosine, sine)
-            query, key = query_key[:, : self._heads], query_key[:, self._heads :]
-            self._cache[2 * index, slot, :, time] = key[source]
-            self._cache[2 * index + 1, slot, :, time] = value[source]
-            x = self._finish(x, self._attend_prompts(query, key, value, plan), layer)
-        last = torch.tensor(lengths, device=device).cumsum(0) - 1
-        return self._logits(x[last])[self._prompt_of_row]
+    def _complete(self, numbers: Collection[int]) -> None:
+        rows = [self._schedule.running[number] for number in sorted(numbers)]
+        self._done += [row.completion(self._intake.version) for row in rows]
+        for row in rows:
+            del self._schedule.running[row.number]
 
-    def _scatter_indices(self, lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """For every prompt token of every row: its slot, its place in the packed prompts, its time index."""
-        device = self._cache.device
-        sizes = torch.tensor(lengths, device=device)
-        starts = sizes.cumsum(0) - sizes
-        counts = self._positions
-        slot = torch.arange(len(counts), device=device).repeat_interleave(counts)
-        offset = torch.arange(len(slot), device=device) - (counts.cumsum(0) - counts)[slot]
-        source = starts[self._prompt_of_row][slot] + offset
-        return slot, source, self._time - counts[slot] + offset
+    def _make_room(self) -> None:
+        """Let every row grow by the next tokens; where the budget has no room, the youngest are preempted."""
+        store, running = self._store, self._schedule.running
+        needs = {
+            row.number: row.position + self._read_every
+            for row in running.values()
+            if row.position + self._read_every > store.capacity(row.number)
+        }
+        if not needs:
+            return
+        while self._lacks_room(needs):
+            if self._prefixes or self._partial:  # can be computed again, at less than rows
+                self._prefixes, self._partial = {}, None
+                continue
+            if len(running) == 1:
+                break
+            victim = self._schedule.youngest()
+            needs.pop(victim.number, None)
+            self._preempt([victim])
+        store.extend(needs)
+        self._draws = None
 
-    def _attend_prompts(self, query: Tensor, key: Tensor, value: Tensor, plan: PackingPlan) -> Tensor:
-        return attend_packed(query, key, value, plan, scaling=1.0).flatten(1)
+    def _lacks_room(self, needs: Mapping[int, int]) -> bool:
+        wanted = sum(self._store.row_bytes(length) for length in needs.values())
+        return self._store.used + self._prefix_bytes() + wanted > self._budget
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """[slots, vocabulary]: the logits after one more token in every slot."""
-        count, time = len(tokens), self._time
-        cosine, sine = self._cosine[self._positions], self._sine[self._positions]
-        bias = None if self._bias is None else self._bias[..., : time + 1]
-        x = F.embedding(tokens, self._weights.embedding)
-        for index, layer in enumerate(self._weights.layers):
-            query_key, value = self._project(x, index, cosine, sine)
-            keys, values, merged_keys, merged_values = self._views[index]
-            keys[:, :, time] = query_key[:, self._heads :]
-            values[:, :, time] = value
-            query = query_key[:, : self._heads].reshape(len(merged_keys), -1, self._head_dim)
-            scores = torch.bmm(query, merged_keys[:, : time + 1].transpose(1, 2))
-            if bias is not None:
-                scores += bias
-            attended = torch.bmm(scores.softmax(-1), merged_values[:, : time + 1])
-            x = self._finish(x, attended.view(count, -1), layer)
-        self._time += 1
-        self._positions = self._positions + 1
-        return self._logits(x)
+    def _preempt(self, rows: Sequence[Row]) -> None:
+        self._store.remove([row.number for row in rows])
+        self._schedule.preempt(rows)
+        self.counters.preemptions += len(rows)
+        self._draws = None
 
-    def drop(self, count: int, free: Tensor, moved: Tensor) -> None:
-        """Move rows from the last slots into free ones and forget the rest."""
-        used = self._cache[:, :, :, : self._time]
-        used[:, free] = used[:, moved]
-        self._positions[free] = self._positions[moved]
-        self._positions = self._positions[:count]
-        self._views = self._cache_views(count)
-        if self._bias is not None:
-            rows = self._bias.view(-1, self._kv_heads, self._bias.shape[2])
-            rows[free] = rows[moved]
-            self._bias = self._bias[: count * self._kv_heads]
-
-    def _project(self, x: Tensor, index: int, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-        """Of layer `index`: [N, hidden] → rotated query and key heads, value heads [N, kv_heads, head_dim].
-
-        Query and key come together, [N, heads + kv_heads, head_dim]; the query is scaled by 1/sqrt(head_dim) already.
-        """
-        layer, factors = self._weights.layers[index], self._factors[index]
-        normed = self._rms_norm(x, layer.input_norm)
-        heads = _linear(normed, layer.qkv).view(len(x), -1, self._head_dim)
-        query_key, value = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
-        query_key = query_key * factors if layer.query_norm is None else self._rms_norm(query_key, factors)
-        half = self._head_dim // 2
-        turned = torch.cat([query_key[..., half:], query_key[..., :half]], -1)
-        return (query_key * cosine).addcmul_(turned, sine), value
-
-    def _finish(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
-        """The rest of a layer after attention: output projection, residual, MLP, residual."""
-        x = _add_linear(x, attended, layer.output)
-        normed = self._rms_norm(x, layer.mlp_norm)
-        gate, up = _linear(normed, layer.gate_up).chunk(2, -1)
-        return _add_linear(x, F.silu(gate).mul_(up), layer.down)
-
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x / sqrt(mean(x²) + eps) * weight over the last axis.
-
-        On the CPU torch composes its own from eight operations; on few rows their overhead is a quarter of a step.
-        """
-        if x.device.type != "cpu" or x.dtype != torch.float32:
-            return F.rms_norm(x, x.shape[-1:], None, self._eps) * weight
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = torch.addcmul(self._eps_tensor, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-        return (x * inverse).mul_(weight)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(self._rms_norm(x, self._weights.final_norm), self._weights.head)
+    def _forget_all(self) -> None:
+        """Give the memory back; rows that are left are lost, and their ids free."""
+        lost = self._schedule.take(lambda row: True)
+        self._intake.give(row.asked.id for row in lost)
+        self._store.clear()
+        self._prefixes, self._partial, self._draws = {}, None, None
 
 
-def _linear(x: Tensor, layer: FusedLinear) -> Tensor:
-    return F.linear(x, layer.weight, layer.bias)
-
-
-def _add_linear(x: Tensor, y: Tensor, layer: FusedLinear) -> Tensor:
-    """x + W y + b."""
-    out = torch.addmm(x, y, layer.weight.t())
-    return out if layer.bias is None else out.add_(layer.bias)
+def _free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

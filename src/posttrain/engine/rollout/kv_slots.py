@@ -1,0 +1,317 @@
+"""Keys and values of the rows that are decoded: the port, and contiguous slots in one piece of memory per length.
+
+Rows of similar length lie side by side, in classes of 128, 256, 512 … positions. So attention of a class is one
+batched product over memory as it lies (a gather per step would cost more than it saves on a CPU), nobody attends over
+more than the longest row of its class, and no rectangle of rows times the longest possible response is ever asked for.
+A row that outgrows its class is copied into the next, which happens once per doubling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from posttrain.engine.rollout.row_products import padded_width, weigh
+
+_FIRST_CLASS = 128  # positions
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one position of one row takes."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def position_bytes(self) -> int:
+        """Of all layers, keys and values."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVStore(Protocol):
+    """Where keys and values live while rows are decoded; within a budget of bytes that it never exceeds by itself.
+
+    Rows are known by numbers. `order` is how the rows of one step lie.
+    """
+
+    @property
+    def order(self) -> list[int]:
+        """The rows, in the order in which a step takes them."""
+
+    @property
+    def used(self) -> int:
+        """Bytes that rows occupy."""
+
+    def reach(self, longest: int) -> None:
+        """Rows of so many positions may come."""
+
+    def row_bytes(self, length: int) -> int:
+        """Bytes that a row of so many positions occupies."""
+
+    def add(self, lengths: Mapping[int, int]) -> None:
+        """New rows, with room for so many positions each."""
+
+    def fill(self, spans: Mapping[int, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
+        """Begin rows with tokens [begin, end) of packed keys and values: by layer [tokens, 2, kv_heads, head_dim]."""
+
+    def capacity(self, row: int) -> int:
+        """Positions that the row has room for."""
+
+    def extend(self, lengths: Mapping[int, int]) -> None:
+        """Make room for more positions of these rows; their order changes."""
+
+    def remove(self, rows: Collection[int]) -> None:
+        """Forget rows; the order of others changes."""
+
+    def clear(self) -> None:
+        """Forget all rows and give the memory back."""
+
+    def begin_step(self, positions: Sequence[int]) -> None:
+        """Every row, in order, will write its next key at this position and attend up to it."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write [rows, kv_heads, head_dim] and attend with [rows, heads, head_dim] → [rows, heads * head_dim]."""
+
+
+@dataclass(slots=True, eq=False)
+class _Class:
+    """Rows with the same number of positions."""
+
+    positions: int  # what rows have room for
+    pairs: list[Tensor] = field(default_factory=list)  # of each layer, [2, slots, kv_heads, positions, head_dim]
+    rows: list[int] = field(default_factory=list)  # by slot
+    views: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)  # see `see`
+    viewed: int = 0  # rows of `views`
+
+    @property
+    def slots(self) -> int:
+        return self.pairs[0].shape[1] if self.pairs else 0
+
+    def see(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of each layer: keys and values of the rows, and both with rows and heads as one axis."""
+        count = len(self.rows)
+        if not self.views or self.viewed != count:
+            used = [pairs[:, :count].unbind(0) for pairs in self.pairs]
+            self.views = [(k, v, k.flatten(0, 1), v.flatten(0, 1)) for k, v in used]
+            self.viewed = count
+        return self.views
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """The rows of one class in one step: how they write and what they may see."""
+
+    begin: int  # in the order of the step
+    end: int
+    width: int  # positions attended over
+    views: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    together: int | None  # all rows write here
+    keys_at: Tensor | None  # otherwise: [rows * kv_heads] places in the flat keys
+    bias: Tensor | None  # [rows, 1, 1, width]; None where all write at one position
+
+
+@final
+class SlotStore:
+    """`KVStore` in contiguous slots.
+
+    What is allocated stays within the budget: spare slots are given back before rows are refused. While a class
+    grows, one layer of it exists twice.
+    """
+
+    def __init__(self, shape: KVShape, budget: int, longest: int = 1) -> None:
+        self._shape, self._budget = shape, budget
+        self._classes: list[_Class] = []
+        self.reach(longest)
+        self._place: dict[int, int] = {}  # row → class
+        self._parts: list[_Part] = []
+
+    def reach(self, longest: int) -> None:
+        """See `KVStore.reach`."""
+        last = self._classes[-1].positions if self._classes else 0
+        positions = _FIRST_CLASS
+        while last < longest:
+            if positions > last:
+                last = min(positions, padded_width(longest))
+                self._classes.append(_Class(last))
+            positions *= 2
+
+    @property
+    def order(self) -> list[int]:
+        """See `KVStore.order`."""
+        return [row for kind in self._classes for row in kind.rows]
+
+    @property
+    def used(self) -> int:
+        """See `KVStore.used`."""
+        return self._shape.position_bytes * sum(len(kind.rows) * kind.positions for kind in self._classes)
+
+    def allow(self, budget: int) -> None:
+        """The budget is this from now on."""
+        self._budget = budget
+
+    def row_bytes(self, length: int) -> int:
+        """See `KVStore.row_bytes`."""
+        return self._shape.position_bytes * self._classes[self._class_of(length)].positions
+
+    def capacity(self, row: int) -> int:
+        """See `KVStore.capacity`."""
+        return self._classes[self._place[row]].positions
+
+    def add(self, lengths: Mapping[int, int]) -> None:
+        """See `KVStore.add`."""
+        wanted: dict[int, list[int]] = {}
+        for row, length in lengths.items():
+            wanted.setdefault(self._class_of(length), []).append(row)
+        for at, rows in wanted.items():
+            self._allocate(self._classes[at], len(self._classes[at].rows) + len(rows))
+            self._classes[at].rows += rows
+            self._place |= dict.fromkeys(rows, at)
+
+    def fill(self, spans: Mapping[int, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
+        """See `KVStore.fill`."""
+        for at, kind in enumerate(self._classes):
+            rows = [(slot, *spans[row]) for slot, row in enumerate(kind.rows) if row in spans]
+            if not rows:
+                continue
+            slots, begins, ends = torch.tensor(rows, device=self._shape.device).unbind(1)
+            counts = ends - begins
+            time = torch.arange(int(counts.sum()), device=self._shape.device)
+            time -= (counts.cumsum(0) - counts).repeat_interleave(counts)
+            slot, source = slots.repeat_interleave(counts), begins.repeat_interleave(counts) + time
+            for layer, packed in enumerate(pairs):
+                self._classes[at].pairs[layer][:, slot, :, time] = packed[source]
+
+    def extend(self, lengths: Mapping[int, int]) -> None:
+        """See `KVStore.extend`."""
+        moves: dict[tuple[int, int], list[int]] = {}
+        for row, length in lengths.items():
+            source, target = self._place[row], self._class_of(length)
+            if target > source:
+                moves.setdefault((source, target), []).append(row)
+        for (source, target), rows in sorted(moves.items()):
+            old, new = self._classes[source], self._classes[target]
+            taken = torch.tensor([old.rows.index(row) for row in rows], device=self._shape.device)
+            self._allocate(new, len(new.rows) + len(rows))
+            begin = len(new.rows)
+            for before, after in zip(old.pairs, new.pairs, strict=True):
+                after[:, begin : begin + len(rows), :, : old.positions] = before[:, taken]
+            self._drop(old, set(rows))
+            new.rows += rows
+            self._place |= dict.fromkeys(rows, target)
+
+    def remove(self, rows: Collection[int]) -> None:
+        """See `KVStore.remove`."""
+        leaving: dict[int, set[int]] = {}
+        for row in rows:
+            leaving.setdefault(self._place.pop(row), set()).add(row)
+        for at, gone in leaving.items():
+            self._drop(self._classes[at], gone)
+
+    def clear(self) -> None:
+        """See `KVStore.clear`."""
+        self._classes, self._place, self._parts = [], {}, []
+
+    def begin_step(self, positions: Sequence[int]) -> None:
+        """See `KVStore.begin_step`."""
+        self._parts, begin = [], 0
+        for kind in self._classes:
+            if kind.rows:
+                end = begin + len(kind.rows)
+                self._parts.append(self._part(kind, begin, end, positions[begin:end]))
+                begin = end
+
+    def _part(self, kind: _Class, begin: int, end: int, positions: Sequence[int]) -> _Part:
+        longest, shortest = max(positions), min(positions)
+        width = padded_width(longest + 1)
+        if longest == shortest:
+            return _Part(begin, end, width, kind.see(), longest, None, None)
+        device, heads = self._shape.device, self._shape.kv_heads
+        at = torch.tensor(positions, device=device)
+        unseen = torch.arange(width, device=device) > at[:, None]
+        bias = torch.zeros(unseen.shape, dtype=self._shape.dtype, device=device).masked_fill_(unseen, float("-inf"))
+        first = torch.arange(len(positions) * heads, device=device) * kind.positions
+        keys_at = (first.view(-1, heads) + at[:, None]).view(-1)
+        return _Part(begin, end, width, kind.see(), None, keys_at, bias[:, None, None])
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `KVStore.attend`."""
+        if len(self._parts) == 1:
+            return self._attend_part(self._parts[0], layer, query, key, value)
+        cuts = [slice(part.begin, part.end) for part in self._parts]
+        return torch.cat(
+            [
+                self._attend_part(part, layer, query[cut], key[cut], value[cut])
+                for part, cut in zip(self._parts, cuts, strict=True)
+            ]
+        )
+
+    def _attend_part(self, part: _Part, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        count, heads, head_dim = key.shape
+        keys, values, merged_keys, merged_values = part.views[layer]
+        if part.keys_at is None:
+            keys[:, :, part.together] = key
+            values[:, :, part.together] = value
+        else:
+            merged_keys.view(-1, head_dim).index_copy_(0, part.keys_at, key.reshape(-1, head_dim))
+            merged_values.view(-1, head_dim).index_copy_(0, part.keys_at, value.reshape(-1, head_dim))
+        width = part.width
+        scores = torch.bmm(query.reshape(count * heads, -1, head_dim), merged_keys[:, :width].transpose(1, 2))
+        if part.bias is not None:
+            scores.view(count, heads, -1, width).add_(part.bias)
+        elif part.together is not None and width > part.together + 1:
+            scores[:, :, part.together + 1 :] = float("-inf")
+        return weigh(scores.softmax(-1), merged_values[:, :width]).view(count, -1)
+
+    def _class_of(self, length: int) -> int:
+        return next(i for i, kind in enumerate(self._classes) if kind.positions >= length)
+
+    def _drop(self, kind: _Class, gone: set[int]) -> None:
+        """Move rows from the last slots into those that become free."""
+        kept = len(kind.rows) - len(gone)
+        free = [slot for slot, row in enumerate(kind.rows[:kept]) if row in gone]
+        moved = [slot for slot, row in enumerate(kind.rows[kept:], kept) if row not in gone]
+        if free:
+            to, source = (torch.tensor(slots, device=self._shape.device) for slots in (free, moved))
+            for pairs in kind.pairs:
+                pairs[:, to] = pairs[:, source]
+        for slot, origin in zip(free, moved, strict=True):
+            kind.rows[slot] = kind.rows[origin]
+        del kind.rows[kept:]
+        if not kind.rows:
+            kind.pairs, kind.views = [], []
+
+    def _allocate(self, kind: _Class, slots: int) -> None:
+        """At least so many slots; twice as many as there are, where the budget has room for them."""
+        if kind.slots >= slots:
+            return
+        slot = self._shape.position_bytes * kind.positions
+        spare = (self._budget - self._allocated() + kind.slots * slot) // slot
+        if spare < slots:
+            for other in self._classes:
+                self._resize(other, len(other.rows))
+        self._resize(kind, max(slots, min(2 * kind.slots, spare)))
+
+    def _allocated(self) -> int:
+        return self._shape.position_bytes * sum(kind.slots * kind.positions for kind in self._classes)
+
+    def _resize(self, kind: _Class, slots: int) -> None:
+        if kind.slots == slots:
+            return
+        kind.views = []
+        shape, count = self._shape, min(len(kind.rows), slots)
+        size = (2, slots, shape.kv_heads, kind.positions, shape.head_dim)
+        # Masked positions are multiplied by 0, and a NaN that was left in memory would pass through that.
+        if not kind.pairs:
+            kind.pairs = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(shape.layers)]
+            return
+        for layer, old in enumerate(kind.pairs):
+            kind.pairs[layer] = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+            kind.pairs[layer][:, :count] = old[:, :count]

@@ -1,0 +1,265 @@
+"""What a Llama-style model computes while it generates: prompts packed, then a token a row, in few large operations.
+
+One product for query, key and value and one for gate and up; the residual added inside the product; scores in one
+batched product in which the query heads of a key-value head form a matrix, so that keys and values are never repeated.
+
+On the CPU in float32 a row's numbers do not depend on its company, not by a bit. Products are padded to as many rows as
+that takes (`_fewest_rows` tries it on the model's own matrices; one and two rows take another kernel), attention is by
+`row_products`, positions beyond a row's own are masked and add zeros to the end of a sum, and element-wise kernels,
+which compute the end of a tensor by other instructions, end in rows of padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posttrain.engine.models.attention import Block, plan_packing
+from posttrain.engine.rollout.fused_weights import FusedLinear, FusedWeights, LayerWeights
+from posttrain.engine.rollout.kv_slots import KVShape, KVStore
+from posttrain.engine.rollout.row_products import padded_width, weigh
+
+_FEWEST_QUERIES = 16
+_ROWS_TRIED = (4, 8, 16, 32)
+_VECTOR = 32  # floats that an element-wise kernel takes at a time
+_ANGLES = 1024  # rotary tables grow by so many positions
+_SCORES = 2**26  # attention scores of prompts held at a time
+_CHUNK = 1024  # tokens of one prompt computed at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """What was computed of prompts: keys and values, packed, and the last hidden state of each."""
+
+    pairs: list[Tensor]  # of each layer, [tokens, 2, kv_heads, head_dim]
+    hidden: Tensor  # [prompts, hidden]
+    spans: tuple[tuple[int, int], ...]  # of each prompt, [begin, end) among the tokens
+
+    def only(self, prompt: int) -> Prefix:
+        """One of the prompts, without the memory of the others."""
+        begin, end = self.spans[prompt]
+        kept = [pair[begin:end].clone() for pair in self.pairs]
+        return Prefix(kept, self.hidden[prompt : prompt + 1].clone(), ((0, end - begin),))
+
+
+class LlamaDecoder:
+    """The forward pass over fused weights."""
+
+    def __init__(self, weights: FusedWeights) -> None:
+        config = weights.module.config
+        self._weights = weights
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._eps = config.rms_norm_eps
+        self._eps_tensor = torch.tensor(self._eps, device=weights.embedding.device)
+        widths = (config.hidden_size, config.intermediate_size, self._head_dim * self._kv_heads)
+        self._multiple = _VECTOR // math.gcd(_VECTOR, *widths)
+        self._fewest = _fewest_rows(weights)
+        self._cosine = self._sine = weights.embedding.new_empty(0, 1, self._head_dim)
+        self._factors: list[Tensor] = []
+
+    @property
+    def shape(self) -> KVShape:
+        """What one position of one row takes."""
+        embedding = self._weights.embedding
+        layers = len(self._weights.layers)
+        return KVShape(layers, self._kv_heads, self._head_dim, embedding.dtype, embedding.device)
+
+    def refresh(self) -> None:
+        """Weights have changed: what was computed from them is computed again."""
+        self._factors = [self._head_factors(layer) for layer in self._weights.layers]
+
+    def prefill(self, prompts: Sequence[Sequence[int]], past: Prefix | None = None) -> Prefix:
+        """Compute prompts; with `past`, the next tokens of its one prompt, which is part of what comes back."""
+        begin = past.spans[0][1] if past is not None else 0
+        lengths = [len(prompt) for prompt in prompts]
+        positions = [position for n in lengths for position in range(begin, begin + n)]
+        x, cosine, sine = self._enter([t for prompt in prompts for t in prompt], positions)
+        blocks, inverse = self._blocks(lengths)
+        pairs: list[Tensor] = []
+        total = sum(lengths)
+        for index, layer in enumerate(self._weights.layers):
+            query_key, value = self._project(x, index, cosine, sine)
+            pair = torch.stack([query_key[:total, self._heads :], value[:total]], 1)
+            seen = pair if past is None else torch.cat([past.pairs[index], pair])
+            attended = self._attend_prompts(query_key[:, : self._heads], seen, begin, blocks)
+            attended = attended if inverse is None else attended.index_select(0, inverse)
+            x = self._finish(x, self._padded(attended, len(x)), layer)
+            pairs.append(seen)
+        ends = torch.tensor(lengths, device=x.device).cumsum(0).tolist()
+        spans = tuple((0 if past is not None else end - n, begin + end) for end, n in zip(ends, lengths, strict=True))
+        return Prefix(pairs, x[[end - 1 for end in ends]], spans)
+
+    def chunk(self, begin: int) -> int:
+        """How many tokens of a prompt to compute after `begin` of them, so that their scores fit."""
+        return max(_FEWEST_QUERIES, min(_CHUNK, _SCORES // (self._heads * (begin + _CHUNK))))
+
+    def step(self, store: KVStore, tokens: Sequence[int] | Tensor, positions: Sequence[int]) -> Tensor:
+        """[rows, vocabulary]: the logits after one more token in every row of the store."""
+        store.begin_step(positions)
+        x, cosine, sine = self._enter(tokens, positions)
+        count = len(positions)
+        spare = len(x) - count
+        for index, layer in enumerate(self._weights.layers):
+            query_key, value = self._project(x, index, cosine, sine)
+            if spare:
+                query_key, value = query_key[:count], value[:count]
+            attended = store.attend(index, query_key[:, : self._heads], query_key[:, self._heads :], value)
+            x = self._finish(x, self._padded(attended, len(x)), layer)
+        return self._logits(x)[:count]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[prompts, hidden] → [prompts, vocabulary]."""
+        return self._logits(self._padded(hidden, self._rows(len(hidden))))[: len(hidden)]
+
+    def _rows(self, count: int) -> int:
+        return -(-max(count, self._fewest) // self._multiple) * self._multiple
+
+    def _padded(self, x: Tensor, rows: int) -> Tensor:
+        return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)))
+
+    def _enter(self, tokens: Sequence[int] | Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings and rotations, padded."""
+        device, longest = self._weights.embedding.device, max(positions)
+        while longest >= len(self._cosine):
+            self._extend_rotations()
+        spare = [0] * (self._rows(len(positions)) - len(positions))
+        places = torch.tensor([*positions, *spare], device=device)
+        if isinstance(tokens, Tensor):
+            given = F.pad(tokens, (0, len(spare))) if spare else tokens
+        else:
+            given = torch.tensor([*tokens, *spare], device=device)
+        embedded = F.embedding(given, self._weights.embedding)
+        return embedded, self._cosine.index_select(0, places), self._sine.index_select(0, places)
+
+    def _extend_rotations(self) -> None:
+        """[positions, 1, head_dim] tables, a block more; the sign of the rotated half is in the sine."""
+        rotary, dtype = self._weights.module.model.rotary_emb, self._weights.embedding.dtype
+        begin = len(self._cosine)
+        places = torch.arange(begin, begin + _ANGLES, device=rotary.inv_freq.device).float()
+        angles = torch.outer(places, rotary.inv_freq.float())
+        cosine, sine = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+        tables = (torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1))
+        self._cosine = torch.cat([self._cosine, tables[0].to(dtype)[:, None]])
+        self._sine = torch.cat([self._sine, tables[1].to(dtype)[:, None]])
+
+    def _head_factors(self, layer: LayerWeights) -> Tensor:
+        """[heads + kv_heads, head_dim or 1]: norm weights of query and key heads, the query's over sqrt(head_dim)."""
+        query, key = layer.query_norm, layer.key_norm
+        if query is None or key is None:
+            query = key = layer.input_norm.new_ones(1)
+        return torch.cat([(query * self._head_dim**-0.5).expand(self._heads, -1), key.expand(self._kv_heads, -1)])
+
+    def _blocks(self, lengths: Sequence[int]) -> tuple[list[Block], Tensor | None]:
+        """Prompts of similar length side by side, few enough at a time that their scores fit."""
+        plan = plan_packing(lengths, self._weights.embedding.device)
+        blocks: list[Block] = []
+        for block in plan.blocks:
+            most = max(1, _SCORES // (self._heads * block.length**2))
+            for start in range(0, block.rows, most):
+                count = min(most, block.rows - start)
+                index = block.index[start * block.length : (start + count) * block.length]
+                blocks.append(Block(index, count, block.length))
+        return blocks, plan.inverse
+
+    def _attend_prompts(self, query: Tensor, pairs: Tensor, begin: int, blocks: Sequence[Block]) -> Tensor:
+        """Causal attention of each prompt: [tokens, heads, head_dim] → [block tokens, heads * head_dim]."""
+        return torch.cat([self._attend_block(query, pairs, begin, block) for block in blocks])
+
+    def _attend_block(self, query: Tensor, pairs: Tensor, begin: int, block: Block) -> Tensor:
+        index = block.index.view(block.rows, block.length)
+        rows, queries = block.rows, max(_FEWEST_QUERIES, block.length)
+        seen = index if not begin else torch.arange(len(pairs), device=index.device)[None]
+        width = padded_width(begin + queries)
+        asked = _repeat_last(index, queries)
+        states = pairs[_repeat_last(seen, width)].permute(2, 0, 3, 1, 4)  # [2, rows, kv_heads, width, head_dim]
+        keys, values = states.reshape(2, -1, width, self._head_dim)
+        q = query[asked].view(rows, queries, self._kv_heads, -1, self._head_dim).permute(0, 2, 3, 1, 4)
+        scores = torch.bmm(q.reshape(len(keys), -1, self._head_dim), keys.transpose(1, 2))
+        places = torch.arange(width, device=index.device)
+        ahead = places > places[begin : begin + queries, None]
+        scores.view(len(keys), -1, queries, width).masked_fill_(ahead, float("-inf"))
+        out = weigh(scores.softmax(-1), values).view(rows, self._kv_heads, -1, queries, self._head_dim)
+        out = out.permute(0, 3, 1, 2, 4)[:, : block.length]
+        return out.reshape(rows * block.length, -1)
+
+    def _project(self, x: Tensor, index: int, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+        """Of layer `index`: [N, hidden] → rotated query and key heads, value heads [N, kv_heads, head_dim].
+
+        Query and key come together, [N, heads + kv_heads, head_dim]; the query is scaled by 1/sqrt(head_dim) already.
+        """
+        layer, factors = self._weights.layers[index], self._factors[index]
+        normed = self._rms_norm(x, layer.input_norm)
+        heads = _linear(normed, layer.qkv).view(len(x), -1, self._head_dim)
+        query_key, value = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
+        query_key = query_key * factors if layer.query_norm is None else self._rms_norm(query_key, factors)
+        half = self._head_dim // 2
+        turned = torch.cat([query_key[..., half:], query_key[..., :half]], -1)
+        return (query_key * cosine).addcmul_(turned, sine), value
+
+    def _finish(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
+        """The rest of a layer after attention: output projection, residual, MLP, residual."""
+        x = _add_linear(x, attended, layer.output)
+        normed = self._rms_norm(x, layer.mlp_norm)
+        gate, up = _linear(normed, layer.gate_up).chunk(2, -1)
+        return _add_linear(x, F.silu(gate).mul_(up), layer.down)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x / sqrt(mean(x²) + eps) * weight over the last axis.
+
+        On the CPU torch composes its own from eight operations; on few rows their overhead is a quarter of a step.
+        """
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return F.rms_norm(x, x.shape[-1:], None, self._eps) * weight
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = torch.addcmul(self._eps_tensor, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+        return (x * inverse).mul_(weight)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(self._rms_norm(x, self._weights.final_norm), self._weights.head)
+
+
+def _fewest_rows(weights: FusedWeights) -> int:
+    """From how many rows on a product gives each of them the same bits; tried on the model's own matrices."""
+    layer = weights.layers[0]
+    matrices = (layer.qkv.weight, layer.output.weight, layer.gate_up.weight, layer.down.weight, weights.head)
+    return next(
+        (rows for rows in _ROWS_TRIED if all(_rows_agree(matrix, rows) for matrix in matrices)), _ROWS_TRIED[-1]
+    )
+
+
+def _rows_agree(matrix: Tensor, rows: int) -> bool:
+    count = 3 * rows
+    x = torch.linspace(-1.0, 1.0, count * matrix.shape[1], device=matrix.device).sin().to(matrix.dtype)
+    x = x.view(count, -1)
+    plain, added = F.linear(x, matrix), torch.addmm(F.linear(x, matrix), x, matrix.t())
+    for some in range(rows, 2 * rows):
+        part = x[some : 2 * some] if 2 * some <= count else x[-some:]
+        at = slice(some, 2 * some) if 2 * some <= count else slice(-some, None)
+        if not torch.equal(F.linear(part, matrix), plain[at]):
+            return False
+        if not torch.equal(torch.addmm(plain[at], part, matrix.t()), added[at]):
+            return False
+    return True
+
+
+def _repeat_last(index: Tensor, width: int) -> Tensor:
+    """[rows, n] → [rows, width]: what nobody looks at is some real token, so that it is finite."""
+    spare = width - index.shape[1]
+    return index if spare <= 0 else torch.cat([index, index[:, -1:].expand(-1, spare)], 1)
+
+
+def _linear(x: Tensor, layer: FusedLinear) -> Tensor:
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def _add_linear(x: Tensor, y: Tensor, layer: FusedLinear) -> Tensor:
+    """x + W y + b."""
+    out = torch.addmm(x, y, layer.weight.t())
+    return out if layer.bias is None else out.add_(layer.bias)

@@ -1,0 +1,282 @@
+"""The native engine says the same, bit for bit, whatever its slots, memory, order, preemptions and aborts are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import families
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.models import LanguageModel, adopt_module, token_logprobs
+from posttrain.engine.rollout import Generation, SamplingParams
+from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.samples import Trajectory
+
+LARGE = 2**30
+
+
+@cache
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    return adopt_module(families.build(family).to(dtype))
+
+
+def position_bytes(model: LanguageModel) -> int:
+    config = model.module.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.module.dtype.itemsize)
+
+
+def drain(engine: NativeRollout, count: int) -> dict[str, Trajectory]:
+    found: dict[str, Trajectory] = {}
+    while len(found) < count:
+        done = engine.completed(300)
+        assert done
+        found |= {completion.id: completion.trajectory for completion in done}
+    assert engine.completed(0) == []
+    return found
+
+
+@cache
+def alone(family: str, asked: Generation, dtype: torch.dtype = torch.float32) -> Trajectory:
+    """The answer to one generation in an engine of its own."""
+    engine = NativeRollout(model_of(family, dtype), kv_cache=LARGE)
+    engine.submit([asked])
+    return drain(engine, 1)[asked.id]
+
+
+def assert_same(one: Trajectory, other: Trajectory) -> None:
+    assert one.response.tolist() == other.response.tolist()
+    assert np.array_equal(one.logprobs, other.logprobs)
+    assert one.status == other.status
+
+
+@dataclass(frozen=True)
+class Case:
+    work: tuple[Generation, ...]
+    rows: int
+    read_every: int
+    lines: float  # the budget, in longest rows
+    parts: int  # submitted in so many
+    aborted: frozenset[str]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rows = draw(st.integers(1, 24))
+    seed, temperature = draw(st.integers(0, 3)), draw(st.sampled_from([1.0, 1.3]))
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    endless = draw(st.booleans())
+    work = []
+    for key, length in enumerate(lengths):
+        prompt = torch.randint(3, families.VOCABULARY, (length,), generator=torch.Generator().manual_seed(length))
+        for sample in range(draw(st.integers(1, 4))):
+            greedy = draw(st.integers(0, 9)) == 0
+            sampling = SamplingParams(55, temperature, greedy, seed, rows, endless)
+            limit = draw(st.integers(1, 55))
+            work.append(Generation(f"{key}.{sample}", tuple(prompt.tolist()), key, sampling, limit, sample))
+    aborted = frozenset(asked.id for asked in work if draw(st.integers(0, 9)) == 0)
+    return Case(
+        tuple(draw(st.permutations(work))),
+        rows,
+        draw(st.integers(1, 16)),
+        draw(st.sampled_from([2.6, 3.0, 5.0, 40.0])),
+        draw(st.integers(1, 3)),
+        aborted,
+    )
+
+
+def play(case: Case, family: str, dtype: torch.dtype = torch.float32) -> NativeRollout:
+    """Decode a case, and hold every answer against that of the generation alone."""
+    model = model_of(family, dtype)
+    engine = NativeRollout(model, kv_cache=int(case.lines * 128 * position_bytes(model)), read_every=case.read_every)
+    found: dict[str, Trajectory] = {}
+    size = -(-len(case.work) // case.parts)
+    for begin in range(0, len(case.work), size):
+        engine.submit(case.work[begin : begin + size])
+        found |= {completion.id: completion.trajectory for completion in engine.completed(0)}
+    engine.abort(case.aborted)
+    found |= drain(engine, len(case.work) - len(found))
+    assert set(found) == {asked.id for asked in case.work}
+    for asked in case.work:
+        answer, whole = found[asked.id], alone(family, asked, dtype)
+        if answer.status != "aborted":
+            assert_same(answer, whole)
+            continue
+        assert asked.id in case.aborted
+        assert answer.response.tolist() == whole.response.tolist()[: answer.generated]
+        assert np.array_equal(answer.logprobs, whole.logprobs[: answer.generated])
+    return engine
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_a_schedule_changes_no_bit(case: Case) -> None:
+    play(case, "qwen3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.NATIVE)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_many_schedules_change_no_bit(family: str, case: Case) -> None:
+    play(case, family)
+
+
+def requests(prompts: list[list[int]], samples: int, limit: int = 40, **sampling: int | bool) -> list[Generation]:
+    params = SamplingParams(**{"max_new_tokens": limit, "seed": 5, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    return [
+        Generation(f"{key}.{sample}", tuple(prompt), key, params, limit, sample)
+        for key, prompt in enumerate(prompts)
+        for sample in range(samples)
+    ]
+
+
+def test_where_memory_is_short_the_youngest_wait_and_say_the_same() -> None:
+    work = requests([[3, 4, 5, 6, 7], [9] * 30], 4, limit=60)
+    row = 96 * position_bytes(model_of("qwen3"))
+    engine = NativeRollout(model_of("qwen3"), kv_cache=int(4.4 * row))
+    engine.submit(work)
+    found = drain(engine, len(work))
+    for asked in work:
+        assert_same(found[asked.id], alone("qwen3", asked))
+    ample = NativeRollout(model_of("qwen3"), kv_cache=LARGE)
+    ample.submit(work)
+    drain(ample, len(work))
+    assert ample.counters.preemptions == 0
+    assert engine.counters.steps > ample.counters.steps
+
+
+def small_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots begin small, so that short rows outgrow them."""
+    monkeypatch.setattr("posttrain.engine.rollout.kv_slots._FIRST_CLASS", 32)
+
+
+def test_preempted_rows_are_read_again_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = requests([[3, 4, 5], [7, 8]], 4, limit=50)
+    wanted = [alone("qwen3", asked) for asked in work]
+    small_classes(monkeypatch)
+    engine = NativeRollout(model_of("qwen3"), kv_cache=9 * 32 * position_bytes(model_of("qwen3")))
+    engine.submit(work)
+    found = drain(engine, len(work))
+    for asked, one in zip(work, wanted, strict=True):
+        assert_same(found[asked.id], one)
+    assert engine.counters.preemptions > 0
+    assert engine.counters.recomputed_tokens > 0
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_rows_that_move_between_classes_say_the_same(case: Case) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        small_classes(patched)
+        play(case, "qwen2")
+
+
+def test_a_prompt_is_computed_once_for_all_who_share_it() -> None:
+    work = requests([[3, 4, 5], [7, 8, 9, 10]], 6, batch_size=4)
+    engine = NativeRollout(model_of("qwen3"), kv_cache=LARGE)
+    engine.submit(work)
+    drain(engine, len(work))
+    assert engine.counters.prefilled_tokens == 7
+
+
+def test_long_prompts_are_computed_in_chunks_between_the_steps_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[3, 4], [5 + i % 50 for i in range(50)]]
+    work = requests(prompts, 2, limit=20)
+    wanted = [alone("qwen3", asked) for asked in work]
+    monkeypatch.setattr("posttrain.engine.rollout.llama_decoder._CHUNK", 16)
+    engine = NativeRollout(model_of("qwen3"), kv_cache=LARGE)
+    engine.submit(work)
+    found = drain(engine, len(work))
+    for asked, one in zip(work, wanted, strict=True):
+        assert_same(found[asked.id], one)
+    assert engine.counters.prefilled_tokens == 52
+    assert engine.counters.steps > 19, "the short ones waited for the long prompt"
+
+
+def test_what_is_decoded_behind_an_end_is_dropped_and_counted() -> None:
+    work = requests([[3, 4, 5], [7, 8]], 3, limit=20, ignore_eos=False)
+    engine = NativeRollout(model_of("qwen3"), kv_cache=LARGE, read_every=16)
+    engine.submit(work)
+    found = drain(engine, len(work))
+    for asked in work:
+        assert_same(found[asked.id], alone("qwen3", asked))
+    assert engine.counters.discarded_tokens > 0
+
+
+def test_free_slots_are_filled_from_the_queue() -> None:
+    limits = [5, 40, 40, 40, 10, 10, 10, 10]
+    sampling = SamplingParams(40, ignore_eos=True, batch_size=4)
+    work = [Generation(str(i), (3, 4 + i), i, sampling, limit) for i, limit in enumerate(limits)]
+    engine = NativeRollout(model_of("qwen3"), kv_cache=LARGE)
+    engine.submit(work)
+    drain(engine, len(work))
+    assert engine.counters.steps < 45  # batch by batch: 39 + 9; without refilling before all have ended
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "keep_kv"])
+def test_responses_that_have_begun_go_on_under_new_weights(in_flight: str) -> None:
+    model = adopt_module(families.build("qwen3"))
+    engine = NativeRollout(model, kv_cache=LARGE)
+    work = requests([[3, 4, 5], [7, 8]], 2, limit=30)
+    engine.submit(work)
+    short = Generation("short", (5, 6), 9, SamplingParams(12, ignore_eos=True), 12)
+    engine.submit([short])
+    assert [done.id for done in engine.completed(300)] == ["short"]
+    engine.pause()
+    with pytest.raises(InputError, match="none may have begun to finish under the old ones, got 4"):
+        engine.update("", "0.1")
+    with torch.no_grad():
+        model.module.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    engine.update("", "0.1", in_flight=in_flight)  # type: ignore[arg-type]
+    engine.resume()
+    found = drain(engine, len(work))
+    for asked in work:
+        answer = found[asked.id]
+        assert [segment.version for segment in answer.segments[1:]] == ["", "0.1"]
+        old = answer.segments[1]
+        assert old.tokens.tolist() == alone("qwen3", asked).response.tolist()[: len(old.tokens)]
+        new = answer.segments[2]
+        scored = token_logprobs(model, TokenBatch.pack([answer.document]), response_only=True)[len(answer.prompt) :]
+        apart = float((scored[len(old.tokens) :] - torch.from_numpy(new.logprobs)).detach().abs().max())
+        assert (apart < 1e-4) == (in_flight == "recompute")
+
+
+def test_what_never_fits_is_refused_when_it_is_submitted() -> None:
+    engine = NativeRollout(model_of("qwen3"), kv_cache=1000)
+    with pytest.raises(InputError, match=r"runtime.kv_cache must hold generation 0\.0 of 41 tokens"):
+        engine.submit(requests([[3]], 1))
+
+
+@pytest.mark.parametrize("family", families.NATIVE)
+def test_logprobs_are_those_of_the_teacher_forced_module(family: str) -> None:
+    work = requests([[3, 4, 5], [7] * 20, [9, 8]], 4, limit=40)
+    engine = NativeRollout(model_of(family), kv_cache=LARGE)
+    engine.submit(work)
+    found = drain(engine, len(work))
+    model = adopt_module(families.build(family, attention="eager"))
+    for asked in work:
+        answer = found[asked.id]
+        ids = torch.tensor([[*answer.prompt.tolist(), *answer.response.tolist()]])
+        with torch.no_grad():
+            logits = model.module(ids, attention_mask=torch.ones_like(ids)).logits[0, len(answer.prompt) - 1 : -1]
+        wanted = logits.double().log_softmax(-1).gather(1, ids[0, len(answer.prompt) :, None])[:, 0]
+        assert float((wanted - torch.from_numpy(answer.logprobs)).abs().max()) < 1e-5
+
+
+def test_bfloat16_is_near_the_teacher_forced_module() -> None:
+    """Not bit for bit: in bfloat16 the order of sums shows, and a response may take another way."""
+    work = requests([[3, 4, 5], [7] * 20], 4, limit=30)
+    model = model_of("qwen3", torch.bfloat16)
+    engine = NativeRollout(model, kv_cache=LARGE)
+    engine.submit(work)
+    for answer in drain(engine, len(work)).values():
+        scored = token_logprobs(model, TokenBatch.pack([answer.document]), response_only=True)[len(answer.prompt) :]
+        assert float((scored - torch.from_numpy(answer.logprobs)).detach().abs().mean()) < 0.05
