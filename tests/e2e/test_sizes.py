@@ -47,18 +47,24 @@ def test_the_job_takes_what_the_plan_said(empty: Workbench) -> None:
         assert said.keys() == {f"sizes/{size}" for size in sizes}
     assert "kv_cache: 2 MiB, as written" in empty.run("logs", run_id, "grpo").out
     with empty.open() as workspace:
-        rows = {row.name: row.metrics for row in workspace.ledger.stages(run_id)}
-    assert rows["grpo"]["sizes/kv_cache"] == 2 * 2**20
-    assert rows["sft"]["sizes/micro_batch_tokens"] == 4096.0
+        rows = {row.name: row for row in workspace.ledger.stages(run_id)}
+    assert rows["grpo"].metrics["sizes/kv_cache"] == 2 * 2**20
+    assert rows["sft"].metrics["sizes/micro_batch_tokens"] == 4096.0
+    assert rows["sft"].tokens == pytest.approx(plan["sft"]["estimate"]["tokens"], rel=0.03)
+    assert "counted by its tokenizer" in plan["sft"]["estimate"]["basis"]
 
 
 @pytest.mark.slow
 def test_resident_memory_is_what_the_plan_says_within_a_factor(empty: Workbench) -> None:
     """Against a job of a model that is next to nothing, which has all that Python and torch take themselves."""
-    stages = {
-        "whole": {"kind": "sft", "data": "train", "steps": 2, "runtime": {"activation_checkpointing": False}},
-        "again": {"kind": "sft", "data": "train", "steps": 2, "runtime": {"activation_checkpointing": True}},
-        "answers": {"kind": "evaluate", "model": "base", "suites": {"long": {"data": "long", "max_new_tokens": 400}}},
+    few = {"kind": "sft", "data": "train", "steps": 2, "batch_size": 16}  # one micro-batch of some 4,000 tokens
+    stages: dict[str, Any] = {
+        name: {**few, "runtime": {"activation_checkpointing": again}}
+        for name, again in (("whole", False), ("again", True))
+    }
+    stages["answers"] = {
+        **{"kind": "evaluate", "model": "base", "suites": {"long": {"data": "long", "max_new_tokens": 90}}},
+        "runtime": {"kv_cache": "200MiB"},  # 55 rows of the wide model, of 64
     }
     digits = "0123456789" * 13
     rows = [{"prompt": f"Q: sort {at:03d}{digits}", "completion": digits, "answer": "1"} for at in range(64)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from posttrain.planner.estimate import Experience, Workload, estimate
 
 WORK = {"steps": 10, "prompts": 10, "documents": 80, "trained": 80, "max_new_tokens": 32}
-GRPO = Workload("grpo", WORK, characters=20.0)
+GRPO = Workload("grpo", WORK, length=20.0)
 
 
 def test_without_history_there_are_no_seconds() -> None:
@@ -21,8 +21,8 @@ def test_without_history_there_are_no_seconds() -> None:
 
 
 def test_what_is_only_trained_on_or_only_answered_is_counted_once() -> None:
-    assert estimate(Workload("sft", {"documents": 80}, characters=20.0), []).tokens == 80 * 20
-    answered = Workload("evaluate", {"documents": 80, "max_new_tokens": 32}, characters=20.0)
+    assert estimate(Workload("sft", {"documents": 80}, length=20.0), []).tokens == 80 * 20
+    answered = Workload("evaluate", {"documents": 80, "max_new_tokens": 32}, length=20.0)
     assert estimate(answered, []).tokens == 80 * (20 + 32)
 
 

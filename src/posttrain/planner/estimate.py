@@ -14,13 +14,14 @@ _SHARED = ("prompts", "trained")  # of a stage's work, beside its documents
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one stage has to do: `Workload("sft", {"steps": 350, "documents": 22400}, characters=38.5)`."""
+    """What one stage has to do: `Workload("sft", {"steps": 350, "documents": 22400}, length=38.5)`."""
 
     kind: str
     # as the trainer declares it: steps, documents (read or answered), max_new_tokens, and where they differ: prompts
     # (documents of one prompt are one), trained (documents trained on after they were answered)
     work: Mapping[str, float]
-    characters: float | None = None  # mean length of what is read of one row: prompt + completion, or the prompt alone
+    length: float | None = None  # mean tokens of what is read of one document: prompt + completion, or the prompt alone
+    counted: bool = False  # by the model's tokenizer; else one token is taken for every character
 
     @property
     def units(self) -> float:
@@ -59,8 +60,7 @@ def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
     """The cost of a stage.
 
     With history: the median cost per unit of earlier comparable stages, times the units. Without: tokens by the rule of
-    `facts.Progress` at one per character, the longest responses and every document trained on (a character
-    tokenizer adds a few per chat turn, a larger vocabulary needs a quarter), and no seconds.
+    `facts.Progress` at what its documents take, the longest responses and every document trained on, and no seconds.
     """
     most = _most(workload)
     rates = [e for e in earlier if e.workload.units > 0 and comparable(workload, e.workload)]
@@ -73,14 +73,16 @@ def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
     if most is None:
         return Estimate(None, None, "no history yet")
     longest = workload.work.get("max_new_tokens", 0.0)
-    assumed = "one per character" + (f", responses of {longest:g}" if longest else "")
+    assumed = ("counted by its tokenizer" if workload.counted else "one per character") + (
+        f", responses of {longest:g}" if longest else ""
+    )
     return Estimate(most, None, f"no history yet; {assumed}", most=most)
 
 
 def _most(workload: Workload) -> int | None:
-    if workload.characters is None or "documents" not in workload.work:
+    if workload.length is None or "documents" not in workload.work:
         return None
     longest = workload.work.get("max_new_tokens", 0.0)
-    read = workload.work.get("prompts", workload.units) * workload.characters
-    trained = workload.work.get("trained", 0.0) * (workload.characters + longest)
+    read = workload.work.get("prompts", workload.units) * workload.length
+    trained = workload.work.get("trained", 0.0) * (workload.length + longest)
     return round(read + workload.units * longest + trained)

@@ -191,7 +191,9 @@ class _Stage:
         longest = max(1, prompt_tokens + self._load.response_tokens)
         value, why = (written, "") if written is not None else self._left(pool, usable or 0)
         rows = value // (row * longest)
-        counted = f"{rows} rows of {longest} tokens at {_binary(row)}"
+        asked = -(-self._load.rows // pool.ranks)  # decoded together at the most
+        many = f"all {asked}" if rows >= asked > 0 else f"{rows} of {asked}"
+        counted = f"{many} rows of {longest} tokens at {_binary(row)}"
         load = replace(self._load, kv_cache=value)
         short = "" if rows or written is not None else self._no_row(pool, row * longest, longest, value)
         if not rows and written is not None:

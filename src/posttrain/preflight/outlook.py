@@ -14,7 +14,6 @@ from posttrain.control.cache import cache_key, usable
 from posttrain.control.planning import Planned
 from posttrain.control.resuming import tokens_inherited
 from posttrain.control.selecting import dataset_slots, selected_on
-from posttrain.data.rows import Row, prompt_text
 from posttrain.decision.power import PowerNote
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import InputBlob
@@ -28,6 +27,7 @@ from posttrain.planner.estimate import Estimate, Experience, Workload, comparabl
 from posttrain.planner.prospects import Concern, certain_shortfall, time_concern, token_concern
 from posttrain.preflight.counting import registered_rows
 from posttrain.preflight.datasets import Dataset, read_datasets, unanswered
+from posttrain.preflight.lengths import Lengths
 from posttrain.preflight.power import gates_power
 from posttrain.workspace.opened import OpenWorkspace
 
@@ -85,7 +85,10 @@ def look_ahead(
     standings = _standings(manifest, workspace, verified)
     empty = manifest.release is not None and workspace.ledger.channel(manifest.release.channel) is None
     history = list(_history(workspace, manifest))
-    estimates = {s.name: _estimate(planned, s, standings[s.name], datasets, history, empty) for s in manifest.stages}
+    lengths = Lengths(planned, spec, workspace, source)
+    estimates = {
+        s.name: _estimate(planned, s, standings[s.name], datasets, lengths, history, empty) for s in manifest.stages
+    }
     least = {s.name: _least(planned, s, datasets) for s in manifest.stages if estimates[s.name].tokens != 0}
     sure = {name: tokens for name, tokens in least.items() if not standings[name].doubtful}
     kinds = {stage.name: stage.kind for stage in manifest.stages}
@@ -202,6 +205,7 @@ def _estimate(
     stage: StageManifest,
     standing: _Standing,
     datasets: Mapping[str, Dataset],
+    lengths: Lengths,
     history: list[tuple[str | None, Experience]],
     channel_empty: bool,
 ) -> Estimate:
@@ -213,24 +217,29 @@ def _estimate(
         return Estimate(0, 0.0, standing.free or "cached")
     if any(ref.source == "channel" for ref in stage.inputs.values()) and channel_empty:
         return Estimate(0, 0.0, "skipped: the channel is empty, so there is no baseline")
-    work = workload(stage, planned.contracts[stage.name].work, datasets)
+    work = workload(stage, planned.contracts[stage.name].work, datasets, lengths)
     base = _base_model(planned.manifest)
     fitting = [(model, experience) for model, experience in history if comparable(work, experience.workload)]
     same = [experience for model, experience in fitting if model == base]
     return estimate(work, (same or [experience for _, experience in fitting])[:_STAGES_LOOKED_AT])
 
 
-def workload(stage: StageManifest, work: Mapping[str, float], datasets: Mapping[str, Dataset]) -> Workload:
-    """What a stage has to do, with the sizes of its rows."""
+def workload(
+    stage: StageManifest, work: Mapping[str, float], datasets: Mapping[str, Dataset], lengths: Lengths | None = None
+) -> Workload:
+    """What a stage has to do, with the sizes of its rows; without `lengths` only how much of it there is."""
     own = {slot: datasets[str(ref.digest)] for slot, ref in dataset_slots(stage)}
     counts = {slot: d.items if stage.measures else d.rows for slot, d in own.items()}
     if stage.measures and None not in counts.values():
         documents = sum((rows or 0) * _answers(stage, slot) for slot, rows in counts.items())
         work = {"documents": documents, "least": documents, **work}
-    read = [row for dataset in own.values() if dataset.read for row in dataset.read]
-    parts = kind_of(stage.kind).sizes
-    sizes = [len(prompt_text(row)) + sum(_size(row, name) * share for name, share in parts.items()) for row in read]
-    return Workload(stage.kind, work, sum(sizes) / len(sizes) if sizes else None)
+    if lengths is None:
+        return Workload(stage.kind, work)
+    read = {slot: dataset.read for slot, dataset in own.items() if dataset.read}
+    means = {slot: mean for slot, rows in read.items() if (mean := lengths.mean(stage, slot, rows)) is not None}
+    weight = sum(len(read[slot]) for slot in means)
+    length = sum(mean * len(read[slot]) for slot, mean in means.items()) / weight if weight else None
+    return Workload(stage.kind, work, length, counted=lengths.counted(stage))
 
 
 def _answers(stage: StageManifest, slot: str) -> int:
@@ -238,11 +247,6 @@ def _answers(stage: StageManifest, slot: str) -> int:
     suites = stage.params.get("suites")
     suite = suites.get(slot.removeprefix("suites.")) if isinstance(suites, Mapping) else None
     return 1 + int(suite.get("samples", 0)) if isinstance(suite, Mapping) else 1
-
-
-def _size(row: Row, column: str) -> int:
-    text = row.get(column) or ""
-    return len(text) if isinstance(text, str) else sum(len(str(m.get("content"))) for m in text)
 
 
 def _history(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[tuple[str | None, Experience]]:

@@ -22,6 +22,7 @@ from posttrain.planner.residency import Residency, Shape, resident
 from posttrain.planner.sizes import Room, Settled, Size, settle
 from posttrain.preflight.datasets import Dataset
 from posttrain.preflight.fitting import model_files, origin
+from posttrain.preflight.lengths import Lengths
 from posttrain.preflight.outlook import workload
 from posttrain.preflight.rewarding import bytes_of
 from posttrain.workspace.opened import OpenWorkspace
@@ -132,11 +133,12 @@ def residencies(
     """Stage with a model at work → what is chosen for it, what is resident when, what that goes beyond."""
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     machine = this_machine() if loads else None
+    lengths = Lengths(planned, spec, workspace, path)
     for name, load in loads.items():
         stage = planned.manifest.stage(name)
         shapes = role_shapes(planned.manifest, stage, load, workspace, path, spec.model)
         if shapes and machine:
-            prompt = workload(stage, planned.contracts[name].work, datasets).characters
+            prompt = workload(stage, planned.contracts[name].work, datasets, lengths).length
             settled = settle(load, shapes, _room(load, machine), prompt_tokens=round(prompt or 0))
             residency = stage_residency(settled.load, shapes, machine, prompt)
             yield name, Seen(residency, settled.sizes, tuple(memory_warnings(settled, residency, machine)))
