@@ -81,14 +81,24 @@ def test_after_so_many_rounds_a_step_trains_on_what_there_is() -> None:
 
 
 def test_everything_sampled_is_counted_and_reserved_before_it_is_asked_for() -> None:
+    """And what was kept until then is still to be trained on."""
     asked: list[tuple[int, int]] = []
-    recipe, _ = stage()
+    kept: list[int] = []  # tokens of the documents
+
+    class Counting(Picky):
+        def keep(self, group: ScoredGroup) -> Drop | None:
+            verdict = super().keep(group)
+            kept.append(0 if verdict else sum(len(answer) for answer in group.answers))
+            return verdict
+
+    recipe, _ = stage(Counting)
     spent = recipe.step(0, quiet(0), lambda spent, more: asked.append((spent, more))).tokens
     prompt, limit, samples = 3, 4, 2
-    for missing, (_, more) in zip((2, 1), asked, strict=True):
+    for missing, there, (_, more) in zip((2, 1), (sum(kept[:3]), sum(kept[:5])), asked, strict=True):
         generated = missing * samples * limit
-        assert more == missing * prompt + generated + missing * samples * prompt + generated
+        assert more == missing * prompt + generated + there + missing * samples * prompt + generated
     assert 0 < asked[0][0] < asked[1][0] < spent
+    assert sum(asked[-1]) >= spent, "what nothing was dropped of any more"
 
 
 def test_what_replaces_a_group_must_be_affordable(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class OnPolicy:
                 break
             if turn:
                 spent = sum(group.tokens for group in [*kept, *(group for group, _ in dropped)])
-                reserve(spent, self._worst(step, self.journal.peek(missing)))
+                reserve(spent, self._worst(step, self.journal.peek(missing), kept))
             for group in self._scored(self._sampled(missing, step, trace), trace):
                 verdict = self._algorithm.keep(group)
                 if verdict is None:
@@ -159,12 +159,13 @@ class OnPolicy:
             scores = iter(self._scorer(prompts, [answer for group in groups for answer in group.answers]))
         return [replace(group, scores=tuple(islice(scores, len(group.scores)))) for group in groups]
 
-    def _worst(self, step: int, rows: Sequence[int]) -> int:
-        """Tokens that so many prompts may cost: read, answered to the limit, trained on."""
+    def _worst(self, step: int, rows: Sequence[int], kept: Sequence[ScoredGroup] = ()) -> int:
+        """Tokens that so many prompts may cost: read, answered to the limit, trained on with what is kept."""
         source = self._algorithm.source
         read = sum(len(self._prompts[row].tokens) for row in rows)
         generated = len(rows) * source.samples * source.max_tokens
-        return read + generated + self._learning.price(step, source.samples * read + generated)
+        there = sum(len(answer) for group in kept for answer in group.answers)
+        return read + generated + self._learning.price(step, there + source.samples * read + generated)
 
     def _tracer(self, groups: Sequence[ScoredGroup], dropped: dict[int, str], step: int) -> SampleTracer:
         followed = groups[: self._trace.followed(len(groups))]
