@@ -1,11 +1,12 @@
-"""The contract of training engines over both of ours: whole in this process, FSDP2 in two."""
+"""The contract of training engines over both of ours: whole in this process, FSDP2 in two; and the suite itself."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,29 +14,72 @@ import train_engine
 from safetensors.torch import load_file
 
 from posttrain.engine.groups.place import Place
+from posttrain.engine.roles import contract
+from posttrain.engine.roles.contract import HELD, Bench, learned
 
 
-@pytest.mark.parametrize("held", train_engine.HELD, ids=lambda held: held.__name__)
-def test_the_whole_engine(held: Callable[[train_engine.Bench], None], tmp_path: Path) -> None:
-    held(train_engine.Bench(train_engine.open_torch, Place(), tmp_path))
+@pytest.mark.parametrize("held", HELD, ids=lambda held: held.__name__)
+def test_the_whole_engine(held: Callable[[Bench], None], tmp_path: Path) -> None:
+    held(Bench(train_engine.open_torch, Place(), tmp_path))
 
 
-def test_an_engine_that_exports_too_little_is_found(tmp_path: Path) -> None:
-    """The suite itself: an engine whose export forgets a tensor does not pass."""
+class Broken:
+    """An engine that breaks a promise."""
 
-    class Forgetful:
-        def __init__(self, inner: object) -> None:
-            self._inner = inner
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
 
-        def export(self) -> object:
-            return iter(list(self._inner.export())[1:])  # type: ignore[attr-defined]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._inner, name)
 
-    bench = train_engine.Bench(lambda place, seed: Forgetful(train_engine.open_torch(place, seed)), Place(), tmp_path)  # type: ignore[arg-type,return-value]
-    with pytest.raises(AssertionError):
-        train_engine.exports_every_element_once(bench)
+class Forgetful(Broken):
+    def export(self) -> Iterator[Any]:
+        return iter(list(self._inner.export())[1:])
+
+
+class Twice(Broken):
+    def export(self) -> Iterator[Any]:
+        return iter([*self._inner.export(), next(self._inner.export())])
+
+
+class Learning(Broken):
+    def forward(self, *words: Any) -> Any:
+        found = self._inner.forward(*words)
+        with torch.no_grad():
+            next(self._inner.export()).tensor.add_(1e-3)
+        return found
+
+
+class Amnesic(Broken):
+    def restore(self, folder: Path, role: str) -> None:
+        """Forgets to."""
+
+
+class Credulous(Broken):
+    def step(self, *words: Any, **options: Any) -> Any:
+        try:
+            return self._inner.step(*words, **options)
+        except Exception:
+            return None
+
+
+@pytest.mark.parametrize(
+    ("broken", "held"),
+    [
+        (Forgetful, contract.exports_every_element_once),
+        (Twice, contract.exports_every_element_once),
+        (Learning, contract.predicts_in_the_order_of_the_batch),
+        (Amnesic, contract.goes_on_from_a_checkpoint),
+        (Credulous, contract.leaves_nothing_of_a_diverged_step),
+    ],
+)
+def test_an_engine_that_breaks_a_promise_is_found(
+    broken: type[Broken], held: Callable[[Bench], None], tmp_path: Path
+) -> None:
+    bench: Any = Bench(lambda place, seed: broken(train_engine.open_torch(place, seed)), Place(), tmp_path)  # type: ignore[arg-type,return-value]
+    with pytest.raises(AssertionError, match="a training engine must"):
+        held(bench)
 
 
 @pytest.mark.slow
@@ -43,14 +87,17 @@ def test_the_sharded_engine_learns_what_the_whole_one_does(tmp_path: Path) -> No
     command = [sys.executable, train_engine.__file__]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, str(rank), "2", str(tmp_path), "train_engine:open_torch"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
     said = [process.communicate(timeout=500) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(err for _, err in said)
     assert [out.splitlines()[-1] for out, _ in said] == ["held", "held"]
-    one = train_engine.learned(train_engine.Bench(train_engine.open_torch, Place(), tmp_path))
+    one = learned(Bench(train_engine.open_torch, Place(), tmp_path))
     two = load_file(tmp_path / "learned.safetensors")
     assert one.keys() == two.keys()
     for name, value in one.items():

@@ -27,7 +27,7 @@ class TrainEngine(Protocol):
       module, tied tensors once: what is fused, transposed or split inside comes out as it was read;
     * goes on from a checkpoint bit for bit, and from another number of ranks' up to rounding.
 
-    `tests/contract/train_engine.py` holds an engine against this, its own or anybody's.
+    `contract` is this list as functions, for an engine of your own.
     """
 
     def forward(self, batch: TokenBatch, needs: Set[Need]) -> Predictions:

@@ -1,0 +1,240 @@
+"""What `TrainEngine` promises, as functions that hold an engine of anybody's against it.
+
+On one rank, and on every rank of a process group at once (there `place.collective` is true)::
+
+    bench = Bench(open_mine, Place(), folder)  # open_mine(place, seed) -> TrainEngine; another seed, other weights
+    for held in HELD:
+        held(bench)  # AssertionError says which promise was broken
+    learned(bench)  # whole weights: what one rank learned, any number of ranks learns up to rounding
+
+The model is any language model over `VOCABULARY` tokens or more, without dropout, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective
+from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.groups.place import Place
+from posttrain.engine.models.exported import Shard, put
+from posttrain.engine.predictions import Predictions
+from posttrain.engine.roles.learner import DivergedError
+from posttrain.engine.roles.port import TrainEngine
+from posttrain.engine.weights.attestation import Attestation, attest
+
+VOCABULARY = 61
+_SHAPES = ((5, 9), (3, 2), (11, 9), (1, 1), (2, 4))  # prompt and response tokens of each document
+_CLOSE = 1e-5  # by how much a weight or log-probability may differ between ways to cut a batch
+
+
+@dataclass(frozen=True)
+class Bench:
+    """An engine's surroundings on one rank."""
+
+    open: Callable[[Place, int], TrainEngine]
+    place: Place
+    folder: Path  # that all ranks see
+
+    def engine(self, seed: int = 0) -> TrainEngine:
+        """A new engine."""
+        return self.open(self.place, seed)
+
+    def shard(self) -> TokenBatch:
+        """This rank's documents: every so many-th, so that ranks have different numbers of them."""
+        batch = whole_batch()
+        return batch.select_items(range(self.place.rank, len(batch), self.place.size))
+
+    def everyone(self, mine: Any) -> list[Any]:
+        """What each rank has. Collective."""
+        if self.place.size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.place.size
+        dist.all_gather_object(found, mine)
+        return found
+
+    def weights(self, engine: TrainEngine) -> dict[str, Tensor]:
+        """The whole weights, put together from what every rank exports. Collective."""
+        mine = [Shard(s.name, s.shape, s.tensor.detach().cpu().clone(), s.row, s.column) for s in engine.export()]
+        shards = [shard for held in self.everyone(mine) for shard in held]
+        found = {shard.name: torch.zeros(shard.shape, dtype=shard.tensor.dtype) for shard in shards}
+        for shard in shards:
+            put(found, shard)
+        return found
+
+    def train(self, engine: TrainEngine, steps: range, mine: TokenBatch | None = None) -> dict[str, float]:
+        """The metrics of the last step. Collective."""
+        objective = SupervisedObjective(Totals.of(whole_batch()))
+        metrics: dict[str, float] = {}
+        for step in steps:
+            metrics = dict(engine.step(self.shard() if mine is None else mine, objective, step=step).metrics)
+        return metrics
+
+
+def whole_batch() -> TokenBatch:
+    """Documents of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(count: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in torch.randint(3, VOCABULARY, (count,), generator=generator))
+
+    return TokenBatch.pack([Document(drawn(p), drawn(r)) for p, r in _SHAPES])
+
+
+def predicts_in_the_order_of_the_batch(bench: Bench) -> None:
+    """Whatever the micro-batches, each document gets what it gets alone; nothing changes."""
+    engine, batch = bench.engine(), whole_batch()
+    before = bench.weights(engine)
+    found = engine.forward(batch, {"logprobs"}).of("logprobs")
+    _require(found.shape == batch.tokens.shape, "a log-probability for every token")
+    _require(bool((found[~batch.response_mask] == 0).all()), "0 outside the response")
+    start = 0
+    for item, length in enumerate(batch.lengths):
+        alone = engine.forward(batch.select_items([item]), {"logprobs"}).of("logprobs")
+        same = torch.allclose(found[start : start + length], alone, atol=_CLOSE, rtol=0)
+        _require(same, f"document {item} gets what it gets alone")
+        start += length
+    some = batch.select_items([] if bench.place.rank else [0])
+    count = len(engine.forward(some, {"logprobs"}).of("logprobs"))
+    _require(count == sum(some.lengths), "an empty shard takes part and answers nothing")
+    _require(_equal(bench.weights(engine), before), "a forward changes nothing")
+
+
+def refuses_what_it_cannot_predict(bench: Bench) -> None:
+    """A language model has no scores."""
+    engine = bench.engine()
+    _refused(InputError, lambda: engine.forward(whole_batch(), {"scores"}), "scores of a language model")
+
+
+def exports_every_element_once(bench: Bench) -> None:
+    """Hashes of the ranks' pieces add up to the whole's: what comes twice or not at all is noticed.
+
+    After a forward too, which may leave parameters gathered.
+    """
+    engine = bench.engine()
+    bench.train(engine, range(1))
+    engine.forward(bench.shard(), {"logprobs"})
+    added = Attestation()
+    for found in bench.everyone(attest(engine.export())):
+        added = added + found
+    whole = bench.weights(engine)
+    same = added == attest(Shard(name, tuple(value.shape), value) for name, value in whole.items())
+    _require(same, "every element is exported by exactly one rank")
+    names = {name for name, _ in engine.model.module.named_parameters()}
+    _require(whole.keys() == names, "exported under the names of the Hugging Face module, tied tensors once")
+    engine.write_model(bench.folder / "exported")
+    if bench.place.rank == 0:
+        written = load_file(bench.folder / "exported" / "model.safetensors")
+        _require(names <= written.keys(), "a model is written whole")
+        _require(_equal({name: written[name] for name in whole}, whole), "what is written is what is exported")
+
+
+def lets_a_rank_be_idle(bench: Bench) -> None:
+    """All documents on rank 0, none elsewhere: the same update."""
+    spread, idle = bench.engine(), bench.engine()
+    lopsided = whole_batch().select_items([] if bench.place.rank else range(len(_SHAPES)))
+    one, two = bench.train(spread, range(2)), bench.train(idle, range(2), lopsided)
+    _require(one.keys() == two.keys(), "metrics have the same names")
+    _require(all(abs(one[n] - two[n]) <= 1e-4 * max(1.0, abs(one[n])) for n in one), "metrics are the whole's")
+    _require(_close(bench.weights(spread), bench.weights(idle)), "an update does not depend on who had what")
+
+
+def leaves_nothing_of_a_diverged_step(bench: Bench) -> None:
+    """A loss that is no number on one rank changes nothing on any: no weight, no moment, no gradient."""
+    engine, other = bench.engine(), bench.engine()
+    for opened in (engine, other):
+        bench.train(opened, range(1))
+    before = bench.weights(engine)
+    plain = SupervisedObjective(Totals.of(whole_batch()))
+
+    class Bad:
+        needs = plain.needs
+
+        def __call__(self, micro: TokenBatch, predicted: Predictions) -> LossParts:
+            parts = plain(micro, predicted)
+            return LossParts(parts.loss * float("nan"), parts.sums) if bench.place.rank == 0 else parts
+
+    _refused(DivergedError, lambda: engine.step(bench.shard(), Bad(), step=1), "a step that is no number")
+    _require(_equal(bench.weights(engine), before), "a diverged step changes no weight")
+    for opened in (engine, other):
+        bench.train(opened, range(1, 2))
+    _require(_equal(bench.weights(engine), bench.weights(other)), "a diverged step leaves no gradient and no moment")
+
+
+def goes_on_from_a_checkpoint(bench: Bench) -> None:
+    """Bit for bit; one without the role is refused."""
+    folder = bench.folder / f"checkpoint-{bench.place.size}"
+    folder.mkdir(exist_ok=True)
+    undisturbed, first = bench.engine(), bench.engine()
+    bench.train(undisturbed, range(3))
+    bench.train(first, range(2))
+    written = first.save(folder, "policy")
+    _require(bool(written) and all((folder / name).is_file() for name in written), "save names the files it wrote")
+    bench.everyone(None)  # all have written
+    second = bench.engine(seed=1)
+    _require(not _equal(bench.weights(second), bench.weights(first)), "another seed, other weights")
+    second.restore(folder, "policy")
+    _require(_equal(bench.weights(second), bench.weights(first)), "restore brings the saved weights")
+    bench.train(second, range(2, 3))
+    _require(_equal(bench.weights(second), bench.weights(undisturbed)), "resumed equals undisturbed")
+    _refused(IntegrityError, lambda: second.restore(folder, "critic"), "a checkpoint without the role")
+
+
+def records_what_the_step_found(bench: Bench) -> None:
+    """With `record`, the batch comes back with the log-probabilities of before the update."""
+    engine, mine = bench.engine(), bench.shard()
+    found = engine.forward(mine, {"logprobs"}).of("logprobs")
+    done = engine.step(mine, SupervisedObjective(Totals.of(whole_batch())), step=0, record=True)
+    _require(done.batch is not None and torch.equal(done.batch.tokens, mine.tokens), "the batch comes back")
+    recorded = done.batch.column("proximal_logprobs") if done.batch else found[:0]
+    _require(torch.allclose(recorded, found, atol=_CLOSE, rtol=0), "as the step found them")
+
+
+HELD: tuple[Callable[[Bench], None], ...] = (
+    predicts_in_the_order_of_the_batch,
+    refuses_what_it_cannot_predict,
+    exports_every_element_once,
+    lets_a_rank_be_idle,
+    leaves_nothing_of_a_diverged_step,
+    goes_on_from_a_checkpoint,
+    records_what_the_step_found,
+)
+
+
+def learned(bench: Bench) -> dict[str, Tensor]:
+    """Whole weights after three steps. Collective."""
+    engine = bench.engine()
+    bench.train(engine, range(3))
+    return bench.weights(engine)
+
+
+def _require(holds: bool, promise: str) -> None:
+    if not holds:
+        raise AssertionError(f"a training engine must keep this promise, and did not: {promise}")
+
+
+def _refused(kind: type[PosttrainError], act: Callable[[], object], what: str) -> None:
+    try:
+        act()
+    except kind:
+        return
+    raise AssertionError(f"a training engine must refuse {what} with {kind.__name__}, and did not")
+
+
+def _equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def _close(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    same = left.keys() == right.keys()
+    return same and all(torch.allclose(left[name], right[name], atol=_CLOSE, rtol=0) for name in left)
