@@ -31,6 +31,7 @@ from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.exported import Shard, put
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.source import ModelSource
+from posttrain.engine.recipes.from_rows import FromRows
 from posttrain.engine.recipes.opening import open_learner
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.training import TrainWorker
@@ -74,7 +75,7 @@ def train(
     roles = open_learner(CONFIG, source, 1, lambda role: pool)
     asked = iter([Order.GO_ON] * (99 if stop_after is None else stop_after))
     controller = Controller(
-        SFT(CONFIG, roles, DOCUMENTS, 1),
+        FromRows(CONFIG, SFT(CONFIG), roles, DOCUMENTS, 1),
         folder,
         belongs_to(len(pool.processes)),
         100,
