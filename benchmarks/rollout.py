@@ -79,7 +79,7 @@ class Result:
     share_of_bound: float
 
 
-def build_module() -> PreTrainedModel:
+def build_module(positions: int = 256) -> PreTrainedModel:
     """Qwen3 architecture, 0.85 M parameters in the layers and 0.07 M in the tied embedding."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -90,7 +90,7 @@ def build_module() -> PreTrainedModel:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         pad_token_id=0,
         bos_token_id=1,

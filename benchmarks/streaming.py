@@ -1,0 +1,125 @@
+"""Continuous against static batching: responses of very different lengths, same weights, same work.
+
+    python -m benchmarks.streaming [--json FILE] [--rounds N] [--tiny]
+
+Response lengths are log-normal with p99/median = 10 (σ 0.99) and prescribed, as in `benchmarks.rollout`. Three ways
+over the native engine, each with at most as many rows at a time:
+
+- `padded batches`: batch by batch, and each computes its ended rows until the last one ends, as a batch of fixed size
+  does; measured as one that gives every row of a batch the batch's longest limit;
+- `static batches`: batch by batch, ended rows are dropped, nobody takes their place;
+- `continuous`: everything is submitted at once, free slots are filled from the queue.
+
+Rounds are interleaved; a ratio is taken inside each round against `static batches`; reported are the median and the
+range, in CPU time of this process. The bound is that of `benchmarks.rollout`: the useful work alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.rollout import PROMPT, Workload, bound_seconds, build_module, copy_rate, gemm_rate
+from posttrain.engine.models import adopt_module
+from posttrain.engine.rollout import RolloutEngine, SamplingParams, generate, open_rollout
+
+SIGMA = 0.99  # p99 / median = exp(2.326 * 0.99) = 10
+
+
+@dataclass(frozen=True)
+class Result:
+    """Rates in useful tokens per CPU-second, and ratios to static batches of the same round."""
+
+    way: str
+    rows: int
+    responses: int
+    tokens_per_second: float
+    ratio: float
+    lowest: float
+    highest: float
+    bound_tokens_per_second: float
+    share_of_bound: float
+
+
+def build_lengths(responses: int, median: float, longest: int) -> Workload:
+    """Prompts of 20 tokens; log-normal response lengths."""
+    rng = random.Random(responses)
+    prompts = [[rng.randrange(3, 512) for _ in range(PROMPT)] for _ in range(responses)]
+    return Workload(1, prompts, [max(1, min(longest, int(rng.lognormvariate(0, SIGMA) * median))) for _ in prompts])
+
+
+def answer(engine: RolloutEngine, work: Workload, limits: Sequence[int], rows: int, batch: int) -> None:
+    """All responses, `batch` at a time."""
+    sampling = SamplingParams(max_new_tokens=max(limits), batch_size=rows, ignore_eos=True)
+    for begin in range(0, len(limits), batch):
+        part = slice(begin, begin + batch)
+        found = generate(engine, work.prompts[part], samples=1, sampling=sampling, limits=list(limits[part]))
+        assert [answer.generated for answer in found] == list(limits[part])
+
+
+def measure(rows: int, responses: int, median: float, longest: int, rounds: int) -> list[Result]:
+    """Interleaved rounds of the three ways."""
+    torch.set_num_threads(1)
+    model = adopt_module(build_module(positions=longest + 2 * PROMPT))
+    engine, work = open_rollout(model), build_lengths(responses, median, longest)
+    filled = [max(work.limits[at // rows * rows : (at // rows + 1) * rows]) for at in range(responses)]
+    ways: dict[str, Callable[[], None]] = {
+        "padded batches": lambda: answer(engine, work, filled, rows, rows),
+        "static batches": lambda: answer(engine, work, work.limits, rows, rows),
+        "continuous": lambda: answer(engine, work, work.limits, rows, responses),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            start = time.process_time()
+            run()
+            times[way].append(time.process_time() - start)
+    bound = bound_seconds(model, work, gemm_rate(), copy_rate())
+    results = []
+    for way, taken in times.items():
+        ratios = [base / own for base, own in zip(times["static batches"], taken, strict=True)]
+        rate = work.tokens / statistics.median(taken)
+        middle = statistics.median(ratios)
+        spread = (middle, min(ratios), max(ratios))
+        results.append(Result(way, rows, responses, rate, *spread, work.tokens / bound, rate * bound / work.tokens))
+    return results
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Continuous against static batching on log-normal lengths")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="one round of a few rows: that it runs, no figures")
+    options = parser.parse_args()
+    sizes = [(16, 128, 40.0, 800), (64, 512, 40.0, 800)]
+    if options.tiny:
+        sizes = [(4, 8, 4.0, 40)]
+    results = [result for size in sizes for result in measure(*size, rounds=1 if options.tiny else options.rounds)]
+    head = f"{'rows':>4} {'responses':>9}  {'way':<15} {'tokens/s':>8}"
+    print(f"{head}  {'ratio (min-max)':<20} {'bound':>8} {'reached':>8}")
+    for r in results:
+        spread = f"{r.ratio:.2f}x ({r.lowest:.2f}-{r.highest:.2f})"
+        print(
+            f"{r.rows:>4} {r.responses:>9}  {r.way:<15} {r.tokens_per_second:>8.0f}  {spread:<20} "
+            f"{r.bound_tokens_per_second:>8.0f} {r.share_of_bound:>8.0%}"
+        )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
