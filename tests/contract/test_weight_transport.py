@@ -21,11 +21,14 @@ from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.models.exported import layout_of
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.roles import Roles
 from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.rollout.batches import PromptBatch
+from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights import stream
@@ -89,6 +92,24 @@ def test_what_was_trained_is_decoded_with(
         assert same(apart.decoded(), apart.trained())
         assert not same(apart.decoded(), before)
         before = apart.decoded()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+def test_what_an_engine_derives_of_its_weights_is_derived_anew(family: str, tmp_path: Path) -> None:
+    """Scaled norms, say, are no tensor of the model, so nobody attests them: they must not outlive a publication."""
+    apart = Apart(tmp_path, family, "float32")
+    sampling = SamplingParams(6, seed=3, ignore_eos=True)
+    said = lambda worker: worker.generate(PromptBatch(((5, 9, 3), (4,)), (7, 8)), sampling, 4).trajectories  # noqa: E731
+    said(apart.rollout)
+    for _ in range(3):
+        apart.learn()
+    apart.publish()
+    place = Place()
+    place.lend(apart.policy.engine.model)
+    fresh = said(RolloutWorker(place))
+    for one, two in zip(said(apart.rollout), fresh, strict=True):
+        assert one.response.tolist() == two.response.tolist()
+        assert one.segments[-1].logprobs.tolist() == two.segments[-1].logprobs.tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
