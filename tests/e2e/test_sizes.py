@@ -62,10 +62,6 @@ def test_resident_memory_is_what_the_plan_says_within_a_factor(empty: Workbench)
         name: {**few, "runtime": {"activation_checkpointing": again}}
         for name, again in (("whole", False), ("again", True))
     }
-    stages["answers"] = {
-        **{"kind": "evaluate", "model": "base", "suites": {"long": {"data": "long", "max_new_tokens": 90}}},
-        "runtime": {"kv_cache": "200MiB"},  # 55 rows of the wide model, of 64
-    }
     digits = "0123456789" * 13
     rows = [{"prompt": f"Q: sort {at:03d}{digits}", "completion": digits, "answer": "1"} for at in range(64)]
     empty.write("long.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -73,7 +69,7 @@ def test_resident_memory_is_what_the_plan_says_within_a_factor(empty: Workbench)
     for name, model in (("narrow", NARROW), ("wide", WIDE)):
         empty.write(f"{name}.yaml", model)
         empty.run("asset", "create", f"model:{name}", f"{name}.yaml")
-        data = {"train": "./long.jsonl", "long": "./long.jsonl"}
+        data = {"train": "./long.jsonl"}
         raw = {"name": name, "owner": "e2e", "seed": 1, "model": f"model:{name}", "data": data, "stages": stages}
         empty.write(f"{name}-run.yaml", raw)
         plan = planned(empty, f"{name}-run.yaml")
