@@ -145,3 +145,18 @@ def test_weights_that_are_read_in_place_change_only_while_paused() -> None:
     engine.pause()
     with pytest.raises(InputError, match="serves one policy, got opponent"):
         engine.update("opponent", "0.3")
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_training_samples_from_the_whole_distribution(truncation: dict[str, float]) -> None:
+    place = Place()
+    place.lend(model_of("qwen3"))
+    worker = RolloutWorker(place)
+    cut = SamplingParams(max_new_tokens=4, **truncation)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="must sample from the whole distribution"):
+        worker.generate(PromptBatch(((5, 4),), (388,)), cut, 1)
+    native, module = (
+        generate(e, PROMPTS, samples=2, sampling=cut)
+        for e in (NativeRollout(model_of("qwen3")), ModuleRollout(model_of("qwen3")))
+    )
+    assert [a.response.tolist() for a in native] == [a.response.tolist() for a in module]

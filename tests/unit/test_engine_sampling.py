@@ -11,7 +11,7 @@ from scipy import stats
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.rollout import SamplingParams
-from posttrain.engine.rollout.sampling import draw, most_likely, row_keys, uniforms
+from posttrain.engine.rollout.sampling import choose, draw, most_likely, row_keys, uniforms
 
 CPU = torch.device("cpu")
 MASK = 2**64 - 1
@@ -122,6 +122,9 @@ def test_most_likely_prefers_the_lower_index_on_a_tie() -> None:
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be >= 1, got 0"),
         ({"max_new_tokens": 1, "batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"max_new_tokens": 1, "top_k": -1}, "top_k must be >= 0"),
+        ({"max_new_tokens": 1, "top_p": 0.0}, "got 0, 0.0 and 0.0"),
+        ({"max_new_tokens": 1, "min_p": 1.0}, "got 0, 1.0 and 1.0"),
         ({"max_new_tokens": 1, "temperature": 0.0}, "temperature must be > 0, got 0.0"),
         ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature must be > 0, got nan"),
     ],
@@ -129,3 +132,22 @@ def test_most_likely_prefers_the_lower_index_on_a_tie() -> None:
 def test_sampling_refuses(arguments: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         SamplingParams(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [({"top_k": 2}, {0, 3}), ({"top_p": 0.75}, {0, 3, 1}), ({"min_p": 0.55}, {0, 3}), ({"top_k": 1}, {3})],
+)
+def test_truncated_sampling_draws_the_likely_and_reports_the_whole(
+    truncation: dict[str, float], kept: set[int]
+) -> None:
+    probabilities = torch.tensor([0.25, 0.2, 0.15, 0.4])
+    uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    sampling = SamplingParams(max_new_tokens=1, **truncation)  # type: ignore[arg-type]
+    tokens, logprobs = choose(probabilities.log().expand(1000, -1), uniform, sampling)
+    assert set(tokens.tolist()) == kept
+    torch.testing.assert_close(logprobs, probabilities.log()[tokens])
+    shares = torch.bincount(tokens, minlength=4) / 1000
+    mass = sum(probabilities[i].item() for i in kept)
+    for token in kept:
+        assert shares[token].item() == pytest.approx(probabilities[token].item() / mass, abs=2e-3)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
 from posttrain.engine.rollout.port import Generation, SamplingParams
-from posttrain.engine.rollout.sampling import draw, most_likely, row_keys, uniforms
+from posttrain.engine.rollout.sampling import choose, row_keys, uniforms
 from posttrain.engine.samples import Floats, Ints, Trajectory
 
 _RANDOM_BLOCK = 64  # tokens whose random numbers are made at a time
@@ -127,10 +127,8 @@ def _decode(
     for step in range(max(rows.limits)):
         if step % _RANDOM_BLOCK == 0 and not sampling.greedy:
             random = uniforms(keys, step, _RANDOM_BLOCK)
-        if sampling.greedy:
-            chosen, logprobs = most_likely(logits, sampling.temperature)
-        else:
-            chosen, logprobs = draw(logits, random[slots, step % _RANDOM_BLOCK], sampling.temperature)
+        uniform = random if sampling.greedy else random[slots, step % _RANDOM_BLOCK]
+        chosen, logprobs = choose(logits, uniform, sampling)
         outcome.tokens[slots, step] = chosen
         outcome.logprobs[slots, step] = logprobs
         stopped = (chosen[:, None] == stops).any(1)

@@ -28,6 +28,9 @@ class SamplingParams:
     seed: int = 0
     batch_size: int = 256  # rows decoded together; changes speed and memory, not what is drawn
     ignore_eos: bool = False  # decode to the limit; for measurements
+    top_k: int = 0  # draw among the k most likely tokens; 0: all. This and the next two: for evaluation, never training
+    top_p: float = 1.0  # draw among the most likely tokens that together have this probability
+    min_p: float = 0.0  # draw among tokens at least this times as likely as the most likely one
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size"):
@@ -37,6 +40,16 @@ class SamplingParams:
             raise InputError(
                 f"sampling temperature must be > 0, got {self.temperature}; for the most likely token set greedy"
             )
+        if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
+            raise InputError(
+                "sampling top_k must be >= 0, top_p in (0, 1] and min_p in [0, 1), "
+                f"got {self.top_k}, {self.top_p} and {self.min_p}; mend them"
+            )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be drawn; log-probabilities are of the whole distribution all the same."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,20 @@ def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     return index[:, 0], rest[:, 0]
 
 
+def draw_likely(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """One token per row from the likely ones (top-k, top-p, min-p); its log-probability is of the whole softmax."""
+    probabilities = (logits.float() / sampling.temperature).softmax(-1)
+    ordered, tokens = probabilities.sort(stable=True, dim=-1, descending=True)
+    kept = ordered >= sampling.min_p * ordered[:, :1]
+    if sampling.top_p < 1:
+        kept &= ordered.cumsum(-1, dtype=torch.float64) - ordered < sampling.top_p
+    if sampling.top_k:
+        kept[:, sampling.top_k :] = False
+    kept[:, 0] = True
+    token = tokens.gather(1, _invert(ordered.where(kept, 0), uniform)[0][:, None])
+    return token[:, 0], probabilities.gather(1, token)[:, 0].log()
+
+
 def most_likely(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """The token of the largest logit in each row, and its log-probability at the temperature."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
@@ -115,6 +129,8 @@ def choose(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[T
     """One token per row as `sampling` asks, and its log-probability."""
     if sampling.greedy:
         return most_likely(logits, sampling.temperature)
+    if sampling.truncates:
+        return draw_likely(logits, uniform, sampling)
     return draw(logits, uniform, sampling.temperature)
 
 

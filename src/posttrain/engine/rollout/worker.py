@@ -128,6 +128,11 @@ class RolloutWorker:
         Raises:
             InputError, JobFailedError, IntegrityError: see `generating.generate`.
         """
+        if sampling.truncates:
+            raise InputError(
+                "training must sample from the whole distribution, got top_k, top_p or min_p: the ratio of the loss "
+                "would be of another one; leave them to evaluation"
+            )
         provenance = Provenance(role="rollout", rank=self._rank)
         if not len(prompts):
             return Rollouts((), provenance)
