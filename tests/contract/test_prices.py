@@ -20,6 +20,7 @@ from posttrain.engine.recipes.recipe import Recipe
 from posttrain.engine.recipes.roles import Roles
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.planner.estimate import Workload, comparable, estimate
 
 SAMPLED = {"prompts_per_step": 3, "max_new_tokens": 5}
 JUDGED = {**SAMPLED, "reward": "r"}
@@ -72,3 +73,14 @@ class Mine(Dataflow):
 
     def updates(self, step: int) -> Sequence[Update]:
         return (Update("policy", SupervisedObjective),)
+
+
+def test_a_plan_tells_what_replaces_dropped_groups() -> None:
+    """A budget that covers what is said at the most is never short of it."""
+    params = {"data": "d", "steps": 2, **JUDGED, "group_size": 4}
+    once, thrice = (NativeTrainer().check("dapo", {**params, "refills": refills}).work for refills in (0, 2))
+    one, three = (estimate(Workload("dapo", work, length=7.0), []).most for work in (once, thrice))
+    sampled = 2 * (3 * 7 + 12 * 5)
+    assert one is not None
+    assert three == one + 2 * sampled
+    assert not comparable(Workload("dapo", once), Workload("dapo", thrice))

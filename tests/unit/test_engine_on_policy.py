@@ -4,25 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, weights
+from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar, weights
 
 from posttrain.domain.errors import BudgetExceededError
+from posttrain.domain.facts import Sample
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.config import DataflowConfig
+from posttrain.engine.config import DataflowConfig, GroupConfig, GRPOConfig, PPOConfig
 from posttrain.engine.controller import Controller, Limits
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, Update, pack
 from posttrain.engine.recipes.dataflow import Dataflow
+from posttrain.engine.recipes.dpo import DPOObjective
+from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.on_policy import OnPolicy
 from posttrain.engine.recipes.opening import open_roles
+from posttrain.engine.recipes.policy_gradient import PolicyGradient
+from posttrain.engine.recipes.ppo import PPO
+from posttrain.engine.recipes.recipe import StepReport, Trace
+from posttrain.engine.recipes.sampling import ProbeSchedule
+from posttrain.engine.recipes.scoring import ModelScorer
+from posttrain.engine.roles.frozen import FrozenWorker
+from posttrain.engine.roles.learner import DivergedError
+from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
+from posttrain.engine.weights.checkpoint import read_state
 
 
 class Picky(Dataflow):
@@ -137,3 +151,111 @@ def test_responses_depend_on_the_place_in_the_stream_and_on_nothing_else() -> No
 
     picky, content = answers(Picky), answers(Content)
     assert {key: picky[key] for key in range(6)} == {key: content[key] for key in range(6)}
+
+
+class FixedProbe:
+    price = 40
+
+    def __call__(self, rollout: Any, /) -> StepReport:
+        return StepReport(40, {"probe/accuracy": 0.0})
+
+
+def test_a_replacement_leaves_what_the_last_probe_costs_and_a_checkpoint_from_before_the_step(tmp_path: Path) -> None:
+    class Often(Picky):
+        dropped: frozenset[int] = frozenset(range(4, 99))
+
+    def run(limit: int) -> Controller:
+        recipe, _ = stage(Often, steps=2)
+        recipe._probe = ProbeSchedule(FixedProbe(), 99, 2)
+        made = Controller(
+            recipe, tmp_path / str(limit), "sha256:x", 100, lambda fact: None, limits=Limits(tokens=limit)
+        )
+        with pytest.raises(BudgetExceededError, match="replacing dropped groups"):
+            made.run()
+        return made
+
+    recipe, _ = stage(Often, steps=2)
+    first = recipe.step(0, quiet(0)).tokens
+    price = recipe.price(1)
+    made = run(40 + first + price + 40)  # what the step may cost and the probe after it, and nothing to replace by
+    assert made._step == 1, "the step that had begun is not done"
+    [saved] = (tmp_path / str(40 + first + price + 40)).glob("step-*")
+    state = read_state(saved)
+    assert (state.step, state.tokens) == (1, made.tokens)
+    assert state.consumed == 3, "as the first step left it"
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_a_judge_that_answers_with_no_number_ends_the_stage(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = judged(kind)
+    fill = FrozenWorker.fill
+
+    def nan(self: FrozenWorker, batch: TokenBatch, column: str, need: Any) -> TokenBatch:
+        if need == "scores":
+            return batch.with_document_columns(scores=torch.full((len(batch),), float("nan")))
+        return fill(self, batch, column, need)
+
+    monkeypatch.setattr(FrozenWorker, "fill", nan)
+    with pytest.raises(DivergedError, match="must score with finite numbers, got nan for response 0"):
+        recipe.step(0, quiet(0))
+
+
+def judged(kind: str = "grpo", **changes: Any) -> OnPolicy:
+    """Scored by a reward model, without a reference."""
+    options = {"data": "d", "reward_model": "r", "steps": 3, "prompts_per_step": 3, "group_size": 2, "kl": None}
+    config_type, algorithm = {"grpo": (GRPOConfig, GRPO), "ppo": (PPOConfig, PPO)}[kind]
+    config: Any = config_type(**{**options, "max_new_tokens": 4, **changes})
+    critic = scalar() if kind == "ppo" else None
+    model = adopt_module(initial_model(TINY, TOKENIZER, 0))
+    roles = open_roles(config, model, 11, inline(), critic=critic, reward_model=scalar(5))
+    made: Any = algorithm
+    return OnPolicy(config, made(config), roles, PROMPTS, ModelScorer(roles.frozen["reward_model"], TOKENIZER), 11)
+
+
+def test_a_judge_sleeps_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the algorithm asks for no column, and before the first step."""
+    told: list[str] = []
+    sleep, generate, update = FrozenWorker.sleep, RolloutWorker.generate, TrainWorker.update
+
+    def watched(name: str, real: Any) -> Any:
+        return lambda *given, **named: (told.append(name), real(*given, **named))[1]
+
+    def judge(self: FrozenWorker, batch: TokenBatch, column: str, need: Any) -> TokenBatch:
+        told.append("score")
+        return batch.with_document_columns(scores=torch.arange(len(batch)).float())
+
+    monkeypatch.setattr(FrozenWorker, "fill", judge)
+    monkeypatch.setattr(FrozenWorker, "sleep", watched("sleep", sleep))
+    monkeypatch.setattr(RolloutWorker, "generate", watched("generate", generate))
+    monkeypatch.setattr(TrainWorker, "update", watched("update", update))
+    recipe = judged(placement={"sleep": True})
+    for step in range(2):
+        recipe.step(step, quiet(step))
+    asleep = False
+    for name in told:
+        asleep = {"sleep": True, "score": False}.get(name, asleep)
+        assert asleep or name in ("sleep", "score"), told
+    assert told.count("generate") == told.count("update") == 2
+
+
+def test_a_sample_of_a_pair_is_followed_on_its_own() -> None:
+    class Pairs(PolicyGradient[GroupConfig]):
+        """Online DPO."""
+
+        def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
+            chosen = [(group, i) for group in groups for i in (0, 1)]
+            documents = [group.answers[i].document for group, i in chosen]
+            return TokenBatch.pack(documents, sample_ids=[group.ids[i] for group, i in chosen], unit=2)
+
+        def updates(self, step: int) -> Sequence[Update]:
+            return (Update("policy", partial(DPOObjective, beta=0.1, smoothing=0.0)),)
+
+    options = {"data": "d", "reward": "r", "kl": {"coefficient": 0.1}, "steps": 1, "prompts_per_step": 3}
+    config = GroupConfig(**{**options, "group_size": 2, "max_new_tokens": 4})  # type: ignore[arg-type]
+    roles = open_roles(config, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline())
+    recipe = OnPolicy(config, Pairs(config), roles, PROMPTS, EvenTokens(), 11)
+    facts: list[Any] = []
+    recipe.step(0, Trace(facts.append, 0))
+    followed = [fact for fact in facts if isinstance(fact, Sample)]
+    assert [len(fact.logprobs) for fact in followed] == [len(fact.tokens) for fact in followed]
+    assert len(followed) == 2

@@ -13,6 +13,7 @@ import pytest
 from cli_world import World, make_world
 
 from posttrain.domain.contracts import Load
+from posttrain.domain.identity import deciding
 from posttrain.execution.machine import Gpu, Machine
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.planner.residency import Shape, resident
@@ -249,3 +250,9 @@ def test_what_cannot_be_done_is_refused_in_a_line(
         assert line.startswith("error: long.yaml: stages.grpo: "), line
         assert "\n" not in line
         assert all(word in line for word in words), line
+
+
+def test_the_size_of_the_object_store_decides_no_result() -> None:
+    """Whoever raises it goes on from the checkpoint."""
+    sizes = [{"runtime": {"object_store": size, "dtype": "float32"}} for size in ("auto", 2**33)]
+    assert deciding(sizes[0]) == deciding(sizes[1]) == {"runtime": {"dtype": "float32"}}

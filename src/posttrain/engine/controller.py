@@ -105,6 +105,7 @@ class Controller:
     _incarnation: int = 0
     _step: int = 0
     _saved: int = -1
+    _began: int = 0  # documents that were taken before the step
     _metrics: dict[str, float] = field(default_factory=dict)
 
     def resume(self, path: Path) -> None:
@@ -164,7 +165,7 @@ class Controller:
         return Outcome("succeeded", self._step, self.tokens, self._metrics | chosen, message)
 
     def _advance(self) -> None:
-        started = time.perf_counter()
+        started, self._began = time.perf_counter(), self.recipe.journal.consumed
         report = self.recipe.step(self._step, Trace(self.sink, self._step), self._reserve)
         crashpoint("train.step")
         self._step += 1
@@ -198,11 +199,16 @@ class Controller:
         """Refuse what a step that has begun may cost besides, where that could go past the limit.
 
         Raises:
-            BudgetExceededError: what it has spent so far is counted; what it began is not trained on.
+            BudgetExceededError: what it has spent so far is counted; what it began is not trained on, and sampled
+                again by whoever goes on from the checkpoint that was written.
         """
         limit, step = self.limits.tokens, self._step
+        if step == self.recipe.steps - 1:
+            more += self.recipe.probe_price(self.recipe.steps)  # as `_afford` has it
         if limit is not None and self.tokens + spent + more > limit:
             self.tokens += spent
+            self.recipe.journal.consumed = self._began
+            self._save()
             short = tokens_short("replacing dropped groups", more, self.tokens, limit, self.limits.tokens_declared)
             raise BudgetExceededError(f"{short} at step {step} of {self.recipe.steps}; raise budget.tokens")
         self.meter(self.tokens + spent, more)

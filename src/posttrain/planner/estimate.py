@@ -18,7 +18,8 @@ class Workload:
 
     kind: str
     # as the trainer declares it: steps, documents (read or answered), max_new_tokens, and where they differ: prompts
-    # (documents of one prompt are one), trained (documents trained on after they were answered)
+    # (documents of one prompt are one), trained (documents trained on after they were answered), rounds (times that
+    # as much may be sampled, because dropped groups are replaced)
     work: Mapping[str, float]
     length: float | None = None  # mean tokens of what is read of one document: prompt + completion, or the prompt alone
     counted: bool = False  # by the model's tokenizer; else one token is taken for every character
@@ -52,8 +53,8 @@ class Estimate:
 def comparable(one: Workload, other: Workload) -> bool:
     """Whether a unit of both costs the same: it does not with longer answers or more passes."""
     shares = [{name: w.work.get(name, 0.0) / w.units for name in _SHARED if w.units} for w in (one, other)]
-    longest = [w.work.get("max_new_tokens", 0.0) for w in (one, other)]
-    return one.kind == other.kind and longest[0] == longest[1] and shares[0] == shares[1]
+    same = [[w.work.get("max_new_tokens", 0.0), w.work.get("rounds", 1.0)] for w in (one, other)]
+    return one.kind == other.kind and same[0] == same[1] and shares[0] == shares[1]
 
 
 def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
@@ -85,4 +86,5 @@ def _most(workload: Workload) -> int | None:
     longest = workload.work.get("max_new_tokens", 0.0)
     read = workload.work.get("prompts", workload.units) * workload.length
     trained = workload.work.get("trained", 0.0) * (workload.length + longest)
-    return round(read + workload.units * longest + trained)
+    sampled = (read + workload.units * longest) * workload.work.get("rounds", 1.0)
+    return round(sampled + trained)

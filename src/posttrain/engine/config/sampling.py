@@ -112,6 +112,11 @@ class SamplingConfig(TrainingConfig):
         return self.samples
 
     @property
+    def rounds(self) -> int:
+        """How often a step may sample as much as it trains on, at the most."""
+        return 1
+
+    @property
     def passes(self) -> int:
         """How often a response is trained on at the most, by all roles together."""
         return 1
@@ -197,6 +202,11 @@ class DAPOConfig(OnPolicyConfig):
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
     refills: NonNegative = 3  # rounds in which dropped groups are replaced, at the most
     overlong: OverlongConfig | None = None  # None: a response is worth its reward, however long
+
+    @property
+    def rounds(self) -> int:
+        """Once, and again for what is dropped."""
+        return 1 + self.refills
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:

@@ -9,6 +9,8 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN, AlgorithmSpec, Driver, StageKind, installed_kind
 from posttrain.engine.config.evaluation import EvaluateConfig
 from posttrain.engine.config.initial import InitModelConfig
+from posttrain.engine.config.rows import RowsConfig
+from posttrain.engine.config.sampling import SamplingConfig
 from posttrain.engine.config.training import TrainingConfig
 
 StageConfig = TrainingConfig | EvaluateConfig | InitModelConfig
@@ -31,8 +33,11 @@ def algorithm_config(spec: AlgorithmSpec) -> type[TrainingConfig]:
         InputError: the spec names something else.
     """
     found = named(spec.config)
-    if not (isinstance(found, type) and issubclass(found, TrainingConfig)):
-        raise InputError(f"algorithm {spec.algorithm}: config must be a TrainingConfig, got {spec.config}; name one")
+    if not (isinstance(found, type) and issubclass(found, RowsConfig | SamplingConfig)):
+        raise InputError(
+            f"algorithm {spec.algorithm}: its parameters must be a RowsConfig or a SamplingConfig, got {spec.config}; "
+            "begin with one"
+        )
     return found
 
 

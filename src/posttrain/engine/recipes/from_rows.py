@@ -52,6 +52,7 @@ class FromRows(Generic[R]):
         self._learning = Learning(algorithm, roles, config.steps, seed)
         probe = LossProbe(algorithm.form(held_out, derive_seed(seed, "probe"))) if held_out else None
         self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
+        roles.rest()
 
     def price(self, step: int) -> int:
         """Exactly the tokens of the coming batch, as often as it is trained on."""

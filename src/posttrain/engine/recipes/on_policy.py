@@ -65,6 +65,7 @@ class OnPolicy:
         self._algorithm, self._prompts, self._scorer, self._seed = algorithm, prompts, scorer, seed
         self._learning = Learning(algorithm, roles, config.steps, seed)
         self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
+        roles.rest()
         self._trace = config.trace if isinstance(config, OnPolicyConfig) else TraceConfig(groups=0)
         self._most = config.tokens_per_step if isinstance(config, DataflowConfig) else None
 
@@ -157,6 +158,7 @@ class OnPolicy:
         with trace.span("reward"):
             prompts = [group.prompt for group in groups for _ in group.scores]
             scores = iter(self._scorer(prompts, [answer for group in groups for answer in group.answers]))
+        self.roles.rest()
         return [replace(group, scores=tuple(islice(scores, len(group.scores)))) for group in groups]
 
     def _worst(self, step: int, rows: Sequence[int], kept: Sequence[ScoredGroup] = ()) -> int:

@@ -51,7 +51,8 @@ class SampleTracer:
             return
         for place, name in enumerate(batch.sample_ids):
             if name in self._names and name not in self._consumed:
-                self._consumed[name] = (f"update {self.step}, mini-batch {part}", batch.select([place]))
+                alone = replace(batch, units=None).select([place])
+                self._consumed[name] = (f"update {self.step}, mini-batch {part}", alone)
 
     def report(self, trace: Trace, scorer: Scorer | None) -> None:
         """Say what became of every sample that is followed."""

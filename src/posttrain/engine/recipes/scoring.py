@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +13,7 @@ from posttrain.engine.models.chat import decode_response
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call
 from posttrain.engine.roles.frozen import FrozenWorker
+from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.samples import Trajectory
 
 
@@ -81,10 +83,20 @@ class ModelScorer:
         self._judge, self._tokenizer = judge, tokenizer
 
     def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory, read after its last token."""
+        """One score per trajectory, read after its last token.
+
+        Raises:
+            DivergedError: one is no number: such a model judges nothing, and no response goes without for it.
+        """
         batch = TokenBatch.pack([Document(t.prompt, t.response) for t in trajectories])
         judged = self._judge.map(FrozenWorker.fill, batch, "scores", "scores")
-        return [Score(value) for value in judged.column("scores").tolist()]
+        scores: list[float] = judged.column("scores").tolist()
+        odd = next((place for place, value in enumerate(scores) if not math.isfinite(value)), None)
+        if odd is not None:
+            raise DivergedError(
+                f"the reward model must score with finite numbers, got {scores[odd]} for response {odd}"
+            )
+        return [Score(value) for value in scores]
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as text."""

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -72,6 +73,11 @@ class NativeTrainer:
         model = config_class(kind)
         if model is None:
             return _installed_contract(kind, params)
+        found = installed_kind(kind)
+        with found.plugin.calling("its parameters") if found else nullcontext():
+            return self._contract(kind, params, model)
+
+    def _contract(self, kind: str, params: Mapping[str, Any], model: type[StageConfig]) -> StageContract:
         try:
             config: StageConfig = model.model_validate(dict(params))
         except ValidationError as error:
@@ -274,6 +280,7 @@ def _work(config: StageConfig) -> dict[str, float]:
             "prompts": config.steps * prompts,
             "trained": config.steps * samples * passes,
             "max_new_tokens": config.max_new_tokens,
+            **({"rounds": config.rounds} if config.rounds > 1 else {}),
             "least": before + last,
         }
     if isinstance(config, EvaluateConfig):
