@@ -234,7 +234,8 @@ def grpo_recipe(
 
 def grpo_ours(module: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Rows, scale: Scale) -> Run:
     seconds, reports = timed_steps(grpo_recipe(module, tokenizer, rows, scale, TraceConfig()), scale.grpo_steps)
-    means = {name: statistics.mean(r[name] for r in reports) for name in reports[0]}
+    told = ("reward/mean", "response_tokens/mean", "groups/zero_std", "loss")
+    means = {name: statistics.mean(r.get(name, 0.0) for r in reports) for name in told}  # TRL's, without signal: 0
     note = (
         f"reward {means['reward/mean']:.2f}, {means['response_tokens/mean']:.0f} tokens per response, "
         f"{means['groups/zero_std']:.0%} of groups without signal"

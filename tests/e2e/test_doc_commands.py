@@ -38,6 +38,8 @@ SUITES = {
     "dispatch",
     "controller",
     "tracing",
+    "streaming",
+    "weights",
     "starting",
     "transitions",
     "ledger",

@@ -116,22 +116,22 @@ def attack(settings):
     (here / "found.json").write_text(json.dumps(FOUND))
 
 
-def flow(flow, step, trace):
-    attack(flow.settings)
-    raise ValueError("it has what it wanted")
+class flow:
+    def __init__(self, config):
+        attack(config.settings)
+        raise ValueError("it has what it wanted")
 '''
 HELD = (
-    FLOW.replace("def flow(", "def learn(")
+    FLOW
     + """
+    def report(self, groups):
+        import time
+        from pathlib import Path
 
-def flow(flow, step, trace):
-    import os, time
-    from pathlib import Path
-
-    (Path.cwd() / "held").touch()
-    while step == 1 and not (Path.cwd() / "go").exists():
-        time.sleep(0.05)
-    return learn(flow, step, trace)
+        (Path.cwd() / "held").touch()
+        while not (Path.cwd() / "go").exists():
+            time.sleep(0.05)
+        return {}
 """
 )
 SECRET = "swordfish-of-the-server"

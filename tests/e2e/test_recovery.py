@@ -230,7 +230,11 @@ def test_steps_are_lost_and_done_again(bench: Workbench, reference: Reference) -
     assert redone >= {5}, "the facts must show that a step was done twice"
     assert (bench.steps(first)[-1], bench.steps(second)[-1]) == (max(redone), 8)
     rewards = [
-        {fact.step: fact.values["reward/mean"] for fact in bench.facts(attempt) if isinstance(fact, Metric)}
+        {
+            fact.step: fact.values["reward/mean"]
+            for fact in bench.facts(attempt)
+            if isinstance(fact, Metric) and "reward/mean" in fact.values
+        }
         for attempt in (first, second)
     ]
     assert all(rewards[0][step] == rewards[1][step] for step in redone)

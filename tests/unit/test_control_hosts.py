@@ -139,6 +139,7 @@ def test_a_job_on_a_host_that_is_gone_waits_for_a_persons_word(two: Two) -> None
         assume_dead(two.b.stores, two.b.jobs, run_id, "sft")
     two.silent(two.a)
     hosts_of(two.b).beat()
+    assert WorkQueue(two.b.ledger, "b:1:0").rows("run")[0].affinity == "a" * 32, "let go on, though its job may live"
     two.pass_over(run_id, two.b)
     assert two.b.launched == [], "its job may live"
     assert WorkQueue(two.b.ledger, "b:1:0").rows("run")[0].affinity == "a" * 32

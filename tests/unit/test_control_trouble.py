@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from control_bench import RUN, Bench, evaluate, train
 
-from posttrain.control import actions
+from posttrain.control import actions, reconciler
 from posttrain.control.trouble import PATIENCE_SECONDS
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError, StaleWriteError
 from posttrain.domain.jobs import JobResult, Observation, Output
@@ -194,10 +194,13 @@ def test_a_lost_race_is_looked_at_again(bench: Bench, method: str, nth: int, mon
             raise StaleWriteError("the row changed since it was read")
         return real(self, record, **columns)
 
+    met: list[object] = []
+    monkeypatch.setattr(reconciler, "record_trouble", lambda *of, **_: met.append(of))
     monkeypatch.setattr(Transaction, method, lose_once)
     run = bench.drive(bench.submit())
     assert (run.state, bench.launched) == ("succeeded", ["sft", "evaluate"])
     assert len(bench.ledger.history("prod")) == 1
+    assert met == [], "a race is no trouble, after which a run would wait longer and longer"
 
 
 def test_a_race_that_wakes_nobody_is_looked_at_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

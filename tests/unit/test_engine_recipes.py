@@ -362,6 +362,9 @@ class TestDataflow:
         assert callable(load_dataflow(tmp_path / "my_dataflow_module.py", "flow"))
         with pytest.raises(InputError, match="must define other, got no such class"):
             load_dataflow(tmp_path / "my_dataflow_module.py", "other")
+        (tmp_path / "my_older_module.py").write_text("def flow(flow, step, trace):\n    return 1\n")
+        with pytest.raises(InputError, match=r"configuration alone, got flow\(flow, step, trace\); derive a class"):
+            load_dataflow(tmp_path / "my_older_module.py", "flow")
         (tmp_path / "my_broken_module.py").write_text("import nothing_of_this_name\n")
         with pytest.raises(InputError, match="cannot be imported: ModuleNotFoundError"):
             load_dataflow(tmp_path / "my_broken_module.py", "flow")

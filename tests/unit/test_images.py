@@ -28,8 +28,9 @@ from pathlib import Path
 Path(__file__).with_name("imported").touch()
 
 
-def flow(dataflow, step, trace):
-    raise RuntimeError("nobody runs this here")
+class flow:
+    def __init__(self, config):
+        raise RuntimeError("nobody runs this here")
 """
 STAGE = {
     **{"kind": "dataflow", "recipe": "mine:flow", "model": "base", "data": "train", "reward": "exact", "steps": 2},

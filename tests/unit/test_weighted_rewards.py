@@ -273,7 +273,8 @@ def grpo(shop: Shop, name: str, reward: Any, **order: Any) -> AttemptFolder:
 
 def told(attempt: AttemptFolder) -> list[dict[str, float]]:
     facts = [fact for fact in attempt.facts()[0] if isinstance(fact, Metric)]
-    return [{k: v for k, v in fact.values.items() if not k.startswith(("tokens_per", "memory"))} for fact in facts]
+    steps = [fact for fact in facts if "reward/mean" in fact.values]  # the first tells the sizes
+    return [{k: v for k, v in fact.values.items() if not k.startswith(("tokens_per", "memory"))} for fact in steps]
 
 
 def test_two_functions_of_one_file_train_together(shop: Shop) -> None:
@@ -428,7 +429,7 @@ def test_files_and_hosts_belong_to_their_reward(bench: Bench) -> None:
             ["right", "brief"],
             "reward: must be a name, or names with weights such as {right: 1.0, brief: 0.2}, got a list",
         ),
-        (None, "reward: must be a name, or names with weights"),
+        (None, "exactly one of reward and reward_model must be given, got neither"),
         ({f"r{i}": 1.0 for i in range(17)}, "reward: "),
         ({"Right!": 1.0}, "reward.Right!"),
         ({"rigth": 1.0}, "stages.grpo.reward.rigth: 'rigth' is not in `rewards` (did you mean 'right'?)"),

@@ -14,14 +14,14 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, create_engine, event, inspect, text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from posttrain.domain.errors import ConflictError, DeadlineError, LedgerUnavailableError, PosttrainError, WorkspaceError
@@ -163,7 +163,11 @@ class Database:
                         f"ledger {self.place}: {by} for more than {patience:g} s; nothing is lost, run it again"
                     )
                 time.sleep(0.02)
-            yield
+            try:
+                yield
+            finally:  # the end of the session gives it up as well, a moment later
+                with suppress(SQLAlchemyError):
+                    connection.exec_driver_sql(f"SELECT pg_advisory_unlock{'' if alone else '_shared'}({key})")
 
     def product(self) -> tuple[str, str]:
         """Which database this is, with its version; which of its settings let a power cut take commits."""

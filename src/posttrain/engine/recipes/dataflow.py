@@ -12,6 +12,7 @@ other.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ def load_dataflow(file: Path, entry: str) -> Entry:
         entry: its name: a class, or a function that makes one of the stage's configuration.
 
     Raises:
-        InputError: the module cannot be imported, or has no such name.
+        InputError: the module cannot be imported, has no such name, or one that is not made of a configuration.
     """
     sys.path.insert(0, str(file.parent))
     try:
@@ -59,5 +60,12 @@ def load_dataflow(file: Path, entry: str) -> Entry:
     found = vars(module).get(entry)
     if not callable(found):
         raise InputError(f"recipe {file.name} must define {entry}, got no such class; check the stage's recipe")
+    try:
+        inspect.signature(found).bind(None)
+    except TypeError as error:
+        raise InputError(
+            f"recipe {file.name}: {entry} must be made of the stage's configuration alone, got "
+            f"{entry}{inspect.signature(found)}; derive a class from posttrain.engine.recipes.dataflow.Dataflow"
+        ) from error
     made: Entry = found
     return made
