@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -211,6 +212,7 @@ class TestMeter:
 
 class TestInputs:
     def test_the_precision_of_the_stage_is_that_of_its_model(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+        importlib.import_module("posttrain.engine.recipes.opening")  # which reads the name's type once
         calls = watched(monkeypatch, source, "ModelSource")
         run(shop.sft("precise", params={"steps": 1, "runtime": {"dtype": "bfloat16"}}))
         assert {arguments[1] for arguments, _ in calls} == {"bfloat16"}
@@ -232,6 +234,12 @@ class TestInputs:
         params = {"model": "model", "data": "data", "reward_model": "reward_model", "steps": 1, "max_new_tokens": 4}
         result = run(shop.attempt("judged", "ppo", params, ["model", "data", "reward_model"]))
         refused(result, FailureClass.BAD_INPUT, "model:judge@1 must have the policy's tokenizer")
+
+    def test_a_judge_that_makes_text_is_refused(self, shop: Shop) -> None:
+        shop.inputs["reward_model"] = shop.inputs["model"]
+        params = {"model": "model", "data": "data", "reward_model": "reward_model", "steps": 1, "max_new_tokens": 4}
+        result = run(shop.attempt("unjudged", "grpo", params, ["model", "data", "reward_model"]))
+        refused(result, FailureClass.BAD_INPUT, "must score responses, got a model that makes text")
 
 
 def test_a_job_says_how_long_it_ran(made: Shop) -> None:

@@ -22,6 +22,7 @@ from posttrain.control.selecting import selected
 from posttrain.data.assets import floating_types
 from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states
+from posttrain.domain.architectures import CONFIG, is_classifier
 from posttrain.domain.contracts import BEST
 from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError
@@ -129,8 +130,7 @@ def _copied(workspace: Workspace, digest: str, folder: Path, progress: Callable[
 
 
 def _is_classifier(folder: Path) -> bool:
-    names = json.loads((folder / "config.json").read_bytes()).get("architectures") or ()
-    return any(str(name).endswith("ForSequenceClassification") for name in names)
+    return is_classifier(json.loads((folder / CONFIG).read_bytes()))
 
 
 def _release_state(workspace: Workspace, made: MadeModel) -> str:

@@ -34,7 +34,7 @@ class Load:
     activation_checkpointing: bool | None = None  # None: chosen
     sequence_parallel: int = 1
     documents: int = 0  # of one optimiser step; 0: not known, so micro-batches are taken to be full
-    rows: int = 0  # responses decoded together
+    rows: int = 0  # responses that one rank decodes together, at the most
     response_tokens: int = 0
     ray_address: str | None = None
     samples: int = 0  # responses of one step, or of one batch of an evaluation
@@ -42,6 +42,10 @@ class Load:
     object_store: int | None = None  # bytes; None: chosen
     reward_timeout: float | None = None  # seconds; None: chosen
     scored: bool = False  # by a reward function
+
+    def decoded(self, ranks: int) -> int:
+        """Responses that each of so many ranks decodes together: its part of a step's, up to `rows`."""
+        return min(self.rows, -(-(self.samples or self.rows) // ranks))
 
 
 @dataclass(frozen=True, slots=True)

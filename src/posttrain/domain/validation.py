@@ -18,6 +18,7 @@ from posttrain.domain.vocabulary import FIELDS, KINDS, UNITS
 
 _SHOWN = 120  # characters of a value
 _TARGET = re.compile(r"=|://")  # where a key that was meant as a word with its target begins to hold the target
+_TAG = re.compile(r"function-|constrained-|literal\[|lax-or-strict")
 _CREDENTIALS = re.compile(r"://\S*@")
 
 
@@ -28,14 +29,20 @@ def explain(error: ValidationError, source: str, model: type[BaseModel]) -> Inpu
         source: the file (and dotted path in it) the value came from.
         model: the class that was validated; its fields give the nearest known name.
     """
-    first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
-    location: Sequence[int | str] = [part for part in first["loc"] if not _is_tag(part)]
+    every = error.errors(include_url=False)
+    first = min(every, key=lambda found: found["type"] != "extra_forbidden")
+    location = _place(first)
     where = f"{source}: " + ".".join(map(bare, location)) + (": " if location else "")
     if first["type"] == "extra_forbidden":
         return InputError(f"{where}unknown key{_meant(str(location[-1]), model, location[:-1])}; remove or rename it")
     if first["type"] == "missing":
         return InputError(f"{where}is required; add it")
     message = _words(first["type"], first.get("ctx", {})) or first["msg"].removeprefix("Value error, ")
+    message += "".join(
+        f", or {one['ctx']['expected']}"
+        for one in every
+        if one is not first and one["type"] == "literal_error" and _place(one) == location
+    )
     given = first.get("input")
     shown = "" if isinstance(given, dict | list) or " got " in message else f", got {_shortened(given)}"
     return InputError(f"{where}{message}{shown}")
@@ -110,8 +117,10 @@ def _takes(annotation: Any, kinds: tuple[Any, ...]) -> bool:
     return annotation in kinds or any(_takes(part, kinds) for part in typing.get_args(annotation))
 
 
-def _is_tag(part: int | str) -> bool:
-    return isinstance(part, str) and part.startswith("function-")
+def _place(found: Mapping[str, Any]) -> Sequence[int | str]:
+    """Where in the file it is, without the names that pydantic gives the members of a union."""
+    place = [part for part in found["loc"] if not (isinstance(part, str) and _TAG.match(part))]
+    return place[:-1] if len(place) > 1 and place[-1] in ("int", "float", "str", "bool") else place
 
 
 def unknown_kind(kind: str, known: Iterable[str]) -> str:

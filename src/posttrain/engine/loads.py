@@ -35,7 +35,7 @@ def load_of(kind: str, config: object) -> Load | None:
         activation_checkpointing=_written(runtime.activation_checkpointing),
         sequence_parallel=runtime.sequence_parallel,
         documents=config.documents,
-        rows=min(sampled.samples, DECODED_TOGETHER) if sampled else 0,
+        rows=DECODED_TOGETHER if sampled else 0,
         response_tokens=sampled.max_new_tokens if sampled else 0,
         ray_address=runtime.ray_address,
         samples=sampled.samples if sampled else 0,

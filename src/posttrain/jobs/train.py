@@ -186,7 +186,7 @@ def _on_policy(
 
     dtype, judged = config.runtime.dtype, "reward_model" in job.order.inputs
     if judged:
-        _same_tokenizer(job.input("model"), job.input("reward_model"), job.label("reward_model"))
+        _check_judge(job.input("model"), job.input("reward_model"), job.label("reward_model"))
     roles = open_roles(
         config,
         ModelSource(job.input("model"), dtype),
@@ -256,16 +256,20 @@ def _probe(job: Job, config: SamplingConfig, tokenizer: PreTrainedTokenizerBase,
     )
 
 
-def _same_tokenizer(policy: Path, judge: Path, name: str) -> None:
-    """A reward model reads the policy's tokens, so it must have been trained on the same ones.
+def _check_judge(policy: Path, judge: Path, name: str) -> None:
+    """A reward model scores what it reads, which are the policy's tokens, so it was trained on the same ones.
 
     Raises:
-        InputError: another vocabulary.
+        InputError: it makes text, or has another vocabulary.
     """
-    from posttrain.engine.models.loading import load_tokenizer
+    from posttrain.engine.models.loading import is_sequence_classifier, load_tokenizer
 
     if load_tokenizer(policy).get_vocab() != load_tokenizer(judge).get_vocab():
         raise InputError(f"reward model {name} must have the policy's tokenizer, got another vocabulary; train it anew")
+    if not is_sequence_classifier(judge):
+        raise InputError(
+            f"reward model {name} must score responses, got a model that makes text; name one of kind reward_model"
+        )
 
 
 def _prompts(

@@ -267,7 +267,7 @@ class _Pool:
         width = self._width
         if role == "rollout" and phase == "rollout":
             row = self._context * shape.kv_values * width
-            rows = math.ceil(self._load.rows / self._ranks)
+            rows = self._load.decoded(self._ranks)
             if self._load.kv_cache is not None and row:
                 rows = max(1, min(rows, self._load.kv_cache // row))
             yield "kv cache", rows * row, True

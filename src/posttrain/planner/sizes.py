@@ -191,7 +191,7 @@ class _Stage:
         longest = max(1, prompt_tokens + self._load.response_tokens)
         value, why = (written, "") if written is not None else self._left(pool, usable or 0)
         rows = value // (row * longest)
-        asked = -(-self._load.rows // pool.ranks)  # decoded together at the most
+        asked = self._load.decoded(pool.ranks)
         many = f"all {asked}" if rows >= asked > 0 else f"{rows} of {asked}"
         counted = f"{many} rows of {longest} tokens at {_binary(row)}"
         load = replace(self._load, kv_cache=value)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.control.planning import Planned
+from posttrain.domain.architectures import CONFIG
 from posttrain.domain.contracts import Load
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN, kind_of
@@ -165,7 +166,8 @@ def role_shapes(
     found: dict[str, Shape] = {}
     for role in load.roles:
         slot = "reward_model" if role == "reward_model" and "reward_model" in stage.inputs else "model"
-        shape = _shape(manifest, stage, slot, workspace, source, model) if role != "reward" else None
+        word = model if slot == "model" else None
+        shape = _shape(manifest, stage, slot, workspace, source, word) if role != "reward" else None
         if shape is not None:
             found[role] = shape
     return found
@@ -177,11 +179,11 @@ def _shape(
     found = origin(manifest, stage, slot)
     if isinstance(found, StageManifest):
         return _made_from_nothing(found.params) if kind_of(found.kind).from_nothing else None
-    config, stored = _stored_config(found, workspace, source, model)
+    config, stored = stored_config(found, workspace, source, model)
     return Shape.of_files(config, stored)
 
 
-def _stored_config(
+def stored_config(
     ref: InputRef, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> tuple[dict[str, Any], int]:
     """A registered model's `config.json` and the bytes of its weights; empty where its bytes are elsewhere."""
@@ -189,7 +191,7 @@ def _stored_config(
         return {}, 0
     with bytes_of(ref):
         files = model_files(workspace, ref, model, source.parent)
-        config = _map(files.read("config.json"))
+        config = _map(files.read(CONFIG))
     return config, sum(size for name, size in files.sizes.items() if name.endswith(".safetensors"))
 
 
@@ -213,7 +215,7 @@ def fallback_warnings(
         began = origin(manifest, stage, slot)
         if slot not in stage.inputs or isinstance(began, StageManifest):  # what `init_model` makes goes the fast ways
             continue
-        config, _ = _stored_config(began, workspace, source, model)
+        config, _ = stored_config(began, workspace, source, model if slot == "model" else None)
         whose = "" if slot == "model" else f"{slot}: "
         known = {**config, **_text(config)}
         found += [f"{whose}falls back to {name}: {why}" for name, why in expected(known, readers).items()]

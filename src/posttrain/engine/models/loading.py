@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from posttrain.domain.architectures import CONFIG, is_classifier
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.engine.models.backbone import Backbone
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
@@ -60,10 +61,9 @@ def load_scalar_model(folder: Path, *, device: str = "cpu", dtype: str = "float3
 def is_sequence_classifier(folder: Path) -> bool:
     """Whether the folder says that it holds one (`architectures` in `config.json`)."""
     try:
-        names = json.loads((folder / "config.json").read_bytes()).get("architectures")
+        return is_classifier(json.loads((folder / CONFIG).read_bytes()))
     except (ValueError, OSError, AttributeError) as error:
         raise InputError(f"model in {folder} must have a readable config.json: {_first_line(error)}") from error
-    return any(str(name).endswith("ForSequenceClassification") for name in names or ())
 
 
 def _read_module(auto_class: Any, folder: Path, device: str, dtype: str) -> PreTrainedModel:
