@@ -18,6 +18,7 @@ SUITES = (
     "training",
     "dispatch",
     "controller",
+    "overlap",
     "tracing",
     "weights",
     "ledger",

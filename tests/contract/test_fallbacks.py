@@ -15,7 +15,7 @@ from transformers import BloomConfig, BloomForCausalLM, GraniteConfig, GraniteFo
 from posttrain.domain.facts import Metric, Note
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models import adopt_module, save_model
+from posttrain.engine.models import adopt_module, load_scalar_model, save_model
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.rollout.opening import decoding_fallbacks
 from posttrain.jobs import entry, evaluate, train
@@ -132,7 +132,8 @@ def _run(kind: str, folder: Path) -> tuple[JobResult, AttemptFolder]:
     blobs, attempt = open_blobs(folder / "blobs"), AttemptFolder(folder / "attempt")
     inputs = {"model": InputBlob(put_tree(blobs, folder / "model"), "tree", "model:m@1")}
     if kind == "ppo":
-        inputs["reward_model"] = inputs["model"]
+        save_model(load_scalar_model(folder / "model"), TOKENIZER, folder / "judge")
+        inputs["reward_model"] = InputBlob(put_tree(blobs, folder / "judge"), "tree", "model:judge@1")
     for slot in SLOTS[kind]:
         text, meta = (FLOW, {"source": f"{kind}_flow.py", "entry": "flow"}) if slot == "recipe" else (ROWS, {})
         inputs[slot] = InputBlob(blobs.put(text.encode()), "file", f"asset:{slot}@1", meta)

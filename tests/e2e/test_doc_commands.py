@@ -37,6 +37,7 @@ SUITES = {
     "training",
     "dispatch",
     "controller",
+    "overlap",
     "tracing",
     "streaming",
     "weights",

@@ -220,3 +220,37 @@ def test_a_budget_that_ended_a_run_is_raised_on_another_number_of_ranks(
     assert bench.resumed_at(resumed) == done
     assert bench.steps(resumed)[0] == done + 1
     close(weights(undisturbed, whole), weights(bench, bench.run_id()))
+
+
+def ahead(bench: Workbench) -> None:
+    """GRPO alone, whose rollout works in a pool of its own and one batch ahead."""
+    raw = {key: value for key, value in RUN.items() if key not in ("gates", "release")}
+    stage = {**RUN["stages"]["grpo"], "model": "base", "steps": 5, "lag": {"steps": 1}}
+    stage["placement"] = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}}
+    bench.write("run.yaml", {**raw, "stages": {"grpo": stage}})
+
+
+def test_sampling_ahead_runs_beside_training_and_survives_a_kill(template: Workbench, tmp_path: Path) -> None:
+    whole = template.copy(tmp_path / "whole")
+    ahead(whole)
+    whole.run("run", "run.yaml")
+    (attempt,) = whole.attempts(whole.run_id())
+    spans = [fact for fact in whole.facts(attempt) if isinstance(fact, Span)]
+    for step in range(4):
+        (update,) = [span for span in spans if (span.name, span.step) == ("update", step)]
+        calls = [span for span in spans if (span.name, span.step) == ("rollout.generate", step)]
+        assert calls[-1].started <= update.started <= calls[-1].started + calls[-1].seconds, "begun before, ended after"
+        assert {call.attributes["pool"] for call in calls} == {"rollout"}
+        got = [span.attributes["batch"] for span in spans if (span.name, span.step) == ("rollout", step)]
+        assert got == ([0, 1] if step == 0 else [step + 1])
+    metrics = [fact.values for fact in whole.facts(attempt) if isinstance(fact, Metric) and "lag/ess" in fact.values]
+    assert len(metrics) == 5
+    assert all(0 < values["lag/ess"] <= 1 + 1e-9 for values in metrics)
+    killed = template.copy(tmp_path / "killed")
+    ahead(killed)
+    mark = tmp_path / "died"
+    killed.run("run", "run.yaml", env={"POSTTRAIN_CRASHPOINT": "train.step@5", "POSTTRAIN_CRASHPOINT_ONCE": str(mark)})
+    assert mark.exists()
+    first, second = killed.attempts(killed.run_id())
+    assert (first.state, second.state, killed.resumed_at(second)) == ("lost", "succeeded", 3)
+    assert killed.outputs(killed.run_id()) == whole.outputs(whole.run_id())

@@ -105,8 +105,12 @@ def test_everything_sampled_is_counted_and_reserved_before_it_is_asked_for() -> 
             kept.append(0 if verdict else sum(len(answer) for answer in group.answers))
             return verdict
 
+    def reserve(spent: int, more: int, *, refuse: bool = True) -> bool:
+        asked.append((spent, more))
+        return True
+
     recipe, _ = stage(Counting)
-    spent = recipe.step(0, quiet(0), lambda spent, more: asked.append((spent, more))).tokens
+    spent = recipe.step(0, quiet(0), reserve).tokens
     prompt, limit, samples = 3, 4, 2
     for missing, there, (_, more) in zip((2, 1), (sum(kept[:3]), sum(kept[:5])), asked, strict=True):
         generated = missing * samples * limit

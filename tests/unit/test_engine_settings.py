@@ -17,9 +17,9 @@ from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import AdvantageConfig, CriticConfig, KLConfig, PPOKLConfig
 from posttrain.engine.controller import Controller, Limits
 from posttrain.engine.models import token_logprobs
+from posttrain.engine.recipes import collecting as collecting_module
 from posttrain.engine.recipes import grpo as grpo_module
 from posttrain.engine.recipes import learning as learning_module
-from posttrain.engine.recipes import on_policy as on_policy_module
 from posttrain.engine.recipes import ppo as ppo_module
 from posttrain.engine.recipes.learning import mini_batches
 from posttrain.engine.roles.training import TrainWorker
@@ -96,7 +96,7 @@ def minimised(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_grpo_minimises_what_its_stage_says(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = minimised(monkeypatch)
-    sampled = watched(monkeypatch, on_policy_module, "SamplingParams")
+    sampled = watched(monkeypatch, collecting_module, "SamplingParams")
     recipe = grpo(
         kl=KLConfig(coefficient=0.3, estimator="k2"), clip_low=0.11, clip_high=0.37, max_new_tokens=5, temperature=0.7,
         aggregation="seq-mean-token-sum-norm",
@@ -138,7 +138,7 @@ def test_ppo_estimates_what_its_stage_says(monkeypatch: pytest.MonkeyPatch, whit
     names = ("generalized_advantages", "whiten", "kl_rewards")
     objectives = minimised(monkeypatch)
     calls = {name: watched(monkeypatch, ppo_module, name) for name in names}
-    calls["SamplingParams"] = watched(monkeypatch, on_policy_module, "SamplingParams")
+    calls["SamplingParams"] = watched(monkeypatch, collecting_module, "SamplingParams")
     recipe = ppo(
         gae=AdvantageConfig(gamma=0.9, lam=0.7, whiten=whiten),
         kl=PPOKLConfig(coefficient=0.3, estimator="k2", place=place),
@@ -191,7 +191,7 @@ def test_ppo_counts_what_policy_and_critic_train_on() -> None:
             sampled.extend(t.generated for t in trajectories)
             return super().__call__(prompts, trajectories)
 
-    recipe._scorer = Counting()
+    recipe._ahead.scorer = Counting()
     spent = recipe.step(2, quiet(2)).tokens
     read, generated = 3 * 3, sum(sampled)
     assert spent == read + generated + 2 * 3 * (2 * read + generated)

@@ -122,6 +122,7 @@ class Controller:
             )
         self.recipe.roles.restore(path)
         self.recipe.journal.consumed = state.consumed
+        self.recipe.restore(path)
         self.tokens, self._step, self._saved = state.tokens, state.step, state.step
         self._metrics, self._incarnation = dict(state.metrics), state.incarnation + 1
         if self.selection:
@@ -195,8 +196,11 @@ class Controller:
         self._metrics |= report.metrics
         self.sink(Metric(self._step, {**report.metrics, **extra}, time.time()))
 
-    def _reserve(self, spent: int, more: int) -> None:
-        """Refuse what a step that has begun may cost besides, where that could go past the limit.
+    def _reserve(self, spent: int, more: int, *, refuse: bool = True) -> bool:
+        """Whether what a step that has begun may cost besides is within the limit.
+
+        Args:
+            refuse: where it is not, raise.
 
         Raises:
             BudgetExceededError: what it has spent so far is counted; what it began is not trained on, and sampled
@@ -206,12 +210,16 @@ class Controller:
         if step == self.recipe.steps - 1:
             more += self.recipe.probe_price(self.recipe.steps)  # as `_afford` has it
         if limit is not None and self.tokens + spent + more > limit:
+            if not refuse:
+                return False
             self.tokens += spent
             self.recipe.journal.consumed = self._began
+            self.recipe.rewind()
             self._save()
             short = tokens_short("replacing dropped groups", more, self.tokens, limit, self.limits.tokens_declared)
             raise BudgetExceededError(f"{short} at step {step} of {self.recipe.steps}; raise budget.tokens")
         self.meter(self.tokens + spent, more)
+        return True
 
     def _afford(self) -> None:
         """Refuse what could go past a limit: the coming probe and step at their worst."""
@@ -246,6 +254,6 @@ class Controller:
         with Trace(self.sink, self._step).span("checkpoint"):
             path = begin_checkpoint(self.checkpoints, self._step)
             if path is not None:
-                written = self.recipe.roles.save(path)
+                written = {**self.recipe.roles.save(path), **self.recipe.save(path)}
                 commit_checkpoint(path, state, {**written, **(self.best.put_into(path) if self.best else {})})
         self._saved = self._step

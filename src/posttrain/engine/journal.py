@@ -39,7 +39,7 @@ class Journal:
 
         A stretch may cross into the next epoch, and then may repeat a row.
         """
-        return [self._row(position) for position in range(self.consumed, self.consumed + count)]
+        return [self.row(position) for position in range(self.consumed, self.consumed + count)]
 
     def take(self, count: int) -> list[tuple[int, int]]:
         """The next `count` documents as (position in the stream, row number), and move past them.
@@ -50,7 +50,8 @@ class Journal:
         start, self.consumed = self.consumed, self.consumed + count
         return list(enumerate(rows, start))
 
-    def _row(self, position: int) -> int:
+    def row(self, position: int) -> int:
+        """The row that stands at a position of the stream."""
         epoch, offset = divmod(position, self.documents)
         if epoch != self._epoch:
             generator = np.random.Generator(np.random.PCG64(derive_seed(self._seed, "journal", epoch)))

@@ -20,6 +20,7 @@ from posttrain.engine.algorithms.losses import (
     is_clipped,
     is_value_clipped,
     kl_penalty,
+    log_ratio,
     negative_log_likelihood,
     ppo_clip,
 )
@@ -88,7 +89,8 @@ class PolicyObjective:
     """The clipped surrogate of PPO with clip-higher, and a KL term where one is asked for.
 
     ρ = exp(log π − log π_old), where π_old is the proximal policy if the batch has its log-probabilities and else the
-    behaviour policy, then with no further importance weight. Source: PPO, arXiv 1707.06347; DAPO, arXiv 2503.14476.
+    behaviour policy. Then no further importance weight exists; between the two there is one, truncated, where
+    `importance` says so. Source: PPO, arXiv 1707.06347; DAPO, arXiv 2503.14476; decoupled: arXiv 2110.00641.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
@@ -98,6 +100,7 @@ class PolicyObjective:
     aggregation: str = "token-mean"
     norm: int = 1  # tokens; the constant length of seq-mean-token-sum-norm
     kl: KLTerm | None = None
+    importance: float | None = None  # cap of π_proximal / π_behaviour, by which tokens are weighed; None: they are not
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         """See `Objective`."""
@@ -106,6 +109,9 @@ class PolicyObjective:
         tokens = ppo_clip(logprobs, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
         clipped = is_clipped(logprobs, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
         count = max(self.totals.computed, 1)
+        if self.importance is not None:
+            behaviour = micro.column("behaviour_logprobs")
+            tokens = tokens * log_ratio(old, behaviour, mask).exp().clamp(max=self.importance)
         sums = {
             "clip_fraction": clipped.sum() / count,
             "mismatch_kl": kl_penalty(old, logprobs.detach(), mask, "k3").sum() / count,

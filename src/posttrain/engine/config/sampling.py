@@ -130,6 +130,16 @@ class SamplingConfig(TrainingConfig):
         return ("policy", "rollout", *(["reward"] if self.reward else []))
 
 
+class LagConfig(Frozen):
+    """Sampling runs ahead of training by so many steps, in pools of their own (exact lag: `pacing.admission`)."""
+
+    steps: Annotated[int, Field(ge=1, le=64)] = 1  # that the policy which sampled is behind the one that is trained
+    # what is done about it, arXiv 2505.24298: tis weighs a token by min(π at the step's beginning / π that sampled,
+    # cap), decoupled by that ratio itself; bypass takes the policy that sampled for the old one
+    correction: Literal["tis", "decoupled", "bypass"] = "tis"
+    cap: float = Field(default=2.0, gt=0, le=1e6)  # of tis
+
+
 class OnPolicyConfig(SamplingConfig):
     """A policy gradient over what was sampled, scored by a reward function, or by a model that a `reward_model` stage
     trained.
@@ -139,6 +149,7 @@ class OnPolicyConfig(SamplingConfig):
     mini_batches: Rows = 1  # optimiser steps per rollout batch (and epoch)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
+    lag: LagConfig | None = None  # None: a step samples what it trains
     trace: TraceConfig = TraceConfig()
 
     @model_validator(mode="after")
@@ -146,6 +157,16 @@ class OnPolicyConfig(SamplingConfig):
         if (self.reward is None) == (self.reward_model is None):
             given = "neither" if self.reward is None else "both"
             raise ValueError(f"exactly one of reward and reward_model must be given, got {given}")
+        return self
+
+    @model_validator(mode="after")
+    def _lag_has_pools(self) -> Self:
+        at = {role: self.placement.pool_of(role).name for role in ("policy", "rollout")}
+        if self.lag and at["policy"] == at["rollout"]:
+            raise ValueError(
+                f"lag needs a rollout in a pool of its own, got it in the pool {at['rollout']} with the policy; "
+                "write placement: {policy: {…}, rollout: {…}}"
+            )
         return self
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from posttrain.domain.seeds import derive_seed
@@ -70,6 +71,16 @@ class FromRows(Generic[R]):
 
     def serve(self, version: PolicyVersion) -> None:
         """Nobody samples."""
+
+    def rewind(self) -> None:
+        """It begins nothing that it does not train."""
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """Nothing waits between two steps."""
+        return {}
+
+    def restore(self, path: Path) -> None:
+        """Nothing did."""
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
         """The held-out measurement, where one is due."""

@@ -12,6 +12,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.kl import kl_estimate
+from posttrain.engine.algorithms.losses import log_ratio
 from posttrain.engine.batch import Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.predictions import Predictions
@@ -75,7 +76,7 @@ class Learning:
             batch = self._algorithm.credit(batch)
         with trace.span("update"):
             learned = self._updated(batch, step, tracer)
-        return replace(learned, metrics={**_distance(batch), **learned.metrics})
+        return replace(learned, metrics={**_distance(batch), **_staleness(batch), **learned.metrics})
 
     def measure(self, batch: TokenBatch) -> dict[str, float]:
         """`probe/loss` of the stage's own model on a batch, and what its objective reports besides; nothing learns."""
@@ -180,6 +181,22 @@ def _distance(batch: TokenBatch) -> dict[str, float]:
     mask = batch.response_mask
     found = kl_estimate(columns["behaviour_logprobs"], columns["reference_logprobs"], mask, "k3")
     return {"kl": float(found.sum()) / max(int(mask.sum()), 1)}
+
+
+def _staleness(batch: TokenBatch) -> dict[str, float]:
+    """How far the policy of the step's beginning is from the one that sampled, where both are known.
+
+    `lag/kl`: KL(μ ‖ π) (k3, mean over tokens). `lag/ess`: (Σ w)² / (n · Σ w²) of the weights w = π/μ: the share of the
+    tokens that their weighted mean is worth.
+    """
+    columns, mask = batch.token_columns, batch.response_mask
+    if not {"proximal_logprobs", "behaviour_logprobs"} <= columns.keys() or not bool(mask.any()):
+        return {}
+    old, behaviour = columns["proximal_logprobs"], columns["behaviour_logprobs"]
+    weights = log_ratio(old, behaviour, mask)[mask].double().exp()
+    kl = kl_estimate(behaviour, old, mask, "k3").double().sum() / len(weights)
+    ess = weights.sum().square() / (len(weights) * weights.square().sum())
+    return {"lag/kl": float(kl), "lag/ess": float(ess)}
 
 
 def _means(reports: Mapping[str, Sequence[Mapping[str, float]]], main: str) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from posttrain.engine.algorithms.objectives import PolicyObjective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import OnPolicyConfig, RewardKLConfig, SamplingConfig
 from posttrain.engine.recipes.algorithm import (
+    PROXIMAL,
     REFERENCE,
     Column,
     PromptSource,
@@ -53,8 +55,10 @@ class PolicyGradient(Sampling[C]):
     """
 
     def requires(self, step: int) -> Sequence[Column]:
-        """The reference, with a KL penalty."""
-        return (REFERENCE,) if "reference" in self.config.roles() else ()
+        """The reference, with a KL penalty; the policy as the step began, where another one sampled."""
+        lag = self.config.lag
+        proximal = (PROXIMAL,) if lag and lag.correction != "bypass" else ()
+        return (*proximal, *((REFERENCE,) if "reference" in self.config.roles() else ()))
 
     def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
         """What has a score."""
@@ -72,7 +76,10 @@ class PolicyGradient(Sampling[C]):
 
     def objective(self, totals: Totals) -> PolicyObjective:
         """Token mean."""
-        return PolicyObjective(totals, clip_low=self.config.clip_low, clip_high=self.config.clip_high)
+        c = self.config
+        caps = {"bypass": None, "decoupled": math.inf, "tis": c.lag.cap if c.lag else None}
+        cap = caps[c.lag.correction] if c.lag else None
+        return PolicyObjective(totals, clip_low=c.clip_low, clip_high=c.clip_high, importance=cap)
 
 
 class GroupBaseline(PolicyGradient[C]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +40,23 @@ class Trace:
             self.sink(Span(name, self.step, started, time.perf_counter() - begin, attributes))
 
 
-Reserve = Callable[[int, int], None]  # tokens a step has spent, and may spend besides; refuses what is too much
+class Reserve(Protocol):
+    """Asked before a step costs more than was said of it."""
+
+    def __call__(self, spent: int, more: int, *, refuse: bool = True) -> bool:
+        """Whether the tokens that a step has spent and those that it may spend besides are within the budget.
+
+        Args:
+            refuse: raise where they are not; nothing of the step may be trained yet.
+
+        Raises:
+            BudgetExceededError: they are not. What the step began was forgotten, and a checkpoint written.
+        """
 
 
-def free(spent: int, more: int) -> None:
+def free(spent: int, more: int, *, refuse: bool = True) -> bool:
     """Reserves whatever it may cost."""
+    return True
 
 
 class Learners(Protocol):
@@ -87,6 +99,15 @@ class Recipe(Protocol):
 
     def serve(self, version: PolicyVersion) -> None:
         """Let whoever samples do it with the policy as it is, under this version."""
+
+    def rewind(self) -> None:
+        """Forget what a step began of which nothing is trained yet; it is done again by whoever goes on."""
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """Write what waits to be trained between two steps into a checkpoint; file name → digest."""
+
+    def restore(self, path: Path) -> None:
+        """Go on with it; the journal stands where the checkpoint says."""
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
         """Measure the policy after `step` steps, if it is due; changes nothing."""

@@ -1,0 +1,218 @@
+"""Sampling ahead of training: what the admission policy lets start is sampled, scored, and kept or replaced.
+
+::
+
+    admit ──▶ rollout (other processes work on while this one trains) ──▶ scores ──▶ keep ──▶ buffer
+      ▲                                                                        │ drop: its place is free again
+      └────────────────────────────────────────────────────────────────────────┘
+
+One call of the rollout runs at a time, and what it samples is scored before the next one begins; so what comes is a
+function of the seed and the policies, and never of how long a call takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import final
+
+from posttrain.domain.errors import InputError
+from posttrain.domain.seeds import derive_seed
+from posttrain.engine.groups.worker_group import Future
+from posttrain.engine.journal import Journal
+from posttrain.engine.recipes.algorithm import RolloutAlgorithm, ScoredGroup
+from posttrain.engine.recipes.held_groups import Held, read_held, write_held
+from posttrain.engine.recipes.recipe import Trace
+from posttrain.engine.recipes.roles import Roles
+from posttrain.engine.recipes.sampling import Prompt, Scorer
+from posttrain.engine.rewards.port import Score
+from posttrain.engine.rollout.batches import PromptBatch, Rollouts
+from posttrain.engine.rollout.port import SamplingParams
+from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.pacing.admission import Buffer, Pace
+
+Ask = Callable[[int, int], bool]  # tokens spent here, and those that may be: whether the budget has them
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A call that runs."""
+
+    batch: int
+    keys: tuple[int, ...]
+    prompts: tuple[Prompt, ...]
+    answer: Future[Rollouts]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    buffer: Buffer[ScoredGroup]
+    dropped: dict[int, list[tuple[ScoredGroup, str]]]
+    rounds: dict[int, int]
+
+
+@final
+@dataclass(slots=True)
+class Collector:
+    """Keeps a stage's buffer as full as its policy lets it.
+
+    Args:
+        algorithm: how much is sampled, and what is kept.
+        roles: among them, who samples.
+        prompts: every row of the data set.
+        scorer: None: nobody scores.
+        seed: the stage's.
+        journal: where it is in the data.
+        buffer: what waits to be trained.
+    """
+
+    algorithm: RolloutAlgorithm
+    roles: Roles
+    prompts: Sequence[Prompt]
+    scorer: Scorer | None
+    seed: int
+    journal: Journal
+    buffer: Buffer[ScoredGroup]
+    version: int = 0  # that samples, in steps trained
+    spent: int = 0  # tokens, since somebody last set it to 0
+    dropped: dict[int, list[tuple[ScoredGroup, str]]] = field(default_factory=dict)  # by batch, each with the reason
+    _rounds: dict[int, int] = field(default_factory=dict)  # times that a batch was asked for
+    _running: Sampling | None = None
+    _marked: _Standing | None = None
+    _taken: list[ScoredGroup] = field(default_factory=list)  # by the step that goes on
+
+    def collected(self, step: int, trace: Trace, reserve: Ask) -> list[ScoredGroup]:
+        """The groups that a step trains, in the order of the data stream; when it returns the next ones are sampled.
+
+        Raises:
+            BudgetExceededError: dropped groups cannot be replaced.
+            InputError: the weights that they are sampled with were not published.
+        """
+        self._enter(step)
+        while (keys := self.buffer.policy.select(self._pace(step))) is None:
+            self._begin(step, trace, reserve)
+            if self._running is not None:
+                self._settle(trace, self._running)
+            elif self.buffer.policy.select(self._pace(step)) is None:
+                raise InputError(f"policy version {self.version} may not sample batch {step}; publish newer weights")
+        self._taken = groups = self.buffer.take(keys)
+        self.buffer.trained(step)
+        self._rounds.pop(step, None)
+        self._begin(step + 1, trace, reserve)
+        return groups
+
+    def finish(self, step: int, trace: Trace, reserve: Ask) -> None:
+        """Wait until everything is there that this version of the policy may sample after `step`."""
+        while self._running is not None:
+            self._settle(trace, self._running)
+            self._begin(step + 1, trace, reserve)
+        self._taken = []
+
+    def missing(self, step: int) -> int:
+        """Prompts that are sampled from now to the end of a step, replacements apart."""
+        self._enter(step)
+        pace = self._pace(step)
+        ahead = range(step, min(pace.version + self.buffer.policy.lag + 1, pace.steps))
+        return sum(pace.prompts - pace.filled(batch) for batch in ahead)
+
+    def waiting(self, step: int) -> list[ScoredGroup]:
+        """What is there already of a step's groups, or was taken for it."""
+        return [*self._taken, *(group for entry, group in self.buffer.ready() if entry.batch == step)]
+
+    def mark(self) -> None:
+        """A step begins."""
+        self.spent = 0
+        dropped = {batch: list(found) for batch, found in self.dropped.items()}
+        self._marked = _Standing(self.buffer.copied(), dropped, dict(self._rounds))
+
+    def rewind(self) -> None:
+        """Forget what was sampled since `mark`; nothing runs."""
+        assert self._marked is not None
+        self._taken = []
+        self.buffer, self.dropped, self._rounds = self._marked.buffer, self._marked.dropped, self._marked.rounds
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """Write what waits; file name → digest. Nothing runs then."""
+        held = [Held(entry.key, entry.batch, entry.version, group) for entry, group in self.buffer.ready()]
+        held += [Held(g.group.key, batch, 0, g, why) for batch, found in self.dropped.items() for g, why in found]
+        return write_held(path, held, self.buffer.pace(0, 0).given_up, self._rounds)
+
+    def restore(self, path: Path) -> None:
+        """Go on with what a checkpoint held."""
+        held, given_up, self._rounds = read_held(path, lambda key: self.prompts[self.journal.row(key)])
+        waiting = [(one.entry, one.group) for one in held if not one.dropped]
+        self.buffer.restore(waiting, given_up, self.journal.consumed - 1)
+        for one in held:
+            if one.dropped:
+                self.dropped.setdefault(one.batch, []).append((one.group, one.dropped))
+
+    def _enter(self, step: int) -> None:
+        """With lag 0 whoever samples reads what the last update left, or was given it."""
+        if not self.buffer.policy.lag:
+            self.version = step
+
+    def _pace(self, step: int) -> Pace:
+        return self.buffer.pace(step, self.version)
+
+    def _begin(self, step: int, trace: Trace, reserve: Ask) -> None:
+        """Start what may start, unless something runs."""
+        source = self.algorithm.source
+        batch, count = self.buffer.policy.admit(self._pace(step))
+        while self._running is None and count:
+            again = self._rounds.get(batch, 0)
+            if again > source.refills:
+                self.buffer.give_up(batch)
+                batch, count = self.buffer.policy.admit(self._pace(step))
+                continue
+            if again:
+                rows = self.journal.peek(self.missing(step))  # it, and what is begun after it
+                read = sum(len(self.prompts[row].tokens) for row in rows)
+                if not reserve(self.spent, read + len(rows) * source.samples * source.max_tokens):
+                    return  # the next step, which lacks it, is refused before it begins
+            self._rounds[batch] = again + 1
+            self._running = self._sampling(batch, count)
+
+    def _sampling(self, batch: int, count: int) -> Sampling:
+        source, taken = self.algorithm.source, self.journal.take(count)
+        keys = tuple(position for position, _ in taken)
+        chosen = tuple(self.prompts[row] for _, row in taken)
+        self.buffer.start(keys, batch, self.version)
+        asked = PromptBatch(tuple(tuple(prompt.tokens) for prompt in chosen), keys)
+        sampling = SamplingParams(
+            max_new_tokens=source.max_tokens,
+            temperature=source.temperature,
+            seed=derive_seed(self.seed, "rollout"),  # a position in the stream never repeats
+        )
+        answer = self.roles.sampler.nonblocking.map(RolloutWorker.generate, asked, sampling, source.samples)
+        return Sampling(batch, keys, chosen, answer)
+
+    def _settle(self, trace: Trace, running: Sampling) -> None:
+        """Wait for what runs, score it, keep or drop it."""
+        self._running = None
+        with trace.span("rollout") as span:
+            found = running.answer.result()
+            span |= {"trajectories": len(found.trajectories), "tokens": found.tokens, "batch": running.batch}
+        none = (Score(None),) * self.algorithm.source.samples
+        asked = zip(running.prompts, found.groups, strict=True)
+        groups = self._scored([ScoredGroup(p, group, none, running.batch) for p, group in asked], trace)
+        for key, group in zip(running.keys, groups, strict=True):
+            self.spent += group.tokens
+            verdict = self.algorithm.keep(group)
+            if verdict is None:
+                self.buffer.complete(key, group)
+            else:
+                self.buffer.drop(key)
+                self.dropped.setdefault(running.batch, []).append((group, verdict.reason))
+
+    def _scored(self, groups: Sequence[ScoredGroup], trace: Trace) -> list[ScoredGroup]:
+        if self.scorer is None:
+            return list(groups)
+        with trace.span("reward"):
+            prompts = [group.prompt for group in groups for _ in group.scores]
+            scores = iter(self.scorer(prompts, [answer for group in groups for answer in group.answers]))
+        self.roles.rest()
+        return [replace(group, scores=tuple(islice(scores, len(group.scores)))) for group in groups]

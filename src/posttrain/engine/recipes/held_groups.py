@@ -1,0 +1,134 @@
+"""Groups that were sampled and wait to be trained, in a checkpoint: arrays as safetensors, the rest as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+
+from posttrain.domain.canonical import canonical_json, digest_bytes
+from posttrain.engine.recipes.algorithm import ScoredGroup
+from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.rewards.port import Score
+from posttrain.engine.samples import Group, Sample, Segment, Trajectory
+from posttrain.engine.weights.shards import write_tensors
+from posttrain.pacing.admission import Entry
+
+_ARRAYS, _REST = "buffer.safetensors", "buffer.json"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A group, and where it stands."""
+
+    key: int
+    batch: int
+    version: int  # that sampled it, in steps trained
+    group: ScoredGroup
+    dropped: str = ""  # why it is not trained on; it is in its step's metrics all the same
+
+    @property
+    def entry(self) -> Entry:
+        """Its place in the buffer."""
+        return Entry(self.key, self.batch, self.version, ready=True)
+
+
+def write_held(
+    path: Path, held: Sequence[Held], given_up: Sequence[int], rounds: Mapping[int, int]
+) -> Mapping[str, str]:
+    """File name → digest; no file where nothing waits.
+
+    Args:
+        given_up: the batch of every place that stays empty.
+        rounds: batch → times that it was asked for.
+    """
+    if not held and not given_up:
+        return {}
+    segments = [segment for one in held for segment in _segments(one.group)]
+    none = np.zeros(0, dtype=np.float32)
+    tokens = np.concatenate([np.zeros(0, dtype=np.int32), *(segment.tokens for segment in segments)])
+    logprobs = np.concatenate([none, *(none if s.logprobs is None else s.logprobs for s in segments)])
+    tensors = {"tokens": torch.from_numpy(tokens), "logprobs": torch.from_numpy(logprobs)}
+    asked = {str(batch): times for batch, times in rounds.items()}
+    groups = [_written(one) for one in held]
+    data = canonical_json({"groups": groups, "given_up": list(given_up), "rounds": asked})
+    (path / _REST).write_bytes(data)
+    return {_ARRAYS: write_tensors(path / _ARRAYS, tensors, {}), _REST: digest_bytes(data)}
+
+
+def read_held(path: Path, prompt: Callable[[int], Prompt]) -> tuple[list[Held], list[int], dict[int, int]]:
+    """What `write_held` was given, which wrote it into a checkpoint that was verified.
+
+    Args:
+        prompt: that of a position in the data stream.
+    """
+    if not (path / _REST).exists():
+        return [], [], {}
+    found, arrays = json.loads((path / _REST).read_bytes()), load_file(path / _ARRAYS)
+    cursor = _Cursor(arrays["tokens"], arrays["logprobs"])
+    rounds = {int(batch): times for batch, times in found["rounds"].items()}
+    return [_read(one, prompt, cursor) for one in found["groups"]], list(found["given_up"]), rounds
+
+
+@final
+@dataclass(slots=True)
+class _Cursor:
+    tokens: np.ndarray[Any, np.dtype[np.int32]]
+    logprobs: np.ndarray[Any, np.dtype[np.float32]]
+    at: int = 0
+    sampled: int = 0
+
+    def segment(self, source: Any, size: int, version: str) -> Segment:
+        """The next one."""
+        tokens, logprobs = self.tokens[self.at : self.at + size], None
+        self.at += size
+        if source == "sampled":
+            logprobs = self.logprobs[self.sampled : self.sampled + size]
+            self.sampled += size
+        return Segment(tokens, source, logprobs, version)
+
+
+def _segments(group: ScoredGroup) -> Iterator[Segment]:
+    for sample in group.group.samples:
+        for sequence in sample.sequences:
+            yield from sequence.segments
+
+
+def _written(one: Held) -> dict[str, Any]:
+    samples = [
+        [
+            {"status": q.status, "segments": [[s.source, len(s.tokens), s.version] for s in q.segments]}
+            for q in sample.sequences
+        ]
+        for sample in one.group.group.samples
+    ]
+    place = {"key": one.key, "batch": one.batch, "version": one.version, "dropped": one.dropped}
+    return {**place, "samples": samples, "scores": [_score_written(score) for score in one.group.scores]}
+
+
+def _read(one: Mapping[str, Any], prompt: Callable[[int], Prompt], cursor: _Cursor) -> Held:
+    samples = tuple(
+        Sample(index, tuple(Trajectory(tuple(cursor.segment(*s) for s in q["segments"]), q["status"]) for q in found))
+        for index, found in enumerate(one["samples"])
+    )
+    scores = tuple(_score_read(score) for score in one["scores"])
+    group = ScoredGroup(prompt(one["key"]), Group(one["key"], samples), scores, one["batch"])
+    return Held(one["key"], one["batch"], one["version"], group, one["dropped"])
+
+
+def _score_written(score: Score) -> dict[str, Any]:
+    parts = {name: _score_written(part) for name, part in score.parts.items()}
+    said = {"score": score.score, "components": dict(score.components), "status": score.status}
+    return {**said, "message": score.message, "parts": parts}
+
+
+def _score_read(said: Mapping[str, Any]) -> Score:
+    parts = {name: _score_read(part) for name, part in said["parts"].items()}
+    return Score(said["score"], said["components"], said["status"], said["message"], parts)

@@ -1,0 +1,196 @@
+"""Which prompts may be sampled when, and which groups are trained together: a policy over a bounded buffer.
+
+::
+
+    free ──start──▶ running ──complete──▶ ready ──take──▶ trained
+      ▲                │
+      └──────drop──────┘        (its place is free at once; a batch that is given up goes without)
+
+A batch is what one step trains. Nothing here knows tokens, weights or time, so any schedule can be tried in a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar, final
+
+from posttrain.domain.errors import InputError
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One prompt on its way: `Entry(key=388, batch=12, version=11, ready=False)`."""
+
+    key: int  # its position in the data stream
+    batch: int  # the step that it is to be trained in
+    version: int  # of the policy that samples it, in steps trained
+    ready: bool = False  # sampled and scored
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Where a stage stands: `Pace(step=12, version=12, steps=240, prompts=32, held=(…), given_up={})`."""
+
+    step: int  # that is trained next
+    version: int  # that samples, in steps trained
+    steps: int  # of the stage
+    prompts: int  # groups of a batch
+    held: tuple[Entry, ...]
+    given_up: tuple[int, ...] = ()  # the batch of every place that stays empty
+
+    def filled(self, batch: int) -> int:
+        """Places of a batch that are running, ready or given up."""
+        return sum(entry.batch == batch for entry in self.held) + self.given_up.count(batch)
+
+    def whole(self, batch: int) -> bool:
+        """Whether a batch can be trained."""
+        return self.filled(batch) == self.prompts and all(e.ready for e in self.held if e.batch == batch)
+
+
+class AdmissionPolicy(Protocol):
+    """Decides by where a stage stands, and by nothing else."""
+
+    @property
+    def lag(self) -> int:
+        """Steps that a trained sample may be behind, at the most."""
+
+    def capacity(self, prompts: int) -> int:
+        """Groups that it may hold at once; a smaller buffer could wait for ever."""
+
+    def admit(self, pace: Pace) -> tuple[int, int]:
+        """A batch and how many of its prompts may start now; 0: none."""
+
+    def select(self, pace: Pace) -> Sequence[int] | None:
+        """The keys that are trained in `pace.step`; None: not yet."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """Exact lag: batch t is sampled wholly by version max(0, t − lag), one batch after the other.
+
+    With lag 0 a step samples what it trains. What comes is a function of the seed alone, however long a call takes.
+    """
+
+    lag: int = 0
+
+    def capacity(self, prompts: int) -> int:
+        """The batch that is trained, and those ahead."""
+        return (self.lag + 1) * prompts
+
+    def admit(self, pace: Pace) -> tuple[int, int]:
+        """What the first batch lacks that is not whole."""
+        batch = next((b for b in range(pace.step, pace.steps) if not pace.whole(b)), pace.steps)
+        if batch >= min(pace.version + self.lag + 1, pace.steps):
+            return batch, 0
+        return batch, pace.prompts - pace.filled(batch)
+
+    def select(self, pace: Pace) -> Sequence[int] | None:
+        """The whole batch, in the order of the stream."""
+        if not pace.whole(pace.step):
+            return None
+        return sorted(entry.key for entry in pace.held if entry.batch == pace.step)
+
+
+@final
+@dataclass(slots=True)
+class Buffer(Generic[T]):
+    """Groups from admission to training.
+
+    Args:
+        policy: what may start and what is trained.
+        prompts: groups of a batch.
+        steps: of the stage.
+
+    Every key is started once, and then trained once or dropped once.
+    """
+
+    policy: AdmissionPolicy
+    prompts: int
+    steps: int
+    _entries: dict[int, Entry] = field(default_factory=dict)
+    _values: dict[int, T] = field(default_factory=dict)
+    _given_up: list[int] = field(default_factory=list)
+    _newest: int = -1  # key that was started
+
+    def pace(self, step: int, version: int) -> Pace:
+        """For the policy."""
+        return Pace(step, version, self.steps, self.prompts, tuple(self._entries.values()), tuple(self._given_up))
+
+    def start(self, keys: Iterable[int], batch: int, version: int) -> None:
+        """These prompts are being sampled.
+
+        Raises:
+            InputError: one was started before, or there is no place for it.
+        """
+        for key in keys:
+            if key <= self._newest:
+                raise InputError(f"prompt {key} must be started once, got it again after {self._newest}; admit others")
+            if len(self._entries) >= self.policy.capacity(self.prompts):
+                raise InputError(f"the buffer must hold at most {len(self._entries)} groups, got prompt {key} besides")
+            self._entries[key], self._newest = Entry(key, batch, version), key
+
+    def complete(self, key: int, value: T) -> None:
+        """A group is sampled and scored.
+
+        Raises:
+            InputError: it was not running.
+        """
+        self._entries[key], self._values[key] = replace(self._running(key), ready=True), value
+
+    def drop(self, key: int) -> None:
+        """A group is not trained on; its place is free at once.
+
+        Raises:
+            InputError: it was not running.
+        """
+        self._running(key)
+        del self._entries[key]
+
+    def give_up(self, batch: int) -> None:
+        """What a batch lacks is not sampled any more."""
+        self._given_up += [batch] * (self.prompts - self.pace(0, 0).filled(batch))
+
+    def take(self, keys: Sequence[int]) -> list[T]:
+        """Groups to train on; they leave the buffer.
+
+        Raises:
+            InputError: one is not ready, or was taken before.
+        """
+        for key in keys:
+            if key not in self._values:
+                raise InputError(f"prompt {key} must be ready before it is trained, got one that is not; wait for it")
+            del self._entries[key]
+        return [self._values.pop(key) for key in keys]
+
+    def trained(self, step: int) -> None:
+        """A step is done: nobody asks for its empty places again."""
+        self._given_up = [batch for batch in self._given_up if batch > step]
+
+    def ready(self) -> list[tuple[Entry, T]]:
+        """What a checkpoint holds, in the order of the stream."""
+        return [(self._entries[key], self._values[key]) for key in sorted(self._values)]
+
+    def restore(self, held: Iterable[tuple[Entry, T]], given_up: Sequence[int], newest: int) -> None:
+        """Go on with what a checkpoint held."""
+        for entry, value in held:
+            self._entries[entry.key], self._values[entry.key] = entry, value
+        self._given_up, self._newest = list(given_up), newest
+
+    def copied(self) -> Buffer[T]:
+        """As it stands, for whoever goes back to it."""
+        kept = dict(self._entries), dict(self._values), list(self._given_up)
+        return Buffer(self.policy, self.prompts, self.steps, *kept, self._newest)
+
+    def _running(self, key: int) -> Entry:
+        entry = self._entries.get(key)
+        if entry is None or entry.ready:
+            raise InputError(
+                f"prompt {key} must be running, got one that is not; it was answered twice, or never asked"
+            )
+        return entry

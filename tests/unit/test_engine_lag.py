@@ -1,0 +1,235 @@
+"""Sampling ahead of training: the same bits whatever comes late, a stop in between, and what a lag is refused for."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, even_tokens, stop_after
+from torch import Tensor
+
+from posttrain.domain.errors import BudgetExceededError, InputError
+from posttrain.domain.facts import Metric, Sample
+from posttrain.domain.kinds import OWN, WRITTEN
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.config import DAPOConfig, GRPOConfig, OnPolicyConfig, TraceConfig, named
+from posttrain.engine.controller import Limits
+from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.port import Call
+from posttrain.engine.models.initial import initial_model
+from posttrain.engine.models.source import ModelSource
+from posttrain.engine.recipes.algorithm import PROXIMAL
+from posttrain.engine.recipes.dapo import DAPO
+from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.on_policy import OnPolicy
+from posttrain.engine.recipes.opening import open_roles
+from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.samples import Trajectory
+from posttrain.engine.settings import PolicyGradientOptimizerConfig
+
+APART = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}}
+
+
+def late(backend: InlineBackend, seed: int) -> InlineBackend:
+    """The same workers, whose calls end at a moment of their own."""
+    dice, submit, wait = random.Random(seed), backend.submit, backend.wait
+
+    class Pending:
+        def __init__(self, role: str, rank: int, method: Any, run: Callable[[], Call[Any]]) -> None:
+            self.role, self.rank, self.method, self._run = role, rank, method.__name__, run
+            self._call: Call[Any] | None = None
+
+        def carried_out(self) -> Call[Any]:
+            self._call = self._call or self._run()
+            return self._call
+
+        def done(self) -> bool:
+            return self._call is not None
+
+        def answered(self) -> Any:
+            return self._call.answered() if self._call else None
+
+    def submitted(role: str, ranks: Sequence[int], method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if dice.random() < 0.3:
+            return submit(role, ranks, method, args, kwargs)
+        return [Pending(role, r, method, lambda r=r: submit(role, [r], method, args, kwargs)[0]) for r in ranks]
+
+    def waited(calls: Sequence[Any], timeout: float) -> Any:
+        return wait([c.carried_out() if isinstance(c, Pending) else c for c in calls], timeout)
+
+    backend.submit, backend.wait = submitted, waited  # type: ignore[method-assign,assignment]
+    return backend
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    folder = tmp_path_factory.mktemp("model")
+    initial_model(TINY, TOKENIZER, 0).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return ModelSource(folder, "float32")
+
+
+def rarely_right(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float | None]:
+    """So most groups are dropped."""
+    return [float(trajectory.response[0] % 16 == 1) for trajectory in trajectories]
+
+
+def recipe(
+    model: ModelSource, kind: str = "grpo", seed: int | None = None, scores: Any = even_tokens, **changes: Any
+) -> OnPolicy:
+    options: dict[str, Any] = {
+        "data": "d", "reward": "r", "steps": 5, "prompts_per_step": 3, "group_size": 4, "max_new_tokens": 4,
+        "mini_batches": 2, "placement": APART, "trace": TraceConfig(groups="all"),
+        "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=2), **changes,
+    }  # fmt: skip
+    config = {"grpo": GRPOConfig, "dapo": DAPOConfig}[kind](**options)
+    pools = {
+        name: ResourcePool(InlineBackend(pool=name) if seed is None else late(InlineBackend(pool=name), seed + at))
+        for at, name in enumerate(("policy", "rollout"))
+    }
+    roles = open_roles(config, model, 11, lambda role: pools.get(role, pools["policy"]))
+    algorithm = {"grpo": GRPO, "dapo": DAPO}[kind](config)  # type: ignore[arg-type,abstract]
+    return OnPolicy(config, algorithm, roles, PROMPTS, FixedScorer(scores), 11, phase=kind)
+
+
+def weights(desk: Desk) -> dict[str, Tensor]:
+    return desk.weights()
+
+
+def told(desk: Desk) -> list[dict[str, float]]:
+    """Metrics of every step, without times and memory."""
+    unsure = ("tokens_per_second", "memory/")
+    facts = [fact for fact in desk.facts if isinstance(fact, Metric)]
+    return [{k: v for k, v in fact.values.items() if not k.startswith(unsure)} for fact in facts]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo"])
+@pytest.mark.parametrize("lag", [1, 2])
+def test_late_calls_change_no_bit(model: ModelSource, tmp_path: Path, kind: str, lag: int) -> None:
+    desk = Desk(tmp_path / "at once", recipe(model, kind, lag={"steps": lag}))
+    outcome = desk.run()
+    for seed in range(3):
+        other = Desk(tmp_path / f"{seed}", recipe(model, kind, seed=seed, lag={"steps": lag}))
+        assert other.run().tokens == outcome.tokens
+        assert all(torch.equal(value, weights(other)[name]) for name, value in weights(desk).items())
+        assert told(other) == told(desk)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_a_batch_is_of_one_version(model: ModelSource, tmp_path: Path, lag: int) -> None:
+    desk = Desk(tmp_path, recipe(model, lag={"steps": lag} if lag else None))
+    desk.run()
+    seen: dict[int, set[str]] = {}
+    for fact in desk.facts:
+        if isinstance(fact, Sample):
+            seen.setdefault(fact.step, set()).update(fact.versions)
+    assert seen == {step: {f"0.{max(0, step - lag)}"} for step in range(5)}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo"])
+@pytest.mark.parametrize("cut", [1, 2, 4])
+def test_stopped_and_resumed_equals_undisturbed(model: ModelSource, tmp_path: Path, kind: str, cut: int) -> None:
+    """What waits is in the checkpoint: weights that are gone could not sample it again."""
+    whole = Desk(tmp_path / "whole", recipe(model, kind, lag={"steps": 2}))
+    expected = whole.run()
+    first = Desk(tmp_path / "cut", recipe(model, kind, lag={"steps": 2}), orders=stop_after(cut))
+    assert first.run().status == "stopped"
+    second = Desk(tmp_path / "cut", recipe(model, kind, lag={"steps": 2}))
+    second.controller.resume(first.latest())
+    outcome = second.run()
+    assert (outcome.tokens, outcome.steps) == (expected.tokens, expected.steps)
+    assert all(torch.equal(value, weights(second)[name]) for name, value in weights(whole).items())
+    assert [*told(first), *told(second)] == told(whole)
+
+
+def test_the_corrections_say_how_far_the_policies_are_apart(model: ModelSource, tmp_path: Path) -> None:
+    found = {}
+    for correction in ("tis", "decoupled", "bypass"):
+        desk = Desk(tmp_path / correction, recipe(model, lag={"steps": 2, "correction": correction, "cap": 1.0001}))
+        desk.run()
+        found[correction] = (told(desk), weights(desk))
+    ess = [metrics["lag/ess"] for metrics in found["tis"][0]]
+    assert ess[0] == pytest.approx(1.0, abs=1e-6), "nothing was trained yet"
+    assert all(0 < value < 1 - 1e-6 for value in ess[1:])
+    assert found["tis"][0][0]["lag/kl"] == pytest.approx(0.0, abs=1e-9)
+    assert "lag/ess" not in found["bypass"][0][0], "nobody asks the policy of the step's beginning"
+    ends = [torch.cat([value.flatten() for value in end.values()]) for _, end in found.values()]
+    assert not torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[1], ends[2])
+
+
+def test_a_rollout_that_reads_the_policys_memory_cannot_be_behind(model: ModelSource) -> None:
+    with pytest.raises(ValueError, match="lag needs a rollout in a pool of its own"):
+        recipe(model, lag={"steps": 1}, placement="collocated")
+    config = GRPOConfig(data="d", reward="r", steps=2, placement=APART, lag={"steps": 1})
+    pool = ResourcePool(InlineBackend())
+    roles = open_roles(config, model, 11, lambda role: pool)
+    with pytest.raises(InputError, match="lag 1 needs a rollout with weights of its own"):
+        OnPolicy(config, GRPO(config), roles, PROMPTS, FixedScorer(even_tokens), 11)
+
+
+def test_the_price_covers_what_every_step_spends(model: ModelSource, tmp_path: Path) -> None:
+    made = recipe(model, lag={"steps": 2})
+    prices = []
+    real = made.step
+
+    def step(number: int, *rest: Any) -> Any:
+        price = made.price(number)
+        report = real(number, *rest)
+        prices.append((price, report.tokens))
+        return report
+
+    made.step = step  # type: ignore[method-assign]
+    Desk(tmp_path, made).run()
+    assert len(prices) == 5
+    assert all(price >= spent for price, spent in prices)
+    assert prices[0][1] > 2 * prices[2][1] > 0, "the first step samples three batches"
+    assert prices[3][1] < prices[2][1] / 2 + prices[2][1], "the last ones sample nothing"
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_no_budget_is_passed_and_what_it_ended_goes_on(model: ModelSource, tmp_path: Path, lag: int) -> None:
+    """Wherever it ends: in what the step samples for itself, or in what it samples ahead."""
+    options: dict[str, Any] = {"scores": rarely_right, **({"lag": {"steps": lag}} if lag else {})}
+    whole = Desk(tmp_path / "whole", recipe(model, "dapo", **options))
+    needed, ended = whole.run().tokens, set[str]()
+    first = recipe(model, "dapo", **options).price(0)  # which leaves nothing for replacements
+    for limit in (first, *range(needed // 8, needed + 400, needed // 16)):
+        desk = Desk(tmp_path / f"{limit}", recipe(model, "dapo", **options), limits=Limits(tokens=limit))
+        try:
+            desk.run()
+            ended.add("well")
+        except BudgetExceededError as error:
+            ended.add("replacing" if "replacing" in str(error) else "the next step")
+        assert desk.controller.tokens <= limit
+        again = Desk(tmp_path / f"{limit}", recipe(model, "dapo", **options))
+        again.controller.resume(again.latest())
+        assert again.run().steps == 5
+        exact = [*told(desk), *told(again)] == told(whole)
+        assert exact or lag, "nothing was sampled ahead"
+    assert {"replacing", "the next step"} <= ended
+
+
+SAMPLED = [kind for kind in WRITTEN if (spec := OWN[kind].algorithm) and issubclass(named(spec.config), OnPolicyConfig)]
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.parametrize(
+    ("correction", "cap", "asks"), [("tis", 1.5, True), ("decoupled", math.inf, True), ("bypass", None, False)]
+)
+def test_every_kind_that_samples_corrects(kind: str, correction: str, cap: float | None, asks: bool) -> None:
+    spec = OWN[kind].algorithm
+    assert spec
+    options = {"data": "d", "reward": "r", "steps": 2, "placement": APART, "group_size": 4}
+    lag = {"lag": {"steps": 1, "correction": correction, "cap": 1.5}}
+    made = named(spec.config)
+    config = made(**{name: value for name, value in {**options, **lag}.items() if name in made.model_fields})
+    algorithm = named(spec.algorithm)(config)
+    assert algorithm.objective(Totals(1, 1, 1, 1)).importance == cap
+    assert (PROXIMAL in algorithm.requires(0)) == asks

@@ -1,0 +1,160 @@
+"""The policy and the buffer of the loop under thousands of schedules: nothing here knows tokens, weights or time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.domain.errors import InputError
+from posttrain.pacing.admission import Buffer, InOrder
+
+
+@dataclass
+class World:
+    """A stage whose calls end when a schedule says so; `refills` more rounds for what is dropped of a batch."""
+
+    lag: int
+    prompts: int
+    steps: int
+    refills: int
+    buffer: Buffer[int] = field(init=False)
+    step: int = 0  # trained next
+    version: int = 0
+    stream: int = 0  # the next key
+    running: list[int] = field(default_factory=list)
+    rounds: dict[int, int] = field(default_factory=dict)
+    batch_of: dict[int, int] = field(default_factory=dict)
+    version_of: dict[int, int] = field(default_factory=dict)
+    trained: list[list[int]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.buffer = Buffer(InOrder(self.lag), self.prompts, self.steps)
+
+    def start(self) -> bool:
+        batch, count = self.buffer.policy.admit(self.buffer.pace(self.step, self.version))
+        if not count or self.running:
+            return False
+        if self.rounds.get(batch, 0) > self.refills:
+            self.buffer.give_up(batch)
+            return True
+        self.rounds[batch] = self.rounds.get(batch, 0) + 1
+        keys = list(range(self.stream, self.stream + count))
+        self.stream += count
+        self.buffer.start(keys, batch, self.version)
+        self.running = keys
+        self.batch_of |= dict.fromkeys(keys, batch)
+        self.version_of |= dict.fromkeys(keys, self.version)
+        return True
+
+    def end_one(self, drop: bool) -> bool:
+        if not self.running:
+            return False
+        key = self.running.pop()
+        if drop:
+            self.buffer.drop(key)
+            self.dropped.append(key)
+        else:
+            self.buffer.complete(key, key)
+        return True
+
+    def train(self) -> bool:
+        keys = self.buffer.policy.select(self.buffer.pace(self.step, self.version)) if self.step < self.steps else None
+        if keys is None:
+            return False
+        self.trained.append(self.buffer.take(keys))
+        self.buffer.trained(self.step)
+        self.step += 1
+        return True
+
+    def publish(self) -> bool:
+        """Only when nothing runs and nothing more may start: then a batch is of one version."""
+        if self.version == self.step or self.running:
+            return False
+        if self.buffer.policy.admit(self.buffer.pace(self.step, self.version))[1]:
+            return False
+        self.version += 1
+        return True
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    lag=st.integers(0, 4),
+    prompts=st.integers(1, 4),
+    steps=st.integers(1, 6),
+    refills=st.integers(0, 2),
+    choices=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=300),
+)
+def test_whatever_the_schedule_a_batch_is_of_one_version_and_nothing_is_lost(
+    lag: int, prompts: int, steps: int, refills: int, choices: list[tuple[int, bool]]
+) -> None:
+    world = World(lag, prompts, steps, refills)
+    schedule = iter(choices)
+    for _ in range(10_000):
+        if world.step == steps and not world.running:
+            break
+        which, drop = next(schedule, (0, False))
+        actions = [world.start, lambda drop=drop: world.end_one(drop), world.train, world.publish]
+        moved = any(actions[(which + turn) % 4]() for turn in range(4))
+        assert moved, "a deadlock"
+        assert len(world.buffer.pace(0, 0).held) <= InOrder(lag).capacity(prompts)
+    assert len(world.trained) == steps
+    taken = [key for batch in world.trained for key in batch]
+    assert len(set(taken)) == len(taken), "nothing is trained twice"
+    assert not set(taken) & set(world.dropped), "nor is what was dropped"
+    left = {entry.key for entry, _ in world.buffer.ready()}
+    assert {*taken, *world.dropped, *left} == set(range(world.stream)), "everything that was started is accounted for"
+    for step, batch in enumerate(world.trained):
+        assert {world.version_of[key] for key in batch} <= {max(0, step - lag)}, "exact lag"
+        assert batch == sorted(batch)
+        if refills and not world.dropped:
+            assert len(batch) == prompts
+
+
+def test_what_happens_twice_is_refused() -> None:
+    buffer: Buffer[str] = Buffer(InOrder(), 2, 4)
+    buffer.start([0, 1], 0, 0)
+    with pytest.raises(InputError, match="prompt 1 must be started once, got it again after 1"):
+        buffer.start([1], 0, 0)
+    with pytest.raises(InputError, match="at most 2 groups, got prompt 2 besides"):
+        buffer.start([2], 0, 0)
+    buffer.complete(0, "a")
+    with pytest.raises(InputError, match="prompt 0 must be running"):
+        buffer.complete(0, "a")
+    with pytest.raises(InputError, match="prompt 1 must be ready before it is trained"):
+        buffer.take([1])
+    buffer.drop(1)
+    with pytest.raises(InputError, match="prompt 1 must be running"):
+        buffer.drop(1)
+    assert buffer.take([0]) == ["a"]
+    with pytest.raises(InputError, match="prompt 0 must be ready"):
+        buffer.take([0])
+
+
+def test_a_batch_is_begun_when_the_one_before_is_whole() -> None:
+    buffer: Buffer[str] = Buffer(InOrder(1), 2, 4)
+    buffer.start([0, 1], 0, 0)
+    assert buffer.policy.admit(buffer.pace(0, 0)) == (0, 0), "what runs may be dropped, and is replaced first"
+    buffer.complete(0, "a")
+    buffer.drop(1)
+    assert buffer.policy.admit(buffer.pace(0, 0)) == (0, 1)
+    buffer.start([2], 0, 0)
+    buffer.complete(2, "b")
+    assert buffer.policy.admit(buffer.pace(0, 0)) == (1, 2)
+
+
+def test_what_waits_goes_on_from_where_it_was() -> None:
+    buffer: Buffer[str] = Buffer(InOrder(1), 2, 4)
+    buffer.start([0, 1], 1, 0)
+    buffer.complete(0, "a")
+    buffer.drop(1)
+    buffer.give_up(1)
+    again: Buffer[str] = Buffer(InOrder(1), 2, 4)
+    again.restore(buffer.ready(), buffer.pace(0, 0).given_up, 1)
+    assert again.pace(1, 1) == buffer.pace(1, 1)
+    assert again.policy.select(again.pace(1, 1)) == [0]
+    with pytest.raises(InputError, match="started once"):
+        again.start([1], 2, 1)
