@@ -15,7 +15,7 @@ from rich.console import Console
 from posttrain.app.workspace import Workspace
 from posttrain.cli.console import ago, count, duration, glyph
 from posttrain.cli.live import LineDisplay, TableDisplay, run_table
-from posttrain.domain.facts import Progress
+from posttrain.domain.facts import Metric, Progress
 from posttrain.domain.jobs import JobOrder
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder
@@ -95,6 +95,26 @@ def test_a_running_job_at_its_last_step_has_no_time_to_come(tmp_path: Path, monk
     shown = world.ok("get", "sort")
     assert "sft  running  step 4/4" in shown
     assert "eta" not in shown
+
+
+def test_a_step_without_an_update_shows_no_loss_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(tmp_path, monkeypatch)
+    world.prepare()
+    updated = {"reward/mean": 0.5, "updates": 1.0, "loss": 0.25, "grad_norm": 2.0}
+
+    def some(folder: AttemptFolder, order: JobOrder) -> None:
+        train(folder, order)
+        with EventWriter(folder) as sink:
+            sink(Metric(7, {"probe/accuracy": 0.75}, 1000.0))
+            sink(Metric(7, updated, 1000.5))
+            sink(Metric(8, {"reward/mean": 0.125, "updates": 0.0}, 1001.0))
+            sink(Progress(8, 8, order.kind, 400, 1001.0))
+
+    monkeypatch.setattr("cli_world.train", some)
+    shown = world.ok("run", "run.yaml", "--seed", "3")
+    assert re.search(r" grpo succeeded; \d+s; 8/8 reward 0.125 probe 0.75 no update", shown)
 
 
 def test_redrawing_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

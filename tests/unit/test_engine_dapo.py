@@ -61,3 +61,10 @@ def test_groups_without_signal_are_replaced_by_those_that_come_next(refills: int
         assert shares == pytest.approx([(taken - 3) / taken] * 2)
     else:
         assert taken == 3
+
+
+def test_the_punishment_is_told() -> None:
+    made = config(prompts_per_step=3, max_new_tokens=4, overlong={"buffer": 4, "penalty": 0.5})
+    roles = open_roles(made, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline())
+    metrics = OnPolicy(made, DAPO(made), roles, PROMPTS, EvenTokens(), 11).step(0, quiet(0)).metrics
+    assert metrics["reward/overlong"] == pytest.approx(-0.5 * metrics["response_tokens/mean"] / 4)

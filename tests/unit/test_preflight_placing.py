@@ -115,6 +115,9 @@ def test_a_cluster_is_asked_by_the_job(world: World, machine: list[Machine]) -> 
     shown = world.ok("plan", file(world, placed))
     assert "pool policy at 10.0.0.1:6379: 4 ranks, 4 h100: policy, reward" in shown
     assert "pool rollout at 10.0.0.1:6379: 12 ranks, 12 gpus: rollout" in shown
+    assert "whose memory is not known" not in shown
+    odd = " ".join(world.ok("plan", file(world, placed.replace("h100", "h1000"))).split())
+    assert "grpo: policy asks for GPUs of kind h1000, whose memory is not known: nothing is held against it" in odd
 
 
 def test_kinds_of_this_machine(world: World, machine: list[Machine]) -> None:

@@ -110,6 +110,19 @@ def settle(load: Load, shapes: Mapping[str, Shape], room: Room, *, prompt_tokens
     return Settled(load, (*sizes, *filter(None, (store, timeout))), short)
 
 
+def unknown_kinds(load: Load) -> list[str]:
+    """GPUs of a cluster whose memory nobody knows, each with what that means."""
+    if load.ray_address is None:
+        return []
+    kinds = {pool.name: pool.resources.kind for pool in load.placement.pools(load.roles).values()}
+    return [
+        f"{name} asks for GPUs of kind {kind}, whose memory is not known: nothing is held against it (known: "
+        f"{', '.join(sorted(_KINDS))})"
+        for name, kind in kinds.items()
+        if kind is not None and kind not in _KINDS
+    ]
+
+
 class _Stage:
     def __init__(self, load: Load, shapes: Mapping[str, Shape], room: Room) -> None:
         self._load, self._shapes, self._room = load, shapes, room
@@ -193,7 +206,8 @@ class _Stage:
         rows = value // (row * longest)
         asked = self._load.decoded(pool.ranks)
         many = f"all {asked}" if rows >= asked > 0 else f"{rows} of {asked}"
-        counted = f"{many} rows of {longest} tokens at {_binary(row)}"
+        what = "tokens" if prompt_tokens else "tokens besides the prompt's"
+        counted = f"{many} rows of {longest} {what} at {_binary(row)}"
         load = replace(self._load, kv_cache=value)
         short = "" if rows or written is not None else self._no_row(pool, row * longest, longest, value)
         if not rows and written is not None:

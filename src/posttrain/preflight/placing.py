@@ -20,7 +20,7 @@ from posttrain.execution.trainers.native import gpu_visible
 from posttrain.planner.fallbacks import expected
 from posttrain.planner.feasibility import gib, infeasible, too_large, unfit
 from posttrain.planner.residency import Residency, Shape, resident
-from posttrain.planner.sizes import Room, Settled, Size, settle
+from posttrain.planner.sizes import Room, Settled, Size, settle, unknown_kinds
 from posttrain.preflight.datasets import Dataset
 from posttrain.preflight.fitting import model_files, origin
 from posttrain.preflight.lengths import Lengths
@@ -115,7 +115,7 @@ def memory_warnings(settled: Settled, residency: Residency, machine: Machine) ->
     its GPUs are known, so nothing of it is refused.
     """
     if settled.load.ray_address is not None:
-        return [settled.short] if settled.short else []
+        return [*unknown_kinds(settled.load), *([settled.short] if settled.short else [])]
     room, memory = machine.gpu_memory, machine.memory
     found = [
         f"{peak.pool} will need about {gib(peak.bytes)} on a GPU that has {gib(room)} (phase {peak.phase}); {_LOWER}"

@@ -50,6 +50,7 @@ class StageWatcher:
         self._recent: deque[Progress] = deque(maxlen=_RATE_WINDOW)  # of the newest attempt
         self._by = ""  # folder of the attempt that said them
         self._latest: dict[str, float] = {}
+        self._of_step: frozenset[str] = frozenset()  # metrics of the newest step that updated the weights
         self._notes: deque[Note] = deque(maxlen=5)
         self.hand_offs: deque[Span] = deque(maxlen=_HAND_OFFS)  # of the newest attempt, the latest ones
         self._spans_by = ""
@@ -104,6 +105,7 @@ class StageWatcher:
             self._last = fact
             self._recent.append(fact)
         elif isinstance(fact, Metric):
+            self._forget_updates(fact)
             for name, value in fact.values.items():
                 self._latest[name] = value
                 self.curves.setdefault(name, {})[fact.step] = value
@@ -115,3 +117,11 @@ class StageWatcher:
                 self.hand_offs.append(fact)
         elif isinstance(fact, Note):
             self._notes.append(fact)
+
+    def _forget_updates(self, fact: Metric) -> None:
+        """A step that updated nothing has no loss: that of an earlier one is not the newest value."""
+        if fact.values.get("updates"):
+            self._of_step = frozenset(fact.values)
+        elif "updates" in fact.values:
+            for name in self._of_step - fact.values.keys():
+                self._latest.pop(name, None)

@@ -29,6 +29,12 @@ WORDS = {
     "truncated": "responses cut at the longest allowed",
     "clip_fraction": "tokens that the ratio's clip cut",
     "groups/zero_std": "groups without signal",
+    "groups/dropped": "groups dropped, of all that were sampled",
+    "updates": "optimiser steps of a step",
+    "reward/overlong": "what long responses are punished by, mean",
+    "lag/kl": "KL of the step's beginning to the policy that sampled, nats per token",
+    "lag/ess": "tokens' worth under the weights of that lag, share",
+    "margin": "preference: mean margin of the chosen",
     "reward/std": "reward: standard deviation",
     "learning_rate": "learning rate",
     "mismatch_kl": "KL of training to sampling, nats per token",
@@ -44,7 +50,15 @@ WORDS = {
 }
 _COMPONENT = re.compile(r"reward/(.+)/mean", re.DOTALL)
 MAIN = 8  # of WORDS: what is looked at first
-_RATES = ("accuracy", "truncated", "groups/zero_std", "reward/unscored", "reward/errors", "reward/timeouts")
+_RATES = (
+    "accuracy",
+    "truncated",
+    "groups/zero_std",
+    "groups/dropped",
+    "reward/unscored",
+    "reward/errors",
+    "reward/timeouts",
+)
 _SHARES = ("clip_fraction",)  # rates that are small when all is well
 _LEAST_SHARE = 0.1  # to which their axis goes at the least
 _NOISE_PART = 3.0  # the height is at least so many times the band that noise fills

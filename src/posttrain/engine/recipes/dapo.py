@@ -6,9 +6,11 @@ punishment (3.4, eq. 13).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, final
 
+import torch
 from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import Estimator, grpo, overlong_penalty
@@ -32,6 +34,15 @@ class DAPO(GroupBaseline[DAPOConfig]):
     def keep(self, group: ScoredGroup) -> Drop | None:
         """Dynamic sampling: a group whose rewards are equal has no gradient. Its length has no say in this."""
         return None if with_signal(group) else Drop("group without signal")
+
+    def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        """The mean punishment too."""
+        found, c = super().report(groups), self.config
+        if c.overlong is None:
+            return found
+        lengths = torch.tensor([answer.generated for group in groups for answer in group.answers])
+        grown = overlong_penalty(lengths, c.max_new_tokens, c.overlong.buffer)
+        return {**found, "reward/overlong": -c.overlong.penalty * float(grown.mean())}
 
     def rewards(self, batch: TokenBatch) -> Tensor:
         """Less the punishment of what comes near the token limit."""

@@ -32,6 +32,7 @@ class Learned:
 
     metrics: Mapping[str, float]  # means over mini-batches; of another role than the stage's own by its name
     tokens: int = 0  # trained on, once for each role and pass
+    updates: int = 0  # optimiser steps of the stage's own role
 
 
 @final
@@ -126,7 +127,7 @@ class Learning:
                 reports[update.role].append(done.metrics)
                 if tracer and update.role == main:
                     tracer.consumed(done.batch, part)
-        return Learned(_means(reports, main), trained)
+        return Learned(_means(reports, main), trained, len(reports.get(main, ())))
 
     def _begin(
         self, update: Update, mini: TokenBatch, totals: Totals, *, step: int, part: int, tracer: SampleTracer | None

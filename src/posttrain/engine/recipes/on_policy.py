@@ -112,7 +112,8 @@ class OnPolicy:
                 "set tokens_per_step"
             )
         drops = {"groups/dropped": len(dropped) / len(every)} if self._algorithm.source.refills else {}
-        metrics = {**rollout_metrics(every), **self._algorithm.report(every), **drops, **learned.metrics}
+        told = {**rollout_metrics(every), **self._algorithm.report(every), **drops, "updates": float(learned.updates)}
+        metrics = {**told, **learned.metrics}
         return StepReport(tokens, metrics)
 
     def serve(self, version: PolicyVersion) -> None:
